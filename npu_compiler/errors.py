@@ -1,0 +1,37 @@
+"""The error hierarchy: every failure a user can cause is an `NPUError` with one clear sentence."""
+
+from __future__ import annotations
+
+
+class NPUError(Exception):
+    """Base of all errors that this project raises on purpose."""
+
+
+class IRError(NPUError):
+    """The IR is malformed: names the node and the field."""
+
+
+class ConstraintError(NPUError):
+    """The graph is well formed, but the NPU cannot run it as one program; lists every violation."""
+
+    def __init__(self, violations: list[str]) -> None:
+        self.violations = list(violations)
+        listed = "\n".join(f"  - {violation}" for violation in self.violations)
+        count = len(self.violations)
+        super().__init__(f"the NPU cannot run this graph ({count} violation{'s' * (count != 1)}):\n{listed}")
+
+
+class ProgramFormatError(NPUError):
+    """A `.npubin` file is truncated, corrupted, of another version, or not a `.npubin` at all."""
+
+
+class WeightError(NPUError):
+    """Weights are missing, misnamed, misshapen, or hold values that no model should."""
+
+
+class DeviceError(NPUError):
+    """A device is absent, out of memory, or failed while running."""
+
+
+class InputError(NPUError):
+    """What the user handed in (a run-time input, a file, an argument) does not fit."""

@@ -1,0 +1,35 @@
+"""What codegen and layout need to know of a target's hardware, as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """Hardware parameters of a target.
+
+    Attributes:
+        name: Written into the `.npubin` header; the runtime refuses a program for another target.
+        channel_alignment_bytes: 4-D convolution activations have their channel count padded so that
+            `channels * itemsize` is a multiple of this (1 switches padding off).
+        channel_tile: Channels that one threadgroup of a convolution handles.
+        matmul_tile: Edge of the square tile of the tiled matrix product.
+        max_threadgroup_1d: Threads of a 1-D threadgroup; the `_2d` and `_3d` values are per edge.
+        max_dispatches_per_batch: Dispatches encoded before a command buffer is committed.
+        buffer_alignment: Every arena offset is a multiple of this many bytes.
+    """
+
+    name: str
+    channel_alignment_bytes: int = 64
+    channel_tile: int = 32
+    matmul_tile: int = 16
+    max_threadgroup_1d: int = 256
+    max_threadgroup_2d: int = 16
+    max_threadgroup_3d_xy: int = 8
+    max_threadgroup_3d_z: int = 4
+    max_dispatches_per_batch: int = 10_000
+    buffer_alignment: int = 256
+
+
+METAL_GPU = TargetConfig(name="metal_gpu")

@@ -1,0 +1,172 @@
+"""`View`: a strided window onto a buffer. Slices, transposes and broadcasts of a view are views: they move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class View:
+    """What a kernel reads or writes: element (i, j, …) is at `offset + i·strides[0] + j·strides[1] + …`.
+
+    Attributes:
+        buffer: Name of the buffer; several views may share one.
+        shape, strides, offset: In elements of `dtype`. A stride of 0 repeats (broadcasts) a dimension.
+        dtype: Storage dtype.
+    """
+
+    buffer: str
+    shape: Shape
+    strides: Shape
+    offset: int
+    dtype: str
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return numel(self.shape)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Row-major with no gaps, sizes of 1 aside."""
+        return is_contiguous(self.shape, self.strides)
+
+    def dim(self, index: int) -> int:
+        """A dimension index made non-negative."""
+        return index + self.rank if index < 0 else index
+
+    def permute(self, order: Sequence[int]) -> View:
+        dims = [self.dim(d) for d in order]
+        return self._with(tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
+
+    def transpose(self, first: int, second: int) -> View:
+        order = list(range(self.rank))
+        if order:
+            first, second = self.dim(first), self.dim(second)
+            order[first], order[second] = order[second], order[first]
+        return self.permute(order)
+
+    def slice(self, dim: int, start: int, stop: int, step: int = 1) -> View:
+        """Elements start, start+step, … below stop of one dimension; bounds are already clamped."""
+        dim = self.dim(dim)
+        length = max(0, -(-(stop - start) // step))
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        strides = (*self.strides[:dim], self.strides[dim] * step, *self.strides[dim + 1 :])
+        return self._with(shape, strides, self.offset + start * self.strides[dim])
+
+    def select(self, dim: int, index: int) -> View:
+        dim = self.dim(dim)
+        index = index + self.shape[dim] if index < 0 else index
+        shape = self.shape[:dim] + self.shape[dim + 1 :]
+        strides = self.strides[:dim] + self.strides[dim + 1 :]
+        return self._with(shape, strides, self.offset + index * self.strides[dim])
+
+    def unsqueeze(self, dim: int) -> View:
+        dim = dim + self.rank + 1 if dim < 0 else dim
+        stride = self.shape[dim] * self.strides[dim] if dim < self.rank else 1
+        return self._with(
+            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], stride, *self.strides[dim:])
+        )
+
+    def squeeze(self, dim: int) -> View:
+        """Drop a dimension if its size is 1."""
+        if self.rank == 0 or self.shape[self.dim(dim)] != 1:
+            return self
+        return self.select(dim, 0)
+
+    def expand(self, shape: Sequence[int]) -> View:
+        """Broadcast to a shape, aligning trailing dimensions; -1 keeps a size."""
+        lead = len(shape) - self.rank
+        new_shape, strides = [], []
+        for index, size in enumerate(shape):
+            old = self.shape[index - lead] if index >= lead else 1
+            size = old if size == -1 else size
+            stride = self.strides[index - lead] if index >= lead else 0
+            new_shape.append(size)
+            strides.append(0 if old == 1 and size != 1 else stride)
+        return self._with(tuple(new_shape), tuple(strides))
+
+    def reshape(self, shape: Shape) -> View | None:
+        """The same elements in the same order under another shape, or None where that needs a copy."""
+        strides = reshape_strides(self.shape, self.strides, shape)
+        return None if strides is None else self._with(tuple(shape), strides)
+
+    def _with(self, shape: Shape, strides: Shape, offset: int | None = None) -> View:
+        return replace(self, shape=shape, strides=strides, offset=self.offset if offset is None else offset)
+
+
+def numel(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def contiguous_strides(shape: Sequence[int]) -> Shape:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: Shape, strides: Shape) -> bool:
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def reshape_strides(shape: Shape, strides: Shape, new_shape: Sequence[int]) -> Shape | None:
+    """Strides that show (shape, strides) as new_shape, or None if no strides can.
+
+    Old dimensions are merged into the longest runs that are evenly spaced in memory; the new shape must split
+    each run without crossing into the next.
+    """
+    if numel(shape) == 0:
+        return contiguous_strides(new_shape)
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    new_strides = [1] * len(new_shape)
+    dim = len(new_shape) - 1
+    for size, stride in reversed(runs):
+        covered = 1
+        while covered < size:
+            while dim >= 0 and new_shape[dim] == 1:
+                dim -= 1
+            if dim < 0 or size % (covered * new_shape[dim]):
+                return None
+            new_strides[dim] = stride * covered
+            covered *= new_shape[dim]
+            dim -= 1
+    for index in range(len(new_shape) - 1, -1, -1):
+        if new_shape[index] == 1:
+            after = index + 1
+            new_strides[index] = new_shape[after] * new_strides[after] if after < len(new_shape) else 1
+    return tuple(new_strides)
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> Shape:
+    """NumPy's broadcasting rule; the shapes are known to agree."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    result = []
+    for axis in range(-rank, 0):
+        sizes = [shape[axis] for shape in shapes if len(shape) >= -axis]
+        result.append(next((size for size in sizes if size != 1), 1))
+    return tuple(result)
