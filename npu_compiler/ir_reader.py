@@ -12,6 +12,7 @@ import numpy as np
 
 from npu_compiler.dtypes import KNOWN_DTYPES, numpy_dtype
 from npu_compiler.errors import IRError
+from npu_compiler.weight_recipe import WeightTransformRecipe, from_key
 
 Attrs = dict[str, Any]
 
@@ -26,6 +27,7 @@ class TensorSpec:
         dtype: The dtype PyTorch gives it.
         storage: The dtype it has in device memory; empty until the precision stage has run.
         alloc_shape: Its shape in device memory when channels are padded, else None (dense).
+        bounds: Smallest and largest value that an index input may hold, where the graph tells.
     """
 
     name: str
@@ -33,6 +35,7 @@ class TensorSpec:
     dtype: str
     storage: str = ""
     alloc_shape: tuple[int, ...] | None = None
+    bounds: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -70,7 +73,9 @@ class IRGraph:
 
     Attributes:
         tensors: Every tensor by name.
-        weights: Weight tensor name → `state_dict` key.
+        outputs: Tensors that the graph returns; a pass may replace them.
+        output_names: The names under which they are returned, unique and never changed.
+        weights: Weight tensor name → how it is made from the checkpoint.
         constants: Constant tensor name → its value, known at compile time.
     """
 
@@ -79,7 +84,8 @@ class IRGraph:
     tensors: dict[str, TensorSpec]
     inputs: list[str]
     outputs: list[str]
-    weights: dict[str, str]
+    output_names: list[str]
+    weights: dict[str, WeightTransformRecipe]
     constants: dict[str, np.ndarray]
 
     def spec(self, name: str) -> TensorSpec:
@@ -128,6 +134,13 @@ def unique_name(stem: str, taken: Iterable[str]) -> str:
     while f"{stem}__{suffix}" in taken:
         suffix += 1
     return f"{stem}__{suffix}"
+
+
+def unique_names(names: list[str]) -> list[str]:
+    result: list[str] = []
+    for name in names:
+        result.append(unique_name(name, result))
+    return result
 
 
 def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
@@ -195,7 +208,8 @@ class _Reader:
             tensors=self.tensors,
             inputs=inputs,
             outputs=outputs,
-            weights=self.weights,
+            output_names=unique_names(outputs),
+            weights={name: from_key(key) for name, key in self.weights.items()},
             constants=self.constants,
         )
         return graph

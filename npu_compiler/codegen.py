@@ -1,0 +1,203 @@
+"""Code generation: an optimized graph → an `ExecutionPlan` of kernel calls and buffers, memory not yet assigned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from npu_compiler.codegen_core import (
+    KERNELS,
+    BufferAllocation,
+    BufferKind,
+    CodegenTarget,
+    ExecutionPlan,
+    KernelCall,
+    KernelDecl,
+    MetalCodegenTarget,
+    WeightSpec,
+    declare_kernel,
+)
+from npu_compiler.codegen_ops import HANDLED_OPS, lower_graph
+from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec
+from npu_compiler.lowering import Lowering
+from npu_compiler.views import View, contiguous_strides
+
+__all__ = [
+    "HANDLED_OPS",
+    "KERNELS",
+    "BufferAllocation",
+    "CodegenTarget",
+    "ExecutionPlan",
+    "KernelCall",
+    "KernelDecl",
+    "MetalCodegenTarget",
+    "declare_kernel",
+    "generate_execution_plan",
+]
+
+
+def generate_execution_plan(
+    graph: IRGraph, target: CodegenTarget, source_shapes: dict[str, tuple[int, ...]]
+) -> ExecutionPlan:
+    """Lower the graph, give each graph output a buffer of its own, and move constant work into the prologue.
+
+    Args:
+        source_shapes: `state_dict` key → shape, for checking weights at load time.
+    """
+    graph, donations = donate_inputs(graph)
+    ctx = lower_graph(graph, target)
+    output_views = _own_outputs(ctx, donations)
+    output_buffers = {view.buffer for view in output_views.values()} - set(donations.values())
+    prologue, calls = _hoist_constant_calls(ctx, graph, output_buffers)
+    prologue_buffers = {view.buffer for call in prologue for view in call.outputs}
+    buffers: dict[str, BufferAllocation] = {}
+
+    def allocate(names: Iterable[str], kind: BufferKind) -> None:
+        for name in names:
+            spec = graph.tensors[name]
+            buffers[name] = BufferAllocation(name, kind, spec.alloc_shape or spec.shape, spec.storage)
+
+    allocate(graph.inputs, "input")
+    allocate(graph.weights, "weight")
+    allocate(graph.constants, "constant")
+    touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
+    for name, (shape, dtype) in ctx.allocs.items():
+        kind: BufferKind = "output" if name in output_buffers else "persistent" if name in prologue_buffers else "arena"
+        if name in touched or kind == "output":
+            buffers[name] = BufferAllocation(name, kind, shape, dtype)
+    for output, donor in donations.items():
+        buffers[donor] = replace(buffers[donor], donor=output)
+    return ExecutionPlan(
+        prologue=prologue,
+        calls=calls,
+        buffers=buffers,
+        inputs=[graph.tensors[name] for name in graph.inputs],
+        outputs=[_output_spec(graph, name, tensor, output_views[name]) for name, tensor in
+                 zip(graph.output_names, graph.outputs, strict=True)],  # fmt: skip
+        output_views=output_views,
+        weights={
+            name: WeightSpec(graph.tensors[name], recipe, {key: source_shapes[key] for key in recipe.keys()})
+            for name, recipe in graph.weights.items()
+        },
+        constants=dict(graph.constants),
+        donations=donations,
+    )
+
+
+def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSpec:
+    return replace(graph.tensors[tensor], name=name, storage=view.dtype)
+
+
+def donate_inputs(graph: IRGraph) -> tuple[IRGraph, dict[str, str]]:
+    """Mark each index_copy that may update a graph input in place.
+
+    It may when the result is a graph output and nobody reads the old value afterwards.
+
+    Returns:
+        The graph, and output name → input name.
+    """
+    last_read = {name: index for index, node in enumerate(graph.nodes) for name in node.inputs}
+    donations: dict[str, str] = {}
+    nodes: list[OpNode] = []
+    for index, node in enumerate(graph.nodes):
+        if node.base == "aten.index_copy" and _may_donate(node, graph, index, last_read, donations):
+            donations[graph.output_names[graph.outputs.index(node.outputs[0])]] = node.inputs[0]
+            node = replace(node, attrs={**node.attrs, "donated": True})
+        nodes.append(node)
+    return replace(graph, nodes=nodes), donations
+
+
+def _may_donate(
+    node: OpNode, graph: IRGraph, index: int, last_read: dict[str, int], donations: dict[str, str]
+) -> bool:
+    source, result = node.inputs[0], node.outputs[0]
+    return (
+        source in graph.inputs
+        and graph.outputs.count(result) == 1
+        and source not in graph.outputs
+        and last_read[source] == index
+        and node.inputs.count(source) == 1
+        and source not in donations.values()
+        and graph.tensors[source].storage == graph.tensors[result].storage
+        and not _reads_through_alias(graph, source, index)
+    )
+
+
+def _reads_through_alias(graph: IRGraph, source: str, index: int) -> bool:
+    """Whether a later node reads a tensor that codegen may have made a view of the input."""
+    from npu_compiler.ops.aliases import is_alias
+
+    aliases = {source}
+    for position, node in enumerate(graph.nodes):
+        if position > index and any(name in aliases - {source} for name in node.inputs):
+            return True
+        if (is_alias(node) or node.base in ("aten.to", "npu.cast")) and any(name in aliases for name in node.inputs):
+            aliases.update(node.outputs)
+    return any(name in aliases for name in graph.outputs)
+
+
+def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:
+    """Each output's view; one that is a window onto something else is copied into a buffer of its own."""
+    taken: set[str] = set()
+    views: dict[str, View] = {}
+    for name, tensor in zip(ctx.graph.output_names, ctx.graph.outputs, strict=True):
+        view = ctx.view(tensor)
+        if name not in donations and (not _is_whole_buffer(ctx, view) or view.buffer in taken):
+            spec = ctx.spec(tensor)
+            buffer = ctx._fresh(f"{name}.out")
+            memory = spec.alloc_shape or spec.shape
+            ctx.allocs[buffer] = (memory, view.dtype)
+            ctx.node = OpNode(name, "output", (tensor,), (tensor,))
+            copied = View(buffer, spec.shape, contiguous_strides(memory), 0, view.dtype)
+            ctx.copy(view, copied)
+            view = copied
+        taken.add(view.buffer)
+        views[name] = view
+    return views
+
+
+def _is_whole_buffer(ctx: Lowering, view: View) -> bool:
+    if view.buffer not in ctx.allocs:
+        return False
+    spec_shape, _ = ctx.allocs[view.buffer]
+    padded = len(spec_shape) == view.rank == 4 and spec_shape[:1] + spec_shape[2:] == view.shape[:1] + view.shape[2:]
+    whole = view.shape == spec_shape or (padded and view.shape[1] <= spec_shape[1]) or view.numel == _numel(spec_shape)
+    packed = contiguous_strides(spec_shape) if padded else contiguous_strides(view.shape)
+    same = all(s == p or size == 1 for s, p, size in zip(view.strides, packed, view.shape, strict=True))
+    return view.offset == 0 and whole and same
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _hoist_constant_calls(
+    ctx: Lowering, graph: IRGraph, output_buffers: set[str]
+) -> tuple[list[KernelCall], list[KernelCall]]:
+    """Split the calls into those that depend on weights and constants only, and the rest."""
+    constant = set(graph.weights) | set(graph.constants)
+    writers: dict[str, int] = {}
+    for call in ctx.calls:
+        for view in call.outputs:
+            writers[view.buffer] = writers.get(view.buffer, 0) + 1
+    made_constant: dict[str, int] = {}
+    variable = set(graph.inputs) | output_buffers
+
+    def is_constant(call: KernelCall) -> bool:
+        reads = all(view.buffer in constant for view in call.inputs)
+        return reads and not any(view.buffer in variable for view in call.outputs)
+
+    candidates = []
+    for call in ctx.calls:
+        if is_constant(call):
+            candidates.append(call)
+            for view in call.outputs:
+                made_constant[view.buffer] = made_constant.get(view.buffer, 0) + 1
+                if made_constant[view.buffer] == writers[view.buffer]:
+                    constant.add(view.buffer)
+    hoisted = [call for call in candidates if all(view.buffer in constant for view in call.outputs)]
+    chosen = {id(call) for call in hoisted}
+    return hoisted, [call for call in ctx.calls if id(call) not in chosen]

@@ -1,0 +1,261 @@
+"""`CompiledProgram`: what `compile()` makes and `.npubin` holds.
+
+A `.npubin` file is the magic `NPUBIN`, then one msgpack array: format version, SHA-256 of the body, body. The body is
+msgpack of plain maps and lists: `msgpack.unpackb` shows everything, and nothing in it is code or pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from npu_compiler.codegen_core import BufferAllocation, ExecutionPlan, KernelCall, WeightSpec
+from npu_compiler.dtypes import KNOWN_DTYPES, dtype_name, itemsize, numpy_dtype
+from npu_compiler.errors import InputError, IRError, ProgramFormatError
+from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.version import __version__
+from npu_compiler.views import View
+from npu_compiler.weight_recipe import WeightTransformRecipe
+
+MAGIC = b"NPUBIN"
+FORMAT_VERSION = 1
+
+
+@dataclass
+class CompiledProgram:
+    """A program for one target: kernels, buffers, weight recipes. Holds no weights.
+
+    Attributes:
+        name: The model's name.
+        target: Name of the `TargetConfig` it was compiled for.
+        compute_dtype: Storage dtype of activations.
+        plan: Kernel calls, buffers and specs.
+        compiler_version: Of the compiler that made it.
+    """
+
+    name: str
+    target: str
+    compute_dtype: str
+    plan: ExecutionPlan
+    compiler_version: str = __version__
+
+    @property
+    def input_specs(self) -> list[TensorSpec]:
+        return self.plan.inputs
+
+    @property
+    def output_specs(self) -> list[TensorSpec]:
+        return self.plan.outputs
+
+    @property
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        return self.plan.weights
+
+    @property
+    def kernels(self) -> list[KernelCall]:
+        """The calls of every run, in order."""
+        return self.plan.calls
+
+    def describe(self, *, kernels: bool = True) -> str:
+        """A text dump: kernels, buffers, memory, weights. `kernels=False` leaves the long tables out."""
+        from npu_compiler.describe import describe_program
+
+        return describe_program(self, tables=kernels)
+
+    def to_bytes(self) -> bytes:
+        body = msgpack.packb(_program_to_dict(self), use_bin_type=True)
+        return MAGIC + bytes(msgpack.packb([FORMAT_VERSION, hashlib.sha256(body).digest(), body]))
+
+    def save(self, path: str | Path) -> None:
+        """Write the `.npubin`: to a temporary file first, then renamed, so that no half-written file is ever seen.
+
+        Raises:
+            InputError: the file cannot be written (no such folder, no permission, disk full).
+        """
+        path = Path(path)
+        try:
+            write_atomically(path, self.to_bytes())
+        except OSError as error:
+            raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> CompiledProgram:
+        """Read a `.npubin`, checking everything before anything is allocated.
+
+        Raises:
+            ProgramFormatError: the file is missing, truncated, corrupted, of another format version, or inconsistent.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise ProgramFormatError(f"cannot read program '{path}': {error.strerror or error}") from error
+        return cls.from_bytes(data, str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, origin: str = "program") -> CompiledProgram:
+        body = _open_envelope(data, origin)
+        try:
+            program = _program_from_dict(msgpack.unpackb(body, raw=False, strict_map_key=False))
+        except ProgramFormatError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, IRError, msgpack.UnpackException) as error:
+            raise ProgramFormatError(f"'{origin}' is not a valid program: {type(error).__name__}: {error}") from error
+        _check_consistency(program, origin)
+        return program
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a whole file or none of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _open_envelope(data: bytes, origin: str) -> bytes:
+    if not data.startswith(MAGIC):
+        raise ProgramFormatError(f"'{origin}' is not a .npubin program (it does not start with {MAGIC.decode()})")
+    try:
+        envelope = msgpack.unpackb(data[len(MAGIC) :], max_bin_len=len(data))
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProgramFormatError(f"'{origin}' is truncated or corrupted: its envelope cannot be read") from error
+    if not isinstance(envelope, list) or not envelope or not isinstance(envelope[0], int):
+        raise ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")
+    if envelope[0] != FORMAT_VERSION:
+        raise ProgramFormatError(
+            f"'{origin}' has format version {envelope[0]}; this runtime reads version {FORMAT_VERSION}: compile it again"
+        )
+    if len(envelope) != 3 or not isinstance(envelope[1], bytes) or not isinstance(envelope[2], bytes):
+        raise ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")
+    if hashlib.sha256(envelope[2]).digest() != envelope[1]:
+        raise ProgramFormatError(f"'{origin}' is corrupted: its checksum does not match")
+    return envelope[2]
+
+
+def _plain(item: Any) -> dict[str, Any]:
+    """A flat dataclass as a map."""
+    return {f.name: getattr(item, f.name) for f in fields(item)}
+
+
+def _view_to_list(view: View) -> list[Any]:
+    return [view.buffer, view.shape, view.strides, view.offset, view.dtype]
+
+
+def _view_from_list(data: list[Any]) -> View:
+    buffer, shape, strides, offset, dtype = data
+    return View(buffer, tuple(shape), tuple(strides), offset, dtype)
+
+
+def _spec_from_dict(data: Mapping[str, Any]) -> TensorSpec:
+    alloc, bounds = data["alloc_shape"], data["bounds"]
+    return TensorSpec(
+        data["name"], tuple(data["shape"]), data["dtype"], data["storage"],
+        None if alloc is None else tuple(alloc), None if bounds is None else (bounds[0], bounds[1]),
+    )  # fmt: skip
+
+
+def _call_to_dict(call: KernelCall) -> dict[str, Any]:
+    return {
+        **_plain(call),
+        "inputs": [_view_to_list(view) for view in call.inputs],
+        "outputs": [_view_to_list(view) for view in call.outputs],
+        "params": dict(call.params),
+    }
+
+
+def _call_from_dict(data: Mapping[str, Any]) -> KernelCall:
+    views = {key: tuple(_view_from_list(view) for view in data[key]) for key in ("inputs", "outputs")}
+    return KernelCall(
+        data["kernel"], data["source"], views["inputs"], views["outputs"], data["params"], data["node"], data["flops"]
+    )
+
+
+def _program_to_dict(program: CompiledProgram) -> dict[str, Any]:
+    plan = program.plan
+    return {
+        "name": program.name,
+        "target": program.target,
+        "compute_dtype": program.compute_dtype,
+        "compiler_version": program.compiler_version,
+        "prologue": [_call_to_dict(call) for call in plan.prologue],
+        "calls": [_call_to_dict(call) for call in plan.calls],
+        "buffers": [_plain(buffer) for buffer in plan.buffers.values()],
+        "inputs": [_plain(spec) for spec in plan.inputs],
+        "outputs": [_plain(spec) for spec in plan.outputs],
+        "output_views": {name: _view_to_list(view) for name, view in plan.output_views.items()},
+        "weights": [
+            {"spec": _plain(w.spec), "recipe": w.recipe.to_dict(), "source_shapes": dict(w.source_shapes)}
+            for w in plan.weights.values()
+        ],
+        "constants": {
+            name: {"dtype": dtype_name(value.dtype), "shape": value.shape, "data": value.tobytes()}
+            for name, value in plan.constants.items()
+        },
+        "donations": plan.donations,
+        "arena_bytes": plan.arena_bytes,
+    }
+
+
+def _program_from_dict(data: Mapping[str, Any]) -> CompiledProgram:
+    weights = [
+        WeightSpec(
+            _spec_from_dict(w["spec"]),
+            WeightTransformRecipe.from_dict(w["recipe"]),
+            {key: tuple(shape) for key, shape in w["source_shapes"].items()},
+        )
+        for w in data["weights"]
+    ]
+    buffers = [BufferAllocation(**{**b, "alloc_shape": tuple(b["alloc_shape"])}) for b in data["buffers"]]
+    plan = ExecutionPlan(
+        prologue=[_call_from_dict(call) for call in data["prologue"]],
+        calls=[_call_from_dict(call) for call in data["calls"]],
+        buffers={buffer.name: buffer for buffer in buffers},
+        inputs=[_spec_from_dict(spec) for spec in data["inputs"]],
+        outputs=[_spec_from_dict(spec) for spec in data["outputs"]],
+        output_views={name: _view_from_list(view) for name, view in data["output_views"].items()},
+        weights={weight.spec.name: weight for weight in weights},
+        constants={
+            name: np.frombuffer(c["data"], dtype=numpy_dtype(c["dtype"])).reshape(c["shape"])
+            for name, c in data["constants"].items()
+        },
+        donations=dict(data["donations"]),
+        arena_bytes=data["arena_bytes"],
+    )
+    return CompiledProgram(data["name"], data["target"], data["compute_dtype"], plan, data["compiler_version"])
+
+
+def _check_consistency(program: CompiledProgram, origin: str) -> None:
+    """Every view must lie inside its buffer and every arena buffer inside the arena."""
+    plan = program.plan
+    for buffer in plan.buffers.values():
+        if buffer.dtype not in KNOWN_DTYPES or any(size < 0 for size in buffer.alloc_shape):
+            raise ProgramFormatError(f"'{origin}': buffer '{buffer.name}' has no valid shape and dtype")
+        if buffer.kind == "arena" and not 0 <= buffer.offset <= plan.arena_bytes - buffer.size_bytes:
+            raise ProgramFormatError(f"'{origin}': buffer '{buffer.name}' lies outside the arena")
+    calls = [*plan.prologue, *plan.calls]
+    views = [view for call in calls for view in (*call.inputs, *call.outputs)] + list(plan.output_views.values())
+    for view in views:
+        owner = plan.buffers.get(view.buffer)
+        if owner is None:
+            raise ProgramFormatError(f"'{origin}': a kernel uses buffer '{view.buffer}', which does not exist")
+        if 0 in view.shape:
+            continue
+        if len(view.shape) != len(view.strides) or min((*view.strides, view.offset, 0)) < 0:
+            raise ProgramFormatError(f"'{origin}': a view of buffer '{view.buffer}' is malformed")
+        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+        if (last + 1) * itemsize(view.dtype) > owner.size_bytes:
+            raise ProgramFormatError(f"'{origin}': a view reaches beyond its buffer '{view.buffer}'")

@@ -1,0 +1,108 @@
+"""`compile()`: the list of the compiler's stages, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.codegen import generate_execution_plan
+from npu_compiler.codegen_core import CodegenTarget, MetalCodegenTarget
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.constraint_checker import check_constraints
+from npu_compiler.functionalize import functionalize
+from npu_compiler.fusion_patterns import fuse
+from npu_compiler.graph_optimizer import (
+    eliminate_common_subexpressions,
+    eliminate_dead_code,
+    eliminate_noops,
+    fold_batch_norm,
+    fold_padding,
+    lower_batch_norm,
+)
+from npu_compiler.ir_reader import IRGraph, read_ir
+from npu_compiler.layout import assign_layout
+from npu_compiler.memory_planner import plan_memory
+from npu_compiler.precision import assign_storage, choose_compute_dtype
+from npu_compiler.rotary_region import expand_rotary_regions
+
+Stage = tuple[str, Callable[[IRGraph], IRGraph]]
+
+
+def normalize(graph: IRGraph) -> IRGraph:
+    """What every user of a graph wants first: no opaque rotary regions, no in-place ops, no assertions or no-ops."""
+    for _, stage in _NORMALIZE:
+        graph = stage(graph)
+    return graph
+
+
+_NORMALIZE: list[Stage] = [
+    ("expand_rotary_regions", expand_rotary_regions),
+    ("functionalize", functionalize),
+    ("eliminate_noops", eliminate_noops),
+    ("eliminate_dead_code", eliminate_dead_code),
+]
+
+
+def stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str] = ()) -> list[Stage]:
+    """The graph stages in order, each with its name; print them, reorder them, leave one out."""
+    return [
+        *_NORMALIZE,
+        ("eliminate_common_subexpressions", eliminate_common_subexpressions),
+        ("fold_padding", fold_padding),
+        ("fold_batch_norm", fold_batch_norm),
+        ("lower_batch_norm", lower_batch_norm),
+        ("fuse", partial(fuse, disabled=disabled_fusions)),
+        ("eliminate_noops", eliminate_noops),
+        ("eliminate_dead_code", eliminate_dead_code),
+        ("assign_storage", partial(assign_storage, compute_dtype=compute_dtype)),
+        ("assign_layout", partial(assign_layout, config=target.config)),
+    ]
+
+
+def compile(
+    ir: str | Path | Mapping[str, Any] | IRGraph | Any,
+    target: CodegenTarget | None = None,
+    *,
+    compute_dtype: str | None = None,
+    disabled_fusions: Collection[str] = (),
+) -> CompiledProgram:
+    """Compile IR into a program.
+
+    Args:
+        ir: Path of IR JSON, its dict, a torch_ir `IR`, or a graph already read.
+        target: Names the kernels; by default the op-level target that Metal and the CPU device share.
+        compute_dtype: `float16`, `bfloat16` or `float32`; by default bfloat16 for bfloat16 models, else float16.
+        disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
+
+    Raises:
+        IRError: the IR is malformed.
+        ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
+    """
+    target = target or MetalCodegenTarget()
+    graph = read_ir(ir)
+    dtype = choose_compute_dtype(graph, compute_dtype)
+    source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
+    check_constraints(normalize(graph))
+    for _, stage in stages(dtype, target, disabled_fusions):
+        graph = stage(graph)
+    plan = generate_execution_plan(graph, target, source_shapes)
+    plan = plan_memory(plan, target.config.buffer_alignment)
+    return CompiledProgram(graph.name, target.config.name, dtype, plan)
+
+
+def trace_stages(
+    ir: str | Path | Mapping[str, Any] | IRGraph | Any,
+    target: CodegenTarget | None = None,
+    *,
+    compute_dtype: str | None = None,
+    disabled_fusions: Collection[str] = (),
+) -> Iterator[tuple[str, IRGraph]]:
+    """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does."""
+    graph = read_ir(ir)
+    dtype = choose_compute_dtype(graph, compute_dtype)
+    yield "read", graph
+    for name, stage in stages(dtype, target or MetalCodegenTarget(), disabled_fusions):
+        graph = stage(graph)
+        yield name, graph

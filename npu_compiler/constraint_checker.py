@@ -1,0 +1,34 @@
+"""Check that a graph can run as one NPU program; report every violation at once."""
+
+from __future__ import annotations
+
+from npu_compiler.errors import ConstraintError
+from npu_compiler.ir_reader import IRGraph
+from npu_compiler.ops.registry import UNSUPPORTED_DTYPES, unsupported_reason
+from npu_compiler.rotary_region import OPAQUE_OP
+
+
+def find_violations(graph: IRGraph) -> list[str]:
+    """One sentence per violation: the node, what it holds, and what to do about it."""
+    violations = []
+    for name in graph.inputs:
+        spec = graph.tensors[name]
+        if spec.dtype in UNSUPPORTED_DTYPES:
+            violations.append(f"graph input '{name}' {list(spec.shape)} has dtype {spec.dtype}; split it into real parts")
+    for node in graph.nodes:
+        reason = unsupported_reason(node, graph)
+        if reason is not None:
+            shapes = ", ".join(str(list(graph.tensors[out].shape)) for out in node.outputs) or "nothing"
+            if node.op_type == OPAQUE_OP:
+                advice = "extract the IR under torch.no_grad()"
+            else:
+                advice = "use partition() and DAGExecutor, which run it on the CPU"
+            violations.append(f"node '{node.name}' ({node.op_type} → {shapes}): {reason}; {advice}")
+    return violations
+
+
+def check_constraints(graph: IRGraph) -> None:
+    """Raise a `ConstraintError` that lists all violations, if there are any."""
+    violations = find_violations(graph)
+    if violations:
+        raise ConstraintError(violations)

@@ -1,0 +1,21 @@
+"""The op table. Importing the package registers every op."""
+
+from npu_compiler.ops import aliases, conv, elementwise, indexing, matmul, reductions, tensor, transformer
+from npu_compiler.ops.registry import OPS, Args, Op, find_op, register_op, unsupported_reason
+
+__all__ = [
+    "OPS",
+    "Args",
+    "Op",
+    "aliases",
+    "conv",
+    "elementwise",
+    "find_op",
+    "indexing",
+    "matmul",
+    "reductions",
+    "register_op",
+    "tensor",
+    "transformer",
+    "unsupported_reason",
+]

@@ -1,0 +1,263 @@
+"""Convolutions (1-D ones run as 2-D), batch normalization, pooling, and resampling of images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.elementwise import per_channel
+from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.views import View
+
+declare_kernel(
+    "conv2d_kernel", "conv_bn_relu.metal", stride="2I", padding="4i", dilation="2I", groups="I", has_bias="I",
+    has_residual="I", activation="s",
+)  # fmt: skip
+declare_kernel(
+    "conv_transpose2d_kernel", "conv_bn_relu.metal", stride="2I", padding="2i", output_padding="2I", dilation="2I",
+    groups="I", has_bias="I",
+)  # fmt: skip
+declare_kernel("max_pool2d_kernel", "pool.metal", kernel="2I", stride="2I", padding="2I", dilation="2I", ceil_mode="I")
+declare_kernel("avg_pool2d_kernel", "pool.metal", kernel="2I", stride="2I", padding="2I", ceil_mode="I",
+               count_include_pad="I", divisor="I")  # fmt: skip
+declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal")
+declare_kernel("upsample_nearest_kernel", "upsample.metal", scale="2f", exact="I")
+declare_kernel("upsample_bilinear_kernel", "upsample.metal", scale="2f", align_corners="I")
+
+CONV_ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
+
+
+def pair(value: Any, default: int = 1) -> list[int]:
+    """A per-dimension attribute as [height, width]: scalars and single-element lists repeat."""
+    if value is None or value == []:
+        return [default, default]
+    if isinstance(value, int):
+        return [value, value]
+    return list(value) if len(value) == 2 else [value[0], value[0]]
+
+
+def _padding(node: OpNode, kernel: tuple[int, ...], dilation: list[int], rank1: bool) -> list[int]:
+    """[top, bottom, left, right]; 'same' puts the odd pixel after, as PyTorch does."""
+    value = node.attrs.get("padding", 0)
+    if value == "valid":
+        return [0, 0, 0, 0]
+    if value == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [x for total in totals for x in (total // 2, total - total // 2)]
+    if isinstance(value, list) and len(value) == 4:
+        return list(value)
+    height, width = _per_axis(value, 0, rank1)
+    return [height, height, width, width]
+
+
+def _per_axis(value: Any, default: int, rank1: bool) -> list[int]:
+    """A conv attribute as [height, width]; in 1-D the height is a dummy axis of size 1."""
+    if rank1:
+        size = value if isinstance(value, int) else value[0] if value else default
+        return [default, size]
+    return pair(value, default)
+
+
+def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    rank = len(graph.tensors[node.inputs[1]].shape)
+    if rank not in (3, 4):
+        return f"convolution with a weight of rank {rank}"
+    if node.base == "aten.convolution" and any(node.attrs.get("output_padding") or []):
+        if not node.attrs.get("transposed"):
+            return "output_padding on a convolution that is not transposed"
+    if node.attrs.get("transposed") and rank == 3:
+        return None
+    return None
+
+
+def _as_2d(view: View) -> View:
+    """[N, C, L] as [N, C, 1, L]."""
+    return view.unsqueeze(2) if view.rank == 3 else view
+
+
+def _batched(view: View, spatial: int) -> View:
+    """An unbatched image gets a batch of 1."""
+    return view.unsqueeze(0) if view.rank == spatial + 1 else view
+
+
+@register_op("aten.conv2d", "aten.conv1d", "aten.convolution", "aten._convolution",
+             tensors=("input", "weight", "bias"), unsupported=_conv_unsupported)  # fmt: skip
+def lower_conv(ctx: Lowering, node: OpNode) -> None:
+    if node.attrs.get("transposed"):
+        lower_conv_transpose(ctx, node)
+        return
+    x, weight, *bias = (ctx.view(name) for name in node.inputs)
+    emit_conv(ctx, node, x, weight, bias[0] if bias else None)
+
+
+@register_op("npu.conv2d", tensors=("input", "weight", "bias", "residual"))
+def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
+    """act(conv(x) + bias + residual)."""
+    x, weight, *rest = (ctx.view(name) for name in node.inputs)
+    bias = rest.pop(0) if node.attrs.get("has_bias") else None
+    residual = rest.pop(0) if node.attrs.get("has_residual") else None
+    emit_conv(ctx, node, x, weight, bias, residual, node.attrs.get("activation", "none"))
+
+
+def emit_conv(
+    ctx: Lowering,
+    node: OpNode,
+    x: View,
+    weight: View,
+    bias: View | None,
+    residual: View | None = None,
+    activation: str = "none",
+) -> None:
+    rank1 = weight.rank == 3
+    x = _batched(x, weight.rank - 2)
+    out = _batched(ctx.output(), weight.rank - 2)
+    residual = _batched(residual, weight.rank - 2) if residual is not None else None
+    x, weight, out = _as_2d(x), _as_2d(weight), _as_2d(out)
+    residual = _as_2d(residual) if residual is not None else None
+    dilation = _per_axis(node.attrs.get("dilation", 1), 1, rank1)
+    params = {
+        "stride": _per_axis(node.attrs.get("stride", 1), 1, rank1),
+        "padding": _padding(node, weight.shape[2:], dilation, rank1),
+        "dilation": dilation,
+        "groups": node.attrs.get("groups", 1),
+        "has_bias": int(bias is not None),
+        "has_residual": int(residual is not None),
+        "activation": activation,
+    }
+    inputs = [ctx.inner_contiguous(x, 3), ctx.contiguous(weight)]
+    inputs += [ctx.contiguous(bias)] if bias is not None else []
+    inputs += [residual] if residual is not None else []
+    macs = out.numel * weight.shape[1] * weight.shape[2] * weight.shape[3]
+    ctx.emit("conv2d_kernel", inputs, [out], params, flops=2 * macs)
+
+
+@register_op("aten.conv_transpose2d", "aten.conv_transpose1d", tensors=("input", "weight", "bias"),
+             unsupported=_conv_unsupported)  # fmt: skip
+def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
+    x, weight, *bias = (ctx.view(name) for name in node.inputs)
+    rank1 = weight.rank == 3
+    x, out = _batched(x, weight.rank - 2), _batched(ctx.output(), weight.rank - 2)
+    attrs = node.attrs
+    params = {
+        "stride": _per_axis(attrs.get("stride", 1), 1, rank1),
+        "padding": _per_axis(attrs.get("padding", 0), 0, rank1),
+        "output_padding": _per_axis(attrs.get("output_padding", 0), 0, rank1),
+        "dilation": _per_axis(attrs.get("dilation", 1), 1, rank1),
+        "groups": attrs.get("groups", 1),
+        "has_bias": int(bool(bias)),
+    }
+    x, weight, out = _as_2d(x), _as_2d(weight), _as_2d(out)
+    inputs = [ctx.contiguous(x), ctx.contiguous(weight), *(ctx.contiguous(b) for b in bias)]
+    macs = x.numel * weight.shape[1] * weight.shape[2] * weight.shape[3]
+    ctx.emit("conv_transpose2d_kernel", inputs, [out], params, flops=2 * macs)
+
+
+def _batch_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if node.attrs.get("training") or node.attrs.get("train"):
+        return "batch normalization in training mode"
+    if len(node.inputs) not in (3, 5):
+        return "batch normalization without running statistics"
+    return None
+
+
+BATCH_NORM_OPS = ("aten.batch_norm", "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm",
+                  "aten.cudnn_batch_norm", "aten._batch_norm_no_update")  # fmt: skip
+
+
+@register_op(*BATCH_NORM_OPS, tensors=("input", "weight", "bias", "running_mean", "running_var"),
+             unsupported=_batch_norm_unsupported)  # fmt: skip
+def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
+    """(x - mean) · gamma / sqrt(var + eps) + beta, where the statistics are not weights; see also graph_optimizer."""
+    x, *affine, mean, var = (ctx.view(name) for name in node.inputs)
+    std = ctx.temp(var.shape, "float32")
+    ctx.elementwise("add", [var, float(node.attrs.get("eps", 1e-5))], std)
+    scale = ctx.temp(var.shape, "float32")
+    ctx.elementwise("rsqrt", [std], scale)
+    centered = ctx.temp(x.shape, "float32")
+    ctx.elementwise("sub", [x, per_channel(mean, x.rank)], centered)
+    if affine:
+        scaled = ctx.temp(var.shape, "float32")
+        ctx.elementwise("mul", [scale, affine[0]], scaled)
+        operands = [centered, per_channel(scaled, x.rank), per_channel(affine[1], x.rank)]
+        ctx.elementwise("scale_shift", operands, ctx.output())
+    else:
+        ctx.elementwise("mul", [centered, per_channel(scale, x.rank)], ctx.output())
+
+
+@register_op("npu.scale_shift_channels", tensors=("input", "scale", "shift"))
+def lower_scale_shift(ctx: Lowering, node: OpNode) -> None:
+    x, scale, shift = (ctx.view(name) for name in node.inputs)
+    ctx.elementwise("scale_shift", [x, per_channel(scale, x.rank), per_channel(shift, x.rank)], ctx.output())
+
+
+def _pool_views(ctx: Lowering, node: OpNode, spatial: int) -> tuple[View, View]:
+    x, out = _batched(ctx.view(node.inputs[0]), spatial), _batched(ctx.output(), spatial)
+    return _as_2d(x), _as_2d(out)
+
+
+@register_op("aten.max_pool2d", "aten.max_pool1d", "aten.max_pool2d_with_indices",
+             unsupported=lambda node, graph: "max pooling with indices" if len(node.outputs) > 1 else None)  # fmt: skip
+def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
+    rank1 = node.base.endswith("1d")
+    x, out = _pool_views(ctx, node, 1 if rank1 else 2)
+    kernel = _per_axis(node.attrs["kernel_size"], 1, rank1)
+    stride = node.attrs.get("stride") or node.attrs["kernel_size"]
+    params = {
+        "kernel": kernel,
+        "stride": _per_axis(stride, 1, rank1),
+        "padding": _per_axis(node.attrs.get("padding", 0), 0, rank1),
+        "dilation": _per_axis(node.attrs.get("dilation", 1), 1, rank1),
+        "ceil_mode": int(bool(node.attrs.get("ceil_mode"))),
+    }
+    ctx.emit("max_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
+
+
+@register_op("aten.avg_pool2d", "aten.avg_pool1d")
+def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
+    rank1 = node.base.endswith("1d")
+    x, out = _pool_views(ctx, node, 1 if rank1 else 2)
+    kernel = _per_axis(node.attrs["kernel_size"], 1, rank1)
+    stride = node.attrs.get("stride") or node.attrs["kernel_size"]
+    include = node.attrs.get("count_include_pad")
+    params = {
+        "kernel": kernel,
+        "stride": _per_axis(stride, 1, rank1),
+        "padding": _per_axis(node.attrs.get("padding", 0), 0, rank1),
+        "ceil_mode": int(bool(node.attrs.get("ceil_mode"))),
+        "count_include_pad": int(True if include is None else bool(include)),
+        "divisor": node.attrs.get("divisor_override") or 0,
+    }
+    ctx.emit("avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
+
+
+@register_op("aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d")
+def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
+    x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
+    ctx.emit("adaptive_avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], flops=x.numel)
+
+
+def _scales(node: OpNode, x: View, out: View) -> list[float]:
+    """Input pixels per output pixel [vertical, horizontal]; a scale factor given by the user wins over the sizes."""
+    given = node.attrs.get("scale_factors")
+    given = given if isinstance(given, list) else [node.attrs.get("scales_h"), node.attrs.get("scales_w")]
+    given = [None, *given] if len(given) == 1 else given
+    sizes = zip(x.shape[2:], out.shape[2:], given, strict=True)
+    return [1.0 / factor if factor else source / target for source, target, factor in sizes]
+
+
+@register_op("aten.upsample_nearest2d", "aten._upsample_nearest_exact2d", "aten.upsample_nearest1d",
+             "aten._upsample_nearest_exact1d")  # fmt: skip
+def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
+    x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
+    params = {"scale": _scales(node, x, out), "exact": int("exact" in node.base)}
+    ctx.emit("upsample_nearest_kernel", [x], [out], params)
+
+
+@register_op("aten.upsample_bilinear2d", "aten.upsample_linear1d")
+def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
+    x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
+    align = bool(Args(node).attr("align_corners", False))
+    ctx.emit("upsample_bilinear_kernel", [x], [out], {"scale": _scales(node, x, out), "align_corners": int(align)},
+             flops=8 * out.numel)  # fmt: skip

@@ -1,0 +1,226 @@
+"""Element-wise ops, as data: a name, a C expression over float operands, and the torch function that means the same.
+
+The CPU device calls the torch function; the Metal and CUDA generators paste the expression. Operands are `a`, `b`,
+`c`; attributes appear under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.registry import Args, operand, register_op
+from npu_compiler.views import View
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """One element-wise op.
+
+    Attributes:
+        operands: The schema's argument names that may be tensors.
+        expr: The result in C, over floats `a`, `b`, `c` and the attributes.
+        torch: Dotted torch function, called with the operands and the attributes as keywords.
+        attrs: Attribute → default.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    expr: str
+    torch: str
+    attrs: Mapping[str, float | bool] = field(default_factory=dict)
+
+
+ELEMENTWISE: dict[str, Elementwise] = {}
+
+
+def elementwise(
+    name: str, operands: str, expr: str, torch: str = "", aten: str = "", **attrs: float | bool
+) -> Elementwise:
+    """Add an element-wise op and its row in the op table.
+
+    Args:
+        operands: Space-separated schema names of the arguments that may be tensors.
+        torch: Defaults to `torch.<name>`.
+        aten: Space-separated ATen names that lower to it; defaults to `<name>`.
+    """
+    op = Elementwise(name, tuple(operands.split()), expr, torch or f"torch.{name}", attrs)
+    ELEMENTWISE[name] = op
+
+    def lower(ctx: Lowering, node: OpNode) -> None:
+        args = Args(node)
+        values = [operand(ctx, args, arg) for arg in op.operands]
+        params = {key: args.attr(key, default) for key, default in op.attrs.items()}
+        ctx.elementwise(op.name, values, ctx.output(), params)  # type: ignore[arg-type]
+
+    names = (aten or name).split()
+    register_op(*(x if x.startswith("npu.") else f"aten.{x}" for x in names), tensors=op.operands)(lower)
+    return op
+
+
+F = "torch.nn.functional."
+
+_UNARY = {
+    "abs": "fabs(a)", "acos": "acos(a)", "asin": "asin(a)", "atan": "atan(a)", "ceil": "ceil(a)", "cos": "cos(a)",
+    "cosh": "cosh(a)", "erf": "erf(a)", "exp": "exp(a)", "expm1": "expm1(a)", "exp2": "exp2(a)",
+    "floor": "floor(a)", "isinf": "isinf(a)", "isnan": "isnan(a)", "log": "log(a)", "log10": "log10(a)",
+    "log1p": "log1p(a)", "log2": "log2(a)", "logical_not": "a == 0", "neg": "-a",
+    "relu": "a > 0 ? a : 0", "round": "rint(a)", "rsqrt": "1 / sqrt(a)", "sigmoid": "1 / (1 + exp(-a))",
+    "sign": "(a > 0) - (a < 0)", "sin": "sin(a)", "sinh": "sinh(a)", "sqrt": "sqrt(a)", "square": "a * a",
+    "tan": "tan(a)", "tanh": "tanh(a)", "trunc": "trunc(a)", "reciprocal": "1 / a", "bitwise_not": "~a",
+}  # fmt: skip
+for _name, _expr in _UNARY.items():
+    elementwise(_name, "self", _expr)
+
+elementwise("copy", "src", "a", "npu.copy", "clone")
+elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
+elementwise("relu6", "self", "min(max(a, 0), 6)", F + "relu6")
+elementwise("gelu_erf", "self", "0.5 * a * (1 + erf(a * 0.70710678118654752))", F + "gelu", "npu.gelu_erf")
+elementwise(
+    "gelu_tanh", "self", "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))", "npu.gelu_tanh",
+    "npu.gelu_tanh",
+)  # fmt: skip
+elementwise("hardswish", "self", "a * min(max(a + 3, 0), 6) / 6", F + "hardswish")
+elementwise("hardsigmoid", "self", "min(max(a + 3, 0), 6) / 6", F + "hardsigmoid")
+elementwise("mish", "self", "a * tanh(log1p(exp(a)))", F + "mish")
+elementwise("selu", "self", "1.0507009873554805 * (a > 0 ? a : 1.6732632423543772 * expm1(a))", "torch.selu")
+elementwise("log_sigmoid", "self", "-log1p(exp(-a))", F + "logsigmoid")
+elementwise("softplus", "self", "a * beta > threshold ? a : log1p(exp(a * beta)) / beta", F + "softplus",
+            beta=1.0, threshold=20.0)  # fmt: skip
+elementwise("leaky_relu", "self", "a > 0 ? a : a * negative_slope", F + "leaky_relu", negative_slope=0.01)
+elementwise("elu", "self", "a > 0 ? scale * a : scale * alpha * expm1(a * input_scale)", "npu.elu",
+            alpha=1.0, scale=1.0, input_scale=1.0)  # fmt: skip
+elementwise("celu", "self", "a > 0 ? a : alpha * expm1(a / alpha)", "torch.celu", alpha=1.0)
+elementwise("hardtanh", "self", "min(max(a, min_val), max_val)", F + "hardtanh", min_val=-1.0, max_val=1.0)
+elementwise("softsign", "self", "a / (1 + fabs(a))", F + "softsign")
+elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
+
+elementwise("add", "self other", "a + alpha * b", alpha=1)
+elementwise("sub", "self other", "a - alpha * b", aten="sub subtract", alpha=1)
+elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", alpha=1)
+elementwise("mul", "self other", "a * b", aten="mul multiply")
+elementwise("true_divide", "self other", "a / b")
+elementwise("floor_divide", "self other", "floor(a / b)")
+elementwise("trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide")
+elementwise("pow", "self exponent", "pow(a, b)")
+elementwise("remainder", "self other", "a - b * floor(a / b)")
+elementwise("fmod", "self other", "fmod(a, b)")
+elementwise("atan2", "self other", "atan2(a, b)")
+elementwise("maximum", "self other", "max(a, b)", aten="maximum max.other")
+elementwise("minimum", "self other", "min(a, b)", aten="minimum min.other")
+elementwise("eq", "self other", "a == b")
+elementwise("ne", "self other", "a != b", aten="ne not_equal")
+elementwise("lt", "self other", "a < b", aten="lt less")
+elementwise("le", "self other", "a <= b", aten="le less_equal")
+elementwise("gt", "self other", "a > b", aten="gt greater")
+elementwise("ge", "self other", "a >= b", aten="ge greater_equal")
+elementwise("logical_and", "self other", "a && b")
+elementwise("logical_or", "self other", "a || b")
+elementwise("logical_xor", "self other", "(a != 0) != (b != 0)")
+elementwise("bitwise_and", "self other", "a & b", aten="bitwise_and __and__")
+elementwise("bitwise_or", "self other", "a | b", aten="bitwise_or __or__")
+elementwise("bitwise_xor", "self other", "a ^ b", aten="bitwise_xor __xor__")
+elementwise("where", "condition self other", "a ? b : c")
+elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", value=1)
+elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
+elementwise("lerp", "self end weight", "a + c * (b - a)", "npu.lerp")
+elementwise("clamp_min", "self min", "max(a, b)", "npu.clamp_min", "clamp_min")
+elementwise("clamp_max", "self max", "min(a, b)", "npu.clamp_max", "clamp_max")
+elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
+elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
+elementwise("gelu_mul", "self other", "0.5 * a * (1 + erf(a * 0.70710678118654752)) * b", "npu.gelu_mul",
+            "npu.gelu_mul")  # fmt: skip
+elementwise("gelu_tanh_mul", "self other",
+            "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))) * b", "npu.gelu_tanh_mul",
+            "npu.gelu_tanh_mul")  # fmt: skip
+elementwise("add_relu", "self other", "max(a + b, 0)", "npu.add_relu", "npu.add_relu")
+elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "npu.scale_shift")
+
+
+@register_op("aten.gelu")
+def lower_gelu(ctx: Lowering, node: OpNode) -> None:
+    approximate = node.attrs.get("approximate") == "tanh"
+    ctx.elementwise("gelu_tanh" if approximate else "gelu_erf", [ctx.view(node.inputs[0])], ctx.output())
+
+
+@register_op("aten.glu")
+def lower_glu(ctx: Lowering, node: OpNode) -> None:
+    view = ctx.view(node.inputs[0])
+    dim = view.dim(node.attrs.get("dim", -1))
+    half = view.shape[dim] // 2
+    ctx.elementwise("glu", [view.slice(dim, 0, half), view.slice(dim, half, 2 * half)], ctx.output())
+
+
+@register_op("aten.div", "aten.divide", tensors=("self", "other"))
+def lower_div(ctx: Lowering, node: OpNode) -> None:
+    args = Args(node)
+    op = {None: "true_divide", "floor": "floor_divide", "trunc": "trunc_divide"}[args.attr("rounding_mode")]
+    ctx.elementwise(op, [operand(ctx, args, "self"), operand(ctx, args, "other")], ctx.output())  # type: ignore[list-item]
+
+
+def _clamp_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
+        return "clamp with one tensor bound: the IR does not tell which bound it is"
+    return None
+
+
+@register_op("aten.clamp", "aten.clip", tensors=("self", "min", "max"), unsupported=_clamp_unsupported)
+def lower_clamp(ctx: Lowering, node: OpNode) -> None:
+    args = Args(node)
+    value: View = ctx.view(node.inputs[0])
+    bounds = {
+        name: operand(ctx, args, name)
+        for name in ("min", "max")
+        if args.tensor(name) is not None or args.attr(name) is not None
+    }
+    steps = [(f"clamp_{name}", bound) for name, bound in bounds.items()]
+    if not steps:
+        ctx.finish(value)
+    for index, (op, bound) in enumerate(steps):
+        out = ctx.output() if index == len(steps) - 1 else ctx.temp(value.shape, value.dtype)
+        ctx.elementwise(op, [value, bound], out)  # type: ignore[list-item]
+        value = out
+
+
+@register_op("aten.masked_fill", tensors=("self", "mask", "value"))
+def lower_masked_fill(ctx: Lowering, node: OpNode) -> None:
+    args = Args(node)
+    value, mask, fill = (operand(ctx, args, name) for name in ("self", "mask", "value"))
+    ctx.elementwise("where", [mask, fill, value], ctx.output())  # type: ignore[list-item]
+
+
+@register_op("aten.copy", tensors=("self", "src"))
+def lower_copy(ctx: Lowering, node: OpNode) -> None:
+    ctx.copy(ctx.view(node.inputs[1]), ctx.output())
+
+
+def _prelu_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    weight = graph.tensors[node.inputs[1]].shape
+    return None if len(weight) <= 1 else f"prelu weight of shape {list(weight)}"
+
+
+@register_op("aten.prelu", "aten._prelu_kernel", tensors=("self", "weight"), unsupported=_prelu_unsupported)
+def lower_prelu(ctx: Lowering, node: OpNode) -> None:
+    value, weight = (ctx.view(name) for name in node.inputs)
+    ctx.elementwise("prelu", [value, per_channel(weight, value.rank)], ctx.output())
+
+
+def per_channel(vector: View, rank: int) -> View:
+    """A [C] vector shaped to broadcast along dimension 1 of an [N, C, …] tensor."""
+    if vector.rank != 1 or rank < 2:
+        return vector
+    shaped = vector.reshape((vector.shape[0], *([1] * (rank - 2))))
+    assert shaped is not None
+    return shaped
+
+
+
+
+@register_op(
+    "aten.to", "aten._to_copy", "aten.type_as", "aten.float", "aten.half", "aten.bfloat16", "aten.lift_fresh_copy",
+    "aten.lift_fresh", "npu.cast", tensors=("self", "other"),
+)  # fmt: skip
+def lower_to(ctx: Lowering, node: OpNode) -> None:
+    ctx.finish(ctx.view(node.inputs[0]))

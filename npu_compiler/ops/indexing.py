@@ -1,0 +1,82 @@
+"""Ops that pick elements by index tensors, and the in-place row update that makes a KV cache."""
+
+from __future__ import annotations
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.registry import register_op
+from npu_compiler.views import View
+
+declare_kernel("embedding_kernel", "embedding.metal", rows="I", width="I")
+declare_kernel("index_select_kernel", "tensor_ops.metal", dim="I")
+declare_kernel("gather_kernel", "tensor_ops.metal", dim="I")
+declare_kernel("index_kernel", "tensor_ops.metal", first="I", count="I")
+declare_kernel("index_copy_kernel", "index_copy.metal", dim="I")
+
+
+@register_op("aten.embedding", tensors=("weight", "indices"))
+def lower_embedding(ctx: Lowering, node: OpNode) -> None:
+    table, ids = (ctx.view(name) for name in node.inputs)
+    params = {"rows": table.shape[0], "width": table.shape[1]}
+    ctx.emit("embedding_kernel", [ctx.inner_contiguous(table), ids], [ctx.output()], params)
+
+
+@register_op("aten.index_select", tensors=("self", "index"))
+def lower_index_select(ctx: Lowering, node: OpNode) -> None:
+    source, index = (ctx.view(name) for name in node.inputs)
+    if source.rank == 0:
+        ctx.finish(source)
+        return
+    index = index.unsqueeze(0) if index.rank == 0 else index
+    ctx.emit("index_select_kernel", [source, index], [ctx.output()], {"dim": source.dim(node.attrs["dim"])})
+
+
+@register_op("aten.gather", tensors=("self", "index"),
+             unsupported=lambda node, graph: "gather from a scalar" if not graph.tensors[node.inputs[0]].shape else None)
+def lower_gather(ctx: Lowering, node: OpNode) -> None:
+    source, index = (ctx.view(name) for name in node.inputs)
+    ctx.emit("gather_kernel", [source, index], [ctx.output()], {"dim": source.dim(node.attrs["dim"])})
+
+
+def _index_mask(node: OpNode, graph: IRGraph) -> list[bool]:
+    """Which leading dimensions of the source are indexed (True) and which are taken whole."""
+    masks = node.attrs.get("_tensor_list_none_masks")
+    if masks:
+        return [not is_none for is_none in masks[0]]
+    return [True] * (len(node.inputs) - 1)
+
+
+def _index_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if any(graph.tensors[name].dtype in ("bool", "uint8") for name in node.inputs[1:]):
+        return "indexing with a boolean mask: the result's shape depends on the data"
+    used = [dim for dim, indexed in enumerate(_index_mask(node, graph)) if indexed]
+    if used and used != list(range(used[0], used[-1] + 1)):
+        return "indexed dimensions that are not adjacent"
+    return None
+
+
+@register_op("aten.index", tensors=("self", "*indices"), unsupported=_index_unsupported)
+def lower_index(ctx: Lowering, node: OpNode) -> None:
+    source, *indices = (ctx.view(name) for name in node.inputs)
+    used = [dim for dim, indexed in enumerate(_index_mask(node, ctx.graph)) if indexed]
+    if not used:
+        ctx.finish(source)
+        return
+    ctx.emit("index_kernel", [source, *indices], [ctx.output()], {"first": used[0], "count": len(indices)})
+
+
+@register_op("aten.index_copy", tensors=("self", "index", "source"),
+             unsupported=lambda node, graph: "index_copy on a scalar"
+             if not graph.tensors[node.inputs[0]].shape else None)  # fmt: skip
+def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
+    """Rows of `source` replace rows of `self`; codegen decides whether `self` is donated (updated in place)."""
+    base, index, source = (ctx.view(name) for name in node.inputs)
+    if "donated" in node.attrs:
+        ctx.alias(node.outputs[0], base)
+        out: View = base
+    else:
+        out = ctx.output()
+        ctx.copy(base, out)
+    index = index.unsqueeze(0) if index.rank == 0 else index
+    ctx.emit("index_copy_kernel", [index, source], [out], {"dim": base.dim(node.attrs["dim"])})

@@ -1,0 +1,227 @@
+"""Matrix products: linear layers (epilogue included), batched products, and the einsums that reduce to them."""
+
+from __future__ import annotations
+
+import math
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.views import Shape, View, numel
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+_LINEAR_FIELDS = {
+    "m": "I", "n": "I", "k": "I", "has_bias": "I", "has_residual": "I", "activation": "s", "transpose_b": "I",
+}  # fmt: skip
+for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
+    declare_kernel(_name, "matmul.metal", **_LINEAR_FIELDS)
+declare_kernel("batched_matmul_kernel", "matmul.metal", m="I", n="I", k="I", batch="I", transpose_b="I", scale="f")
+
+
+def _rows(ctx: Lowering, view: View) -> View:
+    """[…, K] as [M, K] with unit stride along K."""
+    shape = (numel(view.shape[:-1]), view.shape[-1])
+    return ctx.inner_contiguous(ctx.reshaped(view, shape))
+
+
+def emit_linear(
+    ctx: Lowering,
+    x: View,
+    weight: View,
+    out: View,
+    bias: View | None = None,
+    residual: View | None = None,
+    activation: str = "none",
+) -> None:
+    """out[M, N] = act(x[M, K] · weight[N, K]ᵀ + bias) + residual; a transposed weight costs nothing."""
+    rows, out_rows = _rows(ctx, x), out.reshape((numel(out.shape[:-1]), out.shape[-1]))
+    assert out_rows is not None
+    m, k = rows.shape
+    n = weight.shape[0]
+    transposed = weight.strides[1] == 1 or k == 1
+    if not transposed and weight.strides[0] != 1:
+        weight, transposed = ctx.contiguous(weight), True
+    inputs = [rows, weight]
+    if bias is not None:
+        inputs.append(ctx.inner_contiguous(bias.expand((n,))) if bias.strides[-1:] != (0,) else ctx.contiguous(bias))
+    if residual is not None:
+        inputs.append(_rows(ctx, residual.expand(out.shape)))
+    kernel, source = ctx.target.matmul_kernel(is_vec=m == 1, transpose_b=transposed)
+    params = {
+        "m": m, "n": n, "k": k, "has_bias": int(bias is not None), "has_residual": int(residual is not None),
+        "activation": activation, "transpose_b": int(transposed),
+    }  # fmt: skip
+    ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * k, source=source)
+
+
+def emit_batched(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0) -> None:
+    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N], batch dimensions broadcast."""
+    batch = out.shape[:-2]
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
+    params = {
+        "m": m, "n": n, "k": k, "batch": numel(batch), "transpose_b": int(b.strides[-2] == 1), "scale": scale,
+    }  # fmt: skip
+    ctx.emit("batched_matmul_kernel", [a, b], [out], params, flops=2 * numel(batch) * m * n * k)
+
+
+def emit_matmul(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0) -> None:
+    """torch.matmul: vectors are promoted, a 2-D right side becomes one flat product."""
+    if a.rank == 1:
+        a, out = a.unsqueeze(0), out.unsqueeze(out.rank - (b.rank > 1))
+    if b.rank == 1:
+        b, out = b.unsqueeze(1), out.unsqueeze(out.rank)
+    if b.rank == 2 and scale == 1.0 and out.reshape((numel(out.shape[:-1]), out.shape[-1])) is not None:
+        emit_linear(ctx, a, b.transpose(0, 1), out)
+    else:
+        emit_batched(ctx, a, b, out, scale)
+
+
+@register_op("aten.linear", tensors=("input", "weight", "bias"))
+def lower_linear(ctx: Lowering, node: OpNode) -> None:
+    x, weight, *bias = (ctx.view(name) for name in node.inputs)
+    if x.rank == 1 or weight.rank == 1:
+        shape = ctx.spec(node.outputs[0]).shape
+        out = ctx.output().reshape((*(shape if x.rank > 1 else (1, *shape)), *((1,) if weight.rank == 1 else ())))
+        assert out is not None
+        x = x.unsqueeze(0) if x.rank == 1 else x
+        weight = weight.unsqueeze(0) if weight.rank == 1 else weight
+    else:
+        out = ctx.output()
+    emit_linear(ctx, x, weight, out, bias[0] if bias else None)
+
+
+@register_op("npu.linear", tensors=("input", "weight", "bias", "residual"))
+def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
+    """A linear with its epilogue; `attrs` say which of bias and residual are there."""
+    views = [ctx.view(name) for name in node.inputs]
+    x, weight = views[:2]
+    rest = views[2:]
+    bias = rest.pop(0) if node.attrs.get("has_bias") else None
+    residual = rest.pop(0) if node.attrs.get("has_residual") else None
+    emit_linear(ctx, x, weight, ctx.output(), bias, residual, node.attrs.get("activation", "none"))
+
+
+@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot", "aten.__matmul__",
+             tensors=("self", "other"))  # fmt: skip
+def lower_matmul(ctx: Lowering, node: OpNode) -> None:
+    a, b = (ctx.view(name) for name in node.inputs)
+    emit_matmul(ctx, a, b, ctx.output())
+
+
+@register_op("aten.addmm", "aten.baddbmm", "aten.addmv", tensors=("self", "mat1", "mat2"))
+def lower_addmm(ctx: Lowering, node: OpNode) -> None:
+    """beta · self + alpha · (mat1 · mat2)."""
+    args = Args(node)
+    addend, a, b = (ctx.view(name) for name in node.inputs)
+    alpha, beta = args.attr("alpha", 1), args.attr("beta", 1)
+    out = ctx.output()
+    if (alpha, beta) == (1, 1) and b.rank == 2 and addend.rank == 1:
+        emit_linear(ctx, a, b.transpose(0, 1), out, addend)
+        return
+    product = ctx.temp(out.shape, "float32")
+    emit_matmul(ctx, a, b, product)
+    if beta == 0:
+        ctx.elementwise("mul", [product, alpha], out)
+    elif beta == 1:
+        ctx.elementwise("add", [addend, product], out, {"alpha": alpha})
+    else:
+        scaled = ctx.temp(addend.shape, "float32")
+        ctx.elementwise("mul", [addend, beta], scaled)
+        ctx.elementwise("add", [scaled, product], out, {"alpha": alpha})
+
+
+def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
+    """The index letters of each operand and of the output; None if the form is beyond permute–multiply–sum."""
+    equation = str(node.attrs.get("equation", "")).replace(" ", "")
+    if "->" in equation:
+        left, result = equation.split("->")
+    else:
+        left = equation
+        letters = left.replace(",", "").replace(".", "")
+        result = "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
+    terms = left.split(",")
+    if len(terms) != len(node.inputs) or len(terms) > 2:
+        return None
+    ranks = [len(graph.tensors[name].shape) for name in node.inputs]
+    spare = "ZYXWVUTS"
+    expanded = []
+    for term, rank in zip(terms, ranks, strict=True):
+        hidden = rank - len(term.replace("...", ""))
+        if "..." in term:
+            if hidden > len(spare):
+                return None
+            term = term.replace("...", spare[len(spare) - hidden :] if hidden else "")
+        expanded.append(term)
+    widest = max((rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t), default=0)
+    result = result.replace("...", spare[len(spare) - widest :] if widest else "")
+    if any(len(set(term)) != len(term) or len(term) != rank for term, rank in zip(expanded, ranks, strict=True)):
+        return None
+    return expanded, result
+
+
+@register_op("aten.einsum", tensors=("*tensors",),
+             unsupported=lambda node, graph: None if _parse_einsum(node, graph) else
+             f"einsum '{node.attrs.get('equation')}' has more than two operands or a repeated index")  # fmt: skip
+def lower_einsum(ctx: Lowering, node: OpNode) -> None:
+    parsed = _parse_einsum(node, ctx.graph)
+    assert parsed is not None
+    terms, result = parsed
+    views = [ctx.view(name) for name in node.inputs]
+    sizes: dict[str, int] = {}
+    for term, view in zip(terms, views, strict=True):
+        for letter, size in zip(term, view.shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), size)
+    for index, term in enumerate(terms):
+        lonely = [x for x in term if x not in result and not any(x in other for other in terms if other != term)]
+        if lonely and len(terms) == 2:
+            views[index], terms[index] = _sum_out(ctx, views[index], term, lonely)
+    if len(terms) == 1:
+        kept = "".join(x for x in terms[0] if x in result)
+        view = views[0]
+        if kept != terms[0]:
+            view, _ = _sum_out(ctx, view, terms[0], [x for x in terms[0] if x not in result])
+        ctx.finish(view.permute([kept.index(x) for x in result]))
+        return
+    a, b = terms
+    batch = [x for x in result if x in a and x in b]
+    free_a = [x for x in result if x in a and x not in b]
+    free_b = [x for x in result if x in b and x not in a]
+    contracted = [x for x in a if x in b and x not in result]
+
+    def arrange(view: View, term: str, *groups: list[str]) -> View:
+        letters = [x for group in groups for x in group]
+        moved = view.permute([term.index(x) for x in letters]).expand([sizes[x] for x in letters])
+        return ctx.reshaped(moved, tuple(math.prod(sizes[x] for x in group) for group in groups))
+
+    left, right = arrange(views[0], a, batch, free_a, contracted), arrange(views[1], b, batch, contracted, free_b)
+    order = [*batch, *free_a, *free_b]
+    product = _permuted_output(ctx, order, result)
+    flat = product.reshape((left.shape[0], left.shape[1], right.shape[2]))
+    assert flat is not None
+    emit_batched(ctx, left, right, flat)
+
+
+def _permuted_output(ctx: Lowering, order: list[str], result: str) -> View:
+    """The output laid out in memory as the product makes it, returned in the product's order of dimensions."""
+    out = ctx.output(order=[result.index(x) for x in order])
+    return out.permute([result.index(x) for x in order])
+
+
+def _sum_out(ctx: Lowering, view: View, term: str, letters: list[str]) -> tuple[View, str]:
+    from npu_compiler.ops.reductions import reduce
+
+    kept = "".join(x for x in term if x not in letters)
+    shape: Shape = tuple(view.shape[term.index(x)] for x in kept)
+    total = ctx.temp(shape, "float32")
+    reduce(ctx, "sum", view, [term.index(x) for x in letters], total)
+    return total, kept
+
+
+@register_op("aten.outer", "aten.ger", tensors=("self", "vec2"))
+def lower_outer(ctx: Lowering, node: OpNode) -> None:
+    a, b = (ctx.view(name) for name in node.inputs)
+    ctx.elementwise("mul", [a.unsqueeze(1), b.unsqueeze(0)], ctx.output())
+
+

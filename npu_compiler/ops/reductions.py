@@ -1,0 +1,126 @@
+"""Reductions over any dimensions, softmax, and norms over dimensions."""
+
+from __future__ import annotations
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.registry import register_op
+from npu_compiler.views import View
+
+REDUCTIONS = ("sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp")
+for _name in REDUCTIONS:
+    declare_kernel(f"{_name}_kernel", "reduce.metal", reduce_dims="I", correction="f", order="f")
+declare_kernel("softmax_kernel", "softmax.metal", scale="f")
+declare_kernel("log_softmax_kernel", "softmax.metal", scale="f")
+declare_kernel("masked_softmax_kernel", "softmax.metal", scale="f")
+
+
+def _reduced_dims(view: View, dims: object) -> list[int]:
+    """The reduced dimensions, ascending; None or an empty list means all."""
+    if dims is None or dims == []:
+        return list(range(view.rank))
+    listed = [dims] if isinstance(dims, int) else list(dims)  # type: ignore[call-overload]
+    return sorted({view.dim(d) for d in listed}) if view.rank else []
+
+
+def reduce(ctx: Lowering, op: str, view: View, dims: object, out: View, **params: float) -> None:
+    """Emit a reduction of `view` over `dims` into `out`, which holds the kept dimensions (keepdim or not)."""
+    reduced = _reduced_dims(view, dims)
+    kept = [d for d in range(view.rank) if d not in reduced]
+    kept_shape = tuple(view.shape[d] for d in kept)
+    target = out.reshape(kept_shape)
+    assert target is not None
+    merged = {"reduce_dims": len(reduced), "correction": 0.0, "order": 2.0, **params}
+    ctx.emit(f"{op}_kernel", [view.permute([*kept, *reduced])], [target], merged, flops=view.numel)
+
+
+def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    return "reduction of an empty tensor" if graph.tensors[node.inputs[0]].numel == 0 else None
+
+
+@register_op("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.prod", "aten.max.default",
+             "aten.min.default", "aten.logsumexp", unsupported=_empty_unsupported)  # fmt: skip
+def lower_reduction(ctx: Lowering, node: OpNode) -> None:
+    name = node.base.removeprefix("aten.")
+    op = {"amax": "max", "amin": "min"}.get(name, name)
+    reduce(ctx, op, ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output())
+
+
+@register_op("aten.var", "aten.std", unsupported=_empty_unsupported)
+def lower_variance(ctx: Lowering, node: OpNode) -> None:
+    correction = node.attrs.get("correction")
+    unbiased = node.attrs.get("unbiased", True)
+    value = float(correction) if correction is not None else float(bool(unbiased))
+    op = node.base.removeprefix("aten.")
+    reduce(ctx, op, ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output(), correction=value)
+
+
+@register_op("aten.var_mean", unsupported=_empty_unsupported)
+def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
+    view, dims = ctx.view(node.inputs[0]), node.attrs.get("dim")
+    correction = node.attrs.get("correction")
+    value = float(correction) if correction is not None else float(bool(node.attrs.get("unbiased", True)))
+    reduce(ctx, "var", view, dims, ctx.output(0), correction=value)
+    reduce(ctx, "mean", view, dims, ctx.output(1))
+
+
+@register_op("aten.max.dim", "aten.min.dim", unsupported=_empty_unsupported)
+def lower_max_with_index(ctx: Lowering, node: OpNode) -> None:
+    view, op = ctx.view(node.inputs[0]), node.base.removeprefix("aten.")
+    reduce(ctx, op, view, node.attrs["dim"], ctx.output(0))
+    reduce(ctx, f"arg{op}", view, node.attrs["dim"], ctx.output(1))
+
+
+@register_op("aten.argmax", "aten.argmin", unsupported=_empty_unsupported)
+def lower_argmax(ctx: Lowering, node: OpNode) -> None:
+    view = ctx.view(node.inputs[0])
+    if node.attrs.get("dim") is None:
+        view = ctx.reshaped(view, (view.numel,))
+    reduce(ctx, node.base.removeprefix("aten."), view, node.attrs.get("dim"), ctx.output())
+
+
+@register_op("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar", unsupported=_empty_unsupported)
+def lower_vector_norm(ctx: Lowering, node: OpNode) -> None:
+    order = node.attrs.get("ord", node.attrs.get("p", 2))
+    order = 2.0 if order is None else float(order)
+    reduce(ctx, "norm", ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output(), order=order)
+
+
+@register_op("aten._weight_norm", tensors=("v", "g"))
+def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
+    """v · g / ‖v‖, the norm over every dimension but `dim`."""
+    v, g = (ctx.view(name) for name in node.inputs)
+    dim = node.attrs.get("dim", 0)
+    norm = ctx.temp(g.shape, "float32")
+    reduce(ctx, "norm", v, [d for d in range(v.rank) if dim == -1 or d != v.dim(dim)], norm)
+    scale = ctx.temp(g.shape, "float32")
+    ctx.elementwise("true_divide", [g, norm], scale)
+    ctx.elementwise("mul", [v, scale], ctx.output())
+
+
+@register_op("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten.special_softmax")
+def lower_softmax(ctx: Lowering, node: OpNode) -> None:
+    kernel = "log_softmax_kernel" if "log_softmax" in node.base else "softmax_kernel"
+    view = ctx.view(node.inputs[0])
+    softmax(ctx, kernel, [view], node.attrs["dim"])
+
+
+def softmax(ctx: Lowering, kernel: str, inputs: list[View], dim: int, scale: float = 1.0) -> None:
+    """Softmax along `dim`: the kernels work on the last dimension, which a transposed view makes it."""
+    view, out = inputs[0], ctx.output()
+    if view.rank == 0:
+        inputs, out, dim = [x.unsqueeze(0) for x in inputs], out.unsqueeze(0), 0
+    last, dim = inputs[0].rank - 1, inputs[0].dim(dim)
+    ctx.emit(kernel, [x.transpose(dim, last) for x in inputs], [out.transpose(dim, last)], {"scale": scale},
+             flops=5 * out.numel)  # fmt: skip
+
+
+@register_op("npu.masked_softmax", tensors=("self", "mask"))
+def lower_masked_softmax(ctx: Lowering, node: OpNode) -> None:
+    """softmax(self + mask) along the last dimension."""
+    scores = ctx.view(node.inputs[0])
+    mask = ctx.view(node.inputs[1]).expand(scores.shape)
+    softmax(ctx, "masked_softmax_kernel", [scores, mask], -1, node.attrs.get("scale", 1.0))
+
+

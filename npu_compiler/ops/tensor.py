@@ -1,0 +1,255 @@
+"""Ops that build a tensor out of pieces, or out of nothing: cat, stack, pad, repeat, roll, scatter into a slice, fill."""
+
+from __future__ import annotations
+
+import itertools
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.dtypes import saturate
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.aliases import slice_bounds
+from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.views import View
+
+declare_kernel("fill_kernel", "tensor_ops.metal", value="f")
+declare_kernel("arange_kernel", "tensor_ops.metal", start="f", step="f")
+declare_kernel("pad_kernel", "tensor_ops.metal", mode="s", pads="12i", value="f")
+declare_kernel("triangle_kernel", "tensor_ops.metal", upper="I", diagonal="i")
+declare_kernel("cumsum_kernel", "tensor_ops.metal")
+declare_kernel("flip_kernel", "tensor_ops.metal", dims="8I")
+
+
+@register_op("aten.cat", "aten.concat", "aten.concatenate", tensors=("*tensors",))
+def lower_cat(ctx: Lowering, node: OpNode) -> None:
+    out = ctx.output()
+    dim = out.dim(node.attrs.get("dim", node.attrs.get("axis", 0)))
+    start = 0
+    for name in node.inputs:
+        piece = ctx.view(name)
+        if piece.shape == (0,) and out.rank != 1:
+            continue
+        ctx.copy(piece, out.slice(dim, start, start + piece.shape[dim]))
+        start += piece.shape[dim]
+
+
+@register_op("aten.stack", tensors=("*tensors",))
+def lower_stack(ctx: Lowering, node: OpNode) -> None:
+    out = ctx.output()
+    for index, name in enumerate(node.inputs):
+        ctx.copy(ctx.view(name), out.select(node.attrs.get("dim", 0), index))
+
+
+@register_op("aten.repeat", "aten.tile")
+def lower_repeat(ctx: Lowering, node: OpNode) -> None:
+    view, out = ctx.view(node.inputs[0]), ctx.output()
+    lead = out.rank - view.rank
+    padded = view.expand((*([1] * lead), *view.shape))
+    tiled_shape = tuple(x for size, total in zip(padded.shape, out.shape, strict=True)
+                        for x in (total // size if size else 0, size))  # fmt: skip
+    source = padded
+    for dim in range(out.rank):
+        source = source.unsqueeze(2 * dim)
+    target = out.reshape(tiled_shape)
+    assert target is not None
+    ctx.copy(source.expand(tiled_shape), target)
+
+
+def _repeat_interleave_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    return None if isinstance(node.attrs.get("repeats"), int) else "repeat_interleave with a tensor of counts"
+
+
+@register_op("aten.repeat_interleave", unsupported=_repeat_interleave_unsupported)
+def lower_repeat_interleave(ctx: Lowering, node: OpNode) -> None:
+    view, out = ctx.view(node.inputs[0]), ctx.output()
+    if node.attrs.get("dim") is None:
+        view = ctx.reshaped(view, (view.numel,))
+    dim, repeats = view.dim(node.attrs.get("dim") or 0), node.attrs["repeats"]
+    shape = (*view.shape[: dim + 1], repeats, *view.shape[dim + 1 :])
+    target = out.reshape(shape)
+    assert target is not None
+    ctx.copy(view.unsqueeze(dim + 1).expand(shape), target)
+
+
+@register_op("aten.roll")
+def lower_roll(ctx: Lowering, node: OpNode) -> None:
+    view, out = ctx.view(node.inputs[0]), ctx.output()
+    shifts, dims = node.attrs["shifts"], node.attrs.get("dims") or []
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims:
+        view, flat = ctx.reshaped(view, (view.numel,)), out.reshape((out.numel,))
+        assert flat is not None
+        out, dims = flat, [0]
+    pieces = []
+    for dim, shift in zip((view.dim(d) for d in dims), shifts, strict=True):
+        size = view.shape[dim]
+        cut = shift % size if size else 0
+        pieces.append([(dim, 0, size - cut, cut), (dim, size - cut, size, -(size - cut))])
+    for combination in itertools.product(*pieces):
+        source, target = view, out
+        for dim, start, stop, move in combination:
+            source = source.slice(dim, start, stop)
+            target = target.slice(dim, start + move, stop + move)
+        ctx.copy(source, target)
+
+
+@register_op("aten.flip")
+def lower_flip(ctx: Lowering, node: OpNode) -> None:
+    view = ctx.view(node.inputs[0])
+    flags = [0] * 8
+    for dim in node.attrs["dims"]:
+        flags[view.dim(dim)] = 1
+    ctx.emit("flip_kernel", [view], [ctx.output()], {"dims": flags})
+
+
+PAD_MODES = ("constant", "reflect", "replicate", "circular")
+
+
+def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    mode = node.attrs.get("mode", "constant")
+    if mode not in PAD_MODES:
+        return f"padding mode '{mode}'"
+    pads = node.attrs.get("pad", node.attrs.get("padding"))
+    if not isinstance(pads, list) or len(pads) > 12:
+        return "padding that is not a list of at most 12 sizes"
+    if mode != "constant" and min(pads) < 0:
+        return f"negative {mode} padding"
+    return None
+
+
+@register_op(
+    "aten.pad", "aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d",
+    "aten.replication_pad2d", unsupported=_pad_unsupported,
+)  # fmt: skip
+def lower_pad(ctx: Lowering, node: OpNode) -> None:
+    view = ctx.view(node.inputs[0])
+    pads = list(node.attrs.get("pad", node.attrs.get("padding")))
+    mode = node.attrs.get("mode", "constant")
+    mode = "reflect" if "reflection" in node.base else "replicate" if "replication" in node.base else mode
+    for index in range(0, len(pads), 2):
+        dim, (low, high) = view.rank - 1 - index // 2, pads[index : index + 2]
+        view = view.slice(dim, max(-low, 0), view.shape[dim] - max(-high, 0))
+        pads[index : index + 2] = [max(low, 0), max(high, 0)]
+    if not any(pads):
+        ctx.finish(view)
+        return
+    out = ctx.output()
+    value = saturate(float(node.attrs.get("value") or 0.0), out.dtype)
+    ctx.emit("pad_kernel", [view], [out], {"mode": mode, "pads": pads + [0] * (12 - len(pads)), "value": value})
+
+
+@register_op("aten.slice_scatter", tensors=("self", "src"))
+def lower_slice_scatter(ctx: Lowering, node: OpNode) -> None:
+    base, source = (ctx.view(name) for name in node.inputs)
+    out = ctx.output()
+    dim = out.dim(node.attrs.get("dim", 0))
+    start, end = slice_bounds(out.shape[dim], node.attrs.get("start"), node.attrs.get("end"))
+    window = out.slice(dim, start, end, node.attrs.get("step", 1))
+    if window.shape != out.shape:
+        ctx.copy(base, out)
+    ctx.copy(source, window)
+
+
+@register_op("aten.select_scatter", tensors=("self", "src"))
+def lower_select_scatter(ctx: Lowering, node: OpNode) -> None:
+    base, source = (ctx.view(name) for name in node.inputs)
+    out = ctx.output()
+    ctx.copy(base, out)
+    ctx.copy(source, out.select(node.attrs["dim"], node.attrs["index"]))
+
+
+def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
+    out = ctx.output()
+    ctx.emit("fill_kernel", [], [out], {"value": saturate(float(value), out.dtype)})
+
+
+@register_op("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.zero", "aten.empty", "aten.empty_like",
+             "aten.new_empty", "aten.empty_permuted")  # fmt: skip
+def lower_zeros(ctx: Lowering, node: OpNode) -> None:
+    _fill(ctx, node, 0)
+
+
+@register_op("aten.ones", "aten.ones_like", "aten.new_ones")
+def lower_ones(ctx: Lowering, node: OpNode) -> None:
+    _fill(ctx, node, 1)
+
+
+def _fill_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    value = node.attrs.get("fill_value", node.attrs.get("value", node.attrs.get("s")))
+    return None if isinstance(value, (bool, int, float)) else "fill value is not a number"
+
+
+@register_op("aten.full", "aten.full_like", "aten.new_full", "aten.fill.Scalar", "aten.scalar_tensor",
+             unsupported=_fill_unsupported)  # fmt: skip
+def lower_full(ctx: Lowering, node: OpNode) -> None:
+    attrs = node.attrs
+    _fill(ctx, node, attrs.get("fill_value", attrs.get("value", attrs.get("s"))))  # type: ignore[arg-type]
+
+
+@register_op("aten.fill.Tensor", tensors=("self", "value"))
+def lower_fill_tensor(ctx: Lowering, node: OpNode) -> None:
+    ctx.copy(ctx.view(node.inputs[1]).expand(ctx.spec(node.outputs[0]).shape), ctx.output())
+
+
+@register_op("aten.arange")
+def lower_arange(ctx: Lowering, node: OpNode) -> None:
+    params = {"start": node.attrs.get("start", 0), "step": node.attrs.get("step", 1)}
+    ctx.emit("arange_kernel", [], [ctx.output()], params)
+
+
+@register_op("aten.linspace")
+def lower_linspace(ctx: Lowering, node: OpNode) -> None:
+    start, steps = node.attrs["start"], node.attrs["steps"]
+    step = (node.attrs["end"] - start) / (steps - 1) if steps > 1 else 0.0
+    ctx.emit("arange_kernel", [], [ctx.output()], {"start": start, "step": step})
+
+
+@register_op("aten.tril", "aten.triu")
+def lower_triangle(ctx: Lowering, node: OpNode) -> None:
+    params = {"upper": int("triu" in node.base), "diagonal": node.attrs.get("diagonal", 0)}
+    ctx.emit("triangle_kernel", [ctx.view(node.inputs[0])], [ctx.output()], params)
+
+
+@register_op("aten.cumsum")
+def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
+    view, out = ctx.view(node.inputs[0]), ctx.output()
+    if view.rank == 0:
+        ctx.copy(view, out)
+        return
+    dim = view.dim(node.attrs["dim"])
+    last = view.rank - 1
+    ctx.emit("cumsum_kernel", [view.transpose(dim, last)], [out.transpose(dim, last)])
+
+
+@register_op("aten.diff", tensors=("self", "prepend", "append"),
+             unsupported=lambda node, graph: None if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
+             else "diff of higher order or with both ends given")  # fmt: skip
+def lower_diff(ctx: Lowering, node: OpNode) -> None:
+    view, out = ctx.view(node.inputs[0]), ctx.output()
+    dim = view.dim(node.attrs.get("dim", -1))
+    prepend = Args(node).tensor("prepend")
+    size = view.shape[dim]
+    if prepend is not None:
+        head = ctx.view(prepend)
+        extra = head.shape[dim]
+        joined = ctx.temp((*view.shape[:dim], size + extra, *view.shape[dim + 1 :]), view.dtype)
+        ctx.copy(head, joined.slice(dim, 0, extra))
+        ctx.copy(view, joined.slice(dim, extra, extra + size))
+        view, size = joined, size + extra
+    later, earlier = view.slice(dim, 1, size), view.slice(dim, 0, size - 1)
+    ctx.elementwise("ne" if view.dtype == "bool" else "sub", [later, earlier], out)
+
+
+@register_op("aten.meshgrid", tensors=("*tensors",))
+def lower_meshgrid(ctx: Lowering, node: OpNode) -> None:
+    views = [ctx.view(name) for name in node.inputs]
+    swap = node.attrs.get("indexing", "ij") == "xy" and len(views) >= 2
+    for index, view in enumerate(views):
+        axis = 1 - index if swap and index < 2 else index
+        shape = ctx.spec(node.outputs[index]).shape
+        line = view if view.rank else view.unsqueeze(0)
+        trailing: View = line
+        for _ in range(len(shape) - 1 - axis):
+            trailing = trailing.unsqueeze(trailing.rank)
+        ctx.finish(trailing.expand(shape), index)

@@ -1,0 +1,148 @@
+"""What transformers are made of: norms over rows, rotary embedding, attention."""
+
+from __future__ import annotations
+
+import math
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.views import View, numel
+
+declare_kernel("rmsnorm_kernel", "rmsnorm.metal", rows="I", width="I", eps="f", weight_offset="f", has_weight="I")
+declare_kernel("layernorm_kernel", "layernorm.metal", rows="I", width="I", eps="f", has_weight="I", has_bias="I")
+declare_kernel("groupnorm_kernel", "layernorm.metal", groups="I", eps="f", has_weight="I", has_bias="I")
+declare_kernel("rope_kernel", "rope.metal", rotary_dim="I", interleaved="I")
+declare_kernel("attention_kernel", "fused_decode_attention.metal", scale="f", causal="I", has_mask="I")
+
+
+def _rows(ctx: Lowering, x: View, width: int) -> View:
+    return ctx.inner_contiguous(ctx.reshaped(x, (x.numel // width if width else 0, width)))
+
+
+@register_op("aten.rms_norm", "npu.rms_norm", tensors=("input", "weight"))
+def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
+    """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
+    x, *weight = (ctx.view(name) for name in node.inputs)
+    shape = node.attrs.get("normalized_shape") or [x.shape[-1]]
+    width = numel(shape)
+    eps = node.attrs.get("eps")
+    out = ctx.output()
+    rows = _rows(ctx, x, width)
+    flat = out.reshape(rows.shape)
+    assert flat is not None
+    params = {
+        "rows": rows.shape[0],
+        "width": width,
+        "eps": 1.1920928955078125e-07 if eps is None else float(eps),
+        "weight_offset": float(node.attrs.get("weight_offset", 0.0)),
+        "has_weight": int(bool(weight)),
+    }
+    weights = [ctx.contiguous(ctx.reshaped(w, (width,))) for w in weight]
+    ctx.emit("rmsnorm_kernel", [rows, *weights], [flat], params, flops=4 * x.numel)
+
+
+@register_op("aten.layer_norm", "aten.native_layer_norm", "npu.layer_norm", tensors=("input", "weight", "bias"),
+             unsupported=lambda node, graph: "layer_norm that returns its statistics"
+             if len(node.outputs) > 1 else None)  # fmt: skip
+def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
+    x, *affine = (ctx.view(name) for name in node.inputs)
+    width = numel(node.attrs.get("normalized_shape") or [x.shape[-1]])
+    out, rows = ctx.output(), _rows(ctx, x, width)
+    flat = out.reshape(rows.shape)
+    assert flat is not None
+    params = {
+        "rows": rows.shape[0],
+        "width": width,
+        "eps": float(node.attrs.get("eps", 1e-5)),
+        "has_weight": int(len(affine) > 0),
+        "has_bias": int(len(affine) > 1),
+    }
+    vectors = [ctx.contiguous(ctx.reshaped(v, (width,))) for v in affine]
+    ctx.emit("layernorm_kernel", [rows, *vectors], [flat], params, flops=8 * x.numel)
+
+
+def _group_norm(ctx: Lowering, x: View, affine: list[View], groups: int, eps: float) -> None:
+    params = {"groups": groups, "eps": eps, "has_weight": int(len(affine) > 0), "has_bias": int(len(affine) > 1)}
+    ctx.emit("groupnorm_kernel", [x, *affine], [ctx.output()], params, flops=8 * x.numel)
+
+
+@register_op("aten.group_norm", tensors=("input", "weight", "bias"))
+def lower_group_norm(ctx: Lowering, node: OpNode) -> None:
+    x, *affine = (ctx.view(name) for name in node.inputs)
+    _group_norm(ctx, x, affine, node.attrs["num_groups"], float(node.attrs.get("eps", 1e-5)))
+
+
+def _instance_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if not node.attrs.get("use_input_stats", True):
+        return "instance normalization with running statistics"
+    return "instance normalization with running statistics" if len(node.inputs) > 3 else None
+
+
+@register_op("aten.instance_norm", tensors=("input", "weight", "bias"), unsupported=_instance_norm_unsupported)
+def lower_instance_norm(ctx: Lowering, node: OpNode) -> None:
+    x, *affine = (ctx.view(name) for name in node.inputs)
+    _group_norm(ctx, x, affine, x.shape[1], float(node.attrs.get("eps", 1e-5)))
+
+
+@register_op("npu.rope", tensors=("x", "cos", "sin"))
+def lower_rope(ctx: Lowering, node: OpNode) -> None:
+    """x · cos + rotate_half(x) · sin over the last dimension of [B, H, T, D]."""
+    x, cos, sin = (ctx.view(name) for name in node.inputs)
+    x = ctx.inner_contiguous(x)
+    lead = x.shape[:-1]
+    cos, sin = (v.expand((*lead, v.shape[-1])) for v in (cos, sin))
+    params = {"rotary_dim": cos.shape[-1], "interleaved": int(bool(node.attrs.get("interleaved")))}
+    ctx.emit("rope_kernel", [x, cos, sin], [ctx.output()], params, flops=3 * x.numel)
+
+
+def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if node.attrs.get("dropout_p"):
+        return "attention with dropout"
+    shapes = [graph.tensors[name].shape for name in node.inputs[:3]]
+    if any(len(shape) < 2 for shape in shapes) or len({len(shape) for shape in shapes}) > 1:
+        return f"attention over shapes {[list(shape) for shape in shapes]}"
+    if any(len(shape) > 4 for shape in shapes):
+        return "attention over tensors of more than four dimensions"
+    query, key, value = shapes
+    if key[:-1] != value[:-1]:
+        return "attention whose keys and values have other batch shapes"
+    if len(query) == 4 and (query[0] != key[0] or key[1] == 0 or query[1] % key[1]):
+        return "attention whose batches broadcast"
+    if len(query) == 3 and query[0] != key[0]:
+        return "attention whose batches broadcast"
+    return None
+
+
+@register_op("aten.scaled_dot_product_attention", "npu.attention", tensors=("query", "key", "value", "attn_mask"),
+             unsupported=_attention_unsupported)  # fmt: skip
+def lower_attention(ctx: Lowering, node: OpNode) -> None:
+    """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.
+
+    The output is laid out [B, T, H, D] in memory, which makes the transpose and reshape that follow free.
+    """
+    args = Args(node)
+    q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
+    mask_name = args.tensor("attn_mask")
+    mask = ctx.view(mask_name) if mask_name else None
+    rank = q.rank
+    spec = ctx.spec(node.outputs[0])
+    out = ctx.output(order=[0, 2, 1, 3] if rank == 4 else None)
+    while q.rank < 4:
+        q, k, v, out = (view.unsqueeze(0) for view in (q, k, v, out))
+    inputs = [q, k, v]
+    if mask is not None:
+        while mask.rank < rank:
+            mask = mask.unsqueeze(0)
+        while mask.rank < 4:
+            mask = mask.unsqueeze(0)
+        inputs.append(mask.expand((*q.shape[:3], k.shape[2])))
+    scale = node.attrs.get("scale")
+    params = {
+        "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        "causal": int(bool(node.attrs.get("is_causal"))),
+        "has_mask": int(mask is not None),
+    }
+    flops = 2 * spec.numel * k.shape[2] + 2 * q.numel * k.shape[2]
+    ctx.emit("attention_kernel", inputs, [out], params, flops=flops)
