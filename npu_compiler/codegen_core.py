@@ -119,6 +119,7 @@ class ExecutionPlan:
         prologue: Calls that read only weights and constants: run once per set of weights.
         calls: The calls of every run, in order.
         donations: Output name → the input whose buffer it updates in place.
+        unused_weights: `state_dict` keys that the model has but the program does not need.
     """
 
     prologue: list[KernelCall]
@@ -131,6 +132,7 @@ class ExecutionPlan:
     constants: dict[str, np.ndarray]
     donations: dict[str, str]
     arena_bytes: int = 0
+    unused_weights: tuple[str, ...] = ()
 
 
 class CodegenTarget(ABC):

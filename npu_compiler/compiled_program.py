@@ -207,6 +207,7 @@ def _program_to_dict(program: CompiledProgram) -> dict[str, Any]:
         },
         "donations": plan.donations,
         "arena_bytes": plan.arena_bytes,
+        "unused_weights": plan.unused_weights,
     }
 
 
@@ -234,6 +235,7 @@ def _program_from_dict(data: Mapping[str, Any]) -> CompiledProgram:
         },
         donations=dict(data["donations"]),
         arena_bytes=data["arena_bytes"],
+        unused_weights=tuple(data["unused_weights"]),
     )
     return CompiledProgram(data["name"], data["target"], data["compute_dtype"], plan, data["compiler_version"])
 

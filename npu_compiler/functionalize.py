@@ -151,6 +151,8 @@ class _Functionalizer:
             return self._append("aten.slice_scatter.default", (source, value), spec, window)
         if "aten.select" in op:
             return self._append("aten.select_scatter.default", (source, value), spec, window)
+        if op == "aten.diagonal":
+            return self._append("aten.diagonal_scatter.default", (source, value), spec, attrs)
         if op == "aten.narrow":
             start, _ = slice_bounds(spec.shape[attrs["dim"]], attrs["start"], None)
             window = {"dim": attrs["dim"], "start": start, "end": start + attrs["length"]}
@@ -161,7 +163,7 @@ class _Functionalizer:
             rank = len(spec.shape)
             order = [d % rank for d in attrs["dims"]]
             return self._append("aten.permute.default", (value,), spec, {"dims": [order.index(d) for d in range(rank)]})
-        if self.tensors[value].numel == spec.numel and op not in ("aten.unfold", "aten.diagonal"):
+        if self.tensors[value].numel == spec.numel and op != "aten.unfold":
             return self._append("aten.reshape.default", (value,), spec, {"shape": list(spec.shape)})
         raise IRError(f"node '{node.name}': in-place write through '{step.op_type}' (node '{step.name}') has no "
                       "out-of-place form")  # fmt: skip

@@ -77,6 +77,7 @@ class IRGraph:
         output_names: The names under which they are returned, unique and never changed.
         weights: Weight tensor name → how it is made from the checkpoint.
         constants: Constant tensor name → its value, known at compile time.
+        native_dtype: The float dtype of the model that this graph is a part of; empty for a whole model.
     """
 
     name: str
@@ -87,6 +88,7 @@ class IRGraph:
     output_names: list[str]
     weights: dict[str, WeightTransformRecipe]
     constants: dict[str, np.ndarray]
+    native_dtype: str = ""
 
     def spec(self, name: str) -> TensorSpec:
         return self.tensors[name]
@@ -211,6 +213,7 @@ class _Reader:
             output_names=unique_names(outputs),
             weights={name: from_key(key) for name, key in self.weights.items()},
             constants=self.constants,
+            native_dtype=str(self.data.get("native_dtype") or ""),
         )
         return graph
 
@@ -232,7 +235,10 @@ class _Reader:
         if dtype not in KNOWN_DTYPES:
             known = ", ".join(sorted(KNOWN_DTYPES))
             raise IRError(f"{where}: tensor '{name}': unknown dtype {dtype!r}; known are {known}")
-        return TensorSpec(name, tuple(shape), dtype)
+        storage = meta.get("storage") or ""
+        if storage and storage not in KNOWN_DTYPES:
+            raise IRError(f"{where}: tensor '{name}': unknown storage dtype {storage!r}")
+        return TensorSpec(name, tuple(shape), dtype, storage)
 
     def _read_input(self, meta: Any) -> str:
         spec = self._spec(meta, "graph input")

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from npu_compiler.codegen_core import CodegenTarget, KernelCall
 from npu_compiler.dtypes import saturate
+from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec
 from npu_compiler.views import Shape, View, contiguous_strides
 
@@ -107,7 +106,7 @@ class Lowering:
         dense = all(view.is_contiguous for view in (*inputs, out))
         stem = op if all(x is None for x in scalars) else f"{op}_scalar"
         name, source = self.target.elementwise_kernel(f"{stem}_kernel" if dense else f"{stem}_broadcast_kernel")
-        merged = {"op": op, "scalars": scalars, **(params or {})}
+        merged = {"op": op, "scalars": scalars, **ELEMENTWISE[op].attrs, **(params or {})}
         self.emit(name, inputs, [out], merged, flops=out.numel, source=source)
 
     def copy(self, source: View, out: View) -> None:
@@ -155,6 +154,3 @@ class Lowering:
         else:
             self.copy(self.reshaped(view, spec.shape), self.output(index))
 
-
-def constant_view(name: str, value: np.ndarray, storage: str) -> View:
-    return View(name, value.shape, contiguous_strides(value.shape), 0, storage)

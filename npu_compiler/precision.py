@@ -32,6 +32,8 @@ def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
 
 def native_dtype(graph: IRGraph) -> str:
     """The float dtype that holds most of the model's weights (of its inputs and nodes, where it has none)."""
+    if graph.native_dtype:
+        return graph.native_dtype
     sizes: Counter[str] = Counter()
     for names in (graph.weights, graph.inputs, graph.tensors):
         for name in names:
@@ -79,6 +81,7 @@ def _is_wide(node: OpNode, graph: IRGraph, wide: set[str], neutral: set[str]) ->
 def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
     """The wide tensors of a float32 model. A weight read by both kinds of node is loaded twice, once in each dtype."""
     wide = {name for name in graph.constants if graph.tensors[name].dtype in FLOAT_DTYPES}
+    wide |= {name for name in graph.inputs if graph.tensors[name].storage == "float32"}
     neutral = {name for name in graph.weights if graph.tensors[name].dtype in FLOAT_DTYPES}
     float64 = {name for name, spec in graph.tensors.items() if spec.dtype == "float64"}
     wide_nodes = set()

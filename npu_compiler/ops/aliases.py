@@ -150,15 +150,19 @@ def lower_unfold(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.diagonal")
 def lower_diagonal(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
+    ctx.finish(diagonal_view(ctx.view(node.inputs[0]), node))
+
+
+def diagonal_view(view: View, node: OpNode) -> View:
+    """The diagonal of two dimensions, as the last dimension."""
     offset = node.attrs.get("offset", 0)
     first, second = view.dim(node.attrs.get("dim1", 0)), view.dim(node.attrs.get("dim2", 1))
     start = view.offset + (offset * view.strides[second] if offset >= 0 else -offset * view.strides[first])
     rest = [d for d in range(view.rank) if d not in (first, second)]
-    length = ctx.spec(node.outputs[0]).shape[-1]
-    shape = (*(view.shape[d] for d in rest), length)
+    rows, columns = view.shape[first] + min(offset, 0), view.shape[second] - max(offset, 0)
+    shape = (*(view.shape[d] for d in rest), max(0, min(rows, columns)))
     strides = (*(view.strides[d] for d in rest), view.strides[first] + view.strides[second])
-    ctx.finish(View(view.buffer, shape, strides, start, view.dtype))
+    return View(view.buffer, shape, strides, start, view.dtype)
 
 
 def _stages(ctx: Lowering, node: OpNode, stages: list[tuple[int, ...]], order: list[int]) -> None:

@@ -6,34 +6,11 @@ The CPU device calls the torch function; the Metal and CUDA generators paste the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
+from npu_compiler.elementwise import ELEMENTWISE, Elementwise
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import Args, operand, register_op
 from npu_compiler.views import View
-
-
-@dataclass(frozen=True)
-class Elementwise:
-    """One element-wise op.
-
-    Attributes:
-        operands: The schema's argument names that may be tensors.
-        expr: The result in C, over floats `a`, `b`, `c` and the attributes.
-        torch: Dotted torch function, called with the operands and the attributes as keywords.
-        attrs: Attribute → default.
-    """
-
-    name: str
-    operands: tuple[str, ...]
-    expr: str
-    torch: str
-    attrs: Mapping[str, float | bool] = field(default_factory=dict)
-
-
-ELEMENTWISE: dict[str, Elementwise] = {}
 
 
 def elementwise(
@@ -52,7 +29,7 @@ def elementwise(
     def lower(ctx: Lowering, node: OpNode) -> None:
         args = Args(node)
         values = [operand(ctx, args, arg) for arg in op.operands]
-        params = {key: args.attr(key, default) for key, default in op.attrs.items()}
+        params = {key: args.attr(key) for key in op.attrs if args.attr(key) is not None}
         ctx.elementwise(op.name, values, ctx.output(), params)  # type: ignore[arg-type]
 
     names = (aten or name).split()

@@ -8,7 +8,7 @@ from npu_compiler.codegen_core import declare_kernel
 from npu_compiler.dtypes import saturate
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
-from npu_compiler.ops.aliases import slice_bounds
+from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.views import View
 
@@ -157,6 +157,14 @@ def lower_select_scatter(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     ctx.copy(base, out)
     ctx.copy(source, out.select(node.attrs["dim"], node.attrs["index"]))
+
+
+@register_op("aten.diagonal_scatter", tensors=("self", "src"))
+def lower_diagonal_scatter(ctx: Lowering, node: OpNode) -> None:
+    base, source = (ctx.view(name) for name in node.inputs)
+    out = ctx.output()
+    ctx.copy(base, out)
+    ctx.copy(source, diagonal_view(out, node))
 
 
 def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:

@@ -1,0 +1,48 @@
+"""Offline: torch_ir IR in, `.npubin` program out. Imports no torch and no device library."""
+
+from npu_compiler.codegen_core import CodegenTarget, MetalCodegenTarget
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.compiler import compile, trace_stages
+from npu_compiler.errors import (
+    ConstraintError,
+    DeviceError,
+    InputError,
+    IRError,
+    NPUError,
+    ProgramFormatError,
+    WeightError,
+)
+from npu_compiler.ir_printer import print_graph
+from npu_compiler.ir_reader import IRGraph, TensorSpec, read_ir
+from npu_compiler.op_support import get_supported_ops, is_op_supported
+from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
+from npu_compiler.target_config import METAL_GPU, TargetConfig
+from npu_compiler.version import __version__
+
+__all__ = [
+    "METAL_GPU",
+    "CodegenTarget",
+    "CompiledProgram",
+    "ConstraintError",
+    "DeviceError",
+    "IRError",
+    "IRGraph",
+    "InputError",
+    "MetalCodegenTarget",
+    "NPUError",
+    "Partition",
+    "PartitionPlan",
+    "ProgramFormatError",
+    "TargetConfig",
+    "TensorSpec",
+    "TransferOp",
+    "WeightError",
+    "__version__",
+    "compile",
+    "get_supported_ops",
+    "is_op_supported",
+    "partition",
+    "print_graph",
+    "read_ir",
+    "trace_stages",
+]

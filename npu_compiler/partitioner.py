@@ -1,0 +1,272 @@
+"""Split a graph into device and CPU partitions, with the transfers between them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from npu_compiler.compiler import normalize
+from npu_compiler.dtypes import itemsize
+from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, read_ir
+from npu_compiler.op_support import is_op_supported
+from npu_compiler.ops.registry import unsupported_reason
+from npu_compiler.precision import assign_storage, choose_compute_dtype, native_dtype
+
+DeviceKind: TypeAlias = Literal["npu", "cpu"]
+SupportFn: TypeAlias = Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class TransferOp:
+    """A tensor that crosses between devices, with its size in bytes as stored."""
+
+    tensor: str
+    source: DeviceKind
+    target: DeviceKind
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A run of nodes for one device.
+
+    Attributes:
+        graph: The nodes as a graph of their own; its inputs are what comes from outside, weights excepted.
+        transfers: What must cross to this device before it runs.
+    """
+
+    index: int
+    device: DeviceKind
+    graph: IRGraph
+    transfers: tuple[TransferOp, ...]
+
+    @property
+    def ir_dict(self) -> dict[str, Any]:
+        """The partition as IR, in the form that `compile()` reads."""
+        return graph_to_dict(self.graph)
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """Partitions in execution order.
+
+    Attributes:
+        compute_dtype: Storage dtype of activations on the device.
+        output_transfers: Graph outputs that must come back from the device.
+        reasons: Node name → why it is on the CPU.
+    """
+
+    graph: IRGraph
+    partitions: tuple[Partition, ...]
+    compute_dtype: str
+    output_transfers: tuple[TransferOp, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def transfers(self) -> list[TransferOp]:
+        return [*(t for p in self.partitions for t in p.transfers), *self.output_transfers]
+
+    @property
+    def device_share(self) -> float:
+        """Fraction of nodes on the device."""
+        nodes = sum(len(p.graph.nodes) for p in self.partitions)
+        on_device = sum(len(p.graph.nodes) for p in self.partitions if p.device == "npu")
+        return on_device / nodes if nodes else 1.0
+
+    def __str__(self) -> str:
+        """A table: partition, device, nodes, bytes that cross to it."""
+        lines = [f"{'#':>3}  {'device':6}  {'nodes':>6}  {'bytes in':>12}  first … last node"]
+        for p in self.partitions:
+            crossing = sum(t.bytes for t in p.transfers)
+            names = f"{p.graph.nodes[0].name} … {p.graph.nodes[-1].name}"
+            lines.append(f"{p.index:3}  {p.device:6}  {len(p.graph.nodes):6}  {crossing:12}  {names}")
+        total = sum(t.bytes for t in self.transfers)
+        lines.append(f"{self.device_share:.1%} of nodes on the device; {total} bytes cross in {len(self.transfers)} transfers")
+        return "\n".join(lines)
+
+    def to_mermaid(self) -> str:
+        """The plan as a Mermaid flow chart."""
+        lines = ["graph TD", "    inputs([inputs])"]
+        maker = {name: "inputs" for name in self.graph.inputs}
+        for p in self.partitions:
+            shape = ("[", "]") if p.device == "npu" else ("[[", "]]")
+            label = f'"{p.device.upper()} {p.index}: {len(p.graph.nodes)} nodes"'
+            lines.append(f"    p{p.index}{shape[0]}{label}{shape[1]}")
+            edges: dict[str, int] = {}
+            for name in p.graph.inputs:
+                edges[maker[name]] = edges.get(maker[name], 0) + tensor_bytes(self.graph.tensors[name])
+            lines += [f"    {source} -->|{size} B| p{p.index}" for source, size in edges.items()]
+            maker.update({name: f"p{p.index}" for name in p.graph.outputs})
+        lines.append("    outputs([outputs])")
+        lines += [f"    {source} --> outputs" for source in dict.fromkeys(maker.get(x, "inputs") for x in self.graph.outputs)]
+        return "\n".join(lines)
+
+
+def partition(
+    ir: str | Path | Mapping[str, Any] | IRGraph | Any,
+    is_supported: SupportFn = is_op_supported,
+    *,
+    compute_dtype: str | None = None,
+) -> PartitionPlan:
+    """Group a graph's nodes by device.
+
+    A node goes to the device if `is_supported(op_type, attrs)` (or `is_supported(op_type)`) says so and the op table
+    can lower it; all others go to the CPU. Nodes are scheduled so that each partition takes every node that is ready,
+    which gathers independent CPU nodes instead of splitting a device run around each.
+
+    Raises:
+        IRError: the IR is malformed.
+        NPUError: unknown compute dtype.
+    """
+    graph = normalize(read_ir(ir))
+    dtype = choose_compute_dtype(graph, compute_dtype)
+    reasons = _cpu_reasons(graph, is_supported)
+    devices: dict[str, DeviceKind] = {node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes}
+    groups = min((_schedule(graph, devices, first) for first in ("npu", "cpu")), key=len)
+    partitions = _build_partitions(graph, groups, dtype)
+    on_device = {name for p in partitions if p.device == "npu" for name in p.graph.outputs}
+    back = tuple(
+        TransferOp(name, "npu", "cpu", tensor_bytes(graph.tensors[name]))
+        for name in dict.fromkeys(graph.outputs) if name in on_device
+    )  # fmt: skip
+    return PartitionPlan(graph, partitions, dtype, back, reasons)
+
+
+def _cpu_reasons(graph: IRGraph, is_supported: SupportFn) -> dict[str, str]:
+    takes_attrs = _takes_attrs(is_supported)
+    producers = graph.producers()
+    reasons: dict[str, str] = {}
+    for node in graph.nodes:
+        attrs = {key: value for key, value in node.attrs.items() if not key.startswith("_")}
+        supported = is_supported(node.op_type, attrs) if takes_attrs else is_supported(node.op_type)
+        reason = unsupported_reason(node, graph) if supported else "the support function refuses the op"
+        source = producers.get(node.inputs[0]) if node.base == "getitem" else None
+        if source is not None:
+            reason = f"its producer '{source.name}' is on the CPU" if source.name in reasons else None
+        if reason is not None:
+            reasons[node.name] = reason
+    return reasons
+
+
+def _takes_attrs(function: SupportFn) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= 2 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+
+
+def _schedule(
+    graph: IRGraph, devices: Mapping[str, DeviceKind], first: DeviceKind
+) -> list[tuple[DeviceKind, list[OpNode]]]:
+    """Alternate between the devices, each time running every node that has become ready."""
+    producer = {out: node.name for node in graph.nodes for out in node.outputs}
+    done: set[str] = set()
+    groups: list[tuple[DeviceKind, list[OpNode]]] = []
+    pending, device = list(graph.nodes), first
+    while pending:
+        taken, rest = [], []
+        for node in pending:
+            ready = all(producer[x] in done for x in node.inputs if x in producer)
+            if ready and devices[node.name] == device:
+                taken.append(node)
+                done.add(node.name)
+            else:
+                rest.append(node)
+        if taken:
+            groups.append((device, taken))
+        pending, device = rest, "cpu" if device == "npu" else "npu"
+    return groups
+
+
+def _build_partitions(
+    graph: IRGraph, groups: list[tuple[DeviceKind, list[OpNode]]], compute_dtype: str
+) -> tuple[Partition, ...]:
+    stored = assign_storage(graph, compute_dtype).tensors
+    native = native_dtype(graph)
+    readers: dict[str, set[int]] = {}
+    home: dict[str, DeviceKind] = {name: "cpu" for name in (*graph.inputs, *graph.constants)}
+    for index, (device, nodes) in enumerate(groups):
+        for node in nodes:
+            home.update({out: device for out in node.outputs})
+            for name in node.inputs:
+                readers.setdefault(name, set()).add(index)
+    partitions = []
+    for index, (device, nodes) in enumerate(groups):
+        made = {out for node in nodes for out in node.outputs}
+        read = dict.fromkeys(name for node in nodes for name in node.inputs)
+        inputs = [name for name in read if name not in made and name not in graph.weights and name not in graph.constants]
+        outputs = [
+            name for node in nodes for name in node.outputs
+            if name in graph.outputs or readers.get(name, set()) - {index}
+        ]  # fmt: skip
+        tensors = {name: _boundary_spec(graph.tensors[name], stored, name in inputs) for name in (*read, *made)}
+        sub = IRGraph(
+            name=f"{graph.name}.{device}{index}",
+            nodes=nodes,
+            tensors=tensors,
+            inputs=inputs,
+            outputs=outputs,
+            output_names=list(outputs),
+            weights={name: graph.weights[name] for name in read if name in graph.weights},
+            constants={name: graph.constants[name] for name in read if name in graph.constants},
+            native_dtype=native,
+        )
+        crossing = tuple(
+            TransferOp(name, home[name], device, tensor_bytes(graph.tensors[name])) for name in inputs if home[name] != device
+        )
+        partitions.append(Partition(index, device, sub, crossing))
+    return tuple(partitions)
+
+
+def _boundary_spec(spec: TensorSpec, stored: Mapping[str, TensorSpec], is_input: bool) -> TensorSpec:
+    """An input keeps the storage that it has in the whole graph; its own partition could not tell."""
+    known = stored.get(spec.name)
+    return replace(spec, storage=known.storage) if is_input and known is not None else spec
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    return spec.numel * itemsize(spec.dtype)
+
+
+def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
+    """The IR dict of a graph whose weights are still plain checkpoint keys; the inverse of `read_ir`."""
+    makers = {out: (node.name, index) for node in graph.nodes for index, out in enumerate(node.outputs)}
+    makers.update({name: (name, 0) for name in graph.inputs})
+
+    def meta(name: str) -> dict[str, Any]:
+        spec = graph.tensors[name]
+        data: dict[str, Any] = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype}
+        if spec.storage:
+            data["storage"] = spec.storage
+        if name in makers:
+            data["producer_node"], data["producer_output_idx"] = makers[name]
+        return data
+
+    keys = {name: next(recipe.keys()) for name, recipe in graph.weights.items()}
+    named = {**keys, **{name: name for name in graph.constants}}
+    return {
+        "model_name": graph.name,
+        "native_dtype": graph.native_dtype,
+        "graph_inputs": [meta(name) for name in graph.inputs],
+        "graph_outputs": [meta(name) for name in graph.outputs],
+        "weights": [{**meta(name), "name": key} for key, name in {key: name for name, key in named.items()}.items()],
+        "weight_name_mapping": named,
+        "constants": {
+            name: {"data": value.tolist(), "dtype": value.dtype.name} for name, value in graph.constants.items()
+        },
+        "nodes": [
+            {
+                "name": node.name,
+                "op_type": node.op_type,
+                "inputs": [meta(name) for name in node.inputs],
+                "outputs": [meta(name) for name in node.outputs],
+                "attrs": dict(node.attrs),
+            }
+            for node in graph.nodes
+        ],
+    }  # fmt: skip

@@ -1,0 +1,155 @@
+"""What a device must offer: memory (`DeviceBuffer`) and prepared kernels (`Backend`). Everything else is shared."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from npu_compiler.codegen import KernelCall
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.dtypes import itemsize
+from npu_compiler.errors import DeviceError
+from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.target_config import TargetConfig
+from npu_compiler.views import View, numel
+
+if TYPE_CHECKING:
+    from npu_runtime.executor import Executor
+
+Launch: TypeAlias = Callable[[], None]
+Shape: TypeAlias = tuple[int, ...]
+BufferT = TypeVar("BufferT", bound="DeviceBuffer")
+
+
+class DeviceBuffer(ABC):
+    """Memory on a device, dense in `alloc_shape`; `shape` is the part that holds data.
+
+    Attributes:
+        dtype: Storage dtype name.
+        native_handle: The device's own object; two buffers with the same handle are the same memory.
+    """
+
+    def __init__(self, shape: Shape, alloc_shape: Shape | None, dtype: str, native_handle: Any) -> None:
+        self.shape = tuple(shape)
+        self.alloc_shape = tuple(alloc_shape) if alloc_shape is not None else self.shape
+        self.dtype = dtype
+        self.native_handle = native_handle
+        self._is_current: Callable[[], bool] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return numel(self.alloc_shape) * itemsize(self.dtype)
+
+    def guarded(self: BufferT, is_current: Callable[[], bool]) -> BufferT:
+        """A handle to the same memory that refuses to be read once `is_current()` is false."""
+        handle = copy.copy(self)
+        handle._is_current = is_current
+        return handle
+
+    def check_current(self) -> None:
+        """Raise a `DeviceError` if a later run has overwritten what this handle stood for."""
+        if self._is_current is not None and not self._is_current():
+            raise DeviceError("this output was overwritten by a later run(); read it, or copy() it, before running again")
+
+    def copy(self) -> DeviceBuffer:
+        """A new buffer with the same content, which later runs leave alone."""
+        self.check_current()
+        return self._clone()
+
+    def to_numpy(self, spec: TensorSpec | None = None) -> np.ndarray:
+        """Download, without channel padding.
+
+        Args:
+            spec: If given, the result has the spec's (PyTorch) dtype; else the storage dtype.
+        """
+        from npu_runtime.buffer import unpack_array
+
+        self.check_current()
+        return unpack_array(self._download(), self.shape, spec)
+
+    def write(self, data: np.ndarray, spec: TensorSpec | None = None) -> None:
+        """Overwrite the content in place, with the checks, cast and padding of `NPUBuffer.from_numpy`."""
+        from npu_runtime.buffer import pack_array
+
+        spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
+        self._upload(pack_array(data, spec))
+
+    @abstractmethod
+    def _download(self) -> np.ndarray:
+        """The whole memory as an array of `alloc_shape` in the storage dtype."""
+
+    @abstractmethod
+    def _upload(self, data: np.ndarray) -> None:
+        """Overwrite the whole memory from an array of `alloc_shape` in the storage dtype."""
+
+    @abstractmethod
+    def _clone(self) -> DeviceBuffer: ...
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A view of a kernel call, bound to memory.
+
+    Attributes:
+        byte_offset: Where the buffer starts in `memory`; the view's own offset comes on top.
+        is_constant: Whether the content stays the same from run to run (weights and what is made of them).
+    """
+
+    memory: DeviceBuffer
+    view: View
+    byte_offset: int
+    is_constant: bool
+
+
+class Backend(ABC):
+    """A device. `prepare` is called once per kernel call and set of buffers; what it returns is called every run."""
+
+    config: TargetConfig
+
+    @property
+    @abstractmethod
+    def device(self) -> str:
+        """What the device is, in words."""
+
+    @abstractmethod
+    def allocate_buffer(
+        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
+    ) -> DeviceBuffer:
+        """Upload an array; with a spec, checked, cast and padded as it says."""
+
+    @abstractmethod
+    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
+        """A zero-filled buffer of a storage dtype."""
+
+    @abstractmethod
+    def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        """Do all that can be done ahead of time for one call; the result launches it."""
+
+    def sequence(self, launches: Sequence[Launch]) -> Launch:
+        """One callable that runs the launches in order; a device may batch them."""
+        fixed = tuple(launches)
+
+        def run() -> None:
+            for launch in fixed:
+                launch()
+
+        return run
+
+    def synchronize(self) -> None:
+        """Wait until everything launched has finished."""
+
+    def create_executor(self, program: CompiledProgram) -> Executor:
+        from npu_runtime.executor import Executor
+
+        return Executor(program, self)
+
+    def execute(
+        self, program: CompiledProgram, inputs: Mapping[str, DeviceBuffer], weights: Mapping[str, DeviceBuffer]
+    ) -> dict[str, DeviceBuffer]:
+        """Run a program once; keep an `Executor` to run it again."""
+        return self.create_executor(program).run(inputs, weights)

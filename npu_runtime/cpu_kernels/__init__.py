@@ -1,0 +1,18 @@
+"""The CPU device's kernels: `reference` modules say what each kernel means, in torch; `accelerated` picks native ones."""
+
+from npu_runtime.cpu_kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
+from npu_runtime.cpu_kernels.accelerated import native_launch
+from npu_runtime.cpu_kernels.registry import CPU_KERNELS, reference_launch
+
+__all__ = [
+    "CPU_KERNELS",
+    "conv",
+    "elementwise",
+    "indexing",
+    "matmul",
+    "native_launch",
+    "reductions",
+    "reference_launch",
+    "tensor",
+    "transformer",
+]

@@ -1,0 +1,41 @@
+"""Matrix products, float32 accumulation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from npu_runtime.cpu_kernels.registry import Params, Tensors, cpu_kernel, to_float
+
+ACTIVATIONS = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "relu6": F.relu6,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@cpu_kernel("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
+def linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """out[M, N] = act(x[M, K] · w[N, K]ᵀ + bias) + residual."""
+    x, weight, *rest = (to_float(t) for t in inputs)
+    result = x.float() @ weight.float().t()
+    if params["has_bias"]:
+        result += rest.pop(0)
+    result = ACTIVATIONS[params["activation"]](result)
+    if params["has_residual"]:
+        result += rest.pop(0)
+    outputs[0].copy_(result)
+
+
+@cpu_kernel("batched_matmul_kernel")
+def batched_matmul(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""
+    a, b = (to_float(t) for t in inputs)
+    product = torch.matmul(a, b)
+    outputs[0].copy_(product if params["scale"] == 1.0 else product * params["scale"])

@@ -1,0 +1,181 @@
+"""`DAGExecutor`: runs a partition plan, device partitions on a backend and the rest on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from npu_compiler.compiler import compile
+from npu_compiler.dtypes import numpy_dtype
+from npu_compiler.errors import InputError, WeightError
+from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.partitioner import Partition, PartitionPlan
+from npu_runtime.backend import Backend, DeviceBuffer
+from npu_runtime.buffer import as_backend, check_array
+from npu_runtime.cpu_fallback import CPUPartition
+from npu_runtime.executor import Executor
+from npu_runtime.profiler import Profiler
+from npu_runtime.weight_loader import load_weights
+
+if TYPE_CHECKING:
+    from npu_runtime.device import Device
+
+Value = np.ndarray | DeviceBuffer
+
+
+class DAGExecutor:
+    """Device partitions are compiled here, once; `load_weights` uploads their weights, once.
+
+    Values stay where they were made: a device buffer that the next device partition reads never visits the host.
+    """
+
+    def __init__(self, plan: PartitionPlan, backend: Backend | Device) -> None:
+        self.plan = plan
+        self.backend = as_backend(backend)
+        self.executors: dict[int, Executor] = {}
+        self._device_weights: dict[int, dict[str, DeviceBuffer]] = {}
+        self._cpu: dict[int, CPUPartition] = {}
+        self._last_use = self._lifetimes()
+        for part in plan.partitions:
+            if part.device == "npu":
+                program = compile(part.ir_dict, compute_dtype=plan.compute_dtype)
+                self.executors[part.index] = Executor(program, self.backend)
+        self._constants: dict[str, np.ndarray] = dict(plan.graph.constants)
+        self._weights: Mapping[str, Any] = {}
+        if not plan.graph.weights:
+            self.load_weights({})
+
+    def _lifetimes(self) -> dict[str, int]:
+        last = {name: part.index for part in self.plan.partitions for name in part.graph.inputs}
+        return {name: index for name, index in last.items() if name not in self.plan.graph.outputs}
+
+    def load_weights(self, weights: Mapping[str, Any]) -> None:
+        """Upload weights for every partition.
+
+        Args:
+            weights: `state_dict` key → array or torch tensor.
+
+        Raises:
+            WeightError: lists weights that are missing, misshapen or hold NaN.
+        """
+        needed = {key for recipe in self.plan.graph.weights.values() for key in recipe.keys()}
+        missing = sorted(needed - set(weights))
+        if missing:
+            raise WeightError("missing weights: " + ", ".join(f"'{key}'" for key in missing))
+        cache: dict[str, DeviceBuffer] = {}
+        self._weights = weights
+        for part in self.plan.partitions:
+            if part.device == "npu":
+                program = self.executors[part.index].program
+                loaded = load_weights(weights, program, self.backend, strict=False, cache=cache)
+                self._device_weights[part.index] = loaded
+            else:
+                self._cpu[part.index] = CPUPartition(part.graph, weights)
+
+    def execute(
+        self, inputs: Mapping[str, np.ndarray], profiler: Profiler | None = None
+    ) -> dict[str, np.ndarray]:
+        """Run the whole graph.
+
+        Args:
+            inputs: Input name → array, of the graph's shapes and dtypes.
+
+        Returns:
+            Output name → array in the dtype that PyTorch gives it.
+
+        Raises:
+            InputError: an input is missing, unknown or does not fit.
+            WeightError: `load_weights` was not called.
+        """
+        start = time.perf_counter()
+        if len(self._device_weights) + len(self._cpu) < len(self.plan.partitions):
+            raise WeightError("the plan has weights, but load_weights() was not called")
+        values: dict[str, Value] = dict(self._check_inputs(inputs))
+        for part in self.plan.partitions:
+            if part.device == "npu":
+                values.update(self._run_device(part, values, profiler))
+            else:
+                values.update(self._run_cpu(part, values, profiler))
+            for name in part.graph.inputs:
+                if self._last_use.get(name) == part.index:
+                    values.pop(name, None)
+        result = {name: self._output(tensor, values, profiler) for name, tensor in self._outputs()}
+        if profiler is not None:
+            profiler.add_run(time.perf_counter() - start)
+        return result
+
+    def _outputs(self) -> list[tuple[str, str]]:
+        graph = self.plan.graph
+        return list(zip(graph.output_names, graph.outputs, strict=True))
+
+    def _output(self, tensor: str, values: Mapping[str, Value], profiler: Profiler | None) -> np.ndarray:
+        graph = self.plan.graph
+        if tensor in values:
+            return np.array(self._to_host(tensor, values[tensor], profiler))
+        if tensor in graph.weights:
+            from npu_runtime.weight_loader import to_numpy
+
+            return np.array(to_numpy(self._weights[next(graph.weights[tensor].keys())]))
+        return np.array(graph.constants[tensor])
+
+    def _check_inputs(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        graph = self.plan.graph
+        unknown, missing = sorted(inputs.keys() - set(graph.inputs)), sorted(set(graph.inputs) - inputs.keys())
+        if unknown or missing:
+            problems = [f"unknown input '{x}'" for x in unknown] + [f"missing input '{x}'" for x in missing]
+            known = ", ".join(f"'{name}'" for name in graph.inputs)
+            raise InputError(f"{'; '.join(problems)} (the graph's inputs are {known})")
+        checked = {}
+        for name, value in inputs.items():
+            array, spec = np.asarray(value), graph.tensors[name]
+            if spec.dtype.startswith("complex"):
+                checked[name] = array.astype(numpy_dtype(spec.dtype))
+                continue
+            check_array(array, spec)
+            wanted = numpy_dtype(spec.dtype)
+            checked[name] = array if array.dtype == wanted else array.astype(wanted)
+        return checked
+
+    def _run_device(self, part: Partition, values: Mapping[str, Value], profiler: Profiler | None) -> dict[str, Value]:
+        executor = self.executors[part.index]
+        inputs: dict[str, DeviceBuffer | np.ndarray] = {}
+        for spec in executor.program.input_specs:
+            inputs[spec.name] = self._to_device(spec, values[spec.name], profiler)
+        kernels = Profiler() if profiler is not None else None
+        outputs = executor.run(inputs, self._device_weights[part.index], kernels)
+        if profiler is not None and kernels is not None:
+            for name, entry in kernels.kernels.items():
+                profiler.kernels[name].seconds += entry.seconds
+                profiler.kernels[name].calls += entry.calls
+        return dict(outputs)
+
+    def _run_cpu(self, part: Partition, values: Mapping[str, Value], profiler: Profiler | None) -> dict[str, Value]:
+        inputs = {name: self._to_host(name, values[name], profiler) for name in part.graph.inputs}
+        start = time.perf_counter()
+        outputs = self._cpu[part.index].run(inputs)
+        if profiler is not None:
+            profiler.add_kernel(f"cpu partition {part.index}", time.perf_counter() - start)
+        return dict(outputs)
+
+    def _to_device(self, spec: TensorSpec, value: Value, profiler: Profiler | None) -> DeviceBuffer:
+        if isinstance(value, DeviceBuffer):
+            if value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape):
+                return value
+            value = value.to_numpy()
+        start = time.perf_counter()
+        buffer = self.backend.allocate_buffer(value, spec=spec)
+        if profiler is not None:
+            profiler.add_transfer("host → device", time.perf_counter() - start, buffer.size_bytes)
+        return buffer
+
+    def _to_host(self, name: str, value: Value, profiler: Profiler | None) -> np.ndarray:
+        if isinstance(value, np.ndarray):
+            return value
+        start = time.perf_counter()
+        array = value.to_numpy(self.plan.graph.tensors[name])
+        if profiler is not None:
+            profiler.add_transfer("device → host", time.perf_counter() - start, value.size_bytes)
+        return array

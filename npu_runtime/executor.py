@@ -1,0 +1,215 @@
+"""`Executor`: runs a compiled program on any backend. What is costly happens once per set of buffers, not per run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from npu_compiler.codegen import BufferAllocation, KernelCall
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import DeviceError, InputError, WeightError
+from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.views import View
+from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand
+from npu_runtime.buffer import as_backend
+from npu_runtime.profiler import Profiler
+
+if TYPE_CHECKING:
+    from npu_runtime.device import Device
+
+
+class Executor:
+    """One program on one device.
+
+    Buffers that the executor owns (arena, constants, outputs) are made here. A kernel call is prepared when all its
+    buffers are known, at the first run; when a later run brings another input buffer, only the calls that touch it
+    are prepared again. Outputs belong to the executor and hold until its next run.
+
+    Attributes:
+        counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
+    """
+
+    def __init__(self, program: CompiledProgram, device: Device | Backend) -> None:
+        self.program = program
+        self.backend = as_backend(device)
+        self.counters: Counter[str] = Counter()
+        if program.target != self.backend.config.name:
+            raise DeviceError(
+                f"the program was compiled for '{program.target}', but this device runs '{self.backend.config.name}'"
+            )
+        plan = program.plan
+        self._specs = {spec.name: spec for spec in plan.inputs}
+        self._memory: dict[str, DeviceBuffer] = {}
+        self._allocate_owned()
+        self._weights: Mapping[str, DeviceBuffer] | None = None
+        self._launches: list[Launch | None] = [None] * len(plan.calls)
+        self._users: dict[str, list[int]] = {name: [] for name in (*self._specs, *plan.weights)}
+        for index, call in enumerate(plan.calls):
+            for name in {view.buffer for view in (*call.inputs, *call.outputs)} & self._users.keys():
+                self._users[name].append(index)
+        self._sequence: Launch | None = None
+        self._generation = 0
+
+    def _allocate_owned(self) -> None:
+        plan = self.program.plan
+        if plan.arena_bytes:
+            self._arena = self._zeros((plan.arena_bytes,), "uint8")
+        for name, buffer in plan.buffers.items():
+            if buffer.kind == "arena":
+                self._memory[name] = self._arena
+            elif buffer.kind in ("output", "persistent"):
+                self._memory[name] = self._zeros(buffer.alloc_shape, buffer.dtype)
+            elif buffer.kind == "constant":
+                value = plan.constants[name]
+                spec = TensorSpec(name, value.shape, str(value.dtype), buffer.dtype, buffer.alloc_shape)
+                self._memory[name] = self.backend.allocate_buffer(value, spec=spec)
+                self.counters["buffers"] += 1
+        self._outputs = {spec.name: self._output_handle(spec) for spec in plan.outputs if spec.name not in plan.donations}
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceBuffer:
+        self.counters["buffers"] += 1
+        return self.backend.allocate_zeros(shape, dtype)
+
+    def _output_handle(self, spec: TensorSpec) -> DeviceBuffer:
+        memory = self._memory[self.program.plan.output_views[spec.name].buffer]
+        handle = memory.guarded(lambda: True)
+        handle.shape, handle.alloc_shape = spec.shape, spec.alloc_shape or spec.shape
+        return handle
+
+    def run(
+        self,
+        inputs: Mapping[str, DeviceBuffer | np.ndarray],
+        weights: Mapping[str, DeviceBuffer] | None = None,
+        profiler: Profiler | None = None,
+    ) -> dict[str, DeviceBuffer]:
+        """Run the program once.
+
+        Args:
+            inputs: Input name → buffer (or array, which is uploaded).
+            weights: What `load_weights` returned; may be left out when the program has none.
+
+        Returns:
+            Output name → buffer, valid until the next run. A donated input comes back as its output, updated.
+
+        Raises:
+            InputError: an input is missing, unknown, or does not fit its spec.
+            WeightError: a weight is missing or does not fit its spec.
+            DeviceError: the device failed.
+        """
+        start = time.perf_counter()
+        bound = self._check_inputs(inputs)
+        self._bind(bound, weights if weights is not None else {})
+        self._generation += 1
+        self.counters["runs"] += 1
+        if profiler is None:
+            assert self._sequence is not None
+            self._sequence()
+        else:
+            self._run_profiled(profiler)
+            profiler.add_run(time.perf_counter() - start)
+        return self._results(bound)
+
+    def _results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
+        generation, plan = self._generation, self.program.plan
+        results = {}
+        for spec in plan.outputs:
+            donor = plan.donations.get(spec.name)
+            if donor is not None:
+                results[spec.name] = inputs[donor]
+            else:
+                results[spec.name] = self._outputs[spec.name].guarded(lambda: self._generation == generation)
+        return results
+
+    def _run_profiled(self, profiler: Profiler) -> None:
+        for call, launch in zip(self.program.plan.calls, self._launches, strict=True):
+            assert launch is not None
+            start = time.perf_counter()
+            launch()
+            self.backend.synchronize()
+            profiler.add_kernel(call.kernel, time.perf_counter() - start)
+
+    def _check_inputs(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> dict[str, DeviceBuffer]:
+        unknown, missing = sorted(inputs.keys() - self._specs.keys()), sorted(self._specs.keys() - inputs.keys())
+        if unknown or missing:
+            known = ", ".join(f"'{name}'" for name in self._specs)
+            raise InputError(
+                "; ".join(
+                    [f"unknown input '{name}'" for name in unknown] + [f"missing input '{name}'" for name in missing]
+                )
+                + f" (the program's inputs are {known})"
+            )
+        bound = {}
+        for name, value in inputs.items():
+            spec = self._specs[name]
+            if isinstance(value, np.ndarray):
+                value = self.backend.allocate_buffer(value, spec=spec)
+            elif not isinstance(value, DeviceBuffer):
+                raise InputError(f"input '{name}' is a {type(value).__name__}; give a device buffer or a NumPy array")
+            value.check_current()
+            _check_fits(value, spec, f"input '{name}'", InputError)
+            bound[name] = value
+        return bound
+
+    def _bind(self, inputs: Mapping[str, DeviceBuffer], weights: Mapping[str, DeviceBuffer]) -> None:
+        stale: set[int] = set()
+        if self._weights is None or weights is not self._weights:
+            stale.update(self._bind_weights(weights))
+        for name, buffer in inputs.items():
+            known = self._memory.get(name)
+            if known is None or known.native_handle is not buffer.native_handle:
+                self._memory[name] = buffer
+                stale.update(self._users[name])
+        calls = self.program.plan.calls
+        for index in stale:
+            self._launches[index] = self._prepare(calls[index])
+        if stale or self._sequence is None:
+            for index, launch in enumerate(self._launches):
+                if launch is None:
+                    self._launches[index] = self._prepare(calls[index])
+            self._sequence = self.backend.sequence([launch for launch in self._launches if launch is not None])
+            self.counters["sequences"] += 1
+
+    def _bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> Sequence[int]:
+        """Check and bind weights, run the prologue, and return the calls that must be prepared again."""
+        plan = self.program.plan
+        missing = sorted(plan.weights.keys() - weights.keys())
+        if missing:
+            raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
+        for name, weight in plan.weights.items():
+            _check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
+        changed = {
+            name for name in plan.weights
+            if name not in self._memory or self._memory[name].native_handle is not weights[name].native_handle
+        }  # fmt: skip
+        self._memory.update({name: weights[name] for name in plan.weights})
+        self._weights = weights
+        for call in plan.prologue:
+            self._prepare(call)()
+        self.backend.synchronize()
+        made = {view.buffer for call in plan.prologue for view in call.outputs} | changed
+        return [i for i, call in enumerate(plan.calls) if any(view.buffer in made for view in call.inputs)]
+
+    def _prepare(self, call: KernelCall) -> Launch:
+        self.counters["prepared"] += 1
+        inputs, outputs = ([self._operand(view) for view in views] for views in (call.inputs, call.outputs))
+        return self.backend.prepare(call, inputs, outputs)
+
+    def _operand(self, view: View) -> Operand:
+        buffer: BufferAllocation = self.program.plan.buffers[view.buffer]
+        constant = buffer.kind in ("weight", "constant", "persistent")
+        return Operand(self._memory[view.buffer], view, buffer.offset if buffer.kind == "arena" else 0, constant)
+
+
+def _check_fits(
+    buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]
+) -> None:
+    memory = spec.alloc_shape or spec.shape
+    if buffer.alloc_shape != memory or buffer.dtype != spec.storage:
+        raise error(
+            f"{what} is {buffer.dtype}{list(buffer.alloc_shape)} in memory, but the program wants "
+            f"{spec.storage}{list(memory)}; make it with NPUBuffer.from_numpy(data, device, spec=spec)"
+        )
