@@ -16,6 +16,9 @@ from npu_compiler.ops.aliases import is_alias, slice_bounds
 from npu_compiler.ops.registry import is_in_place, out_of_place
 
 
+UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
+
+
 @dataclass(frozen=True)
 class _Alias:
     """How a tensor looks into its base: the chain of view nodes from the base to it, and the base's version then."""
@@ -45,6 +48,7 @@ class _Functionalizer:
         self.aliases: dict[str, _Alias] = {}
         self.current: dict[str, str] = {}
         self.version: dict[str, int] = {}
+        self.makers = graph.producers()
 
     def run(self) -> IRGraph:
         for node in self.graph.nodes:
@@ -126,6 +130,10 @@ class _Functionalizer:
             self._track_view(replace(plain, inputs=node.inputs))
             return
         spec = self.tensors[node.outputs[0]] if node.outputs else self.tensors[target]
+        producer = self.makers.get(target)
+        if producer is not None and producer.base in UNTRACKED_VIEWS:
+            raise IRError(f"node '{node.name}': in-place write through '{producer.op_type}' (node '{producer.name}') has no "
+                          "out-of-place form")  # fmt: skip
         op_type = out_of_place(node.op_type)
         value = self._append(op_type, inputs, spec, node.attrs, node.name, node.outputs)
         self._write_back(alias, value, node)

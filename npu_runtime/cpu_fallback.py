@@ -137,6 +137,8 @@ def bind_arguments(
     The IR drops omitted optional tensors without a trace; where the count tells which were omitted (normalization with
     statistics but no affine parameters), they are put back.
     """
+    if op_type == "aten.clamp.Tensor" and len(inputs) == 2:
+        raise ExecutionError("clamp with one tensor bound: the IR does not tell whether it is the lower or the upper")
     remaining = list(inputs)
     sizes, masks = list(attrs.get("_tensor_list_sizes") or []), list(attrs.get("_tensor_list_none_masks") or [])
     stats_only = ".".join(op_type.split(".")[:2]) in _STATS_ONLY and len(inputs) == 3 and not attrs.get("use_input_stats")

@@ -174,8 +174,9 @@ def lower_einsum(ctx: Lowering, node: OpNode) -> None:
         for letter, size in zip(term, view.shape, strict=True):
             sizes[letter] = max(sizes.get(letter, 1), size)
     for index, term in enumerate(terms):
-        lonely = [x for x in term if x not in result and not any(x in other for other in terms if other != term)]
-        if lonely and len(terms) == 2:
+        others = [other for position, other in enumerate(terms) if position != index]
+        lonely = [x for x in term if x not in result and not any(x in other for other in others)]
+        if lonely and others:
             views[index], terms[index] = _sum_out(ctx, views[index], term, lonely)
     if len(terms) == 1:
         kept = "".join(x for x in terms[0] if x in result)
