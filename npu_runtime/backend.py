@@ -32,6 +32,7 @@ class DeviceBuffer(ABC):
     Attributes:
         dtype: Storage dtype name.
         native_handle: The device's own object; two buffers with the same handle are the same memory.
+        prepared: The content in other layouts, for buffers that stay constant; filled in by the backend.
     """
 
     def __init__(self, shape: Shape, alloc_shape: Shape | None, dtype: str, native_handle: Any) -> None:
@@ -39,6 +40,7 @@ class DeviceBuffer(ABC):
         self.alloc_shape = tuple(alloc_shape) if alloc_shape is not None else self.shape
         self.dtype = dtype
         self.native_handle = native_handle
+        self.prepared: dict[Any, Any] = {}
         self._is_current: Callable[[], bool] | None = None
 
     @property
@@ -78,6 +80,7 @@ class DeviceBuffer(ABC):
 
         spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
         self._upload(pack_array(data, spec))
+        self.prepared.clear()
 
     @abstractmethod
     def _download(self) -> np.ndarray:

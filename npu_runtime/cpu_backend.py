@@ -90,10 +90,9 @@ class CPUBackend(Backend):
         return CPUBuffer(shape, alloc_shape, dtype, flat)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        launch = native_launch(call, inputs, outputs) if self.native else None
-        if launch is None:
-            launch = reference_launch(call, [bind(x) for x in inputs], [bind(x) for x in outputs])
-        return launch
+        sources, targets = [bind(x) for x in inputs], [bind(x) for x in outputs]
+        launch = native_launch(call, inputs, sources, targets) if self.native else None
+        return launch if launch is not None else reference_launch(call, sources, targets)
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """Runs of native launches become one foreign call each."""

@@ -8,17 +8,22 @@ from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import register_op
 from npu_compiler.views import View
 
-declare_kernel("embedding_kernel", "embedding.metal", rows="I", width="I")
+declare_kernel("embedding_kernel", "embedding.metal", rows="I", width="I", checked="I")
 declare_kernel("index_select_kernel", "tensor_ops.metal", dim="I")
 declare_kernel("gather_kernel", "tensor_ops.metal", dim="I")
 declare_kernel("index_kernel", "tensor_ops.metal", first="I", count="I")
-declare_kernel("index_copy_kernel", "index_copy.metal", dim="I")
+declare_kernel("index_copy_kernel", "index_copy.metal", dim="I", checked="I")
+
+
+def is_checked_index(ctx: Lowering, name: str) -> int:
+    """1 if every value of an index tensor is known to be in range: it is an input, and inputs are checked on entry."""
+    return int(name in ctx.graph.inputs and ctx.spec(name).bounds is not None)
 
 
 @register_op("aten.embedding", tensors=("weight", "indices"))
 def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     table, ids = (ctx.view(name) for name in node.inputs)
-    params = {"rows": table.shape[0], "width": table.shape[1]}
+    params = {"rows": table.shape[0], "width": table.shape[1], "checked": is_checked_index(ctx, node.inputs[1])}
     ctx.emit("embedding_kernel", [ctx.inner_contiguous(table), ids], [ctx.output()], params)
 
 
@@ -79,4 +84,4 @@ def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
         out = ctx.output()
         ctx.copy(base, out)
     index = index.unsqueeze(0) if index.rank == 0 else index
-    ctx.emit("index_copy_kernel", [index, source], [out], {"dim": base.dim(node.attrs["dim"])})
+    ctx.emit("index_copy_kernel", [index, source], [out], {"dim": base.dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])})
