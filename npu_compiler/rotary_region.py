@@ -10,6 +10,7 @@ plain rotary embedding only, and leaves any other region alone (a `ConstraintErr
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 from npu_compiler.dtypes import is_float, is_int
@@ -24,6 +25,12 @@ def expand_rotary_regions(graph: IRGraph) -> IRGraph:
         return graph
     tensors = dict(graph.tensors)
     nodes: list[OpNode] = []
+    if any(node.op_type == OPAQUE_OP and is_rotary_region(node, graph) for node in graph.nodes):
+        warnings.warn(
+            "the IR holds an opaque region with the signature of a rotary embedding; it is taken for the plain one, without "
+            "attention scaling. Extract under torch.no_grad() to keep the region's own ops.",
+            stacklevel=2,
+        )
     for node in graph.nodes:
         if node.op_type == OPAQUE_OP and is_rotary_region(node, graph):
             nodes.extend(_rotary_nodes(node, tensors, _is_interleaved(node, graph)))
@@ -47,12 +54,27 @@ def is_rotary_region(node: OpNode, graph: IRGraph) -> bool:
 
 
 def _is_interleaved(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the model rotates even and odd elements (then each angle is repeated in place)."""
+    """Whether the region repeats each angle in place: the model rotates even and odd elements and uses cos whole.
+
+    (GLM and DeepSeek rotate even and odd elements too, but first take half of a concatenated cos.)
+    """
     width = graph.tensors[node.outputs[0]].shape[-1]
-    return any(
+    rotates_pairs = any(
         other.base == "aten.slice" and other.attrs.get("step", 1) == 2 and graph.tensors[other.inputs[0]].shape[-1] == width
         for other in graph.nodes
     )
+    return rotates_pairs and not _is_sliced(node.outputs[0], graph)
+
+
+def _is_sliced(name: str, graph: IRGraph) -> bool:
+    """Whether any reader of a tensor, seen through reshapes and casts, takes a slice of it."""
+    passing = {"getitem", "aten.unsqueeze", "aten.to", "aten.squeeze", "aten.expand"}
+    for node in graph.consumers().get(name, []):
+        if node.base == "aten.slice":
+            return True
+        if node.base in passing and any(_is_sliced(out, graph) for out in node.outputs):
+            return True
+    return False
 
 
 def _rotary_nodes(node: OpNode, tensors: dict[str, TensorSpec], interleaved: bool) -> list[OpNode]:
@@ -60,20 +82,20 @@ def _rotary_nodes(node: OpNode, tensors: dict[str, TensorSpec], interleaved: boo
     shape, half = tensors[node.outputs[0]].shape, tensors[frequencies].shape[0]
     made: list[OpNode] = []
 
-    def add(stem: str, op_type: str, inputs: tuple[str, ...], out: tuple[int, ...], dtype: str, **attrs: object) -> str:
+    def add(stem: str, op_type: str, inputs: tuple[str, ...], out: tuple[int, ...], **attrs: object) -> str:
         name = unique_name(f"{node.name}.{stem}", tensors)
-        tensors[name] = TensorSpec(name, out, dtype)
+        tensors[name] = TensorSpec(name, out, "float32" if stem != "position" else tensors[positions].dtype)
         made.append(OpNode(name, op_type, inputs, (name,), attrs))
         return name
 
-    column = add("position", "aten.unsqueeze.default", (positions,), (*shape[:-1], 1), tensors[positions].dtype, dim=-1)
-    as_float = add("position_float", "aten.to.dtype", (column,), (*shape[:-1], 1), "float32", dtype="float32")
-    angle = add("angle", "aten.mul.Tensor", (as_float, frequencies), (*shape[:-1], half), "float32")
+    column = add("position", "aten.unsqueeze.default", (positions,), (*shape[:-1], 1), dim=-1)
+    as_float = add("position_float", "aten.to.dtype", (column,), (*shape[:-1], 1), dtype="float32")
+    angle = add("angle", "aten.mul.Tensor", (as_float, frequencies), (*shape[:-1], half))
     if interleaved:
-        full = add("angles", "aten.repeat_interleave.self_int", (angle,), shape, "float32", repeats=2, dim=-1)
+        full = add("angles", "aten.repeat_interleave.self_int", (angle,), shape, repeats=2, dim=-1)
     else:
-        full = add("angles", "aten.cat.default", (angle, angle), shape, "float32", dim=-1, _tensor_list_sizes=[2])
+        full = add("angles", "aten.cat.default", (angle, angle), shape, dim=-1, _tensor_list_sizes=[2])
     for out, function in zip(node.outputs, ("cos", "sin"), strict=True):
-        value = add(function, f"aten.{function}.default", (full,), shape, "float32")
+        value = add(function, f"aten.{function}.default", (full,), shape)
         made.append(OpNode(f"{node.name}.{function}_out", "aten.to.dtype", (value,), (out,), {"dtype": tensors[out].dtype}))
     return made

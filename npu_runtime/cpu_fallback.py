@@ -123,7 +123,8 @@ def _resolve(op_type: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
     except (AttributeError, RuntimeError) as error:
-        raise ExecutionError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either") from error
+        advice = "; extract the IR under torch.no_grad()" if op_type.startswith("wrap_with") else ""
+        raise ExecutionError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either{advice}") from error
 
 
 _STATS_ONLY = frozenset({*BATCH_NORM_OPS, "aten.instance_norm"})
