@@ -50,6 +50,7 @@ class KernelCall:
     Attributes:
         node: The IR node it came from, for reports.
         flops: Floating-point operations (a multiply-add is two).
+        bytes_moved: Bytes read and written, each distinct element once: the floor of its memory traffic.
     """
 
     kernel: str
@@ -59,11 +60,12 @@ class KernelCall:
     params: Mapping[str, Any]
     node: str
     flops: int = 0
+    bytes_moved: int = 0
 
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes read and written, each distinct element once: the floor of its memory traffic."""
-        return sum(_distinct_elements(view) * itemsize(view.dtype) for view in (*self.inputs, *self.outputs))
+
+def distinct_bytes(view: View) -> int:
+    """Bytes of a view's elements, those that a stride of 0 repeats counted once."""
+    return _distinct_elements(view) * itemsize(view.dtype)
 
 
 def _distinct_elements(view: View) -> int:

@@ -180,8 +180,9 @@ def _call_to_dict(call: KernelCall) -> dict[str, Any]:
 def _call_from_dict(data: Mapping[str, Any]) -> KernelCall:
     views = {key: tuple(_view_from_list(view) for view in data[key]) for key in ("inputs", "outputs")}
     return KernelCall(
-        data["kernel"], data["source"], views["inputs"], views["outputs"], data["params"], data["node"], data["flops"]
-    )
+        data["kernel"], data["source"], views["inputs"], views["outputs"], data["params"], data["node"], data["flops"],
+        data["bytes_moved"],
+    )  # fmt: skip
 
 
 def _program_to_dict(program: CompiledProgram) -> dict[str, Any]:

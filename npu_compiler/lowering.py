@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from npu_compiler.codegen_core import CodegenTarget, KernelCall
+from npu_compiler.codegen_core import CodegenTarget, KernelCall, distinct_bytes
 from npu_compiler.dtypes import saturate
 from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec
@@ -85,15 +85,22 @@ class Lowering:
         params: Mapping[str, Any] | None = None,
         flops: int = 0,
         source: str | None = None,
+        bytes_moved: int | None = None,
     ) -> None:
-        """Append a call. A call that writes no element is dropped."""
+        """Append a call; one that writes no element is dropped.
+
+        Args:
+            bytes_moved: Where the kernel touches only part of a view (a row of a table): the bytes that it does touch.
+        """
         assert self.node is not None
         if all(view.numel == 0 for view in outputs):
             return
         if source is None:
             kernel, source = self.target.fused_kernel(kernel)
-        call = KernelCall(kernel, source, tuple(inputs), tuple(outputs), dict(params or {}), self.node.name, flops)
-        self.calls.append(call)
+        if bytes_moved is None:
+            bytes_moved = sum(distinct_bytes(view) for view in (*inputs, *outputs))
+        views = (tuple(inputs), tuple(outputs))
+        self.calls.append(KernelCall(kernel, source, *views, dict(params or {}), self.node.name, flops, bytes_moved))
 
     def elementwise(
         self, op: str, operands: Sequence[View | float | int | bool], out: View, params: Mapping[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.codegen_core import declare_kernel, distinct_bytes
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import register_op
@@ -24,7 +24,9 @@ def is_checked_index(ctx: Lowering, name: str) -> int:
 def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     table, ids = (ctx.view(name) for name in node.inputs)
     params = {"rows": table.shape[0], "width": table.shape[1], "checked": is_checked_index(ctx, node.inputs[1])}
-    ctx.emit("embedding_kernel", [ctx.inner_contiguous(table), ids], [ctx.output()], params)
+    out = ctx.output()
+    touched = distinct_bytes(ids) + 2 * distinct_bytes(out)
+    ctx.emit("embedding_kernel", [ctx.inner_contiguous(table), ids], [out], params, bytes_moved=touched)
 
 
 @register_op("aten.index_select", tensors=("self", "index"))
@@ -84,4 +86,6 @@ def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
         out = ctx.output()
         ctx.copy(base, out)
     index = index.unsqueeze(0) if index.rank == 0 else index
-    ctx.emit("index_copy_kernel", [index, source], [out], {"dim": base.dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])})
+    params = {"dim": base.dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])}
+    touched = distinct_bytes(index) + 2 * distinct_bytes(source)
+    ctx.emit("index_copy_kernel", [index, source], [out], params, bytes_moved=touched)
