@@ -7,7 +7,7 @@ import numpy as np
 
 from npu_compiler.errors import IRError
 
-_NUMPY = {
+_NUMPY: dict[str, np.dtype] = {
     "float64": np.dtype(np.float64),
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from npu_compiler.errors import IRError
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, unique_name
@@ -181,7 +183,7 @@ class _Functionalizer:
         op_type: str,
         inputs: tuple[str, ...],
         spec: TensorSpec,
-        attrs: dict[str, object],
+        attrs: Mapping[str, Any],
         name: str | None = None,
         outputs: tuple[str, ...] | None = None,
     ) -> str:

@@ -62,7 +62,7 @@ def mul(left: Pattern, right: Pattern) -> P:
 
 
 def _plain_alpha(node: OpNode, graph: IRGraph) -> bool:
-    return node.attrs.get("alpha", 1) == 1
+    return bool(node.attrs.get("alpha", 1) == 1)
 
 
 @dataclass

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from npu_compiler.dtypes import FLOAT_DTYPES, itemsize
+from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.ops.elementwise import ELEMENTWISE
 from npu_compiler.target_config import TargetConfig
 
 CONV_OPS = frozenset({"aten.conv2d", "npu.conv2d", "aten.convolution", "aten.conv_transpose2d"})

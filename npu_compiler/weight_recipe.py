@@ -82,11 +82,11 @@ def _scale_axis(weight: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray:
     """The weight with each slice along an axis multiplied by its own factor."""
     shape = [1] * weight.ndim
     shape[axis] = -1
-    return _f32(weight) * _f32(scale).reshape(shape)
+    return np.asarray(_f32(weight) * _f32(scale).reshape(shape))
 
 
 def _multiply_add(bias: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    return _f32(bias) * scale + shift
+    return np.asarray(_f32(bias) * scale + shift)
 
 
 def _concat(*parts: np.ndarray, axis: int) -> np.ndarray:

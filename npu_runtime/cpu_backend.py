@@ -144,6 +144,7 @@ def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
         import ml_dtypes
 
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+    array: np.ndarray = tensor.numpy()
+    return array
 
 

@@ -23,7 +23,7 @@ declare_kernel("flip_kernel", "tensor_ops.metal", dims="8I")
 @register_op("aten.cat", "aten.concat", "aten.concatenate", tensors=("*tensors",))
 def lower_cat(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
-    dim = out.dim(node.attrs.get("dim", node.attrs.get("axis", 0)))
+    dim = out.dim(int(node.attrs.get("dim", node.attrs.get("axis", 0))))
     start = 0
     for name in node.inputs:
         piece = ctx.view(name)
@@ -124,7 +124,7 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 )  # fmt: skip
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
-    pads = list(node.attrs.get("pad", node.attrs.get("padding")))
+    pads = list(node.attrs["pad"] if "pad" in node.attrs else node.attrs["padding"])
     mode = node.attrs.get("mode", "constant")
     mode = "reflect" if "reflection" in node.base else "replicate" if "replication" in node.base else mode
     for index in range(0, len(pads), 2):

@@ -156,12 +156,12 @@ def _two_tensors(call: BoundCall) -> bool:
 
 @_accelerates("add")
 def _add(call: BoundCall) -> NativeLaunch | None:
-    return native.add(*call.inputs, call.out) if _two_tensors(call) else None
+    return native.add(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
 
 
 @_accelerates("mul")
 def _mul(call: BoundCall) -> NativeLaunch | None:
-    return native.mul(*call.inputs, call.out) if _two_tensors(call) else None
+    return native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
 
 
 _ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_erf": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -177,7 +177,8 @@ _GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
 
 @_accelerates(*_GATES)
 def _gated(call: BoundCall) -> NativeLaunch | None:
-    return native.activation_mul(_GATES[call.params["op"]], *call.inputs, call.out)
+    gate, up = call.inputs
+    return native.activation_mul(_GATES[call.params["op"]], gate, up, call.out)
 
 
 def _quad(values: Sequence[int]) -> tuple[int, int, int, int]:

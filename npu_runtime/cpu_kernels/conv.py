@@ -29,24 +29,27 @@ def conv2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 @cpu_kernel("conv_transpose2d_kernel")
 def conv_transpose2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     x, weight, *bias = (to_float(t) for t in inputs)
-    shapes = (tuple(params[key]) for key in ("stride", "padding", "output_padding"))
+    stride, padding, output_padding, dilation = (
+        tuple(params[key]) for key in ("stride", "padding", "output_padding", "dilation")
+    )
     result = F.conv_transpose2d(
-        x, weight, bias[0] if bias else None, *shapes, params["groups"], tuple(params["dilation"])
+        x, weight, bias[0] if bias else None, stride, padding, output_padding, params["groups"], dilation
     )
     outputs[0].copy_(result)
 
 
 @cpu_kernel("max_pool2d_kernel")
 def max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    shapes = (tuple(params[key]) for key in ("kernel", "stride", "padding", "dilation"))
-    outputs[0].copy_(F.max_pool2d(to_float(inputs[0]), *shapes, ceil_mode=bool(params["ceil_mode"])))
+    kernel, stride, padding, dilation = (tuple(params[key]) for key in ("kernel", "stride", "padding", "dilation"))
+    ceil_mode = bool(params["ceil_mode"])
+    outputs[0].copy_(F.max_pool2d(to_float(inputs[0]), kernel, stride, padding, dilation, ceil_mode=ceil_mode))
 
 
 @cpu_kernel("avg_pool2d_kernel")
 def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    shapes = (tuple(params[key]) for key in ("kernel", "stride", "padding"))
+    kernel, stride, padding = (tuple(params[key]) for key in ("kernel", "stride", "padding"))
     result = F.avg_pool2d(
-        to_float(inputs[0]), *shapes, ceil_mode=bool(params["ceil_mode"]),
+        to_float(inputs[0]), kernel, stride, padding, ceil_mode=bool(params["ceil_mode"]),
         count_include_pad=bool(params["count_include_pad"]), divisor_override=params["divisor"] or None,
     )  # fmt: skip
     outputs[0].copy_(result)
@@ -54,7 +57,7 @@ def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @cpu_kernel("adaptive_avg_pool2d_kernel")
 def adaptive_avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    outputs[0].copy_(F.adaptive_avg_pool2d(to_float(inputs[0]), tuple(outputs[0].shape[2:])))
+    outputs[0].copy_(F.adaptive_avg_pool2d(to_float(inputs[0]), (outputs[0].shape[2], outputs[0].shape[3])))
 
 
 @cpu_kernel("upsample_nearest_kernel")
