@@ -1,0 +1,39 @@
+"""Native CPU kernels: prepared once on fixed tensors, then run at the cost of a function call."""
+
+from npu_runtime.native.attention import attention
+from npu_runtime.native.bindings import NativeLaunch, NativeSequence, available, num_threads
+from npu_runtime.native.build import failure_reason
+from npu_runtime.native.linear import PackedWeight, linear, pack_linear_weight
+from npu_runtime.native.matmul import matmul
+from npu_runtime.native.movement import copy, embedding, index_copy
+from npu_runtime.native.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, softmax
+from npu_runtime.native.pointwise import activation, activation_mul, add, cast, mul, silu_mul
+from npu_runtime.native.rope import rope
+
+__all__ = [
+    "NativeLaunch",
+    "NativeSequence",
+    "PackedWeight",
+    "activation",
+    "activation_mul",
+    "add",
+    "add_layer_norm",
+    "add_rms_norm",
+    "attention",
+    "available",
+    "cast",
+    "copy",
+    "embedding",
+    "failure_reason",
+    "index_copy",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "mul",
+    "num_threads",
+    "pack_linear_weight",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+    "softmax",
+]

@@ -1,0 +1,22 @@
+// softmax(scale · q kᵀ + mask) v with shared key heads, without a [M, S] matrix in memory.
+#include "attention_rows.h"
+#include "attention_tiles.h"
+
+namespace npu {
+namespace {
+
+// Up to this many queries per head reading keys where they lie beats packing them first.
+constexpr int64_t kFewQueries = 4;
+
+void attention(const AttentionArgs& a) {
+  with_type(a.q.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if (a.queries() <= kFewQueries) attention_by_rows<T>(a);
+    else attention_by_tiles<T>(a);
+  });
+}
+
+}  // namespace
+}  // namespace npu
+
+NPU_KERNEL(attention, npu::AttentionArgs, npu::attention)

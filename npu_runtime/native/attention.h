@@ -1,0 +1,89 @@
+// What the two attention kernels share: the operands, what a mask means, and the state of an online softmax.
+#pragma once
+
+#include "gemm.h"
+
+namespace npu {
+
+enum class MaskKind : int64_t { none = 0, boolean = 1, additive = 2 };
+
+struct AttentionArgs {
+  View q, k, v, mask, out;  // [B, H, M, D], [B, KV, S, D], [B, KV, S, Dv], [B, H, M, S], [B, H, M, Dv]
+  MaskKind mask_kind;
+  int64_t causal;
+  float scale;
+  // Additive masks spell "do not attend" as -inf or as their type's lowest value, and a key is not even read when its
+  // mask is at or below this floor. A row of nothing but such keys is computed with what the mask says, as softmax
+  // defines it; only -inf then means no weight, and a row without any weight is zero, as in torch.
+  float mask_floor;
+
+  int64_t batch() const { return q.size[0]; }
+  int64_t heads() const { return q.size[1]; }
+  int64_t queries() const { return q.size[2]; }
+  int64_t width() const { return q.size[3]; }
+  int64_t kv_heads() const { return k.size[1]; }
+  int64_t keys() const { return k.size[2]; }
+  int64_t value_width() const { return v.size[3]; }
+  // The heads that share a key head are treated as more rows of one query matrix: row g * M + i.
+  int64_t rows() const { return heads() / kv_heads() * queries(); }
+};
+
+constexpr float kNoWeight = -std::numeric_limits<float>::infinity();
+
+// One query row: where its data is and which keys it may see.
+template <class T>
+struct QueryRow {
+  const T* q;
+  char* out;
+  const char* mask;
+  int64_t keys;
+};
+
+template <class T>
+QueryRow<T> query_row(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row) {
+  const int64_t head = kv_head * (a.heads() / a.kv_heads()) + row / a.queries(), i = row % a.queries();
+  const int64_t mask_size = a.mask_kind == MaskKind::boolean ? 1 : item_size(a.mask.dtype);
+  return {
+      reinterpret_cast<const T*>(a.q.data) + offset(a.q, batch, head, i),
+      a.out.data + offset(a.out, batch, head, i) * item_size(a.out.dtype),
+      a.mask.data ? a.mask.data + offset(a.mask, batch, head, i) * mask_size : nullptr,
+      a.causal ? std::min(a.keys(), i + 1) : a.keys(),
+  };
+}
+
+// What is added to the scores of keys [key, key + 16): kNoWeight for those that the row does not attend.
+template <class T>
+NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_t key, float floor) {
+  const int64_t count = row.keys - key;
+  Vec bias{};
+  if (count > 0) {
+    if (a.mask_kind == MaskKind::boolean) {
+      typedef uint8_t Bytes __attribute__((vector_size(16)));
+      Bytes bytes{};
+      std::memcpy(&bytes, row.mask + key, std::min<int64_t>(count, kLanes));
+      bias = __builtin_convertvector(bytes, IVec) != 0 ? Vec{} : splat(kNoWeight);
+    } else if (a.mask_kind == MaskKind::additive) {
+      bias = load_any(row.mask, a.mask.dtype, key, count);
+      bias = bias <= floor ? splat(kNoWeight) : bias;
+    }
+  }
+  if (count < kLanes) bias = lane_numbers() < float(std::max<int64_t>(count, 0)) ? bias : splat(kNoWeight);
+  return bias;
+}
+
+NPU_INLINE bool attends_any(Vec bias) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(bias, splat(kNoWeight), _CMP_NEQ_UQ) != 0;
+#else
+  return max_lanes(bias) > kNoWeight;
+#endif
+}
+
+template <class T>
+void store_attention(const AttentionArgs& a, const QueryRow<T>& row, const float* sums, float total) {
+  const float factor = total > 0 || total != total ? 1.0f / total : 0.0f;
+  for (int64_t d = 0; d < a.value_width(); d += kLanes)
+    store_any(row.out, a.out.dtype, d, load(sums + d) * factor, a.value_width() - d);
+}
+
+}  // namespace npu

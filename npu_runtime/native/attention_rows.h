@@ -1,0 +1,240 @@
+// Attention of a few query rows (decoding): keys and values are streamed once, straight from their tensors, and blocks
+// of keys that no row attends are not read at all.
+#pragma once
+
+#include "attention.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace npu {
+
+constexpr int64_t kRowChunk = 16;   // query rows that pass over the keys together
+constexpr int64_t kKeyBlock = 64;   // keys between two updates of the softmax
+constexpr int64_t kMaxWidth = 512;  // of a query: bounds its copy on the stack
+constexpr int64_t kPartialHead = 16;  // floats before a partial's sums: the maximum and the total, then padding
+
+// A partial result of one row: {maximum score, total weight, ..., weighted sum of values}.
+inline int64_t partial_size(const AttentionArgs& a) { return kPartialHead + round_up(a.value_width(), kLanes); }
+
+template <class T>
+constexpr int64_t kDotWidth = kLanes * Step<T>::kWidth;
+
+// The dot products of one query with `count` keys (1 to 16), `stride` apart; lanes beyond repeat the last key. kVecs is
+// the number of whole vectors per key, or 0 to take it from `width`.
+template <class T, int kVecs>
+NPU_INLINE Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t stride, int64_t count, int64_t width) {
+  using S = Step<T>;
+  using Q = Step<typename S::X>;
+  const int64_t vecs = kVecs ? kVecs : width / kDotWidth<T>, whole = vecs * kDotWidth<T>;
+  Vec sums[kLanes];
+  const T* key = keys;
+#pragma GCC unroll 16
+  for (int j = 0; j < kLanes; ++j) {
+    Vec sum{};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < vecs; ++i)
+      sum = S::multiply_add(sum, Q::load_weights(q + i * kDotWidth<T>), S::load_weights(key + i * kDotWidth<T>));
+    sums[j] = sum;
+    if (j + 1 < count) key += stride;
+  }
+  if (whole < width) {
+    for (int j = 0; j < kLanes; ++j) {
+      T tail[kDotWidth<T>] = {};
+      std::memcpy(tail, keys + std::min<int64_t>(j, count - 1) * stride + whole, (width - whole) * sizeof(T));
+      sums[j] = S::multiply_add(sums[j], Q::load_weights(q + whole), S::load_weights(tail));
+    }
+  }
+  return sum_rows(sums);
+}
+
+template <class T>
+Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t stride, int64_t count, int64_t width) {
+  switch (width / kDotWidth<T>) {
+    case 2: return dot_keys<T, 2>(q, keys, stride, count, width);
+    case 4: return dot_keys<T, 4>(q, keys, stride, count, width);
+    default: return dot_keys<T, 0>(q, keys, stride, count, width);
+  }
+}
+
+// For kRows rows, sums[0, 16 kVecs) += weights · values over `count` rows of values. Weights and sums of different rows
+// are their strides apart; a single vector may have fewer than 16 `columns` in use.
+template <int kRows, int kVecs, class T>
+void add_values(float* sums, int64_t sums_stride, const float* weights, const T* values, int64_t stride, int64_t count,
+                int64_t columns) {
+  Vec sum[kRows][kVecs];
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = load(sums + r * sums_stride + v * kLanes);
+  for (int64_t j = 0; j < count; ++j, values += stride) {
+    Vec value[kVecs];
+    for (int v = 0; v < kVecs; ++v) value[v] = kVecs > 1 ? load(values + v * kLanes) : load_n(values, columns);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec weight = splat(weights[r * kKeyBlock + j]);
+      for (int v = 0; v < kVecs; ++v) sum[r][v] += weight * value[v];
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kVecs; ++v) store(sums + r * sums_stride + v * kLanes, sum[r][v]);
+}
+
+// add_values over all columns.
+template <int kRows, class T>
+void add_all_values(float* sums, int64_t sums_stride, const float* weights, const T* values, int64_t stride,
+                    int64_t count, int64_t width) {
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= width; d += 4 * kLanes)
+    add_values<kRows, 4>(sums + d, sums_stride, weights, values + d, stride, count, 0);
+  for (; d < width; d += kLanes)
+    add_values<kRows, 1>(sums + d, sums_stride, weights, values + d, stride, count, width - d);
+}
+
+// Attends rows [row, row + rows) of a key head to keys [key_begin, key_end) and writes one partial per row. `floor` as
+// in AttentionArgs.
+template <class T>
+void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row, int64_t rows, int64_t key_begin,
+                 int64_t key_end, float floor, float* partials) {
+  using X = typename Step<T>::X;
+  const int64_t q_size = round_up(a.width(), kDotWidth<T>), size = partial_size(a);
+  alignas(64) X q[kRowChunk * kMaxWidth];
+  QueryRow<T> query[kRowChunk];
+  int64_t furthest = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    query[r] = query_row<T>(a, batch, kv_head, row + r);
+    for (int64_t d = 0; d < q_size; ++d) {
+      if (d < a.width()) convert(query[r].q + d, q + r * q_size + d);
+      else q[r * q_size + d] = X{};
+    }
+    float* partial = partials + r * size;
+    std::fill(partial, partial + size, 0.0f);
+    partial[0] = kNoWeight;
+    furthest = std::max(furthest, query[r].keys);
+  }
+  key_end = std::min(key_end, furthest);
+  const T* keys = reinterpret_cast<const T*>(a.k.data) + offset(a.k, batch, kv_head, 0);
+  const T* values = reinterpret_cast<const T*>(a.v.data) + offset(a.v, batch, kv_head, 0);
+
+  alignas(64) float scores[kRowChunk][kKeyBlock];
+  for (int64_t block = key_begin; block < key_end; block += kKeyBlock) {
+    constexpr int kGroups = kKeyBlock / kLanes;
+    const int64_t end = std::min(key_end, block + kKeyBlock);
+    bool alive[kGroups] = {}, any = false;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int g = 0; g < kGroups; ++g) {
+        float* bias = scores[r] + g * kLanes;
+        const bool repeats = r > 0 && query[r].mask == query[r - 1].mask && query[r].keys == query[r - 1].keys;
+        if (repeats) {
+          store(bias, load(scores[r - 1] + g * kLanes));
+          continue;
+        }
+        const int64_t key = block + g * kLanes;
+        // A range of keys may end inside a block only at the last key or where another range begins, on a block.
+        const Vec value = key < end ? score_bias(a, query[r], key, floor) : splat(kNoWeight);
+        store(bias, value);
+        if (attends_any(value)) alive[g] = any = true;
+      }
+    if (!any) continue;
+
+    for (int64_t r = 0; r < rows; ++r) {
+      float *partial = partials + r * size, *sums = partial + kPartialHead;
+      Vec highest = splat(kNoWeight);
+      for (int g = 0; g < kGroups; ++g) {
+        if (!alive[g]) continue;
+        const int64_t key = block + g * kLanes;
+        const Vec dots = dot_keys<T>(q + r * q_size, keys + key * a.k.stride[2], a.k.stride[2],
+                                     std::min<int64_t>(kLanes, end - key), a.width());
+        const Vec score = dots * a.scale + load(scores[r] + g * kLanes);
+        store(scores[r] + g * kLanes, score);
+        highest = max(score, highest);
+      }
+      const float before = partial[0], now = std::max(before, max_lanes(highest));
+      if (now > before) {
+        const float shrink = std::exp(before - now);
+        partial[1] *= shrink;
+        for (int64_t d = 0; d < a.value_width(); d += kLanes) store(sums + d, load(sums + d) * shrink);
+        partial[0] = now;
+      }
+      // Without any weight so far the shift must not be infinite; NaN scores still have to show up in the total.
+      const float shift = now == kNoWeight ? 0.0f : now;
+      Vec total{};
+      for (int g = 0; g < kGroups; ++g) {
+        if (!alive[g]) continue;
+        const Vec weight = exp(load(scores[r] + g * kLanes) - shift);
+        store(scores[r] + g * kLanes, weight);
+        total += weight;
+      }
+      partial[1] += sum_lanes(total);
+    }
+
+    // Rows share the values that a pass loads and widens.
+    for (int g = 0; g < kGroups; ++g) {
+      if (!alive[g]) continue;
+      const int64_t key = block + g * kLanes, count = std::min<int64_t>(kLanes, end - key);
+      const T* value = values + key * a.v.stride[2];
+      for (int64_t r = 0; r < rows;) {
+        float* sums = partials + r * size + kPartialHead;
+        const auto add = [&](auto together) {
+          add_all_values<together.value>(sums, size, scores[r] + g * kLanes, value, a.v.stride[2], count,
+                                         a.value_width());
+          r += together.value;
+        };
+        switch (std::min<int64_t>(rows - r, 4)) {
+          case 1: add(std::integral_constant<int, 1>()); break;
+          case 2: add(std::integral_constant<int, 2>()); break;
+          case 3: add(std::integral_constant<int, 3>()); break;
+          default: add(std::integral_constant<int, 4>());
+        }
+      }
+    }
+  }
+}
+
+// Stores a row from its partials over `splits` ranges of keys, `stride` floats apart.
+template <class T>
+void combine_and_store(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row, float* partials,
+                       int64_t splits, int64_t stride) {
+  float highest = kNoWeight;
+  for (int64_t s = 0; s < splits; ++s) highest = std::max(highest, partials[s * stride]);
+  if (highest == kNoWeight && a.mask_kind == MaskKind::additive)
+    attend_rows<T>(a, batch, kv_head, row, 1, 0, a.keys(), kNoWeight, partials);
+  else if (splits > 1 && highest > kNoWeight) {
+    const int64_t size = partial_size(a);
+    for (int64_t s = 0; s < splits; ++s) {
+      const float* partial = partials + s * stride;
+      const float factor = std::exp(partial[0] - highest);
+      for (int64_t i = 1; i < size; ++i) partials[i] = (s ? partials[i] : 0.0f) + factor * partial[i];
+    }
+  }
+  store_attention(a, query_row<T>(a, batch, kv_head, row), partials + kPartialHead, partials[1]);
+}
+
+// All rows: a task is a key head, a chunk of rows and a range of keys.
+template <class T>
+void attention_by_rows(const AttentionArgs& a) {
+  const int64_t rows = a.rows(), chunks = divide_up(rows, kRowChunk), heads = a.batch() * a.kv_heads();
+  const int64_t wanted = divide_up(4 * num_threads(), heads * chunks);
+  const int64_t splits = std::max<int64_t>(1, std::min(wanted, a.keys() / 256));
+  const int64_t range = round_up(divide_up(a.keys(), splits), kKeyBlock);
+  const int64_t size = partial_size(a), stride = heads * rows * size;
+  float* partials = shared_scratch().get<float>(splits * stride * sizeof(float));
+  // Below some hundred kilobytes of keys and values another thread's help costs more than it brings.
+  const int64_t tasks = heads * chunks * splits;
+  const bool small = heads * a.keys() * (a.width() + a.value_width()) < 16384;
+  parallel_for(tasks, small ? tasks : 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t head = task / (chunks * splits), row = task / splits % chunks * kRowChunk, split = task % splits;
+      const int64_t count = std::min(kRowChunk, rows - row), batch = head / a.kv_heads(), kv_head = head % a.kv_heads();
+      float* first = partials + split * stride + (head * rows + row) * size;
+      attend_rows<T>(a, batch, kv_head, row, count, split * range, std::min(a.keys(), (split + 1) * range),
+                     a.mask_floor, first);
+      if (splits > 1) continue;
+      for (int64_t r = 0; r < count; ++r)
+        combine_and_store<T>(a, batch, kv_head, row + r, first + r * size, 1, stride);
+    }
+  });
+  if (splits == 1) return;
+  for (int64_t head = 0; head < heads; ++head)
+    for (int64_t r = 0; r < rows; ++r)
+      combine_and_store<T>(a, head / a.kv_heads(), head % a.kv_heads(), r, partials + (head * rows + r) * size, splits,
+                           stride);
+}
+
+}  // namespace npu

@@ -1,0 +1,73 @@
+#include "conv_epilogue.h"
+
+#include "activation.h"
+#include "conv_vec.h"
+
+namespace npu::conv {
+namespace {
+
+template <Activation kind>
+NPU_INLINE Vec activate(Vec x) {
+  const Vec zero{};
+  if constexpr (kind == Activation::relu) return x < zero ? zero : x;  // as torch: NaN stays NaN
+  if constexpr (kind == Activation::relu6) return x < zero ? zero : x > 6.0f ? splat(6.0f) : x;
+  if constexpr (kind == Activation::hardsigmoid || kind == Activation::hardswish) {
+    const Vec shifted = x + 3.0f;
+    const Vec clamped = shifted < zero ? zero : shifted > 6.0f ? splat(6.0f) : shifted;
+    return clamped * (1.0f / 6.0f) * (kind == Activation::hardswish ? x : splat(1.0f));
+  }
+  if constexpr (kind == Activation::sigmoid) return sigmoid(x);
+  if constexpr (kind == Activation::silu) return npu::activate<npu::Activation::silu>(x);
+  if constexpr (kind == Activation::gelu) return npu::activate<npu::Activation::gelu>(x);
+  return x;
+}
+
+template <class Out, class Residual, Activation kind>
+void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
+  const int64_t plane = args.out_h * args.out_w;
+  const bool before = args.residual && args.residual_before_activation;
+  const bool after = args.residual && !args.residual_before_activation;
+  for (int64_t row = 0; row < tile.rows; ++row) {
+    const int64_t channel = tile.channel + row * tile.channel_step;
+    const int64_t index = channel * plane + tile.pixel + row * tile.pixel_step;
+    const Vec bias = splat(args.bias[channel]);
+    const float* sums = tile.data + row * tile.row_stride;
+    Out* out = reinterpret_cast<Out*>(args.out) + item * args.out_batch_stride + index;
+    const Residual* residual =
+        reinterpret_cast<const Residual*>(args.residual) + item * args.residual_batch_stride + index;
+    for (int64_t column = 0; column < tile.columns; column += kLanes) {
+      const int64_t count = tile.columns - column;
+      Vec v = load(sums + column) + bias;
+      if (before) v += load_first(residual + column, count);
+      v = activate<kind>(v);
+      if (after) v += load_first(residual + column, count);
+      store_first(out + column, v, count);
+    }
+  }
+}
+
+template <class Out, class Residual>
+void finish_to(const ConvArgs& args, int64_t item, const Tile& tile) {
+  switch (args.activation) {
+    case Activation::none: return finish_as<Out, Residual, Activation::none>(args, item, tile);
+    case Activation::relu: return finish_as<Out, Residual, Activation::relu>(args, item, tile);
+    case Activation::relu6: return finish_as<Out, Residual, Activation::relu6>(args, item, tile);
+    case Activation::hardswish: return finish_as<Out, Residual, Activation::hardswish>(args, item, tile);
+    case Activation::silu: return finish_as<Out, Residual, Activation::silu>(args, item, tile);
+    case Activation::gelu: return finish_as<Out, Residual, Activation::gelu>(args, item, tile);
+    case Activation::hardsigmoid: return finish_as<Out, Residual, Activation::hardsigmoid>(args, item, tile);
+    case Activation::sigmoid: return finish_as<Out, Residual, Activation::sigmoid>(args, item, tile);
+  }
+}
+
+}  // namespace
+
+void finish(const ConvArgs& args, int64_t item, const Tile& tile) {
+  with_type(args.out_type, [&](auto* out) {
+    with_type(args.residual_type, [&](auto* residual) {
+      finish_to<std::remove_pointer_t<decltype(out)>, std::remove_pointer_t<decltype(residual)>>(args, item, tile);
+    });
+  });
+}
+
+}  // namespace npu::conv

@@ -1,0 +1,1 @@
+"""PyTorch models that the front ends bring along."""

@@ -1,0 +1,402 @@
+"""Native kernels against float64 torch references, over odd shapes, strides and all storage types."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from npu_runtime import native
+from npu_runtime.native import build
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda x: x,
+    "relu": torch.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "silu": functional.silu,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed_and_single_threaded_references() -> Iterator[None]:
+    """On a busy machine torch's small parallel operations wait milliseconds for a thread that lost its core."""
+    torch.manual_seed(7)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def strided(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random values whose rows are further apart than they are long."""
+    return torch.randn(*shape[:-1], shape[-1] + 5).to(dtype)[..., : shape[-1]]
+
+
+def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A strided result that shows what a kernel left out."""
+    return torch.full((*shape[:-1], shape[-1] + 3), torch.nan, dtype=dtype)[..., : shape[-1]]
+
+
+def run(launch: native.NativeLaunch | None) -> None:
+    assert launch is not None, "the kernel refused operands that it should handle"
+    launch()
+
+
+def check(out: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> None:
+    """Compares with float64 values: float32 results up to `tolerance`, 16-bit ones also up to one rounding."""
+    rounding = torch.finfo(out.dtype).eps if out.dtype != torch.float32 else 0.0
+    torch.testing.assert_close(out.double(), expected.double(), atol=tolerance, rtol=tolerance + rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", (1, 2, 5, 12, 13, 47, 128, 401))
+def test_linear(dtype: torch.dtype, rows: int) -> None:
+    for columns, inner in ((1, 1), (7, 3), (64, 64), (100, 33), (192, 576), (37, 4999)):
+        if rows > 100 and inner > 600:
+            continue
+        x, residual = strided(rows, inner, dtype=dtype), strided(rows, columns, dtype=dtype)
+        weight, bias = (torch.randn(columns, inner) / inner**0.5).to(dtype), torch.randn(columns).to(dtype)
+        packed = native.pack_linear_weight(weight)
+        plain = x.double() @ weight.double().T
+        for name, function in ACTIVATIONS.items():
+            for out_dtype in {dtype, torch.float32}:
+                out = blank(rows, columns, dtype=out_dtype)
+                run(native.linear(x, packed, bias, residual, name, out))
+                check(out, function(plain + bias.double()) + residual.double(), 3e-5)
+        out = blank(rows, columns)
+        run(native.linear(x, packed, None, None, "none", out))
+        check(out, plain, 3e-5)
+
+
+def test_linear_long_inner_dimension_is_sliced() -> None:
+    for dtype in DTYPES:
+        x, weight = torch.randn(30, 9001).to(dtype), (torch.randn(70, 9001) / 95).to(dtype)
+        out = blank(30, 70)
+        run(native.linear(x, native.pack_linear_weight(weight), None, None, "none", out))
+        check(out, x.double() @ weight.double().T, 3e-5)
+
+
+def test_linear_packs_transposed_weights_and_reads_operands_at_run_time() -> None:
+    weight = torch.randn(48, 80).T
+    x, out = torch.randn(3, 48), torch.empty(3, 80)
+    launch = native.linear(x, native.pack_linear_weight(weight), None, None, "none", out)
+    for _ in range(2):
+        x.normal_()
+        run(launch)
+        check(out, x.double() @ weight.double().T)
+
+
+def test_linear_rounds_once_and_overflows_to_infinity() -> None:
+    weight = native.pack_linear_weight(torch.eye(40))
+    x = torch.cat([torch.randn(2, 40) * 10.0**power for power in range(-42, 39, 8)])
+    for dtype in (torch.bfloat16, torch.float16):
+        out = blank(x.shape[0], 40, dtype=dtype)
+        run(native.linear(x, weight, None, None, "none", out))
+        torch.testing.assert_close(out, x.to(dtype), rtol=0, atol=0)
+    assert torch.isinf(out).any()
+
+
+def test_linear_refuses_what_it_does_not_handle() -> None:
+    packed = native.pack_linear_weight(torch.randn(4, 8))
+    out = torch.empty(2, 4)
+    assert native.pack_linear_weight(torch.ones(4, 8, dtype=torch.int32)) is None
+    assert native.linear(torch.randn(2, 8).bfloat16(), packed, None, None, "none", out) is None
+    assert native.linear(torch.randn(8, 2).T, packed, None, None, "none", out) is None
+    assert native.linear(torch.randn(2, 8), packed, None, None, "tanh", out) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matmul(dtype: torch.dtype) -> None:
+    for batch, rows, inner, columns in (((), 1, 1, 1), ((3,), 5, 17, 33), ((2, 3), 29, 64, 31), ((2, 1), 12, 250, 70)):
+        a = strided(*batch, rows, inner, dtype=dtype)
+        for b in (strided(*batch, inner, columns, dtype=dtype), strided(*batch, columns, inner, dtype=dtype).mT):
+            out = blank(*batch, rows, columns)
+            run(native.matmul(a, b, out))
+            check(out, a.double() @ b.double(), 5e-5)
+    a, b, out = torch.randn(2, 3, 4, 5), torch.randn(3, 5, 6), torch.empty(2, 3, 4, 6)
+    run(native.matmul(a, b, out))
+    check(out, a.double() @ b.double())
+
+
+def attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(groups, 1).mT * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    if mask is not None and mask.dtype is torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = (scores.float() + mask.float()).double()
+    # As torch defines it: a row that attends nothing is zero.
+    return torch.softmax(scores, -1).nan_to_num(0.0) @ v.double().repeat_interleave(groups, 1)
+
+
+def attention_masks(batch: int, heads: int, queries: int, keys: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    boolean = torch.rand(batch, 1, queries, keys) > 0.5
+    boolean[:, :, queries // 2] = False
+    lowest = torch.where(torch.arange(keys) > keys // 3, torch.finfo(dtype).min, 0.0).to(dtype).repeat(queries, 1)
+    lowest[queries // 2] = torch.finfo(dtype).min
+    sparse = torch.where(torch.rand(1, heads, queries, keys) > 0.95, 0.0, -torch.inf)
+    return [None, boolean, torch.randn(queries, keys), lowest, sparse, torch.rand(1, 1, 1, keys) > 0.3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", (1, 3, 5, 29, 130))
+def test_attention(dtype: torch.dtype, queries: int) -> None:
+    cases = ((1, 1, 1, 64, 64), (15, 4, 1, 40, 24), (100, 9, 3, 64, 64), (257, 2, 2, 33, 100), (600, 2, 1, 128, 128))
+    for keys, heads, kv_heads, width, value_width in cases:
+        if queries > 100 and heads > 2:
+            continue
+        q = strided(2, queries, heads, width, dtype=dtype).transpose(1, 2)
+        k, v = (strided(2, kv_heads, keys, size, dtype=dtype) for size in (width, value_width))
+        for mask in attention_masks(2, heads, queries, keys, dtype):
+            for causal in {mask is None, False}:
+                out = blank(2, queries, heads, value_width).transpose(1, 2)
+                run(native.attention(q, k, v, mask, causal, width**-0.5, out))
+                # Prefill in bfloat16 rounds the softmax's weights, as torch does.
+                tolerance = 1e-2 if dtype is torch.bfloat16 and queries > 4 else 5e-5
+                check(out, attention_reference(q, k, v, mask, causal, width**-0.5), tolerance)
+
+
+@pytest.mark.parametrize("queries", (1, 9))
+def test_attention_does_not_read_masked_keys(queries: int) -> None:
+    q, k, v = torch.randn(1, 2, queries, 16), torch.randn(1, 2, 5000, 16), torch.randn(1, 2, 5000, 16)
+    mask = torch.full((1, 1, queries, 5000), torch.finfo(torch.float32).min)
+    mask[..., 1024:1100] = 0.0
+    expected = functional.scaled_dot_product_attention(q, k, v, mask)
+    # Whole tiles outside are never touched, so that an unused part of a cache may hold anything.
+    k[:, :, 2048:], v[:, :, 2048:] = torch.nan, torch.nan
+    out = torch.empty(1, 2, queries, 16)
+    run(native.attention(q, k, v, mask, False, 0.25, out))
+    check(out, expected)
+
+
+def test_attention_passes_nan_on() -> None:
+    for queries in (1, 9):
+        q, k = torch.randn(1, 1, queries, 16), torch.randn(1, 1, 40, 16)
+        q[0, 0, 0, 3] = torch.nan
+        out = torch.empty(1, 1, queries, 16)
+        run(native.attention(q, k, k, None, False, 1.0, out))
+        assert out[0, 0, 0].isnan().all() and not out[0, 0, 1:].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", (1, 16, 31, 576, 5003))
+def test_norms(dtype: torch.dtype, width: int) -> None:
+    x, addend = strided(2, 7, width, dtype=dtype) + 3, strided(2, 7, width, dtype=dtype)
+    weight, bias = torch.randn(width).to(dtype), torch.randn(width)
+    exact = x.double()
+
+    def rms(values: torch.Tensor) -> torch.Tensor:
+        return values * torch.rsqrt((values * values).mean(-1, keepdim=True) + 1e-5)
+
+    out, total = blank(2, 7, width, dtype=dtype), blank(2, 7, width, dtype=dtype)
+    run(native.rms_norm(x, weight, 1e-5, 0.0, out))
+    check(out, rms(exact) * weight.double())
+    run(native.rms_norm(x, weight, 1e-5, 1.0, out))
+    check(out, rms(exact) * (weight.double() + 1))
+    run(native.rms_norm(x, None, 1e-5, 1.0, out))
+    check(out, rms(exact))
+    run(native.add_rms_norm(x, addend, weight, 1e-5, 0.0, total, out))
+    torch.testing.assert_close(total, x + addend, rtol=0, atol=0)
+    check(out, rms(total.double()) * weight.double())
+    run(native.layer_norm(x, weight, bias, 1e-5, out))
+    check(out, functional.layer_norm(exact, (width,), weight.double(), bias.double(), 1e-5), 1e-4)
+    run(native.add_layer_norm(x, addend, None, None, 1e-5, total, out))
+    check(out, functional.layer_norm(total.double(), (width,), eps=1e-5), 1e-4)
+    run(native.softmax(x, 0.3, out))
+    check(out, torch.softmax(exact * 0.3, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((1,), (3, 17), (2, 3, 5, 40), (4, 9001)))
+def test_pointwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    a, b, out = strided(*shape, dtype=dtype), strided(*shape, dtype=dtype), blank(*shape, dtype=dtype)
+    run(native.add(a, b, out))
+    check(out, a.double() + b.double())
+    run(native.mul(a, torch.randn(shape[-1]).to(dtype).expand(shape), out))
+    run(native.mul(a, b[..., :1], out))
+    check(out, a.double() * b[..., :1].double())
+    run(native.silu_mul(a, b, out))
+    check(out, functional.silu(a.double()) * b.double())
+    for name, function in ACTIVATIONS.items():
+        run(native.activation(name, a * 4, out))
+        check(out, function(a.double() * 4))
+    for other in DTYPES:
+        converted = blank(*shape, dtype=other)
+        run(native.cast(a, converted))
+        torch.testing.assert_close(converted, a.to(other), rtol=0, atol=0)
+
+
+def test_activations_over_their_whole_range() -> None:
+    x = torch.cat([torch.linspace(-110, 110, 200_003), torch.tensor([0.0, -0.0, torch.inf, 1e30, -1e30])])
+    out = torch.empty_like(x)
+    for name, function in ACTIVATIONS.items():
+        run(native.activation(name, x, out))
+        torch.testing.assert_close(out.double(), function(x.double()), atol=4e-7, rtol=1e-6)
+    run(native.activation("silu", torch.tensor([torch.nan]), out[:1]))
+    assert out[0].isnan()
+
+
+def test_softmax_is_accurate_where_weights_are_tiny() -> None:
+    x = torch.linspace(-100, 0, 1001)[None]
+    out = torch.empty_like(x)
+    run(native.softmax(x, 1.0, out))
+    torch.testing.assert_close(out.double(), torch.softmax(x.double(), -1), rtol=2e-6, atol=1e-44)
+
+
+def test_casts_round_to_nearest_even_everywhere() -> None:
+    bits = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).to(torch.int32)
+    x = bits.view(torch.float32)
+    x = torch.cat([x, torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65519.9, 65520.0, 1e-40, 6e-8, 2e-8])])
+    for dtype in (torch.bfloat16, torch.float16):
+        out = torch.empty(x.shape, dtype=dtype)
+        run(native.cast(x, out))
+        torch.testing.assert_close(out, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", (2, 20, 64, 128))
+def test_rope(dtype: torch.dtype, width: int) -> None:
+    x = strided(2, 11, 3, width, dtype=dtype).transpose(1, 2)
+    for table_dtype, table_width in ((torch.float32, width), (dtype, width), (torch.float32, width // 2)):
+        cos, sin = (strided(1, 1, 11, table_width, dtype=table_dtype) for _ in range(2))
+        repeats = width // table_width
+        low, high = x.double().chunk(2, -1)
+        rotated = torch.cat((-high, low), -1)
+        expected = x.double() * cos.double().repeat(1, 1, 1, repeats) + rotated * sin.double().repeat(1, 1, 1, repeats)
+        out = blank(2, 3, 11, width, dtype=dtype)
+        run(native.rope(x, cos, sin, out))
+        check(out, expected)
+        in_place = x.clone(memory_format=torch.preserve_format)
+        run(native.rope(in_place, cos, sin, in_place))
+        torch.testing.assert_close(in_place, out, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.int64))
+def test_copy(dtype: torch.dtype) -> None:
+    base = torch.randint(0, 100, (3, 40, 50, 7)).to(dtype)
+    sources = [base, base.permute(3, 1, 0, 2), base.permute(0, 2, 1, 3), base[:, ::3, :, 1:2], base[0, 0, 0, 0]]
+    sources += [base[0, 0].T, base[:1].expand(4, 40, 50, 7)]
+    sources.append(base.view(3, 4, 10, 5, 10, 7).permute(5, 3, 1, 0, 2, 4))
+    for source in sources:
+        targets = [torch.zeros(source.shape, dtype=dtype)]
+        if source.dim() > 1:
+            targets.append(torch.zeros(source.transpose(0, -1).shape, dtype=dtype).transpose(0, -1))
+            targets.append(torch.zeros(*source.shape[:-1], source.shape[-1] + 2, dtype=dtype)[..., 1:-1])
+        for target in targets:
+            run(native.copy(source, target))
+            assert torch.equal(target, source)
+    assert native.copy(base, torch.empty(3, 40, 50, 7, dtype=torch.float64)) is None
+
+
+def test_embedding() -> None:
+    for dtype in DTYPES:
+        table = torch.randn(50, 77).to(dtype)
+        for ids in (torch.randint(0, 50, (2, 9), dtype=torch.int32), torch.randint(0, 50, (1,))):
+            out = torch.empty(*ids.shape, 77, dtype=dtype)
+            run(native.embedding(ids, table, out))
+            assert torch.equal(out, table[ids.long()])
+        outside = torch.tensor([-1, 50, 3], dtype=torch.int32)
+        out = torch.empty(3, 77, dtype=dtype)
+        run(native.embedding(outside, table, out))
+        assert not out[:2].any() and torch.equal(out[2], table[3])
+
+
+def test_index_copy() -> None:
+    for dtype in (torch.float32, torch.float16, torch.int64):
+        for dim in (0, 1, 2, -1):
+            target = torch.randint(0, 100, (3, 4, 20, 8)).to(dtype)
+            index = torch.randperm(target.shape[dim], dtype=torch.int32)[:2]
+            source = torch.randint(0, 100, (3, 4, 20, 8)).to(dtype).narrow(dim, 1, 2).contiguous()
+            expected = target.clone().index_copy_(dim, index.long(), source)
+            run(native.index_copy(target, dim, index, source))
+            assert torch.equal(target, expected)
+    cache, new = torch.zeros(1, 3, 16, 8), torch.randn(1, 2, 3, 8).transpose(1, 2)
+    run(native.index_copy(cache, 2, torch.tensor([5, 16], dtype=torch.int32), new))
+    assert torch.equal(cache[:, :, 5], new[:, :, 0]) and cache.count_nonzero() == 24
+
+
+def decode_step(width: int) -> tuple[native.NativeSequence, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+    x, hidden, out = torch.randn(1, width), torch.empty(1, 4 * width), torch.empty(1, width)
+    up, down = torch.randn(4 * width, width) / width, torch.randn(width, 4 * width) / width
+    launches = [
+        native.linear(x, native.pack_linear_weight(up), None, None, "silu", hidden),
+        native.linear(hidden, native.pack_linear_weight(down), None, x, "none", out),
+    ]
+    assert all(launches)
+    return native.NativeSequence(launches), x, out, lambda: functional.silu(x @ up.T) @ down.T + x
+
+
+def test_sequence_runs_all_launches_in_order() -> None:
+    sequence, x, out, reference = decode_step(320)
+    assert len(sequence) == 2
+    for _ in range(20):
+        x.normal_()
+        sequence()
+        check(out, reference(), 1e-4)
+    native.NativeSequence([])()
+
+
+def test_threads_take_turns() -> None:
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            sequence, _, out, reference = decode_step(320)
+            for _ in range(100):
+                sequence()
+            check(out, reference(), 1e-4)
+        except Exception as error:  # an assertion in a thread would go unnoticed
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_gets_its_own_pool() -> None:
+    sequence, x, out, _ = decode_step(320)
+    sequence()
+    expected = out.clone()
+    child = os.fork()
+    if child == 0:
+        out.zero_()
+        sequence()
+        os._exit(0 if torch.equal(out, expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    sequence()
+
+
+def test_build_reports_why_there_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+    build_library = build.library_path.__wrapped__
+    monkeypatch.setattr(build, "_failure", None)
+    monkeypatch.setenv("NPU_SIM_NATIVE", "0")
+    assert build_library() is None and "NPU_SIM_NATIVE" in (build.failure_reason() or "")
+    monkeypatch.delenv("NPU_SIM_NATIVE")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build_library() is None and "no C++ compiler" in (build.failure_reason() or "")
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
+    failing = tmp_path / "c++"
+    failing.write_text("#!/bin/sh\n[ \"$1\" = --version ] || { echo 'out of order' >&2; exit 3; }\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+    monkeypatch.setattr(build, "find_compiler", lambda: str(failing))
+    assert build_library() is None and "out of order" in (build.failure_reason() or "")
+    assert not list(tmp_path.glob("*.o")) and not list(tmp_path.glob("*.so"))
