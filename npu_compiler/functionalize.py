@@ -17,7 +17,7 @@ from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops.aliases import is_alias, slice_bounds
 from npu_compiler.ops.registry import is_in_place, out_of_place
 
-
+MAY_COPY = frozenset({"aten.contiguous", "aten.reshape", "aten.flatten", "aten.reshape_as", "aten.ravel"})
 UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
 
 
@@ -28,6 +28,13 @@ class _Alias:
     base: str
     chain: tuple[OpNode, ...]
     version: int
+
+
+def is_same_dtype_cast(node: OpNode, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether a cast returns its input itself, as `x.float()` does where x is float32."""
+    if node.base not in ("aten.to", "aten.type_as", "aten.float") or node.attrs.get("copy"):
+        return False
+    return tensors[node.inputs[0]].dtype == tensors[node.outputs[0]].dtype
 
 
 def functionalize(graph: IRGraph) -> IRGraph:
@@ -66,7 +73,7 @@ class _Functionalizer:
 
     def _plain(self, node: OpNode) -> None:
         self.nodes.append(node.rename_inputs({name: self._latest(name) for name in node.inputs}))
-        if is_alias(node) and node.inputs:
+        if node.inputs and (is_alias(node) or is_same_dtype_cast(node, self.tensors)):
             self._track_view(node)
 
     def _track_view(self, node: OpNode) -> None:
@@ -76,7 +83,7 @@ class _Functionalizer:
             if parent is not None:
                 self.aliases[node.outputs[0]] = parent
             return
-        if node.base in ("aten.contiguous", "aten.reshape", "aten.flatten", "aten.reshape_as") and not self._shares(node):
+        if node.base in MAY_COPY and not self._shares(node):
             return
         parent = self._alias(node.inputs[0])
         version = self.version.get(parent.base, 0)
@@ -86,9 +93,28 @@ class _Functionalizer:
 
     def _shares(self, node: OpNode) -> bool:
         """Whether a reshape or contiguous returns a view: it does unless its input's strides forbid."""
-        chain = self._alias(node.inputs[0]).chain
-        moved = any(step.base in ("aten.transpose", "aten.permute", "aten.t", "aten.expand", "aten.mT") for step in chain)
-        return not moved
+        window = self._window(self._alias(node.inputs[0]))
+        if node.base == "aten.contiguous":
+            return window.is_contiguous
+        return window.reshape(self.tensors[node.outputs[0]].shape) is not None
+
+    def _window(self, alias: _Alias) -> View:
+        """The part of a (dense) base that an alias shows, with its strides."""
+        shape = self.tensors[alias.base].shape
+        window = View(alias.base, shape, contiguous_strides(shape), 0, "")
+        ctx = Lowering(replace(self.graph, tensors=self.tensors), MetalCodegenTarget())
+        for step in alias.chain:
+            if is_same_dtype_cast(step, self.tensors):
+                continue
+            if "_piece" in step.attrs:
+                op_type, attrs = self._piece_window(step)
+                step = replace(step, op_type=op_type, attrs=attrs)
+            op = find_op(step.op_type)
+            assert op is not None, step.op_type
+            ctx.node, ctx.views[step.inputs[0]] = step, window
+            op.lower(ctx, step)
+            window = ctx.view(step.outputs[0])
+        return window
 
     def _latest(self, name: str) -> str:
         """The tensor that now holds what `name` refers to; views of a changed base are taken again."""
