@@ -143,7 +143,12 @@ class DAGExecutor:
     def _run_device(self, part: Partition, values: Mapping[str, Value], profiler: Profiler | None) -> dict[str, Value]:
         executor = self.executors[part.index]
         inputs: dict[str, DeviceBuffer | np.ndarray] = {}
+        donated = set(executor.program.plan.donations.values())
         for spec in executor.program.input_specs:
+            value = values[spec.name]
+            if spec.name in donated and isinstance(value, DeviceBuffer) and self._last_use.get(spec.name) != part.index:
+                # The partition updates this input in place, but somebody still reads the old value.
+                values = {**values, spec.name: value.copy()}
             inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], profiler)
         kernels = Profiler() if profiler is not None else None
         outputs = executor.run(inputs, self._device_weights[part.index], kernels)

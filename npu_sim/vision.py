@@ -1,7 +1,5 @@
 """Image classification: a photograph in, ImageNet labels out, with the network run by the NPU runtime."""
 
-import hashlib
-import json
 import os
 import warnings
 from collections.abc import Callable
@@ -16,11 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from npu_compiler.errors import InputError, NPUError
+from npu_sim.cache import compile_cached
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from npu_compiler import CompiledProgram
     from npu_runtime import Device
 
 Triple = tuple[float, float, float]
@@ -280,38 +278,3 @@ class Classifier:
         probabilities = exponentials / exponentials.sum()
         best = np.argsort(-probabilities, kind="stable")[:top]
         return [Prediction(classes[index], float(probabilities[index]), int(index)) for index in best]
-
-
-def compile_cached(ir: dict[str, Any], compute_dtype: str | None = None) -> "CompiledProgram":
-    """`npu_compiler.compile`, or the program that it made before from the same IR by the same compiler.
-
-    A cache file that cannot be read is made anew; a cache folder that cannot be written costs a warning.
-    """
-    import npu_compiler
-
-    folder = Path(os.environ.get("NPU_SIM_CACHE") or Path.home() / ".cache" / "npu-simulation")
-    content = json.dumps([ir, compute_dtype, _compiler_digest()], sort_keys=True, default=str)
-    path = folder / f"{ir['model_name']}-{hashlib.sha256(content.encode()).hexdigest()[:20]}.npubin"
-    if path.is_file():
-        try:
-            return npu_compiler.CompiledProgram.load(path)
-        except NPUError:
-            pass  # written by another version or damaged: compile again
-    program = npu_compiler.compile(ir, compute_dtype=compute_dtype)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        program.save(path)
-    except (OSError, NPUError) as error:
-        warnings.warn(f"the compiled program is not cached: {error}", stacklevel=2)
-    return program
-
-
-@cache
-def _compiler_digest() -> str:
-    """A hash of the compiler's and the kernels' sources: what they make may change with any edit."""
-    digest = hashlib.sha256()
-    for package in ("npu_compiler", "metal_kernels"):
-        for source in sorted(Path(str(files(package))).rglob("*")):
-            if source.suffix in (".py", ".metal", ".h"):
-                digest.update(source.read_bytes())
-    return digest.hexdigest()
