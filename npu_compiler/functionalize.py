@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from npu_compiler.codegen_core import MetalCodegenTarget
 from npu_compiler.errors import IRError
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.lowering import Lowering
 from npu_compiler.ops.aliases import is_alias, slice_bounds
-from npu_compiler.ops.registry import is_in_place, out_of_place
+from npu_compiler.ops.registry import find_op, is_in_place, out_of_place
+from npu_compiler.views import View, contiguous_strides
 
 MAY_COPY = frozenset({"aten.contiguous", "aten.reshape", "aten.flatten", "aten.reshape_as", "aten.ravel"})
 UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})

@@ -89,13 +89,16 @@ class Matcher:
         self.outputs = set(graph.outputs)
 
     def match(self, pattern: P, root: OpNode) -> Match | None:
-        """Match a pattern ending in `root`, such that nothing inside is read from outside."""
+        """Match a pattern ending in `root`, such that nothing inside is read from outside or bound as an operand."""
         for found in self._node(pattern, root, Match(root)):
             if self._is_closed(found):
                 return found
         return None
 
     def _is_closed(self, match: Match) -> bool:
+        made_inside = {out for node in match.nodes.values() for out in node.outputs}
+        if not made_inside.isdisjoint(match.tensors.values()):
+            return False
         for node in match.nodes.values():
             if node.name == match.root.name:
                 continue

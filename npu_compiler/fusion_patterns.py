@@ -159,7 +159,7 @@ def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
     key_shape = specs[keys].shape
     if not len(specs[query].shape) == len(key_shape) == len(specs[values].shape) or len(key_shape) not in (3, 4):
         return None
-    if specs[match.root.outputs[0]].shape[-2] != specs[query].shape[-2]:
+    if specs[match.root.outputs[0]].shape[:-1] != specs[query].shape[:-1]:
         return None
     scale = match.scalars.get("scale", 1.0) / match.scalars.get("divisor", 1.0)
     flipped = (*key_shape[:-2], key_shape[-1], key_shape[-2])
@@ -404,8 +404,8 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
     "gelu_tanh": Fusion(
         "gelu_tanh", _gelu_tanh_patterns(), _rewrite_unary("aten.gelu.default", approximate="tanh")
     ),
-    "rms_norm": Fusion("rms_norm", _rms_norm_patterns(), _rewrite_rms_norm),
     "layer_norm": Fusion("layer_norm", _layer_norm_patterns(), _rewrite_layer_norm),
+    "rms_norm": Fusion("rms_norm", _rms_norm_patterns(), _rewrite_rms_norm),
     "attention": Fusion("attention", _attention_patterns(), _rewrite_attention),
     "share_kv_heads": share_kv_heads,
     "rope": Fusion("rope", _rope_patterns(), _rewrite_rope),

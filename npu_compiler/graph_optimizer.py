@@ -209,7 +209,8 @@ def _is_foldable(source: OpNode, norm: OpNode, graph: IRGraph, consumers: dict[s
         return False
     if source.base == "aten.conv_transpose2d" and source.attrs.get("groups", 1) != 1:
         return False
-    return source.base != "aten.linear" or len(graph.tensors[source.outputs[0]].shape) == 2
+    # Batch norm normalizes dimension 1, which holds the weight's rows only where there is a batch dimension.
+    return len(graph.tensors[source.outputs[0]].shape) == len(graph.tensors[source.inputs[1]].shape)
 
 
 def lower_batch_norm(graph: IRGraph) -> IRGraph:

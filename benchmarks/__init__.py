@@ -1,0 +1,1 @@
+"""Measurements against peers, in one run and interleaved. They print ratios and medians; nothing here is a test."""

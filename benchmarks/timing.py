@@ -1,0 +1,46 @@
+"""Interleaved timing: every contender once per round, so that a slow minute of the machine is shared by all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds of one contender: median and best over the rounds."""
+
+    median: float
+    best: float
+
+
+def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, Result]:
+    """Time each contender once per round, after `warmup` unmeasured rounds."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(warmup + rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            if index >= warmup:
+                seconds[name].append(elapsed)
+    return {name: Result(statistics.median(values), min(values)) for name, values in seconds.items()}
+
+
+def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
+    """Bytes per second that this machine reads from memory with all its threads: the floor of a decode step."""
+    import torch
+
+    data = torch.ones(int(gigabytes * 1e9 / 8), dtype=torch.int64)
+    best = min(interleave({"read": lambda: data.sum()}, rounds)["read"].best for _ in range(2))
+    return data.numel() * data.element_size() / best
+
+
+def matrix_rate(size: int = 2048, rounds: int = 4) -> float:
+    """float32 FLOP/s of PyTorch's matrix product: the scale for what is compute-bound."""
+    import torch
+
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    return 2 * size**3 / interleave({"matmul": lambda: a @ b}, rounds)["matmul"].best

@@ -1,0 +1,138 @@
+"""Arrays for the command line: inputs from files or at random, weights from any usual file, outputs to .npz."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.dtypes import FLOAT_DTYPES, numpy_dtype
+from npu_compiler.errors import InputError, WeightError
+from npu_compiler.ir_reader import TensorSpec
+
+RANDOM_INDEX_LIMIT = 16
+
+
+def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
+    """The arrays that `name=file.npy` (or one `file.npz`) assignments name, by input name.
+
+    Raises:
+        InputError: an assignment is malformed, unknown, repeated, or its file is not a plain array.
+    """
+    known = [spec.name for spec in specs]
+    arrays: dict[str, np.ndarray] = {}
+    for assignment in assignments:
+        name, separator, path = assignment.partition("=")
+        if not separator and assignment.endswith(".npz"):
+            found = dict(_load(Path(assignment)))
+        elif separator and name and path:
+            found = {name: _load(Path(path))}
+        else:
+            raise InputError(f"'{assignment}' is not an input: write name=file.npy, with a name from {', '.join(known)}")
+        for key, array in found.items():
+            if key not in known:
+                raise InputError(f"there is no input '{key}'; the inputs are {', '.join(known)}")
+            if key in arrays:
+                raise InputError(f"input '{key}' is given twice")
+            if not isinstance(array, np.ndarray):
+                raise InputError(f"'{path}' holds several arrays; give it without a name, or give an .npy file")
+            arrays[key] = array
+    missing = [name for name in known if name not in arrays]
+    if missing:
+        raise InputError(f"missing input {', '.join(missing)}; give name=file.npy for each, or for none (random inputs)")
+    return arrays
+
+
+def _load(path: Path) -> Any:
+    try:
+        return np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise InputError(f"no such file: '{path}'") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(f"'{path}' is not a readable .npy or .npz file: {error}") from error
+
+
+def random_inputs(specs: Sequence[TensorSpec], seed: int) -> dict[str, np.ndarray]:
+    """Standard normal floats, booleans that are mostly true, indices within the input's bounds (else 0 to 15)."""
+    generator = np.random.default_rng(seed)
+    return {spec.name: _random(spec, generator) for spec in specs}
+
+
+def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
+    dtype = numpy_dtype(spec.dtype)
+    if spec.dtype in FLOAT_DTYPES:
+        return generator.standard_normal(spec.shape, np.float32).astype(dtype)
+    if spec.dtype == "bool":
+        return generator.random(spec.shape) < 0.9
+    if spec.dtype.startswith("complex"):
+        parts = generator.standard_normal((2, *spec.shape))
+        return (parts[0] + 1j * parts[1]).astype(dtype)
+    low, high = spec.bounds or (0, RANDOM_INDEX_LIMIT - 1)
+    if low <= 0 and high > RANDOM_INDEX_LIMIT and spec.bounds is None:
+        high = RANDOM_INDEX_LIMIT
+    return generator.integers(low, high, spec.shape, endpoint=True).astype(dtype)
+
+
+def choose_inputs(
+    assignments: Sequence[str], specs: Sequence[TensorSpec], seed: int | None
+) -> tuple[dict[str, np.ndarray], int | None]:
+    """Inputs from files where any are named, else random ones and the seed that makes them again."""
+    if assignments:
+        return read_inputs(assignments, specs), None
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+    return random_inputs(specs, seed), seed
+
+
+def read_weights(path: Path | None) -> Mapping[str, Any]:
+    """A state dict from .safetensors (a file or a folder, mapped), .npz, or a tensors-only .pt, .pth or .bin file.
+
+    Raises:
+        WeightError: no such file, or it holds no state dict.
+    """
+    if path is None:
+        return {}
+    if not path.exists():
+        raise WeightError(f"no such weights: '{path}'")
+    if path.suffix == ".npz":
+        return dict(_load(path))
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return _read_torch(path)
+    from npu_runtime.weight_loader import _LazyCheckpoint
+
+    return _LazyCheckpoint(path)
+
+
+def _read_torch(path: Path) -> Mapping[str, Any]:
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise WeightError(f"'{path}' is not a readable PyTorch weights file: {reason}") from error
+    state = state.get("state_dict", state) if isinstance(state, dict) else state
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise WeightError(f"'{path}' holds no state dict (tensors by parameter name)")
+    return state
+
+
+def write_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> Path:
+    """Write arrays as .npz, whole or not at all; bfloat16, which NumPy cannot store, as float32.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    import io
+
+    from npu_compiler.compiled_program import write_atomically
+
+    storable = {name: value.astype(np.float32) if value.dtype.kind == "V" else value for name, value in outputs.items()}
+    data = io.BytesIO()
+    np.savez(data, **storable)
+    try:
+        write_atomically(path, data.getvalue())
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
+    return path

@@ -1,0 +1,49 @@
+"""`npu-sim`: the command line. Commands live in `npu_sim.commands`; what they need is imported when they run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from npu_sim.commands import graphs, models, programs, tools
+from npu_sim.console import ErrorReporting
+
+app = typer.Typer(
+    cls=ErrorReporting,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Compile PyTorch graphs ahead of time and run them on a simulated NPU: Metal, CUDA or any CPU.",
+    epilog="Exit codes: 0 fine, 1 verify found a difference, 2 an error, 130 interrupted.",
+)
+for command in (
+    graphs.extract, programs.compile, programs.describe, programs.run, graphs.partition, graphs.verify, programs.profile,
+    models.generate, models.classify, tools.bench, tools.doctor,
+):  # fmt: skip
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from npu_compiler.version import __version__
+
+        typer.echo(f"npu-sim {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options that come before the command; `--debug` may come after it too."""
+
+
+def main() -> None:
+    """The entry point of the `npu-sim` script."""
+    app(prog_name="npu-sim")
+
+
+if __name__ == "__main__":
+    main()

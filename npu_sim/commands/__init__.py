@@ -1,0 +1,1 @@
+"""The commands of `npu-sim`, as plain functions whose signatures are their command lines."""

@@ -1,0 +1,133 @@
+"""`extract`, `partition`, `verify`: what one does with a graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Inputs, IRFile, Seed, Weights
+from npu_sim.console import EXIT_DIFFERS, note, print_json, progress, step
+
+
+def extract(
+    model: Annotated[
+        str, typer.Argument(help="package.module:factory, file.py:factory, or a Hugging Face folder (with --task).")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the IR JSON.")],
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", "-i", metavar="DTYPE[1,3,224,224]", help="An example input, in order.")
+    ] = None,
+    task: Annotated[str | None, typer.Option("--task", help="What a Hugging Face model is for.")] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Sequence length of a Hugging Face text model.")] = 128,
+    weights: Annotated[Path | None, typer.Option("--weights", help="Also write the weights, as .safetensors.")] = None,
+    json: AsJSON = False,
+) -> None:
+    """Turn a PyTorch model into IR, without touching its weights."""
+    from npu_sim.extract import extract_ir, load_model, write_ir, write_weights
+
+    with step(f"building {model}"):
+        module, examples, name = load_model(model, inputs or (), task=task, tokens=tokens)
+    with step(f"tracing {name}"):
+        ir = extract_ir(module, examples, name=name)
+        write_ir(ir, output)
+        if weights is not None:
+            write_weights(module, weights)
+    if json:
+        print_json({"ir": str(output), "name": name, "nodes": len(ir["nodes"]), "weights": len(ir["weights"])})
+    else:
+        typer.echo(f"{output}: {name}, {len(ir['nodes'])} nodes, {len(ir['weights'])} weights")
+
+
+def partition(
+    ir: IRFile,
+    json: AsJSON = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False,
+    cpu: Annotated[
+        list[str] | None, typer.Option("--cpu", metavar="OP", help="Keep an op (aten.softmax) on the CPU; repeatable.")
+    ] = None,
+    dtype: Dtype = None,
+) -> None:
+    """Show how a graph splits between the device and the CPU."""
+    from npu_compiler import is_op_supported
+    from npu_compiler import partition as partition_graph
+    from npu_compiler.errors import InputError
+    from npu_compiler.ir_reader import base_op, read_ir
+
+    if json and mermaid:
+        raise InputError("choose one of --json and --mermaid")
+    with step(f"partitioning {ir}"):
+        graph = read_ir(ir)
+        kept = {base_op(op) for op in cpu or ()}
+        absent = sorted(kept - {node.base for node in graph})
+        plan = partition_graph(
+            graph, lambda op, attrs: base_op(op) not in kept and is_op_supported(op, attrs), compute_dtype=dtype
+        )
+    if absent:
+        note(f"the graph has no {', '.join(absent)}")
+    if mermaid:
+        typer.echo(plan.to_mermaid())
+    elif json:
+        print_json({
+            "compute_dtype": plan.compute_dtype,
+            "device_share": plan.device_share,
+            "partitions": [
+                {
+                    "index": p.index,
+                    "device": p.device,
+                    "nodes": [node.name for node in p.graph],
+                    "inputs": p.graph.inputs,
+                    "outputs": p.graph.outputs,
+                    "transfers": [{"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes}
+                                  for t in p.transfers],
+                }
+                for p in plan.partitions
+            ],
+            "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
+            "cpu_reasons": dict(plan.reasons),
+        })  # fmt: skip
+    else:
+        typer.echo(str(plan))
+        for node, reason in plan.reasons.items():
+            typer.echo(f"  {node} is on the CPU: {reason}")
+
+
+def verify(
+    ir: IRFile,
+    weights: Weights = None,
+    inputs: Inputs = None,
+    dtype: Dtype = None,
+    device: DeviceName = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Sets of random inputs to compare over.")] = 3,
+    seed: Seed = None,
+    json: AsJSON = False,
+) -> None:
+    """Compare the device with PyTorch; where they differ, find the kernel (and the fusion) to blame.
+
+    Exits with 1 when they differ.
+    """
+    from npu_compiler import read_ir
+    from npu_compiler.errors import WeightError
+    from npu_sim.arrays import choose_inputs, random_inputs, read_weights
+    from npu_sim.commands.programs import open_device
+    from npu_sim.verify import input_specs
+    from npu_sim.verify import verify as compare
+
+    graph = read_ir(ir)
+    if weights is None and graph.weights:
+        raise WeightError(f"'{graph.name}' has {len(graph.weights)} weights: name their file with --weights")
+    specs = input_specs(graph, dtype)
+    arrays, used_seed = choose_inputs(inputs or (), specs, seed)
+    sets = [arrays] if used_seed is None else [random_inputs(specs, used_seed + index) for index in range(samples)]
+    chosen = open_device(device)
+    with progress("verifying") as report:
+        result = compare(graph, read_weights(weights), sets, chosen, compute_dtype=dtype, progress=report)
+    if json:
+        print_json({"seed": used_seed, "device": chosen.name, **result.to_dict()})
+    else:
+        if used_seed is not None:
+            note(f"random inputs, seeds {used_seed} to {used_seed + len(sets) - 1}")
+        typer.echo(str(result))
+    if not result.passed:
+        raise typer.Exit(EXIT_DIFFERS)

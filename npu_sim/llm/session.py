@@ -1,0 +1,290 @@
+"""`LanguageModel`: a language model on a device, compiled once, with its KV cache kept there."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from npu_compiler.errors import InputError
+from npu_sim.llm.checkpoint import Checkpoint, as_ids
+from npu_sim.llm.graph import compile_graph, state_with_buffers
+from npu_sim.llm.sampling import Logits, Sampler, greedy
+
+if TYPE_CHECKING:
+    from npu_compiler import CompiledProgram
+    from npu_runtime import Device, DeviceBuffer, Executor
+
+DEFAULT_CACHE_LENGTH = 2048
+DEFAULT_CHUNK = 128
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class GenerationStats:
+    """What a generation did and how long it took.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt; `reused_tokens` of them were in the KV cache already.
+        new_tokens: Tokens generated, the stop token not counted.
+        decode_steps: Runs of the decode program: the first new token comes from the prefill.
+        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the consumer.
+        finish_reason: `stop` at a stop token, `length` at the asked length or the end of the cache, None before.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    decode_steps: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_steps / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class LanguageModel:
+    """A model with one KV cache: a sequence of tokens that grows by `prefill` and `decode`.
+
+    Attributes:
+        cache_length: How many tokens the cache holds, a multiple of `chunk`.
+        tokens: The tokens whose keys and values are in the cache, in order.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: "Device | str | None" = None,
+        cache_length: int | None = None,
+        chunk: int = DEFAULT_CHUNK,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile (or find in the cache) both programs and upload the weights, each once.
+
+        Args:
+            cache_length: Tokens that the KV cache shall hold, rounded up to whole chunks. By default 2048, or what
+                the model was trained for where that is less.
+            chunk: Tokens that one run of the prefill program takes; less where the cache is smaller.
+            progress: Called with (weights done, weights in all).
+
+        Raises:
+            InputError: lengths that make no sense for this model, or a model that cannot be compiled.
+            WeightError: the checkpoint does not fit its own config.
+        """
+        from npu_runtime import Device, Executor, NPUBuffer, load_weights
+
+        self.checkpoint = checkpoint
+        self.chunk, self.cache_length = _lengths(checkpoint, cache_length, chunk)
+        self.device = device if isinstance(device, Device) else Device(device) if device else Device()
+        self.prefill_program = compile_graph(checkpoint, self.chunk, self.cache_length) if self.chunk > 1 else None
+        self.decode_program = compile_graph(checkpoint, 1, self.cache_length)
+        state = state_with_buffers(checkpoint)
+        shared: dict[str, DeviceBuffer] = {}
+        self._kv = {
+            spec.name: NPUBuffer.zeros(spec.shape, self.device, spec.storage, spec.alloc_shape)
+            for spec in self.decode_program.input_specs
+            if spec.name in self.decode_program.plan.donations.values()
+        }
+
+        def stepper(program: "CompiledProgram") -> _Step:
+            weights = load_weights(state, program, self.device, cache=shared, progress=progress)
+            return _Step(program, Executor(program, self.device), weights, self._kv, self.device)
+
+        self._prefill_step = stepper(self.prefill_program) if self.prefill_program is not None else None
+        self._decode_step = stepper(self.decode_program)
+        self.tokens: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.checkpoint.config.vocab_size)
+
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a reply: the model's, and the tokenizer's where there is one."""
+        try:
+            return self.checkpoint.eos_ids | as_ids(self.checkpoint.tokenizer.eos_token_id)
+        except InputError:
+            return self.checkpoint.eos_ids
+
+    def reset(self) -> None:
+        """Forget the sequence. What is left in the cache is overwritten before it is ever attended to."""
+        self.tokens = []
+
+    def prefill(self, token_ids: Sequence[int]) -> Logits:
+        """Append tokens to the sequence, in chunks; the logits [vocab] that follow the last one, in float32.
+
+        Raises InputError for no tokens, more than the cache has room for, or an id outside the vocabulary.
+        """
+        ids = [int(token) for token in token_ids]
+        self._check_prompt(ids, len(self.tokens))
+        logits: Logits | None = None
+        while ids:
+            piece, ids = ids[: self.chunk], ids[self.chunk :]
+            logits = self.decode(piece[0]) if len(piece) == 1 else self._prefill_chunk(piece)
+        assert logits is not None
+        return logits
+
+    def _check_prompt(self, ids: Sequence[int], start: int) -> None:
+        if not ids:
+            raise InputError("the prompt is empty; give at least one token")
+        if start + len(ids) > self.cache_length:
+            room = f"{self.cache_length - start} of the cache's {self.cache_length} tokens are free"
+            raise InputError(f"the prompt has {len(ids)} tokens, but {room}")
+        if bad := next((token for token in ids if not 0 <= token < self.vocab_size), None):
+            raise InputError(f"token id {bad} is outside the vocabulary, 0..{self.vocab_size - 1}")
+
+    def _prefill_chunk(self, piece: list[int]) -> Logits:
+        """Run the prefill program on 2 to `chunk` tokens, padded to the whole chunk.
+
+        The padding writes keys and values beyond the sequence. No query sees them: each attends to rows up to its
+        own position only, and the token that later takes a padded position writes that row before attending to it.
+
+        Where the chunk would stick out of the cache, it starts earlier, on tokens that are in the cache already,
+        whose rows are then written again.
+        """
+        assert self._prefill_step is not None
+        start = min(len(self.tokens), self.cache_length - self.chunk)
+        known = self.tokens[start:] + piece
+        padded = known + [0] * (self.chunk - len(known))
+        positions = np.arange(start, start + self.chunk, dtype=np.int32)
+        logits = self._prefill_step(padded, positions, last=len(known) - 1)
+        self.tokens += piece
+        return logits
+
+    def decode(self, token: int) -> Logits:
+        """Append one token; the logits [vocab] that follow it. Raises InputError for a full cache or a bad id."""
+        if len(self.tokens) >= self.cache_length:
+            raise InputError(f"the cache is full: it holds {self.cache_length} tokens")
+        logits = self._decode_step([int(token)], np.array([len(self.tokens)], np.int32))
+        self.tokens.append(int(token))
+        return logits
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int | None = None,
+        sampler: Sampler = greedy,
+        stop: frozenset[int] | None = None,
+    ) -> "Generation":
+        """Tokens that continue a prompt, made while they are iterated over.
+
+        What the cache holds of the prompt's beginning is not computed again, so a conversation that grows costs only
+        what is new in it.
+
+        Args:
+            max_new_tokens: By default, until the cache is full.
+            stop: Tokens that end it and are not returned; by default `eos_ids()`.
+
+        Raises:
+            InputError: the prompt is empty, longer than the cache, or holds an id outside the vocabulary.
+        """
+        ids = [int(token) for token in prompt_ids]
+        self._check_prompt(ids, 0)
+        if max_new_tokens is not None and max_new_tokens < 0:
+            raise InputError(f"max_new_tokens must not be negative, not {max_new_tokens}")
+        return Generation(self, ids, max_new_tokens, sampler, self.eos_ids() if stop is None else stop)
+
+    def rewind(self, ids: Sequence[int]) -> int:
+        """Shorten the sequence to what it has in common with the beginning of `ids`, less than all of them, so that
+        there is a token left to compute logits from; how many that is."""
+        common = 0
+        while common < min(len(self.tokens), len(ids) - 1) and self.tokens[common] == ids[common]:
+            common += 1
+        del self.tokens[common:]
+        return common
+
+
+class Generation(Iterator[int]):
+    """Token ids as they are made; `stats` is complete when the iteration has ended."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt: list[int],
+        max_new_tokens: int | None,
+        sampler: Sampler,
+        stop: frozenset[int],
+    ) -> None:
+        self.stats = GenerationStats(prompt_tokens=len(prompt))
+        self._tokens = self._run(model, prompt, max_new_tokens, sampler, stop)
+
+    def __next__(self) -> int:
+        return next(self._tokens)
+
+    def _run(
+        self, model: LanguageModel, prompt: list[int], limit: int | None, sampler: Sampler, stop: frozenset[int]
+    ) -> Iterator[int]:
+        stats, start = self.stats, time.perf_counter()
+        stats.reused_tokens = model.rewind(prompt)
+        logits = model.prefill(prompt[stats.reused_tokens :])
+        stats.prefill_seconds = time.perf_counter() - start
+        while limit is None or stats.new_tokens < limit:
+            start = time.perf_counter()
+            token = sampler(logits)
+            stats.decode_seconds += time.perf_counter() - start
+            if token in stop:
+                stats.finish_reason = "stop"
+                return
+            stats.new_tokens += 1
+            yield token
+            if len(model.tokens) == model.cache_length or stats.new_tokens == limit:
+                break
+            start = time.perf_counter()
+            logits = model.decode(token)
+            stats.decode_steps += 1
+            stats.decode_seconds += time.perf_counter() - start
+        stats.finish_reason = "length"
+
+
+class _Step:
+    """One program with its executor and the buffers that every run of it writes and reads."""
+
+    def __init__(
+        self,
+        program: "CompiledProgram",
+        executor: "Executor",
+        weights: "dict[str, DeviceBuffer]",
+        kv: "dict[str, DeviceBuffer]",
+        device: "Device",
+    ) -> None:
+        from npu_runtime import NPUBuffer
+
+        self.executor = executor
+        self._weights = weights
+        self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in kv}
+        self._inputs = {name: NPUBuffer.zeros(spec.shape, device, spec.storage) for name, spec in self._specs.items()}
+        self._bound = {**self._inputs, **kv}
+        self._logits = program.output_specs[0]
+
+    def __call__(self, ids: Sequence[int], positions: NDArray[np.int32], **scalars: int) -> Logits:
+        values = {name: np.array([value], np.int32) for name, value in scalars.items()}
+        values |= {"input_ids": np.array([ids], np.int32), "positions": positions}
+        for name, value in values.items():
+            self._inputs[name].write(value, self._specs[name])
+        outputs = self.executor.run(self._bound, self._weights)
+        return np.asarray(outputs[self._logits.name].to_numpy(), np.float32).reshape(-1)
+
+
+def _lengths(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:
+    """(chunk, cache length) that fit each other and the model."""
+    trained = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_CACHE_LENGTH
+    length = min(DEFAULT_CACHE_LENGTH, trained) if cache_length is None else cache_length
+    if length < 1 or chunk < 1:
+        raise InputError(f"cache length and chunk must be at least 1, not {length} and {chunk}")
+    if length > trained:
+        raise InputError(f"a cache of {length} tokens is more than {checkpoint.name} was trained for, {trained}")
+    window = getattr(checkpoint.config, "sliding_window", None)
+    chunk = min(chunk, length)
+    length = -(-length // chunk) * chunk
+    if window and length > window:
+        raise InputError(f"{checkpoint.name} attends to a sliding window of {window}; ask for a cache within that")
+    return chunk, length

@@ -1,0 +1,122 @@
+"""The same graph as PyTorch runs it, in float32 or in 16 bits; what `verify` holds a device against.
+
+Both run node by node through `npu_runtime.cpu_fallback`, with weights, inputs and constants cast. In 16 bits a tensor
+has the dtype in which the compiler stores it, so that float32 islands (rotary angles, norms) are islands here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.dtypes import FLOAT_DTYPES, HALF_DTYPES, numpy_dtype, saturate, saturating_cast
+from npu_compiler.ir_reader import IRGraph, OpNode, unique_name
+from npu_compiler.precision import assign_storage
+from npu_compiler.weight_recipe import from_key
+from npu_runtime.cpu_fallback import execute_cpu_partition
+from npu_runtime.weight_loader import to_numpy
+
+# PyTorch promotes mixed operands of element-wise ops only; these want one dtype.
+UNIFORM = frozenset(
+    f"aten.{name}"
+    for name in (
+        "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "dot", "mv", "conv1d", "conv2d", "conv3d",
+        "convolution", "conv_transpose1d", "conv_transpose2d", "scaled_dot_product_attention", "layer_norm",
+        "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "prelu", "index_copy", "index_put",
+        "index_add", "scatter", "scatter_add", "masked_scatter", "slice_scatter", "lerp", "grid_sampler",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A graph whose float tensors have been given other dtypes, and the checkpoint that it reads.
+
+    Attributes:
+        keys: Weight tensor name → `state_dict` key.
+    """
+
+    graph: IRGraph
+    state: Mapping[str, Any]
+    keys: Mapping[str, str]
+
+    def run(self, inputs: Mapping[str, np.ndarray], graph: IRGraph | None = None) -> dict[str, np.ndarray]:
+        """Tensor values by name for the outputs of the graph, or of a part of it (see `part`)."""
+        graph = graph or self.graph
+        cast = {name: saturating_cast(np.asarray(inputs[name]), graph.tensors[name].dtype) for name in graph.inputs}
+        weights = {
+            name: saturating_cast(to_numpy(self.state[self.keys[name]]), graph.tensors[name].dtype)
+            for name in graph.weights
+        }
+        return execute_cpu_partition(graph, cast, weights)
+
+    def part(self, target: str, known: Collection[str]) -> IRGraph:
+        """The nodes that lead from known tensors, graph inputs and weights to the target."""
+        graph = self.graph
+        producers = graph.producers()
+        wanted, leaves, nodes, pending = {target}, set(), set(), [target]
+        while pending:
+            name = pending.pop()
+            if name not in producers or (name in known and name != target):
+                leaves.add(name)
+                continue
+            node = producers[name]
+            nodes.add(node.name)
+            fresh = set(node.inputs) - wanted
+            wanted |= fresh
+            pending.extend(fresh)
+        return replace(
+            graph,
+            nodes=[node for node in graph.nodes if node.name in nodes],
+            inputs=[name for name in sorted(leaves) if name not in graph.weights and name not in graph.constants],
+            outputs=[target],
+            output_names=[target],
+            weights={name: recipe for name, recipe in graph.weights.items() if name in leaves},
+            constants={name: value for name, value in graph.constants.items() if name in leaves},
+        )
+
+
+def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> tuple[Reference, Reference]:
+    """A normalized graph in float32, and in the compute dtype."""
+    stored = assign_storage(graph, compute_dtype)
+    keys = {name: next(recipe.keys()) for name, recipe in stored.weights.items()}
+    recipes = {name: from_key(name) for name in stored.weights}
+    stored = replace(stored, weights=recipes)
+    narrow = {name: spec.storage for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}
+    wide = {name: "float32" if spec.dtype in HALF_DTYPES else spec.dtype
+            for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}  # fmt: skip
+    return Reference(retype(stored, wide), state, keys), Reference(retype(stored, narrow), state, keys)
+
+
+def retype(graph: IRGraph, dtypes: Mapping[str, str]) -> IRGraph:
+    """The graph with other float dtypes: specs, constants, dtype attributes, and casts where operands must agree."""
+    tensors = {name: replace(spec, dtype=dtypes.get(name, spec.dtype)) for name, spec in graph.tensors.items()}
+    nodes: list[OpNode] = []
+    for node in graph.nodes:
+        result = tensors[node.outputs[0]].dtype if node.outputs else "float32"
+        attrs = {key: _retype_attr(key, value, result) for key, value in node.attrs.items()}
+        inputs = list(node.inputs)
+        if node.base in UNIFORM and result in FLOAT_DTYPES:
+            for index, name in enumerate(inputs):
+                if tensors[name].dtype in FLOAT_DTYPES and tensors[name].dtype != result:
+                    cast = unique_name(f"{name}.{result}", tensors)
+                    tensors[cast] = replace(tensors[name], name=cast, dtype=result)
+                    nodes.append(OpNode(cast, "aten.to.dtype", (name,), (cast,), {"dtype": result}))
+                    inputs[index] = cast
+        nodes.append(replace(node, inputs=tuple(inputs), attrs=attrs))
+    constants = {name: saturating_cast(value, tensors[name].dtype) for name, value in graph.constants.items()}
+    return replace(graph, nodes=nodes, tensors=tensors, constants=constants)
+
+
+def _retype_attr(key: str, value: Any, result: str) -> Any:
+    if key == "dtype" and value in FLOAT_DTYPES and result in FLOAT_DTYPES:
+        return result
+    return saturate(value, result) if isinstance(value, float) and result in HALF_DTYPES else value
+
+
+def widen(array: np.ndarray) -> np.ndarray:
+    """Any real array as float64, for comparing."""
+    return np.asarray(array.astype(np.float32) if array.dtype == numpy_dtype("bfloat16") else array, np.float64)

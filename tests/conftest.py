@@ -1,0 +1,60 @@
+"""Fixtures and seeds that all test files share."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from npu_runtime import CPUBackend, native
+
+SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+settings.register_profile("npu", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("npu")
+
+
+def pytest_report_header() -> str:
+    return f"TEST_SEED={SEED} (set it to repeat this run's random inputs)"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """This test's own seed, from the run's; torch's and NumPy's global generators start from it."""
+    value = zlib.crc32(f"{SEED} {request.node.nodeid}".encode())
+    torch.manual_seed(value)
+    np.random.seed(value)
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.failed and "seed" in getattr(item, "fixturenames", ()):
+        report.sections.append(("seed", f"repeat with TEST_SEED={SEED} pytest '{item.nodeid}'"))
+    return report
+
+
+NATIVE = [
+    pytest.param(False, id="torch"),
+    pytest.param(
+        True, id="native", marks=pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
+    ),
+]
+
+
+@pytest.fixture(params=NATIVE)
+def cpu(request: pytest.FixtureRequest) -> CPUBackend:
+    """The CPU device, once with torch kernels only and once with the native ones."""
+    return CPUBackend(native=request.param)

@@ -1,0 +1,333 @@
+"""Each fusion fires on what PyTorch and Hugging Face export, changes no result, and keeps off values that others read."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ir_builder import IRBuilder
+from torch import nn
+from torch_ir import extract_ir
+
+from npu_compiler import IRGraph, NPUError, compile, read_ir, trace_stages
+from npu_compiler.fusion_patterns import FUSIONS, fuse
+from npu_compiler.ir_reader import OpNode, TensorSpec
+from npu_runtime import CPUBackend, Executor, load_weights
+
+pytest.importorskip("transformers", reason="the exported forms come from Hugging Face's modules")
+from transformers.activations import ACT2FN  # noqa: E402
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
+from transformers.models.llama.modeling_llama import (  # noqa: E402
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    repeat_kv,
+)
+
+BACKEND = CPUBackend(native=False)
+
+
+class Calls(nn.Module):
+    """A function as a module, over parameters given as submodules."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        parts = [part for name, part in self.named_children() if name != "function"]
+        return self.function(*parts, *args)
+
+
+def op(name: str, **attrs: Any) -> Callable[[IRGraph], int]:
+    """How many nodes of an op (with these attributes) a graph has."""
+    return lambda graph: sum(
+        node.base == name and all(node.attrs.get(key) == value for key, value in attrs.items()) for node in graph
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    fired: How many times the fusion has fired in a graph.
+    count: How many times it should.
+    """
+
+    fusion: str
+    fired: Callable[[IRGraph], int]
+    module: Callable[[], nn.Module]
+    inputs: tuple[tuple[int, ...], ...]
+    count: int = 1
+
+
+def function(call: Callable[..., Any], **parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Calls(call, **{name: make() for name, make in parts.items()})
+
+
+def linear(rows: int, columns: int, bias: bool = True) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(columns, rows, bias=bias)
+
+
+def conv(stride: int = 1) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(4, 4, 3, stride=stride, padding=1)
+
+
+def written_layer_norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    variance = centered.pow(2).mean(-1, keepdim=True)
+    return norm.weight * (centered / torch.sqrt(variance + 1e-5)) + norm.bias
+
+
+def t5_style_norm(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def explicit(groups: int, masked: bool) -> Callable[..., torch.Tensor]:
+    module = SimpleNamespace(num_key_value_groups=groups, training=False)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor) -> torch.Tensor:
+        return eager_attention_forward(module, q, k, v, mask[0] if masked else None, scaling=0.37)[0]
+
+    return attend
+
+
+def divided(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.softmax(q @ k.transpose(-1, -2) / math.sqrt(8), dim=-1) @ v
+
+
+def prescaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(F.softmax(torch.bmm(q * 0.3, k.transpose(1, 2)) + mask, dim=-1), v)
+
+
+def kv_heads_shared(graph: IRGraph) -> int:
+    """Attention nodes that read keys with fewer heads than queries."""
+    attention = [n for n in graph if n.base in ("aten.scaled_dot_product_attention", "npu.attention")]
+    axis = {n.name: graph.tensors[n.inputs[0]].shape[1] != graph.tensors[n.inputs[1]].shape[1] for n in attention}
+    return sum(axis.values())
+
+
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), attn_mask=mask, scale=0.2)
+
+
+def joined(graph: IRGraph) -> int:
+    return sum(node.base == "aten.linear" and "+" in node.name for node in graph)
+
+
+HEADS, KV, MASK = (2, 4, 5, 8), (2, 2, 5, 8), (1, 1, 5, 5)
+IMAGE, ROWS = (1, 4, 6, 6), (2, 3, 8)
+ACT = {name: ACT2FN[name] for name in ("gelu_python", "gelu_new", "gelu_fast", "gelu_accurate")}
+
+CASES = {
+    "silu": Case("silu", op("aten.silu"), function(lambda x: x * torch.sigmoid(x)), (ROWS,)),
+    "gelu": Case("gelu", op("aten.gelu"), function(ACT["gelu_python"]), (ROWS,)),
+    "gelu-sqrt-half": Case("gelu", op("aten.gelu"), function(lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865475))), (ROWS,)),
+    "gelu-new": Case("gelu_tanh", op("aten.gelu"), function(ACT["gelu_new"]), (ROWS,)),
+    "gelu-fast": Case("gelu_tanh", op("aten.gelu"), function(ACT["gelu_fast"]), (ROWS,)),
+    "gelu-accurate": Case("gelu_tanh", op("aten.gelu"), function(ACT["gelu_accurate"]), (ROWS,)),
+    "llama-norm": Case("rms_norm", op("npu.rms_norm", weight_offset=0.0), lambda: LlamaRMSNorm(8), (ROWS,)),
+    "gemma-norm": Case("rms_norm", op("npu.rms_norm", weight_offset=1.0), lambda: GemmaRMSNorm(8), (ROWS,)),
+    "norm-without-weight": Case("rms_norm", op("npu.rms_norm"), function(t5_style_norm), (ROWS,)),
+    "layer-norm": Case("layer_norm", op("npu.layer_norm"), function(written_layer_norm, norm=lambda: nn.LayerNorm(8)), (ROWS,)),
+    "attention-gqa-mask": Case("attention", op("npu.attention"), function(explicit(2, True)), (HEADS, KV, KV, MASK)),
+    "attention-plain": Case("attention", op("npu.attention"), function(explicit(1, False)), (HEADS, HEADS, HEADS)),
+    "attention-divided": Case("attention", op("npu.attention"), function(divided), (HEADS, HEADS, HEADS)),
+    "attention-prescaled": Case("attention", op("npu.attention"), function(prescaled), ((2, 5, 8), (2, 6, 8), (2, 6, 8), (5, 6))),
+    "kv-heads-explicit": Case("share_kv_heads", kv_heads_shared, function(explicit(2, True)), (HEADS, KV, KV, MASK)),
+    "kv-heads-sdpa": Case("share_kv_heads", kv_heads_shared, function(sdpa), (HEADS, KV, KV, MASK)),
+    "rope": Case("rope", op("npu.rope"), function(apply_rotary_pos_emb), (HEADS, KV, (2, 5, 8), (2, 5, 8)), 2),
+    "masked-softmax": Case("masked_softmax", op("npu.masked_softmax"), function(lambda x, m: F.softmax(x + m, -1)), (HEADS, (1, 1, 5, 8))),
+    "silu-mul": Case("gated_activation", op("npu.silu_mul"), function(lambda x, y: F.silu(x) * y), (ROWS, ROWS)),
+    "geglu": Case("gated_activation", op("npu.gelu_mul"), function(lambda x, y: F.gelu(x) * y), (ROWS, ROWS)),
+    "geglu-tanh": Case("gated_activation", op("npu.gelu_tanh_mul"), function(lambda x, y: y * F.gelu(x, approximate="tanh")), (ROWS, ROWS)),
+    "conv-bn-relu": Case(
+        "conv_epilogue", op("npu.conv2d", activation="relu"),
+        function(lambda c, n, x: F.relu(n(c(x))), conv=conv(2), norm=lambda: nn.BatchNorm2d(4)), (IMAGE,)),
+    "conv-add-relu": Case(
+        "conv_epilogue", op("npu.conv2d", activation="relu", has_residual=True),
+        function(lambda c, x, y: F.relu(c(x) + y), conv=conv()), (IMAGE, IMAGE)),
+    "conv-add": Case("conv_epilogue", op("npu.conv2d", has_residual=True), function(lambda c, x: x + c(x), conv=conv()), (IMAGE,)),
+    "conv-relu6": Case("conv_epilogue", op("npu.conv2d", activation="relu6"), function(lambda c, x: F.relu6(c(x)), conv=conv()), (IMAGE,)),
+    "conv-hardswish": Case(
+        "conv_epilogue", op("npu.conv2d", activation="hardswish"), function(lambda c, x: F.hardswish(c(x)), conv=conv()), (IMAGE,)),
+    "qkv": Case(
+        "shared_input_linears", joined,
+        function(lambda q, k, v, x: (q(x) * 2, k(x) * 3, v(x) * 4), q=linear(8, 8), k=linear(4, 8, False), v=linear(4, 8)), (ROWS,)),
+    "gate-up": Case(
+        "shared_input_linears", joined,
+        function(lambda a, b, x: F.silu(a(x)) * b(x), a=linear(16, 8, False), b=linear(16, 8, False)), (ROWS,)),
+    "linear-relu": Case("linear_activation", op("npu.linear", activation="relu"), function(lambda a, x: F.relu(a(x)), a=linear(6, 8)), (ROWS,)),
+    "linear-gelu": Case("linear_activation", op("npu.linear", activation="gelu"), function(lambda a, x: F.gelu(a(x)), a=linear(6, 8)), (ROWS,)),
+    "linear-gelu-tanh": Case(
+        "linear_activation", op("npu.linear", activation="gelu_tanh"), function(lambda a, x: ACT["gelu_new"](a(x)), a=linear(6, 8)), (ROWS,)),
+    "linear-residual": Case("linear_residual", op("npu.linear", has_residual=True), function(lambda a, x: x + a(x), a=linear(8, 8)), (ROWS,)),
+    "linear-relu-residual": Case(
+        "linear_residual", op("npu.linear", has_residual=True, activation="relu"), function(lambda a, x: x + F.relu(a(x)), a=linear(8, 8)), (ROWS,)),
+    "add-relu": Case("add_relu", op("npu.add_relu"), function(lambda x, y: F.relu(x + y)), (ROWS, (3, 8))),
+}  # fmt: skip
+EVERY_CASE = pytest.mark.parametrize("name", CASES)
+
+
+@dataclass(frozen=True)
+class Exported:
+    ir: dict[str, Any]
+    state: dict[str, torch.Tensor]
+    arrays: list[np.ndarray]
+    expected: list[np.ndarray]
+
+
+@functools.cache
+def exported(name: str) -> Exported:
+    case = CASES[name]
+    torch.manual_seed(len(name))
+    module = case.module().eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    inputs = tuple(torch.randn(shape) for shape in case.inputs)
+    with torch.no_grad():
+        expected = module(*inputs)
+        meta = copy.deepcopy(module).to("meta")
+        ir = extract_ir(meta, tuple(x.to("meta") for x in inputs), strict=False).to_dict()
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    return Exported(ir, module.state_dict(), [x.numpy() for x in inputs], [x.numpy() for x in expected])
+
+
+def run(ir: Any, state: Mapping[str, Any], arrays: list[np.ndarray], disabled: Any = (), dtype: str = "float32") -> list[np.ndarray]:
+    program = compile(ir, compute_dtype=dtype, disabled_fusions=disabled)
+    inputs = {spec.name: array for spec, array in zip(program.input_specs, arrays, strict=True)}
+    outputs = Executor(program, BACKEND).run(inputs, load_weights(state, program, BACKEND, strict=False))
+    return [outputs[spec.name].to_numpy(spec) for spec in program.output_specs]
+
+
+def fused(ir: Any, disabled: Any = ()) -> IRGraph:
+    return dict(trace_stages(ir, disabled_fusions=disabled))["fuse"]
+
+
+def close(actual: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    assert len(actual) == len(wanted)
+    for a, w in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(a, w, rtol=1e-5, atol=1e-5 * max(1.0, float(np.abs(w).max())))
+
+
+@EVERY_CASE
+def test_it_fires_on_the_exported_form_and_is_switched_off_by_name(name: str) -> None:
+    case, ir = CASES[name], exported(name).ir
+    assert case.fired(fused(ir)) == case.count
+    assert case.fired(fused(ir, [case.fusion])) == 0
+
+
+@EVERY_CASE
+def test_the_result_is_pytorchs_with_the_fusion_on_and_off(name: str) -> None:
+    e = exported(name)
+    close(run(e.ir, e.state, e.arrays), e.expected)
+    close(run(e.ir, e.state, e.arrays, [CASES[name].fusion]), e.expected)
+    close(run(e.ir, e.state, e.arrays, FUSIONS), e.expected)
+
+
+def exposed(graph: IRGraph, tensor: str, *, through: str | None) -> IRGraph:
+    """The graph that also returns a tensor, itself or through one more op."""
+    if through is None:
+        return replace(graph, outputs=[*graph.outputs, tensor], output_names=[*graph.output_names, tensor])
+    reader = OpNode("reader", through, (tensor,), ("reader",))
+    tensors = {"reader": TensorSpec("reader", graph.tensors[tensor].shape, graph.tensors[tensor].dtype)}
+    grown = graph.with_nodes([*graph.nodes, reader], tensors)
+    return replace(grown, outputs=[*graph.outputs, "reader"], output_names=[*graph.output_names, "reader"])
+
+
+@pytest.mark.parametrize("through", [None, "aten.neg.default"], ids=["output", "reader"])
+@EVERY_CASE
+def test_a_value_that_is_read_elsewhere_is_not_fused_away(name: str, through: str | None) -> None:
+    e = exported(name)
+    graph = dict(trace_stages(e.ir))["eliminate_common_subexpressions"]
+    kept = {out for node in fused(e.ir) for out in node.outputs}
+    interior = [out for node in graph for out in node.outputs if out not in kept]
+    if name not in ("kv-heads-sdpa", "kv-heads-explicit", "qkv", "gate-up"):
+        assert interior, "the fusion took no value away: the case shows nothing"
+    for tensor in interior:
+        variant = exposed(graph, tensor, through=through)
+        assert tensor in {out for node in fused(variant) for out in node.outputs}
+        close(run(variant, e.state, e.arrays), run(variant, e.state, e.arrays, FUSIONS))
+
+
+SELF_READING = {
+    "conv-plus-itself": (lambda c, x: c(x) + c(x), {"c": conv()}, (IMAGE,)),
+    "linear-plus-itself": (lambda a, x: a(x) + a(x), {"a": linear(8, 8)}, (ROWS,)),
+    "silu-times-itself": (lambda x: F.silu(x) * F.silu(x), {}, (ROWS,)),
+    "scores-as-their-own-mask": (
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) + q @ k.transpose(-1, -2), -1) @ v, {}, (HEADS, HEADS, HEADS)),
+    "weights-as-values": (lambda q, k: F.softmax(q @ k, -1) @ F.softmax(q @ k, -1), {}, ((2, 5, 8), (2, 8, 5))),
+    "norm-as-its-own-weight": (lambda x: t5_style_norm(x) * t5_style_norm(x), {}, ((8,),)),
+    "mask-with-a-larger-batch": (
+        lambda q, k, v, m: F.softmax(q @ k.transpose(-1, -2) + m, -1) @ v, {}, ((1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8), (3, 1, 5, 5))),
+    "keys-with-a-smaller-batch": (
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2), -1) @ v, {}, ((2, 4, 5, 8), (1, 4, 5, 8), (1, 1, 5, 8))),
+    "queries-with-a-smaller-batch": (
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2), -1) @ v, {}, ((1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8))),
+    "residual-of-a-larger-shape": (lambda a, x, y: a(x) + y, {"a": linear(8, 8)}, ((1, 8), (3, 4, 8))),
+    "relu-of-linear-plus-residual": (lambda a, x: F.relu(a(x) + x), {"a": linear(8, 8)}, (ROWS,)),
+    "rotation-of-another-tensor": (
+        lambda x, y, c, s: x * c + torch.cat((-y[..., 4:], y[..., :4]), -1) * s, {}, (ROWS, ROWS, ROWS, ROWS)),
+    "rotation-with-halves-swapped": (
+        lambda x, c, s: x * c + torch.cat((-x[..., :4], x[..., 4:]), -1) * s, {}, (ROWS, ROWS, ROWS)),
+    "softmax-over-another-axis": (lambda x, m: F.softmax(x + m, 1), {}, (ROWS, ROWS)),
+    "norm-over-another-axis": (lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6), {}, (ROWS,)),
+    "scaled-addition": (lambda a, x: torch.add(a(x), x, alpha=2), {"a": linear(8, 8)}, (ROWS,)),
+    "gate-that-broadcasts": (lambda x, y: F.silu(x) * y, {}, ((2, 1, 8), ROWS)),
+    "one-linear-that-is-an-output": (lambda a, b, x: (a(x), F.relu(b(x))), {"a": linear(8, 8), "b": linear(8, 8)}, (ROWS,)),
+    "linears-over-a-vector": (lambda a, b, x: F.relu(a(x)) + b(x), {"a": linear(8, 8), "b": linear(8, 8)}, ((8,),)),
+    "shared-linear": (lambda a, x: a(x) * torch.sigmoid(a(x)), {"a": linear(8, 8)}, (ROWS,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELF_READING)
+def test_a_graph_that_only_resembles_a_pattern_keeps_its_meaning(name: str, seed: int) -> None:
+    call, parts, shapes = SELF_READING[name]
+    module = Calls(call, **{key: make() for key, make in parts.items()}).eval()
+    inputs = tuple(torch.randn(shape) for shape in shapes)
+    with torch.no_grad():
+        expected = module(*inputs)
+        ir = extract_ir(copy.deepcopy(module).to("meta"), tuple(x.to("meta") for x in inputs), strict=False).to_dict()
+    wanted = [x.numpy() for x in (expected if isinstance(expected, tuple) else (expected,))]
+    arrays = [x.numpy() for x in inputs]
+    close(run(ir, module.state_dict(), arrays), wanted)
+    close(run(ir, module.state_dict(), arrays, FUSIONS), wanted)
+
+
+@pytest.mark.parametrize("name", ["llama-norm", "gemma-norm", "attention-gqa-mask"])
+def test_the_casts_of_a_bfloat16_model_are_part_of_the_pattern(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    module = case.module().eval().to(torch.bfloat16)
+    inputs = tuple(torch.randn(shape, dtype=torch.bfloat16) for shape in case.inputs)
+    with torch.no_grad():
+        expected = module(*inputs).float().numpy()
+        ir = extract_ir(copy.deepcopy(module).to("meta"), tuple(x.to("meta") for x in inputs), strict=False).to_dict()
+    graph = fused(ir)
+    assert case.fired(graph) == 1
+    assert not [node for node in graph if node.base in ("aten.to", "aten._to_copy", "aten.type_as")]
+    arrays = [x.float().numpy() for x in inputs]
+    for disabled in ((), FUSIONS):
+        (actual,) = run(ir, module.state_dict(), arrays, disabled, dtype="bfloat16")
+        np.testing.assert_allclose(actual.astype(np.float32), expected, atol=2e-2 * float(np.abs(expected).max()))
+
+
+def test_every_fusion_has_a_case() -> None:
+    assert {case.fusion for case in CASES.values()} == set(FUSIONS)
+
+
+def test_an_unknown_fusion_name_is_an_error() -> None:
+    with pytest.raises(NPUError, match="unknown fusion rmsnorm; known are silu, gelu.*add_relu"):
+        fuse(read_ir(IRBuilder().ir()), ["rmsnorm"])
+    with pytest.raises(NPUError, match="unknown fusion a, b"):
+        compile(exported("silu").ir, disabled_fusions=["b", "a", "silu"])

@@ -1,0 +1,74 @@
+"""Who may import whom (design, section 2), asserted from the sources; and that the compiler starts without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ALLOWED: dict[str, set[str]] = {
+    "npu_compiler": set(),
+    "cuda_compiler": {"npu_compiler"},
+    "npu_runtime": {"npu_compiler"},
+    "cuda_runtime": {"npu_compiler", "npu_runtime"},
+    "metal_kernels": set(),
+    "metal_emulator": {"metal_kernels"},
+}
+ALLOWED["npu_sim"] = set(ALLOWED)
+PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
+COMPILER_LIBRARIES = {"ml_dtypes", "msgpack", "numpy"}
+STARTS_WITHOUT_TORCH = ["npu_compiler", "npu_sim.cli", "npu_sim.vision"]
+
+
+def imports(package: str) -> Iterator[tuple[str, str]]:
+    """(file:line, top-level package) of every import statement of a package, those inside functions too."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            else:
+                continue
+            for name in names:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", name.split(".")[0]
+
+
+@pytest.mark.parametrize("package", PRESENT)
+def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
+    wrong = [f"{where} imports {name}" for where, name in imports(package)
+             if name in ALLOWED and name != package and name not in ALLOWED[package]]  # fmt: skip
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", [name for name in PRESENT if name.endswith("_compiler")])
+def test_compilers_need_no_torch_and_no_device_library(package: str) -> None:
+    known = COMPILER_LIBRARIES | set(sys.stdlib_module_names) | set(ALLOWED)
+    assert [f"{where} imports {name}" for where, name in imports(package) if name not in known] == []
+
+
+def test_no_import_is_relative() -> None:
+    for package in PRESENT:
+        for path in (ROOT / package).rglob("*.py"):
+            relative = [n.lineno for n in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                        if isinstance(n, ast.ImportFrom) and n.level]  # fmt: skip
+            assert not relative, f"{path}: relative imports in lines {relative}"
+
+
+@pytest.mark.parametrize("module", STARTS_WITHOUT_TORCH)
+def test_starts_quickly_and_without_torch(module: str) -> None:
+    code = (
+        "import sys, time\n"
+        "start = time.perf_counter()\n"
+        f"import {module}\n"
+        "print(time.perf_counter() - start, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, has_torch = done.stdout.split()
+    assert has_torch == "False"
+    assert float(seconds) < 3, "an import that takes this long drags in something large"
