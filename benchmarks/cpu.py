@@ -1,0 +1,167 @@
+"""The CPU device against PyTorch: SmolLM2 decode and prefill, ResNet-50.
+
+    python -m benchmarks.cpu [--quick] [--json results.json] [--only decode,prefill,resnet50]
+
+Each task measures every contender in the same run, interleaved, on the same weights: the CPU device in 16 bits, PyTorch
+eager and `torch.compile` in float32 and in the same 16-bit dtype. Floors: a decode step reads every weight once; prefill
+and ResNet-50 are compared with PyTorch's own float32 matrix rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers import generation_step, language_model, module_step
+from benchmarks.timing import Result, interleave, matrix_rate, read_bandwidth
+
+POSITION = 128
+PROMPT = 128
+
+
+@dataclass
+class Task:
+    """What was measured, its contenders (ours first), and the floor in seconds with where it comes from."""
+
+    name: str
+    results: dict[str, Result]
+    floor: float
+    floor_says: str
+
+    @property
+    def ours(self) -> Result:
+        return self.results["npu-sim"]
+
+    @property
+    def best_peer(self) -> tuple[str, Result]:
+        peers = {name: result for name, result in self.results.items() if name != "npu-sim"}
+        return min(peers.items(), key=lambda item: item[1].median)
+
+
+def measure_language_model(cache_length: int, rounds: int, compiled: bool, only: set[str]) -> list[Task]:
+    """Decode one token at position 128, and prefill 128 tokens; logits of the last token only, for everyone."""
+    from npu_sim.llm import LanguageModel, load_checkpoint
+
+    checkpoint = load_checkpoint("smollm2")
+    model = LanguageModel(checkpoint, device="cpu", cache_length=cache_length, chunk=PROMPT)
+    prompt = list(np.random.default_rng(0).integers(0, model.vocab_size, PROMPT))
+
+    def prefill() -> None:
+        model.reset()
+        model.prefill(prompt)
+
+    def decode() -> None:
+        del model.tokens[POSITION:]
+        model.decode(1)
+
+    prefill()
+    contenders: dict[str, dict[str, Callable[[], object]]] = {
+        "decode": {"npu-sim": decode}, "prefill": {"npu-sim": prefill},
+    }  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float32):
+        peer = language_model(checkpoint.config, checkpoint.state, dtype)
+        for mode in (False, True) if compiled else (False,):
+            name = f"torch {'compile' if mode else 'eager'} {str(dtype).removeprefix('torch.')}"
+            contenders["decode"][name] = generation_step(peer, 1, POSITION, cache_length, mode)
+            contenders["prefill"][name] = generation_step(peer, PROMPT, 0, cache_length, mode)
+    plan = model.decode_program.plan
+    weight_bytes = sum(b.size_bytes for b in plan.buffers.values() if b.kind == "weight")
+    bandwidth = read_bandwidth()
+    flops = sum(call.flops for call in model.prefill_program.kernels if "matmul" in call.kernel)  # type: ignore[union-attr]
+    floors = {
+        "decode": (weight_bytes / bandwidth, f"{weight_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s"),
+        "prefill": (flops / (2 * matrix_rate()), f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate (bfloat16)"),
+    }
+    return [Task(f"SmolLM2-135M {name}", interleave(contenders[name], rounds), *floors[name])
+            for name in contenders if name in only]  # fmt: skip
+
+
+def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:
+    """One 224 × 224 image; seeded weights."""
+    import npu_compiler
+    from npu_runtime import Device, Executor, NPUBuffer, load_weights
+    from npu_sim.models.resnet import random_images, resnet50, seed_weights
+    from npu_sim.vision import extract_model_ir, find_model
+
+    model = resnet50().eval()
+    seed_weights(model, 0)
+    x = random_images(1, 0)
+    device = Device("cpu")
+    program = npu_compiler.compile(extract_model_ir(find_model("resnet50")))
+    executor = Executor(program, device)
+    weights = load_weights(model.state_dict(), program, device)
+    spec = program.input_specs[0]
+    inputs = {spec.name: NPUBuffer.from_numpy(x.numpy(), device, spec=spec)}
+    contenders: dict[str, Callable[[], object]] = {"npu-sim": lambda: executor.run(inputs, weights)}
+    for dtype in (torch.float32, torch.bfloat16):
+        peer = resnet50().eval()
+        peer.load_state_dict(model.state_dict())
+        for mode in (False, True) if compiled else (False,):
+            name = f"torch {'compile' if mode else 'eager'} {str(dtype).removeprefix('torch.')}"
+            contenders[name] = module_step(peer.to(dtype), x.to(dtype), mode)
+    flops = sum(call.flops for call in program.kernels)
+    floor = flops / matrix_rate()
+    return [Task("ResNet-50", interleave(contenders, rounds), floor, f"{flops / 1e9:.1f} GFLOP at PyTorch's float32 rate")]
+
+
+def print_task(task: Task, console: Console) -> None:
+    table = Table(title=f"{task.name}: floor {1e3 * task.floor:.1f} ms ({task.floor_says})")
+    for heading in ("contender", "median ms", "best ms", "× ours", "× floor"):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for name, result in task.results.items():
+        ratio, above = result.median / task.ours.median, result.median / task.floor
+        table.add_row(name, f"{1e3 * result.median:.1f}", f"{1e3 * result.best:.1f}", f"{ratio:.2f}", f"{above:.2f}")
+    console.print(table)
+    name, best = task.best_peer
+    console.print(f"{task.name}: {best.median / task.ours.median:.2f} × faster than the best of PyTorch ({name})\n")
+
+
+def to_json(task: Task) -> dict[str, Any]:
+    return {
+        "name": task.name,
+        "floor_ms": 1e3 * task.floor,
+        "floor": task.floor_says,
+        "median_ms": {name: 1e3 * result.median for name, result in task.results.items()},
+        "best_ms": {name: 1e3 * result.best for name, result in task.results.items()},
+        "speedup_over_best_peer": task.best_peer[1].median / task.ours.median,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="leave torch.compile out and measure fewer rounds")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--only", default="decode,prefill,resnet50", help="tasks, separated by commas")
+    parser.add_argument("--cache-length", type=int, default=512, help="rows of the KV cache")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds per task")
+    arguments = parser.parse_args()
+    only = set(arguments.only.split(","))
+    compiled, rounds = not arguments.quick, arguments.rounds or (5 if arguments.quick else 15)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "npu-sim-inductor"))
+    tasks: list[Task] = []
+    if only & {"decode", "prefill"}:
+        tasks += measure_language_model(arguments.cache_length, rounds, compiled, only)
+    if "resnet50" in only:
+        tasks += measure_resnet50(rounds, compiled)
+    console = Console()
+    for task in tasks:
+        print_task(task, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([to_json(task) for task in tasks], indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
