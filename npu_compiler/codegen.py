@@ -124,12 +124,12 @@ def _may_donate(
 
 
 def _reads_through_alias(graph: IRGraph, source: str, index: int) -> bool:
-    """Whether a later node reads a tensor that codegen may have made a view of the input."""
+    """Whether the node at `index` or a later one reads a tensor that codegen may have made a view of the input."""
     from npu_compiler.ops.aliases import is_alias
 
     aliases = {source}
     for position, node in enumerate(graph.nodes):
-        if position > index and any(name in aliases - {source} for name in node.inputs):
+        if position >= index and any(name in aliases - {source} for name in node.inputs):
             return True
         if (is_alias(node) or node.base in ("aten.to", "npu.cast")) and any(name in aliases for name in node.inputs):
             aliases.update(node.outputs)

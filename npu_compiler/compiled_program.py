@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import numpy as np
 
-from npu_compiler.codegen_core import BufferAllocation, ExecutionPlan, KernelCall, WeightSpec
+from npu_compiler.codegen_core import BufferAllocation, BufferKind, ExecutionPlan, KernelCall, WeightSpec
 from npu_compiler.dtypes import KNOWN_DTYPES, dtype_name, itemsize, numpy_dtype
 from npu_compiler.errors import InputError, IRError, ProgramFormatError
 from npu_compiler.ir_reader import TensorSpec
@@ -103,12 +103,14 @@ class CompiledProgram:
     def from_bytes(cls, data: bytes, origin: str = "program") -> CompiledProgram:
         body = _open_envelope(data, origin)
         try:
-            program = _program_from_dict(msgpack.unpackb(body, raw=False, strict_map_key=False))
-        except ProgramFormatError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, IRError, msgpack.UnpackException) as error:
+            content = msgpack.unpackb(body, raw=False, strict_map_key=False)
+            _check_types(content, _PROGRAM, "program")
+            program = _program_from_dict(content)
+            _check_consistency(program)
+        except ProgramFormatError as error:
+            raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
+        except (ValueError, KeyError, TypeError, IRError, msgpack.UnpackException) as error:
             raise ProgramFormatError(f"'{origin}' is not a valid program: {type(error).__name__}: {error}") from error
-        _check_consistency(program, origin)
         return program
 
 
@@ -222,6 +224,8 @@ def _program_from_dict(data: Mapping[str, Any]) -> CompiledProgram:
         for w in data["weights"]
     ]
     buffers = [BufferAllocation(**{**b, "alloc_shape": tuple(b["alloc_shape"])}) for b in data["buffers"]]
+    if len({buffer.name for buffer in buffers}) < len(buffers):
+        raise ProgramFormatError("two buffers have the same name")
     plan = ExecutionPlan(
         prologue=[_call_from_dict(call) for call in data["prologue"]],
         calls=[_call_from_dict(call) for call in data["calls"]],
@@ -241,24 +245,119 @@ def _program_from_dict(data: Mapping[str, Any]) -> CompiledProgram:
     return CompiledProgram(data["name"], data["target"], data["compute_dtype"], plan, data["compiler_version"])
 
 
-def _check_consistency(program: CompiledProgram, origin: str) -> None:
-    """Every view must lie inside its buffer and every arena buffer inside the arena."""
+@dataclass(frozen=True)
+class _Maybe:
+    """`schema`, or nil."""
+
+    schema: Any
+
+
+@dataclass(frozen=True)
+class _MapOf:
+    """A map from strings to `schema`."""
+
+    schema: Any
+
+
+_SIZES: Any = [int]
+_VIEW: Any = (str, _SIZES, _SIZES, int, str)
+_SPEC: Any = {
+    "name": str, "shape": _SIZES, "dtype": str, "storage": str, "alloc_shape": _Maybe(_SIZES), "bounds": _Maybe((int, int)),
+}  # fmt: skip
+_CALL: Any = {
+    "kernel": str, "source": str, "inputs": [_VIEW], "outputs": [_VIEW], "params": _MapOf(object), "node": str, "flops": int,
+    "bytes_moved": int,
+}  # fmt: skip
+_BUFFER: Any = {
+    "name": str, "kind": str, "alloc_shape": _SIZES, "dtype": str, "offset": int, "first_use": int, "last_use": int,
+    "donor": _Maybe(str),
+}  # fmt: skip
+_RECIPE: dict[str, Any] = {"op": str, "params": _MapOf(object)}
+_RECIPE["args"] = [_RECIPE]
+_PROGRAM: Any = {
+    "name": str, "target": str, "compute_dtype": str, "compiler_version": str, "prologue": [_CALL], "calls": [_CALL],
+    "buffers": [_BUFFER], "inputs": [_SPEC], "outputs": [_SPEC], "output_views": _MapOf(_VIEW),
+    "weights": [{"spec": _SPEC, "recipe": _RECIPE, "source_shapes": _MapOf(_SIZES)}],
+    "constants": _MapOf({"dtype": str, "shape": _SIZES, "data": bytes}),
+    "donations": _MapOf(str), "arena_bytes": int, "unused_weights": [str],
+}  # fmt: skip
+
+
+def _check_types(value: Any, schema: Any, where: str) -> None:
+    """Compare msgpack data with a schema: a type, [items], (fixed, items), {fields}, `_MapOf` or `_Maybe`.
+
+    Raises:
+        ProgramFormatError: names the first place that differs.
+    """
+    if isinstance(schema, _Maybe):
+        if value is not None:
+            _check_types(value, schema.schema, where)
+        return
+    wanted: Any = dict if isinstance(schema, _MapOf) else schema if isinstance(schema, type) else type(schema)
+    wanted = list if wanted is tuple else wanted
+    if not isinstance(value, wanted) or (wanted is int and (isinstance(value, bool) or not -1 <= value < 2**62)):
+        raise ProgramFormatError(f"{where} is {value!r:.40}, not a valid {wanted.__name__}")
+    if isinstance(schema, tuple) and len(value) != len(schema):
+        raise ProgramFormatError(f"{where} has {len(value)} items instead of {len(schema)}")
+    if isinstance(schema, dict) and value.keys() != schema.keys():
+        raise ProgramFormatError(f"{where} has other fields than {', '.join(schema)}")
+    if isinstance(schema, _MapOf):
+        for key, item in value.items():
+            _check_types(key, str, f"{where}: key")
+            _check_types(item, schema.schema, f"{where}.{key}")
+    elif isinstance(schema, dict):
+        for key, inner in schema.items():
+            _check_types(value[key], inner, f"{where}.{key}")
+    elif isinstance(schema, (list, tuple)):
+        inners = schema if isinstance(schema, tuple) else schema * len(value)
+        for index, (item, inner) in enumerate(zip(value, inners, strict=True)):
+            _check_types(item, inner, f"{where}[{index}]")
+
+
+def _check_consistency(program: CompiledProgram) -> None:
+    """Names must refer to what exists, every view must lie inside its buffer and every arena buffer in the arena."""
     plan = program.plan
     for buffer in plan.buffers.values():
         if buffer.dtype not in KNOWN_DTYPES or any(size < 0 for size in buffer.alloc_shape):
-            raise ProgramFormatError(f"'{origin}': buffer '{buffer.name}' has no valid shape and dtype")
+            raise ProgramFormatError(f"buffer '{buffer.name}' has no valid shape and dtype")
+        if buffer.kind not in get_args(BufferKind):
+            raise ProgramFormatError(f"buffer '{buffer.name}' is of unknown kind '{buffer.kind}'")
         if buffer.kind == "arena" and not 0 <= buffer.offset <= plan.arena_bytes - buffer.size_bytes:
-            raise ProgramFormatError(f"'{origin}': buffer '{buffer.name}' lies outside the arena")
+            raise ProgramFormatError(f"buffer '{buffer.name}' lies outside the arena")
+    specs = {spec.name: spec for spec in (*plan.inputs, *(weight.spec for weight in plan.weights.values()))}
+    constants = {name: (value.shape, "constant") for name, value in plan.constants.items()}
+    inputs = {spec.name: (spec.alloc_shape or spec.shape, "input") for spec in plan.inputs}
+    weights = {name: (weight.spec.alloc_shape or weight.spec.shape, "weight") for name, weight in plan.weights.items()}
+    for spec in (*specs.values(), *plan.outputs):
+        if spec.dtype not in KNOWN_DTYPES or spec.storage not in KNOWN_DTYPES or min((*spec.shape, 0)) < 0:
+            raise ProgramFormatError(f"tensor '{spec.name}' has no valid shape and dtype")
+    held = {b.name: (b.alloc_shape, b.kind) for b in plan.buffers.values() if b.kind in ("input", "weight", "constant")}
+    if held != {**constants, **weights, **inputs}:
+        raise ProgramFormatError("its inputs, weights and constants are not those of its buffers")
+    if {spec.name for spec in plan.outputs} != plan.output_views.keys():
+        raise ProgramFormatError("its outputs are not those of its views")
+    for output, donor in plan.donations.items():
+        if output not in plan.output_views or donor not in inputs:
+            raise ProgramFormatError(f"output '{output}' cannot update '{donor}' in place")
+    writable = {b.name for b in plan.buffers.values() if b.kind not in ("input", "weight", "constant")}
     calls = [*plan.prologue, *plan.calls]
-    views = [view for call in calls for view in (*call.inputs, *call.outputs)] + list(plan.output_views.values())
-    for view in views:
-        owner = plan.buffers.get(view.buffer)
-        if owner is None:
-            raise ProgramFormatError(f"'{origin}': a kernel uses buffer '{view.buffer}', which does not exist")
-        if 0 in view.shape:
-            continue
-        if len(view.shape) != len(view.strides) or min((*view.strides, view.offset, 0)) < 0:
-            raise ProgramFormatError(f"'{origin}': a view of buffer '{view.buffer}' is malformed")
-        last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
-        if (last + 1) * itemsize(view.dtype) > owner.size_bytes:
-            raise ProgramFormatError(f"'{origin}': a view reaches beyond its buffer '{view.buffer}'")
+    for call in calls:
+        if not call.outputs or not {view.buffer for view in call.outputs} & plan.buffers.keys() <= writable | set(
+            plan.donations.values()
+        ):
+            raise ProgramFormatError(f"kernel '{call.kernel}' (node '{call.node}') writes where it must not")
+    for view in [view for call in calls for view in (*call.inputs, *call.outputs)] + list(plan.output_views.values()):
+        _check_view(view, plan.buffers.get(view.buffer))
+
+
+def _check_view(view: View, owner: BufferAllocation | None) -> None:
+    if owner is None:
+        raise ProgramFormatError(f"a kernel uses buffer '{view.buffer}', which does not exist")
+    lengths_differ = len(view.shape) != len(view.strides)
+    if lengths_differ or min((*view.shape, *view.strides, view.offset, 0)) < 0 or view.dtype not in KNOWN_DTYPES:
+        raise ProgramFormatError(f"a view of buffer '{view.buffer}' is malformed")
+    if 0 in view.shape:
+        return
+    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    if (last + 1) * itemsize(view.dtype) > owner.size_bytes:
+        raise ProgramFormatError(f"a view reaches beyond its buffer '{view.buffer}'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from npu_compiler.graph_optimizer import (
 from npu_compiler.ir_reader import IRGraph, read_ir
 from npu_compiler.layout import assign_layout
 from npu_compiler.memory_planner import plan_memory
-from npu_compiler.precision import assign_storage, choose_compute_dtype
+from npu_compiler.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.rotary_region import expand_rotary_regions
 
 Stage = tuple[str, Callable[[IRGraph], IRGraph]]
@@ -43,6 +44,12 @@ _NORMALIZE: list[Stage] = [
     ("eliminate_noops", eliminate_noops),
     ("eliminate_dead_code", eliminate_dead_code),
 ]
+
+
+def _read(ir: str | Path | Mapping[str, Any] | IRGraph | Any) -> IRGraph:
+    """The graph, with its native dtype noted while the weights still are as they came."""
+    graph = read_ir(ir)
+    return replace(graph, native_dtype=native_dtype(graph))
 
 
 def stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str] = ()) -> list[Stage]:
@@ -81,7 +88,7 @@ def compile(
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
     """
     target = target or MetalCodegenTarget()
-    graph = read_ir(ir)
+    graph = _read(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
     check_constraints(normalize(graph))
@@ -101,7 +108,7 @@ def trace_stages(
     disabled_fusions: Collection[str] = (),
 ) -> Iterator[tuple[str, IRGraph]]:
     """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does."""
-    graph = read_ir(ir)
+    graph = _read(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
     for name, stage in stages(dtype, target or MetalCodegenTarget(), disabled_fusions):

@@ -21,6 +21,11 @@ from npu_compiler.ops.registry import find_op, is_in_place, out_of_place
 from npu_compiler.views import View, contiguous_strides
 
 MAY_COPY = frozenset({"aten.contiguous", "aten.reshape", "aten.flatten", "aten.reshape_as", "aten.ravel"})
+PERMUTATIONS = frozenset({
+    "aten.transpose", "aten.swapaxes", "aten.swapdims", "aten.t", "aten.mT", "aten.mH", "aten.adjoint", "aten.matrix_H",
+    "aten.numpy_T", "aten.permute", "aten.movedim", "aten.moveaxis",
+})  # fmt: skip
+SHUFFLES = frozenset({"aten.pixel_shuffle", "aten.pixel_unshuffle", "aten.channel_shuffle"})
 UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
 
 
@@ -86,7 +91,12 @@ class _Functionalizer:
             if parent is not None:
                 self.aliases[node.outputs[0]] = parent
             return
-        if node.base in MAY_COPY and not self._shares(node):
+        if node.base == "aten.broadcast_tensors":
+            for source, out in zip(node.inputs, node.outputs, strict=True):
+                size = list(self.tensors[out].shape)
+                self._track_view(OpNode(node.name, "aten.expand.default", (source,), (out,), {"size": size}))
+            return
+        if node.base in SHUFFLES or (node.base in MAY_COPY and not self._shares(node)):
             return
         parent = self._alias(node.inputs[0])
         version = self.version.get(parent.base, 0)
@@ -105,19 +115,21 @@ class _Functionalizer:
         """The part of a (dense) base that an alias shows, with its strides."""
         shape = self.tensors[alias.base].shape
         window = View(alias.base, shape, contiguous_strides(shape), 0, "")
-        ctx = Lowering(replace(self.graph, tensors=self.tensors), MetalCodegenTarget())
         for step in alias.chain:
             if is_same_dtype_cast(step, self.tensors):
                 continue
             if "_piece" in step.attrs:
                 op_type, attrs = self._piece_window(step)
                 step = replace(step, op_type=op_type, attrs=attrs)
-            op = find_op(step.op_type)
-            assert op is not None, step.op_type
-            ctx.node, ctx.views[step.inputs[0]] = step, window
-            op.lower(ctx, step)
-            window = ctx.view(step.outputs[0])
+            window = self._lower_view(step, window)
         return window
+
+    def _lower_view(self, step: OpNode, source: View) -> View:
+        op = find_op(step.op_type)
+        assert op is not None, step.op_type
+        ctx = Lowering(replace(self.graph, tensors=self.tensors), MetalCodegenTarget(), {step.inputs[0]: source}, node=step)
+        op.lower(ctx, step)
+        return ctx.view(step.outputs[0])
 
     def _latest(self, name: str) -> str:
         """The tensor that now holds what `name` refers to; views of a changed base are taken again."""
@@ -196,12 +208,11 @@ class _Functionalizer:
             start, _ = slice_bounds(spec.shape[attrs["dim"]], attrs["start"], None)
             window = {"dim": attrs["dim"], "start": start, "end": start + attrs["length"]}
             return self._append("aten.slice_scatter.default", (source, value), spec, window)
-        if op in ("aten.transpose", "aten.swapaxes", "aten.t", "aten.mT"):
-            return self._append(step.op_type, (value,), spec, attrs)
-        if op == "aten.permute":
-            rank = len(spec.shape)
-            order = [d % rank for d in attrs["dims"]]
-            return self._append("aten.permute.default", (value,), spec, {"dims": [order.index(d) for d in range(rank)]})
+        if op in PERMUTATIONS:
+            # Strides that number the dimensions: permuted, they show the order.
+            dims = range(len(spec.shape))
+            order = self._lower_view(step, View(source, spec.shape, tuple(dims), 0, "")).strides
+            return self._append("aten.permute.default", (value,), spec, {"dims": [order.index(d) for d in dims]})
         if self.tensors[value].numel == spec.numel and op != "aten.unfold":
             return self._append("aten.reshape.default", (value,), spec, {"shape": list(spec.shape)})
         raise IRError(f"node '{node.name}': in-place write through '{step.op_type}' (node '{step.name}') has no "

@@ -173,6 +173,9 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
 
     Given:   c = conv2d(x, w, b);  y = batch_norm(c, gamma, beta, mean, var)
     Result:  y = conv2d(x, w · s, b · s + t)    with s = gamma / sqrt(var + eps), t = beta − mean · s
+
+    A convolution of a 16-bit model gets them as float32: its own w is exact, and the rounding of w · s would move whole
+    channels, which no later average evens out.
     """
     producers, consumers = graph.producers(), graph.consumers()
     tensors, weights = dict(graph.tensors), dict(graph.weights)
@@ -193,7 +196,7 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
         names = []
         for suffix, recipe, shape in (("folded", folded, spec.shape), ("shift", shift, (spec.shape[axis],))):
             name = unique_name(f"{weight_name}.{suffix}", tensors)
-            tensors[name] = TensorSpec(name, shape, spec.dtype)
+            tensors[name] = TensorSpec(name, shape, spec.dtype if source.base == "aten.linear" else "float32")
             weights[name] = recipe
             names.append(name)
         replaced[node.name] = replace(source, name=node.name, inputs=(source.inputs[0], *names), outputs=node.outputs[:1])

@@ -43,6 +43,8 @@ class WeightTransformRecipe:
     def from_dict(cls, data: Mapping[str, Any]) -> WeightTransformRecipe:
         if data["op"] not in ("key", *_TRANSFORMS):
             raise ProgramFormatError(f"unknown weight transform '{data['op']}'")
+        if data["op"] == "key" and not isinstance(data["params"].get("key"), str):
+            raise ProgramFormatError("a weight recipe reads a key, but names none")
         return cls(data["op"], tuple(cls.from_dict(arg) for arg in data["args"]), dict(data["params"]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,43 +155,67 @@ class Executor:
         return bound
 
     def _bind(self, inputs: Mapping[str, DeviceBuffer], weights: Mapping[str, DeviceBuffer]) -> None:
-        stale: set[int] = set()
-        if self._weights is None or weights is not self._weights:
-            stale.update(self._bind_weights(weights))
-        for name, buffer in inputs.items():
-            known = self._memory.get(name)
-            if known is None or known.native_handle is not buffer.native_handle:
-                self._memory[name] = buffer
-                stale.update(self._users[name])
-        calls = self.program.plan.calls
-        for index in stale:
-            self._launches[index] = self._prepare(calls[index])
-        if stale or self._sequence is None:
+        moved = [name for name, buffer in inputs.items() if self._is_elsewhere(name, buffer)]
+        if moved:
+            self._check_sharing(inputs)
+        if self._weights != weights:
+            self._bind_weights(weights)
+        for name in moved:
+            self._memory[name] = inputs[name]
+            self._forget(self._users[name])
+        if self._sequence is None:
             for index, launch in enumerate(self._launches):
                 if launch is None:
-                    self._launches[index] = self._prepare(calls[index])
+                    self._launches[index] = self._prepare(self.program.plan.calls[index])
             self._sequence = self.backend.sequence([launch for launch in self._launches if launch is not None])
             self.counters["sequences"] += 1
 
-    def _bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> Sequence[int]:
-        """Check and bind weights, run the prologue, and return the calls that must be prepared again."""
+    def _forget(self, calls: Iterable[int]) -> None:
+        """Have calls prepared again before the next launch."""
+        for index in calls:
+            self._launches[index] = None
+            self._sequence = None
+
+    def _is_elsewhere(self, name: str, buffer: DeviceBuffer) -> bool:
+        known = self._memory.get(name)
+        return known is None or known.native_handle is not buffer.native_handle
+
+    def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
+        """Refuse memory that the program would write while it still has to read it under another name."""
+        outputs = {id(buffer.native_handle): name for name, buffer in self._outputs.items()}
+        names: dict[int, str] = {}
+        donated = set(self.program.plan.donations.values())
+        for name, buffer in sorted(inputs.items(), key=lambda item: item[0] not in donated):
+            handle = id(buffer.native_handle)
+            if handle in outputs:
+                raise InputError(
+                    f"input '{name}' is this executor's own output '{outputs[handle]}', which the run overwrites; "
+                    "copy() it first"
+                )
+            if names.setdefault(handle, name) != name and names[handle] in donated:
+                raise InputError(
+                    f"inputs '{names[handle]}' and '{name}' are the same buffer, but the program updates "
+                    f"'{names[handle]}' in place; give each a buffer of its own"
+                )
+
+    def _bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> None:
+        """Check and bind weights, and run the prologue if any of them is another buffer than before."""
         plan = self.program.plan
         missing = sorted(plan.weights.keys() - weights.keys())
         if missing:
             raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
         for name, weight in plan.weights.items():
             _check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
-        changed = {
-            name for name in plan.weights
-            if name not in self._memory or self._memory[name].native_handle is not weights[name].native_handle
-        }  # fmt: skip
-        self._memory.update({name: weights[name] for name in plan.weights})
-        self._weights = weights
-        for call in plan.prologue:
-            self._prepare(call)()
-        self.backend.synchronize()
-        made = {view.buffer for call in plan.prologue for view in call.outputs} | changed
-        return [i for i, call in enumerate(plan.calls) if any(view.buffer in made for view in call.inputs)]
+        changed = {name for name in plan.weights if self._is_elsewhere(name, weights[name])}
+        if self._weights is None or changed:
+            self._weights = None
+            changed |= {view.buffer for call in plan.prologue for view in call.outputs}
+            self._memory.update({name: weights[name] for name in plan.weights})
+            self._forget(i for i, call in enumerate(plan.calls) if any(view.buffer in changed for view in call.inputs))
+            for call in plan.prologue:
+                self._prepare(call)()
+            self.backend.synchronize()
+        self._weights = dict(weights)
 
     def _prepare(self, call: KernelCall) -> Launch:
         self.counters["prepared"] += 1

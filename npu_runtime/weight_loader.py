@@ -44,23 +44,21 @@ def load_weights(
     """
     backend = as_backend(device)
     with_state = source if isinstance(source, Mapping) else _LazyCheckpoint(Path(source))
-    _check_names(program, with_state, strict)
     buffers: dict[str, DeviceBuffer] = {}
-    problems: list[str] = []
+    problems = _name_problems(program, with_state, strict)
     for index, (name, weight) in enumerate(program.weight_specs.items()):
         spec = weight.spec
         shared = f"{weight.recipe}|{spec.storage}|{spec.alloc_shape or spec.shape}"
         if cache is not None and shared in cache:
             buffers[name] = cache[shared]
-            continue
-        state = {key: to_numpy(with_state[key]) for key in set(weight.recipe.keys())}
-        found = [p for key, array in state.items() for p in _check_array(key, array, weight.source_shapes[key])]
-        problems += found
-        if not found and not problems:
-            value = saturating_cast(apply_recipe(weight.recipe, state), spec.storage)
-            buffers[name] = backend.allocate_buffer(value, spec=spec)
-            if cache is not None:
-                cache[shared] = buffers[name]
+        else:
+            state = {key: to_numpy(with_state[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in with_state}
+            problems += [p for key, array in state.items() for p in _check_array(key, array, weight.source_shapes[key])]
+            if not problems:
+                value = saturating_cast(apply_recipe(weight.recipe, state), spec.storage)
+                buffers[name] = backend.allocate_buffer(value, spec=spec)
+                if cache is not None:
+                    cache[shared] = buffers[name]
         if progress is not None:
             progress(index + 1, len(program.weight_specs))
     if problems:
@@ -73,14 +71,13 @@ def _weight_error(program: CompiledProgram, problems: list[str]) -> WeightError:
     return WeightError(f"the weights do not fit program '{program.name}':\n{listed}")
 
 
-def _check_names(program: CompiledProgram, state: Mapping[str, Any], strict: bool) -> None:
+def _name_problems(program: CompiledProgram, state: Mapping[str, Any], strict: bool) -> list[str]:
     needed = {key for weight in program.weight_specs.values() for key in weight.recipe.keys()}
     problems = [f"missing: '{key}'{_suggest(key, state)}" for key in sorted(needed - set(state))]
     if strict:
         known = needed | set(program.plan.unused_weights)
         problems += [f"unknown: '{key}'" for key in sorted(set(state) - known)]
-    if problems:
-        raise _weight_error(program, problems)
+    return problems
 
 
 def _suggest(key: str, state: Mapping[str, Any]) -> str:

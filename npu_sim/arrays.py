@@ -30,7 +30,7 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
         elif separator and name and path:
             found = {name: _load(Path(path))}
         else:
-            raise InputError(f"'{assignment}' is not an input: write name=file.npy, with a name from {', '.join(known)}")
+            raise InputError(f"'{assignment}' is not an input: write name=file.npy, with a name of {', '.join(known)}")
         for key, array in found.items():
             if key not in known:
                 raise InputError(f"there is no input '{key}'; the inputs are {', '.join(known)}")
@@ -41,7 +41,7 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
             arrays[key] = array
     missing = [name for name in known if name not in arrays]
     if missing:
-        raise InputError(f"missing input {', '.join(missing)}; give name=file.npy for each, or for none (random inputs)")
+        raise InputError(f"missing input {', '.join(missing)}; give all inputs, or none (for random ones)")
     return arrays
 
 
@@ -68,7 +68,7 @@ def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
         return generator.random(spec.shape) < 0.9
     if spec.dtype.startswith("complex"):
         parts = generator.standard_normal((2, *spec.shape))
-        return (parts[0] + 1j * parts[1]).astype(dtype)
+        return np.asarray(parts[0] + 1j * parts[1], dtype)
     low, high = spec.bounds or (0, RANDOM_INDEX_LIMIT - 1)
     if low <= 0 and high > RANDOM_INDEX_LIMIT and spec.bounds is None:
         high = RANDOM_INDEX_LIMIT
@@ -128,7 +128,9 @@ def write_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> Path:
 
     from npu_compiler.compiled_program import write_atomically
 
-    storable = {name: value.astype(np.float32) if value.dtype.kind == "V" else value for name, value in outputs.items()}
+    storable: dict[str, Any] = {
+        name: value.astype(np.float32) if value.dtype.kind == "V" else value for name, value in outputs.items()
+    }
     data = io.BytesIO()
     np.savez(data, **storable)
     try:

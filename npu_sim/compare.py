@@ -96,4 +96,4 @@ def departs(ours: np.ndarray, exact: np.ndarray, half: np.ndarray, dtype: str) -
     tiny = np.finfo(np.float32).tiny if dtype != "float16" else 2.0**-24
     mean = rms(ours_off) / (2 * rms(near_off) + 2 * unit * typical + tiny)
     worst = float(ours_off.max()) / (8 * float(near_off.max()) + 16 * unit * largest + tiny)
-    return max(mean, worst)
+    return float(max(mean, worst))

@@ -53,7 +53,8 @@ def _devices() -> dict[str, dict[str, Any]]:
         try:
             found[name] = {"usable": True, "description": Device(name).backend.device}
         except Exception as error:  # a broken driver raises whatever it likes; doctor must outlive it
-            found[name] = {"usable": False, "reason": str(error).splitlines()[0] if str(error) else type(error).__name__}
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            found[name] = {"usable": False, "reason": reason}
     for name, reason in (("metal", _no_metal()), ("cuda", _no_cuda())):
         found.setdefault(name, {"usable": False, "reason": reason})
     return found

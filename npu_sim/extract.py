@@ -77,7 +77,7 @@ def _transient_buffers(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
     for name, buffer in module.named_buffers():
         if name in wanted and name not in saved:
             if buffer.is_meta:
-                raise IRError(f"buffer '{name}' is in no checkpoint and has no value on the meta device; build on the CPU")
+                raise IRError(f"buffer '{name}' is in no checkpoint and no value on the meta device; build on the CPU")
             dtype = str(buffer.dtype).removeprefix("torch.")
             constants[name] = {"data": buffer.tolist(), "dtype": dtype, "shape": list(buffer.shape)}
     return constants
@@ -212,8 +212,6 @@ def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.
 def with_one_output(model: nn.Module, field: str) -> nn.Module:
     """The model as a function of its first input with one tensor as result; its parameters keep their names."""
     import types
-
-    import torch
 
     keyword = "pixel_values" if getattr(model, "main_input_name", "") == "pixel_values" else "input_ids"
     original = type(model).forward

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ UNIFORM = frozenset(
     for name in (
         "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "dot", "mv", "conv1d", "conv2d", "conv3d",
         "convolution", "conv_transpose1d", "conv_transpose2d", "scaled_dot_product_attention", "layer_norm",
-        "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "prelu", "index_copy", "index_put",
-        "index_add", "scatter", "scatter_add", "masked_scatter", "slice_scatter", "lerp", "grid_sampler",
+        "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "prelu", "index_copy",
+        "index_put", "index_add", "scatter", "scatter_add", "masked_scatter", "slice_scatter", "lerp", "grid_sampler",
     )
 )  # fmt: skip
 
@@ -42,6 +43,15 @@ class Reference:
     graph: IRGraph
     state: Mapping[str, Any]
     keys: Mapping[str, str]
+
+    @cached_property
+    def casts(self) -> frozenset[str]:
+        """Names of the nodes that `retype` added: a cast is named as the tensor that it makes, dtype last."""
+        return frozenset(
+            node.name
+            for node in self.graph.nodes
+            if node.outputs == (node.name,) and node.inputs and node.name.startswith(f"{node.inputs[0]}.")
+        )
 
     def run(self, inputs: Mapping[str, np.ndarray], graph: IRGraph | None = None) -> dict[str, np.ndarray]:
         """Tensor values by name for the outputs of the graph, or of a part of it (see `part`)."""

@@ -15,13 +15,12 @@ import numpy as np
 
 from npu_compiler import compile, trace_stages
 from npu_compiler.compiler import normalize
-from npu_compiler.errors import DeviceError
+from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, read_ir
 from npu_compiler.ops.aliases import is_alias
 from npu_compiler.precision import assign_storage, choose_compute_dtype
 from npu_runtime import Device, Executor, execute_cpu_partition, load_weights
-from npu_runtime.buffer import as_backend
 from npu_sim.compare import OutputReport, compare_output, departs
 from npu_sim.recording import Recorded, record
 from npu_sim.reference import Reference, references
@@ -150,8 +149,9 @@ class _Verification:
         self.loaded = load_weights(weights, self.program, device, strict=False)
         for arrays in inputs:
             for spec in self.program.input_specs:
-                if spec.name in arrays:
-                    as_backend(device).allocate_buffer(np.asarray(arrays[spec.name]), spec=spec)
+                if spec.name not in arrays:
+                    raise InputError(f"missing input '{spec.name}'")
+                device.backend.allocate_buffer(np.asarray(arrays[spec.name]), spec=spec)
         self.exact, self.half = references(self.normal, weights, self.dtype)
         self.expected: list[tuple[Arrays, Arrays]] = []
 
@@ -251,7 +251,7 @@ def _first_departure(
             error = departs(known[out], wanted, half.run(known, half.part(out, before))[out], dtype)
             if error > 1:
                 blamed, kernel = maker[out]
-                names = tuple(x.name for x in reversed(part.nodes) if x.name not in x.outputs or x.op_type != "aten.to.dtype")
+                names = tuple(node.name for node in reversed(part.nodes) if node.name not in exact.casts)
                 return Culprit(blamed.name, blamed.op_type, kernel, out, names, error)
     return None
 

@@ -168,6 +168,68 @@ def test_attention(dtype: torch.dtype, queries: int) -> None:
                 check(out, attention_reference(q, k, v, mask, causal, width**-0.5), tolerance)
 
 
+def masks_with_holes(heads: int, queries: int, keys: int) -> dict[str, torch.Tensor]:
+    """Boolean masks that hide whole panels and tiles of keys from some or all queries."""
+    key, query = torch.arange(keys), torch.arange(queries)[:, None]
+    masks = {
+        "start of a cache": key <= query,
+        "end of a cache": key > keys - queries + query,
+        "hole": ((key < 40) | (key > keys - 70)).expand(queries, keys),
+        "stripes": ((key // 32 + query // 7) % 3 == 0).clone(),
+        "window": (key - 3 * query).abs() < 50,
+        "padding": (key < keys // 2 + 1)[None],
+        "per head": (key // 64 + query // 16)[None] % (torch.arange(heads)[:, None, None] + 1) == 0,
+        "one key per head": key == (queries * 5 + 97 * torch.arange(heads)[:, None, None] + query) % keys,
+        "nothing": torch.zeros(queries, keys, dtype=torch.bool),
+    }
+    masks["stripes"][queries // 2 :: 2] = False
+    masks["per head and batch"] = torch.stack([masks["per head"], masks["per head"].flip(-1)])
+    return masks
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("queries, keys", ((5, 2047), (12, 257), (13, 31), (61, 1), (61, 801), (130, 129)))
+def test_attention_with_holes_in_the_mask(dtype: torch.dtype, queries: int, keys: int) -> None:
+    heads, kv_heads, width, tolerance = 6, 2, 16, 5e-5 if dtype is torch.float32 else 1e-2
+    shapes = ((2, heads, queries, width), (2, kv_heads, keys, width), (2, kv_heads, keys, width))
+    q, k, v = (strided(*shape, dtype=dtype) for shape in shapes)
+    for name, seen in masks_with_holes(heads, queries, keys).items():
+        hidden = ~torch.broadcast_to(seen, (2, heads, queries, keys)).unflatten(1, (kv_heads, -1)).any(2).any(2)
+        for low in (None, -torch.inf, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min):
+            mask = seen if low is None else torch.where(seen, 0.0, low)
+            for causal in (False, True):
+                out, expected = blank(2, heads, queries, width), attention_reference(q, k, v, mask, causal, 0.25)
+                run(native.attention(q, k, v, mask, causal, 0.25, out))
+                assert torch.allclose(out.double(), expected, tolerance, tolerance), f"{name}, {low}, {causal}"
+        # Panels that no query of a key head sees are not read.
+        panels = functional.pad(hidden, (0, -keys % 32), value=True).unflatten(-1, (-1, 32)).all(-1)
+        unread = panels.repeat_interleave(32, -1)[..., :keys, None]
+        poisoned = [x.masked_fill(unread, torch.nan) for x in (k, v)]
+        out = blank(2, heads, queries, width)
+        run(native.attention(q, *poisoned, seen, False, 0.25, out))
+        check(out, attention_reference(q, k, v, seen, False, 0.25), tolerance)
+
+
+def test_attention_causal_does_not_read_the_future() -> None:
+    q, k, v = torch.randn(1, 2, 40, 16), torch.randn(1, 2, 3000, 16), torch.randn(1, 2, 3000, 16)
+    expected = attention_reference(q, k, v, None, True, 0.25)
+    k[:, :, 64:], v[:, :, 64:] = torch.nan, torch.nan
+    out = torch.empty(1, 2, 40, 16)
+    run(native.attention(q, k, v, None, True, 0.25, out))
+    check(out, expected)
+
+
+def test_attention_mask_of_nan_hides_nothing() -> None:
+    for queries in (1, 9):
+        q, k = torch.randn(1, 1, queries, 16), torch.randn(1, 1, 300, 16)
+        mask = torch.full((queries, 300), -torch.inf)
+        mask[:, 290] = 0.0
+        mask[0, 40] = torch.nan
+        out = torch.empty(1, 1, queries, 16)
+        run(native.attention(q, k, k, mask, False, 1.0, out))
+        assert out[0, 0, 0].isnan().all() and not out[0, 0, 1:].isnan().any()
+
+
 @pytest.mark.parametrize("queries", (1, 9))
 def test_attention_does_not_read_masked_keys(queries: int) -> None:
     q, k, v = torch.randn(1, 2, queries, 16), torch.randn(1, 2, 5000, 16), torch.randn(1, 2, 5000, 16)

@@ -281,8 +281,8 @@ def test_a_write_through_a_chain_of_views_scatters_back_step_by_step() -> None:
         %mul_ = aten.mul(%select) {other=2}
         %x.transpose = aten.transpose(%x) {dim0=0, dim1=1}
         %x.transpose.select_scatter = aten.select_scatter(%x.transpose, %mul_) {dim=0, index=1}
-        %x.transpose.select_scatter.transpose = aten.transpose(%x.transpose.select_scatter) {dim0=0, dim1=1}
-        return %x.transpose.select_scatter.transpose
+        %x.transpose.select_scatter.permute = aten.permute(%x.transpose.select_scatter) {dims=[1, 0]}
+        return %x.transpose.select_scatter.permute
     """)
 
 

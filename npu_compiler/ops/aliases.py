@@ -13,8 +13,8 @@ def _dims(value: object) -> list[int]:
 
 
 @register_op(
-    "aten.alias", "aten.detach", "aten.dropout", "aten.feature_dropout", "aten.contiguous", "aten.view_as_real_copy",
-    "aten.positive", "aten.alpha_dropout", "aten.dropout2d", tensors=("self",),
+    "aten.alias", "aten.detach", "aten.dropout", "aten.feature_dropout", "aten.contiguous", "aten.positive",
+    "aten.alpha_dropout", tensors=("self",),
     unsupported=lambda node, graph: "dropout in training mode" if node.attrs.get("train") else None,
 )  # fmt: skip
 def lower_identity(ctx: Lowering, node: OpNode) -> None:
@@ -100,7 +100,7 @@ def lower_slice(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(view.slice(dim, start, end, node.attrs.get("step", 1)))
 
 
-@register_op("aten.narrow")
+@register_op("aten.narrow", unsupported=lambda node, graph: None if "start" in node.attrs else "narrow with a tensor as its start")
 def lower_narrow(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     dim = view.dim(node.attrs["dim"])

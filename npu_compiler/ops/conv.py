@@ -159,7 +159,21 @@ def _batch_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return "batch normalization in training mode"
     if len(node.inputs) not in (3, 5):
         return "batch normalization without running statistics"
+    if _reads_statistics(node, graph):
+        return "batch normalization that returns its statistics"
     return None
+
+
+def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
+    """Whether anything but output 0 of a node with several is used."""
+    others = set(node.outputs[1:])
+    if not others:
+        return False
+    for user in graph.nodes:
+        read = {user.inputs[user.attrs["index"]]} if user.base == "getitem" else set(user.inputs)
+        if read & others:
+            return True
+    return bool(others & set(graph.outputs))
 
 
 BATCH_NORM_OPS = ("aten.batch_norm", "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm",

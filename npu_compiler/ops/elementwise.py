@@ -71,7 +71,6 @@ elementwise("elu", "self", "a > 0 ? scale * a : scale * alpha * expm1(a * input_
             alpha=1.0, scale=1.0, input_scale=1.0)  # fmt: skip
 elementwise("celu", "self", "a > 0 ? a : alpha * expm1(a / alpha)", "torch.celu", alpha=1.0)
 elementwise("hardtanh", "self", "min(max(a, min_val), max_val)", F + "hardtanh", min_val=-1.0, max_val=1.0)
-elementwise("softsign", "self", "a / (1 + fabs(a))", F + "softsign")
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
 elementwise("add", "self other", "a + alpha * b", alpha=1)
@@ -120,6 +119,17 @@ elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "
 def lower_gelu(ctx: Lowering, node: OpNode) -> None:
     approximate = node.attrs.get("approximate") == "tanh"
     ctx.elementwise("gelu_tanh" if approximate else "gelu_erf", [ctx.view(node.inputs[0])], ctx.output())
+
+
+@register_op("aten.round.decimals")
+def lower_round_decimals(ctx: Lowering, node: OpNode) -> None:
+    """round(x · 10ᵈ) / 10ᵈ; negative decimals the other way round, since 10ᵈ itself is inexact there."""
+    view, decimals = ctx.view(node.inputs[0]), node.attrs["decimals"]
+    up, down = ("mul", "true_divide") if decimals >= 0 else ("true_divide", "mul")
+    scaled, rounded = (ctx.temp(view.shape, "float32") for _ in range(2))
+    ctx.elementwise(up, [view, 10.0 ** abs(decimals)], scaled)
+    ctx.elementwise("round", [scaled], rounded)
+    ctx.elementwise(down, [rounded, 10.0 ** abs(decimals)], ctx.output())
 
 
 @register_op("aten.glu")
@@ -196,8 +206,8 @@ def per_channel(vector: View, rank: int) -> View:
 
 
 @register_op(
-    "aten.to", "aten._to_copy", "aten.type_as", "aten.float", "aten.half", "aten.bfloat16", "aten.lift_fresh_copy",
-    "aten.lift_fresh", "npu.cast", tensors=("self", "other"),
+    "aten.to", "aten._to_copy", "aten.type_as", "aten.lift_fresh_copy", "aten.lift_fresh", "npu.cast",
+    tensors=("self", "other"),
 )  # fmt: skip
 def lower_to(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(ctx.view(node.inputs[0]))

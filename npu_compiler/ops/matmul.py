@@ -103,7 +103,7 @@ def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
     emit_linear(ctx, x, weight, ctx.output(), bias, residual, node.attrs.get("activation", "none"))
 
 
-@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot", "aten.__matmul__",
+@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot",
              tensors=("self", "other"))  # fmt: skip
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)

@@ -206,7 +206,7 @@ def lower_arange(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("arange_kernel", [], [ctx.output()], params)
 
 
-@register_op("aten.linspace")
+@register_op("aten.linspace", unsupported=lambda node, graph: "linspace between tensors" if node.inputs else None)
 def lower_linspace(ctx: Lowering, node: OpNode) -> None:
     start, steps = node.attrs["start"], node.attrs["steps"]
     step = (node.attrs["end"] - start) / (steps - 1) if steps > 1 else 0.0

@@ -39,14 +39,17 @@ struct QueryRow {
   int64_t keys;
 };
 
+inline int64_t mask_item_size(const AttentionArgs& a) {
+  return a.mask_kind == MaskKind::boolean ? 1 : item_size(a.mask.dtype);
+}
+
 template <class T>
 QueryRow<T> query_row(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row) {
   const int64_t head = kv_head * (a.heads() / a.kv_heads()) + row / a.queries(), i = row % a.queries();
-  const int64_t mask_size = a.mask_kind == MaskKind::boolean ? 1 : item_size(a.mask.dtype);
   return {
       reinterpret_cast<const T*>(a.q.data) + offset(a.q, batch, head, i),
       a.out.data + offset(a.out, batch, head, i) * item_size(a.out.dtype),
-      a.mask.data ? a.mask.data + offset(a.mask, batch, head, i) * mask_size : nullptr,
+      a.mask.data ? a.mask.data + offset(a.mask, batch, head, i) * mask_item_size(a) : nullptr,
       a.causal ? std::min(a.keys(), i + 1) : a.keys(),
   };
 }
@@ -60,7 +63,8 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
     if (a.mask_kind == MaskKind::boolean) {
       typedef uint8_t Bytes __attribute__((vector_size(16)));
       Bytes bytes{};
-      std::memcpy(&bytes, row.mask + key, std::min<int64_t>(count, kLanes));
+      if (count >= kLanes) std::memcpy(&bytes, row.mask + key, kLanes);
+      else std::memcpy(&bytes, row.mask + key, count);
       bias = __builtin_convertvector(bytes, IVec) != 0 ? Vec{} : splat(kNoWeight);
     } else if (a.mask_kind == MaskKind::additive) {
       bias = load_any(row.mask, a.mask.dtype, key, count);
@@ -71,11 +75,13 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
   return bias;
 }
 
-NPU_INLINE bool attends_any(Vec bias) {
+// Whether some lane is anything but `value`; NaN is.
+NPU_INLINE bool differs_any(Vec lanes, float value) {
 #if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(bias, splat(kNoWeight), _CMP_NEQ_UQ) != 0;
+  return _mm512_cmp_ps_mask(lanes, splat(value), _CMP_NEQ_UQ) != 0;
 #else
-  return max_lanes(bias) > kNoWeight;
+  const IVec differs = lanes != splat(value);
+  return max_lanes(bit_cast<Vec>(differs & bit_cast<IVec>(splat(1.0f)))) > 0;
 #endif
 }
 

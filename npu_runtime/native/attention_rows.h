@@ -129,7 +129,7 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
         // A range of keys may end inside a block only at the last key or where another range begins, on a block.
         const Vec value = key < end ? score_bias(a, query[r], key, floor) : splat(kNoWeight);
         store(bias, value);
-        if (attends_any(value)) alive[g] = any = true;
+        if (differs_any(value, kNoWeight)) alive[g] = any = true;
       }
     if (!any) continue;
 

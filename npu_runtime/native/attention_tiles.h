@@ -1,16 +1,16 @@
 // Attention of many query rows (prefill): keys and values are packed as panels, tiles of scores come from the GEMM
-// kernel, and the softmax is computed online, so that no [M, S] matrix exists.
+// kernel, and the softmax is computed online, so that no [M, S] matrix exists. Panels of keys that a causal mask or the
+// given one hides from all queries are not packed, and a block of queries skips those that it cannot see.
 //
 // For bfloat16 the weights are rounded to bfloat16 before they multiply the values (torch's kernel does the same);
 // their total is taken over the rounded weights, so they still sum to one.
 #pragma once
 
+#include "attention_mask.h"
 #include "attention_rows.h"
 
 namespace npu {
 
-constexpr int64_t kTileKeys = 256;  // keys per tile: 12 rows of scores, and the panels they meet, stay in L1 and L2
-constexpr int64_t kTilePanels = kTileKeys / kPanel;
 constexpr int64_t kTaskBlocks = 4;  // row blocks that pass over a tile's panels together
 
 // The packed keys and values of one key head, in elements of X.
@@ -50,18 +50,34 @@ struct RowBlock {
   int64_t first, rows;
   int64_t keys, shared_keys;  // a causal mask hides keys from the first on for all rows, from the second on for some
   QueryRow<T> query[kMaxRows];
+  const TilePanels* mask[kMaxRows];  // what the mask's row leaves visible, if there is a mask
   float highest[kMaxRows], total[kMaxRows];
   X* q;         // packed
   float* sums;  // one [rows][32] tile per value panel
+
+  // What the rows together see of the tile that begins at `key`, and where scores need a bias.
+  TilePanels visible(bool masked, int64_t key) const {
+    const auto bits_below = [](int64_t panels) {
+      return static_cast<uint8_t>((1 << std::clamp<int64_t>(panels, 0, kTilePanels)) - 1);
+    };
+    TilePanels result = masked ? TilePanels{} : TilePanels{0xff, 0};
+    for (int64_t r = 0; masked && r < rows; ++r) result = result | mask[r][key / kTileKeys];
+    result.seen &= bits_below(divide_up(keys - key, kPanel));
+    if (shared_keys < key + kTileKeys) result.biased |= ~bits_below((std::max(shared_keys, key) - key) / kPanel);
+    return result;
+  }
 };
 
 template <class T>
-void begin_block(const AttentionArgs& a, int64_t batch, int64_t kv_head, RowBlock<T>& block, int64_t value_panels) {
+void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch, int64_t kv_head, RowBlock<T>& block,
+                 int64_t value_panels) {
   constexpr int kWidth = Step<T>::kWidth;
   block.keys = 0;
   block.shared_keys = a.keys();
   for (int64_t r = 0; r < block.rows; ++r) {
-    block.query[r] = query_row<T>(a, batch, kv_head, block.first + r);
+    const int64_t row = block.first + r, head = kv_head * (a.heads() / a.kv_heads()) + row / a.queries();
+    block.query[r] = query_row<T>(a, batch, kv_head, row);
+    if (mask.planes) block.mask[r] = mask.row(batch, head, row % a.queries());
     block.keys = std::max(block.keys, block.query[r].keys);
     block.shared_keys = std::min(block.shared_keys, block.query[r].keys);
     block.highest[r] = kNoWeight;
@@ -71,41 +87,33 @@ void begin_block(const AttentionArgs& a, int64_t batch, int64_t kv_head, RowBloc
   std::fill(block.sums, block.sums + value_panels * block.rows * kPanel, 0.0f);
 }
 
-// Attends a block to keys [key, key + 256) or what of them exists.
+// Attends a block to what it sees of keys [key, key + 256).
 template <class T>
 void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typename Step<T>::X* packed, int64_t key,
                  RowBlock<T>& block, float* scores, typename Step<T>::X* weights) {
   using X = typename Step<T>::X;
   constexpr int kWidth = Step<T>::kWidth;
-  const int64_t rows = block.rows, panels = divide_up(std::min(kTileKeys, block.keys - key), kPanel);
-  // Row r's scores are scores[r * kTileKeys ...]; first they hold the biases, if there can be any.
-  const bool biased = a.mask_kind != MaskKind::none || key + kTileKeys > block.shared_keys;
-  bool alive[kTilePanels];
-  std::fill(alive, alive + kTilePanels, !biased);
-  for (int64_t r = 0; biased && r < rows; ++r)
-    for (int64_t j = 0; j < panels * kPanel; j += kLanes) {
-      const Vec bias = score_bias(a, block.query[r], key + j, a.mask_floor);
-      store(scores + r * kTileKeys + j, bias);
-      alive[j / kPanel] = alive[j / kPanel] || attends_any(bias);
-    }
-  int64_t begin = 0, end = panels;
-  while (begin < end && !alive[begin]) ++begin;
-  while (begin < end && !alive[end - 1]) --end;
-  if (begin == end) return;
+  const TilePanels visible = block.visible(a.mask_kind != MaskKind::none, key);
+  if (visible.seen == 0) return;
+  // The panels that are seen, side by side: row r's scores of the c-th are scores[r * kTileKeys + c * 32 ...].
+  int64_t panels[kTilePanels], count = 0;
+  for (int64_t p = 0; p < kTilePanels; ++p)
+    if (visible.seen >> p & 1) panels[count++] = key / kPanel + p;
 
+  const int64_t rows = block.rows;
   alignas(64) float tile[kMaxRows * kPanel];
   Vec highest[kMaxRows];
   std::fill(highest, highest + rows, splat(kNoWeight));
-  for (int64_t p = begin; p < end; ++p) {
-    const X* panel = packed + (key / kPanel + p) * layout.key_panel_size;
-    multiply<X>(rows, block.q, panel, divide_up(a.width(), kWidth), tile, false);
+  for (int64_t c = 0; c < count; ++c) {
+    const int64_t first = panels[c] * kPanel;
+    const bool biased = visible.biased >> (panels[c] % kTilePanels) & 1;
+    multiply<X>(rows, block.q, packed + panels[c] * layout.key_panel_size, divide_up(a.width(), kWidth), tile, false);
     for (int64_t r = 0; r < rows; ++r)
       for (int v = 0; v < 2; ++v) {
-        float* score = scores + r * kTileKeys + p * kPanel + v * kLanes;
-        Vec value = load(tile + r * kPanel + v * kLanes) * a.scale;
-        if (biased) value += load(score);
-        store(score, value);
-        highest[r] = max(value, highest[r]);
+        Vec score = load(tile + r * kPanel + v * kLanes) * a.scale;
+        if (biased) score += score_bias(a, block.query[r], first + v * kLanes, a.mask_floor);
+        store(scores + r * kTileKeys + c * kPanel + v * kLanes, score);
+        highest[r] = max(score, highest[r]);
       }
   }
   for (int64_t r = 0; r < rows; ++r) {
@@ -122,17 +130,21 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
     block.highest[r] = now;
     const float shift = now == kNoWeight ? 0.0f : now;  // see attend_rows
     Vec total{};
-    for (int64_t j = begin * kPanel; j < end * kPanel; j += kLanes) {
+    for (int64_t j = 0; j < count * kPanel; j += kLanes) {
       X* weight = weights + r * kTileKeys + j;
       store(weight, exp(load(scores + r * kTileKeys + j) - shift));
       total += load(weight);
     }
     block.total[r] += sum_lanes(total);
   }
-  for (int64_t p = 0; p < layout.value_panels; ++p) {
-    const X* values = packed + layout.values_at() + p * layout.value_panel_size + (key + begin * kPanel) * kPanel;
-    multiply<X, kTileKeys>(rows, weights + begin * kPanel, values, (end - begin) * kPanel / kWidth,
-                           block.sums + p * rows * kPanel, true);
+  // Weights meet the values of neighbouring panels in one go.
+  for (int64_t c = 0, next; c < count; c = next) {
+    for (next = c + 1; next < count && panels[next] == panels[next - 1] + 1;) ++next;
+    for (int64_t p = 0; p < layout.value_panels; ++p) {
+      const X* values = packed + layout.values_at() + p * layout.value_panel_size + panels[c] * kPanel * kPanel;
+      multiply<X, kTileKeys>(rows, weights + c * kPanel, values, (next - c) * kPanel / kWidth,
+                             block.sums + p * rows * kPanel, true);
+    }
   }
 }
 
@@ -152,12 +164,17 @@ void attention_by_tiles(const AttentionArgs& a) {
   using X = typename Step<T>::X;
   const PanelLayout layout(a, Step<T>::kWidth);
   const int64_t heads = a.batch() * a.kv_heads();
-  X* packed = shared_scratch().get<X>(heads * layout.size() * sizeof(X));
-  parallel_for(heads * layout.key_panels, 4, [&](int64_t begin, int64_t end, int) {
+  MaskSummary mask(a);
+  char* memory = shared_scratch().get<char>(mask.bytes() + heads * layout.size() * sizeof(X));
+  mask.fill<T>(a, memory);
+  X* packed = reinterpret_cast<X*>(memory + mask.bytes());
+  const int64_t group = a.heads() / a.kv_heads();
+  const int64_t panels = divide_up(a.causal ? std::min(a.keys(), a.queries()) : a.keys(), kPanel);
+  parallel_for(heads * panels, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t head = i / layout.key_panels;
-      pack_keys<T>(a, layout, head / a.kv_heads(), head % a.kv_heads(), i % layout.key_panels,
-                   packed + head * layout.size());
+      const int64_t head = i / panels, panel = i % panels, batch = head / a.kv_heads(), kv_head = head % a.kv_heads();
+      if (mask.seen(batch, kv_head * group, group, panel / kTilePanels) >> (panel % kTilePanels) & 1)
+        pack_keys<T>(a, layout, batch, kv_head, panel, packed + head * layout.size());
     }
   });
 
@@ -186,13 +203,13 @@ void attention_by_tiles(const AttentionArgs& a) {
         block[b].rows = blocks.size(first + b);
         block[b].q = q + b * q_size;
         block[b].sums = sums + b * sums_size;
-        begin_block(a, batch, kv_head, block[b], layout.value_panels);
+        begin_block(a, mask, batch, kv_head, block[b], layout.value_panels);
         keys = std::max(keys, block[b].keys);
       }
-      const X* panels = packed + head * layout.size();
+      const X* head_packed = packed + head * layout.size();
       for (int64_t key = 0; key < keys; key += kTileKeys)
         for (int64_t b = 0; b < count; ++b)
-          if (key < block[b].keys) attend_tile(a, layout, panels, key, block[b], scores, weights);
+          if (key < block[b].keys) attend_tile(a, layout, head_packed, key, block[b], scores, weights);
       for (int64_t b = 0; b < count; ++b) finish_block(a, batch, kv_head, block[b], partial);
     }
   });

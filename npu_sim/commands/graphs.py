@@ -17,7 +17,7 @@ def extract(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the IR JSON.")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", "-i", metavar="DTYPE[1,3,224,224]", help="An example input, in order.")
+        list[str] | None, typer.Option("--input", "-i", metavar="DTYPE[1,3,224,224]", help="An example input; repeat.")
     ] = None,
     task: Annotated[str | None, typer.Option("--task", help="What a Hugging Face model is for.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Sequence length of a Hugging Face text model.")] = 128,

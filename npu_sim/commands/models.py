@@ -24,7 +24,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="By default, a chat in the terminal, or what stdin brings.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="At most so many new ones.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="At most so many.")] = None,
     temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 takes the likeliest.")] = 0.0,
     top_p: Annotated[float | None, typer.Option("--top-p", help="Draw from the likeliest that sum to this.")] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="Draw from so many of the likeliest.")] = None,

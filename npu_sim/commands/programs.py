@@ -81,7 +81,7 @@ def compile(
     else:
         typer.echo(
             f"{output}: {program.compute_dtype} for {program.target}, {totals['kernel launches']} kernel launches, "
-            f"{totals['weight bytes'] / 1e6:.1f} MB of weights, {totals['arena bytes'] / 1e6:.1f} MB arena"
+            f"{int(totals['weight bytes']) / 1e6:.1f} MB of weights, {int(totals['arena bytes']) / 1e6:.1f} MB arena"
         )
 
 

@@ -1,0 +1,318 @@
+"""The `npu-sim` command: what it prints, what it says about wrong input, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ir_builder import IRBuilder
+from PIL import Image
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from npu_runtime.cpu_kernels import CPU_KERNELS
+from npu_sim.cli import app
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = [
+    "extract", "compile", "describe", "run", "partition", "verify", "profile", "generate", "classify", "bench",
+    "doctor",
+]  # fmt: skip
+FACTORY = """
+import torch
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]), persistent=False)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)).to(torch.float32) * self.scale
+
+def make():
+    return Scaled(), (torch.empty(2, 4),)
+
+def bare():
+    return Scaled()
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model: IR, weights, program, an input."""
+    place = tmp_path_factory.mktemp("cli")
+    g = IRBuilder("tiny")
+    x = g.input("x", 2, 8)
+    hidden = g("aten.relu.default", g("aten.linear.default", x, g.weight("w", 8, 8), g.weight("b", 8)))
+    g.output(g("aten.softmax.int", hidden, -1, name="softmax"))
+    (place / "tiny.json").write_text(json.dumps(g.ir()))
+    rng = np.random.default_rng(3)
+    weights = {"w": rng.standard_normal((8, 8), np.float32), "b": rng.standard_normal(8, np.float32)}
+    save_file(weights, place / "tiny.safetensors")
+    np.savez(place / "weights.npz", **weights)
+    np.save(place / "x.npy", rng.standard_normal((2, 8), np.float32))
+    np.save(place / "wide.npy", np.zeros((2, 9), np.float32))
+    (place / "bad.npy").write_text("no array")
+    (place / "bad.json").write_text("{")
+    (place / "bad.npubin").write_bytes(b"NPUBIN????")
+    (place / "model_for_cli_test.py").write_text(FACTORY)
+    Image.new("RGB", (32, 32), "red").save(place / "red.png")
+    assert invoke(place, "compile", "tiny.json", "-o", "tiny.npubin").exit_code == 0
+    return place
+
+
+def invoke(folder: Path, *args: str) -> Any:
+    """Run a command in a folder, in this process."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return CliRunner().invoke(app, list(args), prog_name="npu-sim")
+    finally:
+        os.chdir(before)
+
+
+def process(folder: Path, *args: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "npu_sim.cli", *args],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(folder: Path, command: str) -> None:
+    result = invoke(folder, command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: npu-sim" in result.output
+
+
+WRONG = [
+    (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json'"),
+    (["compile", "bad.json", "-o", "a.npubin"], "not valid JSON"),
+    (["compile", "tiny.json"], "-o FILE.npubin"),
+    (["compile", "tiny.json", "-o", "no/such/a.npubin"], "cannot write 'no/such/a.npubin'"),
+    (["compile", "tiny.json", "-o", "a.npubin", "--dtype", "int4"], "unknown compute dtype 'int4'"),
+    (["compile", "tiny.json", "-o", "a.npubin", "--target", "tpu"], "unknown target 'tpu'"),
+    (["compile", "tiny.json", "-o", "a.npubin", "--disable-fusion", "magic"], "unknown fusion magic; known are silu"),
+    (["describe", "bad.npubin"], "truncated or corrupted"),
+    (["describe", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["run", "tiny.npubin"], "has 2 weights: name their file with --weights"),
+    (["run", "tiny.npubin", "-w", "absent.pt"], "no such weights: 'absent.pt'"),
+    (["run", "tiny.npubin", "-w", "bad.json"], "not a readable safetensors file"),
+    (["run", "tiny.npubin", "-w", "x.npy"], "not a readable safetensors file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "tpu"], "unknown device 'tpu'; here are"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x.npy"], "write name=file.npy"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "y=x.npy"], "there is no input 'y'; the inputs are x"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=absent.npy"], "no such file: 'absent.npy'"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=bad.npy"], "not a readable .npy or .npz file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=wide.npy"], "[2, 9]"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-o", "no/such.npz"], "cannot write 'no/such.npz'"),
+    (["partition", "absent.json"], "cannot read IR file 'absent.json'"),
+    (["partition", "tiny.json", "--json", "--mermaid"], "choose one of --json and --mermaid"),
+    (["verify", "tiny.json"], "has 2 weights: name their file with --weights"),
+    (["verify", "tiny.json", "-w", "weights.npz", "--dtype", "int4"], "unknown compute dtype 'int4'"),
+    (["profile", "tiny.npubin"], "has 2 weights: name their file with --weights"),
+    (["classify", "absent.png"], "no such image: absent.png"),
+    (["classify", "red.png", "--model", "vgg"], "no vision model named 'vgg'"),
+    (["classify", "red.png", "--weights", "absent.pth"], "no such weights file: absent.pth"),
+    (["generate", "absent.gguf", "-p", "Hello"], "no such GGUF file"),
+    (["generate", ".", "-p", "Hello"], "has no config.json"),
+    (["generate", "smollm2", "-p", ""], "the prompt is empty"),
+    (["generate", "smollm2", "-p", "Hello", "--no-chat", "--system", "Be brief"], "leave out --no-chat"),
+    (["generate", "smollm2", "-p", "Hello", "--top-p", "2", "-t", "1"], "top_p"),
+    (["bench", "nothing"], "bench"),
+    (["extract", "nowhere", "-o", "a.json"], "neither a folder nor package.module:factory"),
+    (["extract", "no_such_module:f", "-o", "a.json"], "there is no module 'no_such_module'"),
+    (["extract", "model_for_cli_test.py:absent", "-o", "a.json"], "has no function or class 'absent'"),
+    (["extract", "model_for_cli_test.py:number", "-o", "a.json"], "made a int, not a torch.nn.Module"),
+    (["extract", "model_for_cli_test.py:bare", "-o", "a.json"], "brings no example inputs"),
+    (["extract", "model_for_cli_test.py:bare", "-o", "a.json", "-i", "float32"], "write its dtype and shape"),
+    (["extract", ".", "-o", "a.json", "--task", "sing"], "unknown task 'sing'; choose one of text-generation"),
+    (["extract", ".", "-o", "a.json", "--task", "fill-mask"], "has no config.json"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), WRONG, ids=[" ".join(args) for args, _ in WRONG])
+def test_wrong_input_is_one_message_and_exit_code_2(folder: Path, args: list[str], message: str) -> None:
+    before = sorted(folder.iterdir())
+    result = invoke(folder, *args)
+    assert result.exit_code == 2, result.output
+    assert "error: " in result.stderr and message in result.stderr
+    assert "Traceback" not in result.output and "unexpected" not in result.stderr
+    assert result.stdout == ""
+    assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == [
+        path for path in before if path.name != "__pycache__"
+    ], "a failed command leaves nothing behind"
+
+
+@pytest.mark.parametrize("args", [["--nope"], ["fly"], ["run"], ["profile", "tiny.npubin", "--runs", "0"]])
+def test_wrong_usage_is_exit_code_2(folder: Path, args: list[str]) -> None:
+    result = invoke(folder, *args)
+    assert result.exit_code == 2
+    assert "Usage" in result.output
+
+
+@pytest.mark.parametrize("args", [["--debug", "describe", "bad.json"], ["describe", "bad.json", "--debug"]])
+def test_debug_shows_the_traceback(folder: Path, args: list[str]) -> None:
+    result = invoke(folder, *args)
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "IRError" in result.stderr
+
+
+def test_a_bug_is_a_sentence_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("npu_compiler.read_ir", broken)
+    result = invoke(folder, "describe", "tiny.json")
+    assert result.exit_code == 2
+    assert result.stderr == "error: unexpected KeyError: 'lost' (--debug shows where)\n"
+
+
+def test_compile_run_and_profile(folder: Path) -> None:
+    result = invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=x.npy", "-o", "out.npz", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["file"] == "out.npz" and facts["seed"] is None
+    with np.load(folder / "out.npz") as saved:
+        np.testing.assert_allclose(saved["softmax"].sum(-1), 1, atol=2e-3)
+    (folder / "out.npz").unlink()
+    profiled = json.loads(invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "2", "--json").stdout)
+    assert profiled["runs"] == 2 and {row["name"] for row in profiled["kernels"]} >= {"softmax_kernel"}
+    table = invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "1").stdout
+    assert "total (with profiling)" in table
+
+
+def test_random_inputs_repeat_with_the_printed_seed(folder: Path) -> None:
+    first = invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors")
+    seed = first.stderr.split("seed ")[1].split()[0]
+    assert invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors", "--seed", seed).stdout == first.stdout
+
+
+def test_json_of_graph_commands(folder: Path) -> None:
+    program = json.loads(invoke(folder, "describe", "tiny.npubin", "--json").stdout)
+    assert program["inputs"] == [{"name": "x", "shape": [2, 8], "dtype": "float32", "storage": "float16"}]
+    assert [kernel["node"] for kernel in program["kernels"]][-1] == "softmax"
+    graph = json.loads(invoke(folder, "describe", "tiny.json", "--json").stdout)
+    assert [node["op"] for node in graph["nodes"]][0] == "aten.linear.default"
+    plan = json.loads(invoke(folder, "partition", "tiny.json", "--cpu", "aten.relu", "--json").stdout)
+    assert [part["device"] for part in plan["partitions"]] == ["npu", "cpu", "npu"]
+    assert invoke(folder, "partition", "tiny.json", "--mermaid").stdout.startswith("graph TD")
+    compiled = invoke(folder, "compile", "tiny.json", "-o", "again.npubin", "--json", "--stages")
+    assert json.loads(compiled.stdout)["bytes"] == (folder / "again.npubin").stat().st_size
+    (folder / "again.npubin").unlink()
+
+
+def test_stages_print_the_graph_after_each(folder: Path) -> None:
+    output = invoke(folder, "compile", "tiny.json", "--stages", "--disable-fusion", "linear_activation").stdout
+    assert output.index("after read") < output.index("after fuse") < output.index("after assign_layout")
+    assert "%softmax" in output
+
+
+def test_verify_passes_and_fails_with_exit_code_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_NATIVE", "0")
+    good = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--json", "--seed", "5")
+    assert good.exit_code == 0
+    assert json.loads(good.stdout)["passed"] is True
+    original = CPU_KERNELS["softmax_kernel"]
+
+    def wrong(inputs: Any, outputs: Any, params: Any) -> None:
+        original(inputs, outputs, params)
+        outputs[0].mul_(2)
+
+    monkeypatch.setitem(CPU_KERNELS, "softmax_kernel", wrong)
+    bad = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--seed", "5")
+    assert bad.exit_code == 1
+    assert "softmax_kernel of node 'softmax'" in bad.stdout and "seeds 5 to 7" in bad.stderr
+
+
+def test_extract_then_verify(folder: Path, tmp_path: Path) -> None:
+    ir, weights = str(tmp_path / "scaled.json"), str(tmp_path / "scaled.safetensors")
+    source = str(folder / "model_for_cli_test.py")
+    made = invoke(folder, "extract", f"{source}:make", "-o", ir, "--weights", weights, "--json")
+    assert json.loads(made.stdout)["name"] == "Scaled", made.output
+    assert invoke(folder, "verify", ir, "-w", weights).exit_code == 0
+    again = invoke(folder, "extract", f"{source}:bare", "-o", ir, "-i", "float32[5, 4]")
+    assert again.exit_code == 0
+    described = json.loads(invoke(folder, "describe", ir, "--json").stdout)
+    assert described["inputs"][0]["shape"] == [5, 4]
+    assert list(described["weights"].values()) == ["linear.weight", "linear.bias"]
+
+
+def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_sim import llm
+
+    class Stream(list[str]):
+        stats = llm.GenerationStats(prompt_tokens=3, new_tokens=2, finish_reason="stop")
+
+    class Network:
+        device = type("Device", (), {"name": "cpu"})
+
+        def __init__(self, checkpoint: Any, **options: Any) -> None:
+            assert options["cache_length"] == 64
+
+    asked: list[list[dict[str, str]]] = []
+
+    def chat(model: Any, messages: list[dict[str, str]], **options: Any) -> Stream:
+        asked.append([dict(message) for message in messages])
+        return Stream("ab")
+
+    monkeypatch.setattr(llm, "load_checkpoint", lambda source, dtype: type("C", (), {"name": source}))
+    monkeypatch.setattr(llm, "LanguageModel", Network)
+    monkeypatch.setattr(llm, "chat", chat)
+    args = ["generate", "m", "-p", "Hi", "--system", "Be brief", "--cache-length", "64"]
+    result = invoke(folder, *args)
+    assert result.stdout == "ab\n" and "3 prompt tokens" in result.stderr
+    facts = json.loads(invoke(folder, *args, "--json").stdout)
+    assert facts["text"] == "ab" and facts["finish_reason"] == "stop"
+    assert asked[0] == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+
+
+def test_doctor_says_what_there_is_and_why_not(folder: Path) -> None:
+    facts = json.loads(invoke(folder, "doctor", "--json").stdout)
+    assert facts["devices"]["cpu"]["usable"] is True
+    assert all(device["usable"] or device["reason"] for device in facts["devices"].values())
+    assert {"metal", "cuda"} <= facts["devices"].keys()
+    assert facts["native_kernels"]["built"] or facts["native_kernels"]["reason"]
+    assert "cache:" in invoke(folder, "doctor").stdout
+
+
+def test_version_and_help_in_a_real_process(folder: Path) -> None:
+    out, _ = process(folder, "--version").communicate(timeout=60)
+    assert out.startswith("npu-sim 0")
+    start = time.perf_counter()
+    shown = process(folder, "--help")
+    out, _ = shown.communicate(timeout=60)
+    assert shown.returncode == 0 and all(command in out for command in COMMANDS)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
+    running = process(folder, "describe", "tiny.npubin")
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.close()
+    errors = running.stderr.read()
+    running.wait(timeout=60)
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_exits_with_130(folder: Path) -> None:
+    running = process(folder, "generate", "smollm2", stdin=subprocess.PIPE)
+    assert running.stdin is not None
+    time.sleep(1.5)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert errors == "interrupted\n"

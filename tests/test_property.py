@@ -1,0 +1,381 @@
+"""Random graphs and random nodes: every way of running them agrees with PyTorch, and what the op table accepts compiles."""
+
+from __future__ import annotations
+
+import json, os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, assume, event, given, note, settings
+from hypothesis import strategies as st
+from ir_builder import IRBuilder, Tensor
+
+from npu_compiler import CompiledProgram, compile, is_op_supported, partition, print_graph, read_ir
+from npu_compiler.dtypes import saturating_cast
+from npu_compiler.ir_reader import IRGraph
+from npu_compiler.ops import OPS
+from npu_compiler.ops.registry import unsupported_reason
+from npu_runtime import CPUBackend, DAGExecutor, Executor, execute_cpu_partition, load_weights
+
+Arrays = dict[str, np.ndarray]
+Draw = Callable[..., Any]
+BACKENDS = {"torch": CPUBackend(native=False), "native": CPUBackend(native=True)}
+
+
+class GraphMaker:
+    """A random graph in the making. `floats` are bounded; `exact` hold no rounding, so that comparing them is safe."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.g = IRBuilder("random")
+        self.floats: list[Tensor] = []
+        self.exact: list[Tensor] = []
+        self.masks: list[Tensor] = []
+        self.ids = 0
+        for index in range(draw(st.integers(1, 2))):
+            shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+            name = self.g.input(f"x{index}", *shape)
+            self.floats.append(name)
+            self.exact.append(name)
+
+    def pick(self, rank: int | None = None) -> Tensor:
+        found = [x for x in self.floats if rank is None or len(self.g.shape(x)) == rank]
+        assume(found)
+        return self.draw(st.sampled_from(found))  # type: ignore[no-any-return]
+
+    def weight(self, *shape: int) -> Tensor:
+        self.ids += 1
+        return self.g.weight(f"w{self.ids}", *shape)
+
+    def dim(self, x: Tensor) -> int:
+        rank = len(self.g.shape(x))
+        assume(rank)
+        return int(self.draw(st.integers(-rank, rank - 1)))
+
+    def add(self, tensor: Tensor) -> None:
+        size = np.prod(self.g.shape(tensor))
+        if 0 < size <= 400 and len(self.g.shape(tensor)) <= 6:
+            self.floats.append(tensor)
+
+    def partner(self, x: Tensor) -> Tensor:
+        """A tensor that broadcasts with x: another of its shape, a weight of trailing dimensions, or itself."""
+        same = [y for y in self.floats if self.g.shape(y) == self.g.shape(x)]
+        shape = self.g.shape(x)
+        if self.draw(st.booleans()) or not shape:
+            return self.draw(st.sampled_from(same))  # type: ignore[no-any-return]
+        tail = shape[self.draw(st.integers(0, len(shape) - 1)) :]
+        return self.weight(*(1 if self.draw(st.booleans()) else size for size in tail))
+
+
+def unary(m: GraphMaker) -> Tensor:
+    ops = "tanh sigmoid sin cos relu silu gelu abs neg hardswish hardsigmoid hardtanh leaky_relu elu relu6 erf softplus clone"
+    return m.g(f"aten.{m.draw(st.sampled_from(ops.split()))}.default", m.pick())  # type: ignore[no-any-return]
+
+
+def binary(m: GraphMaker) -> Tensor:
+    op = m.draw(st.sampled_from(["add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default", "minimum.default"]))
+    x = m.pick()
+    pair = [x, m.partner(x)]
+    result = m.g(f"aten.{op}", *(reversed(pair) if m.draw(st.booleans()) else pair))
+    return m.g("aten.tanh.default", result) if "mul" in op else result  # type: ignore[no-any-return]
+
+
+def scalar(m: GraphMaker) -> Tensor:
+    op, value = m.draw(st.sampled_from(["add", "sub", "mul", "rsub", "div"])), m.draw(st.sampled_from([0.5, 2, -1.5, 1]))
+    return m.g(f"aten.{op}.{'Scalar' if op == 'rsub' else 'Tensor'}", m.pick(), value)  # type: ignore[no-any-return]
+
+
+def compare(m: GraphMaker) -> Tensor:
+    x = m.draw(st.sampled_from(m.exact))
+    mask = m.g(f"aten.{m.draw(st.sampled_from(['gt', 'le', 'ne']))}.Scalar", x, 0.0)
+    same = [y for y in m.floats if m.g.shape(y) == m.g.shape(x)]
+    if m.draw(st.booleans()):
+        return m.g("aten.masked_fill.Scalar", same[-1], mask, -1.0)  # type: ignore[no-any-return]
+    return m.g("aten.where.self", mask, x, same[-1])  # type: ignore[no-any-return]
+
+
+def reduction(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    op = m.draw(st.sampled_from(["sum.dim_IntList", "mean.dim", "amax.default", "amin.default"]))
+    dims = m.draw(st.lists(st.just(m.dim(x)), min_size=1, max_size=1))
+    result = m.g(f"aten.{op}", x, dims, m.draw(st.booleans()))
+    return m.g("aten.tanh.default", result) if "sum" in op else result  # type: ignore[no-any-return]
+
+
+def softmax(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    return m.g(f"aten.{m.draw(st.sampled_from(['softmax', 'log_softmax']))}.int", x, m.dim(x))  # type: ignore[no-any-return]
+
+
+def norm(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    assume(m.g.shape(x))
+    width = m.g.shape(x)[-1]
+    if m.draw(st.booleans()):
+        return m.g("aten.rms_norm.default", x, [width], m.weight(width), 0.5)  # type: ignore[no-any-return]
+    return m.g("aten.layer_norm.default", x, [width], m.weight(width), m.weight(width), 0.5)  # type: ignore[no-any-return]
+
+
+def linear(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    assume(m.g.shape(x))
+    n, k = m.draw(st.integers(1, 5)), m.g.shape(x)[-1]
+    y = m.g("aten.linear.default", x, m.weight(n, k), *([m.weight(n)] if m.draw(st.booleans()) else []))
+    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'gelu', 'sigmoid', 'silu']))}.default", y)  # type: ignore[no-any-return]
+
+
+def matmul(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    assume(len(m.g.shape(x)) >= 2)
+    y = m.g("aten.transpose.int", x, -1, -2)
+    return m.g("aten.tanh.default", m.g("aten.matmul.default", *((x, y) if m.draw(st.booleans()) else (y, x))))  # type: ignore[no-any-return]
+
+
+def conv(m: GraphMaker) -> Tensor:
+    x = m.pick(4)
+    channels = m.g.shape(x)[1]
+    y = m.g("aten.conv2d.default", x, m.weight(m.draw(st.integers(1, 4)), channels, 3, 3), None, [1, 1], [1, 1])
+    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'sigmoid']))}.default", y)  # type: ignore[no-any-return]
+
+
+def pool(m: GraphMaker) -> Tensor:
+    x = m.pick(4)
+    if m.draw(st.booleans()):
+        return m.g("aten.adaptive_avg_pool2d.default", x, [1, 2])  # type: ignore[no-any-return]
+    return m.g(f"aten.{m.draw(st.sampled_from(['max', 'avg']))}_pool2d.default", x, [3, 3], [2, 2], [1, 1])  # type: ignore[no-any-return]
+
+
+def view(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    shape = m.g.shape(x)
+    kind = m.draw(st.sampled_from("permute flatten unsqueeze slice select expand reshape transpose flip roll squeeze".split()))
+    if kind == "permute":
+        return m.g("aten.permute.default", x, m.draw(st.permutations(range(len(shape)))))  # type: ignore[no-any-return]
+    if kind == "flatten":
+        return m.g("aten.flatten.using_ints", x)  # type: ignore[no-any-return]
+    if kind == "unsqueeze":
+        return m.g("aten.unsqueeze.default", x, m.draw(st.integers(-len(shape) - 1, len(shape))))  # type: ignore[no-any-return]
+    if kind == "squeeze":
+        return m.g("aten.squeeze.default", x)  # type: ignore[no-any-return]
+    if kind == "expand":
+        return m.g("aten.expand.default", x, [2, *(-1 for _ in shape)])  # type: ignore[no-any-return]
+    if kind == "reshape":
+        return m.g("aten.reshape.default", x, m.draw(st.sampled_from([[-1], [1, -1], [-1, *shape[1:]], [*shape, 1]])))  # type: ignore[no-any-return]
+    dim = m.dim(x)
+    if kind == "slice":
+        start, step = m.draw(st.integers(0, 1)), m.draw(st.integers(1, 2))
+        return m.g("aten.slice.Tensor", x, dim, start, 2**63 - 1, step)  # type: ignore[no-any-return]
+    if kind == "select":
+        return m.g("aten.select.int", x, dim, -1)  # type: ignore[no-any-return]
+    if kind == "transpose":
+        return m.g("aten.transpose.int", x, dim, m.dim(x))  # type: ignore[no-any-return]
+    if kind == "flip":
+        return m.g("aten.flip.default", x, [dim])  # type: ignore[no-any-return]
+    return m.g("aten.roll.default", x, [1], [dim])  # type: ignore[no-any-return]
+
+
+def cat(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    dim = m.dim(x)
+    if m.draw(st.booleans()):
+        same = [y for y in m.floats if m.g.shape(y) == m.g.shape(x)]
+        op = m.draw(st.sampled_from(["aten.cat.default", "aten.stack.default"]))
+        return m.g(op, [x, m.draw(st.sampled_from(same)), x], dim)  # type: ignore[no-any-return]
+    pieces = m.g("aten.chunk.default", x, 2, dim)
+    return m.g.getitem(pieces, 1) if isinstance(pieces, tuple) else pieces
+
+
+def indexing(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    dim = m.dim(x) % len(m.g.shape(x))
+    m.ids += 1
+    index = m.g.constant(f"i{m.ids}", m.draw(st.lists(st.integers(0, m.g.shape(x)[dim] - 1), min_size=1, max_size=3)))
+    if m.draw(st.booleans()):
+        return m.g("aten.index_select.default", x, dim, index)  # type: ignore[no-any-return]
+    return m.g("aten.index.Tensor", x, [*([None] * dim), index])  # type: ignore[no-any-return]
+
+
+def island(m: GraphMaker) -> Tensor:
+    """A detour through float32, which a float32 graph leaves out."""
+    wide = m.g("aten.to.dtype", m.pick(), "float64")
+    return m.g("aten.to.dtype", m.g("aten.tanh.default", wide), "float32")  # type: ignore[no-any-return]
+
+
+STEPS = [unary, binary, scalar, compare, reduction, softmax, norm, linear, matmul, conv, pool, view, view, cat, indexing, island]
+
+
+@st.composite
+def graphs(draw: Draw) -> dict[str, Any]:
+    m = GraphMaker(draw)
+    for _ in range(draw(st.integers(2, 8))):
+        m.add(draw(st.sampled_from(STEPS))(m))
+    made = [x for x in m.floats if x not in m.g.inputs]
+    assume(made)
+    m.g.output(*draw(st.lists(st.sampled_from(made), max_size=2)), made[-1])
+    return m.g.ir()
+
+
+def in_bfloat16(ir: dict[str, Any]) -> dict[str, Any]:
+    """The same model with 16-bit weights, inputs and nodes; its float64 islands become float32 ones."""
+    return json.loads(json.dumps(ir).replace("float32", "bfloat16").replace("float64", "float32"))  # type: ignore[no-any-return]
+
+
+def random_arrays(specs: Mapping[str, Any], rng: np.random.Generator, dtype: str) -> Arrays:
+    values = {name: rng.uniform(-1, 1, spec.shape).astype(np.float32) for name, spec in specs.items()}
+    return {name: saturating_cast(value, dtype).astype(np.float32) for name, value in values.items()}
+
+
+def run_program(program: CompiledProgram, backend: CPUBackend, inputs: Arrays, weights: Arrays) -> Arrays:
+    used = {spec.name: inputs[spec.name] for spec in program.input_specs}
+    buffers = load_weights(weights, program, backend)
+    results = Executor(program, backend).run(used, buffers)
+    return {spec.name: results[spec.name].to_numpy(spec).astype(np.float32) for spec in program.output_specs}
+
+
+TOLERANCE = {"float32": 2e-5, "float16": 0.02, "bfloat16": 0.15}
+
+
+def assert_agree(ours: Arrays, reference: list[np.ndarray], dtype: str) -> None:
+    assert len(ours) == len(reference)
+    for (name, got), want in zip(ours.items(), reference, strict=True):
+        assert got.shape == want.shape
+        scale = max(1.0, float(np.abs(want).max(initial=0.0)))
+        np.testing.assert_allclose(got.astype(np.float32), want, rtol=0, atol=TOLERANCE[dtype] * scale, err_msg=name)
+
+
+@settings(max_examples=int(os.environ.get('EX',120)), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(graphs(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 2**32 - 1), st.data())
+def test_a_random_graph_runs_alike_everywhere(ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    graph = read_ir(ir)
+    note(print_graph(graph))
+    rng = np.random.default_rng(seed)
+    inputs = random_arrays({name: graph.tensors[name] for name in graph.inputs}, rng, dtype)
+    weights = random_arrays({key: graph.tensors[n] for n, r in graph.weights.items() for key in r.keys()}, rng, dtype)
+    by_tensor = execute_cpu_partition(graph, inputs, weights)
+    reference = [by_tensor[name].astype(np.float32) for name in graph.outputs]
+
+    model = in_bfloat16(ir) if dtype == "bfloat16" else ir
+    assert all(unsupported_reason(node, graph) is None for node in graph.nodes)
+    program = compile(model, compute_dtype=None if dtype == "bfloat16" else dtype)
+    assert program.compute_dtype == dtype
+    again = CompiledProgram.from_bytes(program.to_bytes())
+    assert again.to_bytes() == program.to_bytes()
+    plain = run_program(program, BACKENDS["torch"], inputs, weights)
+    assert_agree(plain, reference, dtype)
+    loaded = run_program(again, BACKENDS["torch"], inputs, weights)
+    assert all(np.array_equal(loaded[name], plain[name]) for name in plain)
+    assert_agree(run_program(program, BACKENDS["native"], inputs, weights), reference, dtype)
+
+    ops = sorted({node.op_type for node in graph.nodes})
+    on_cpu = data.draw(st.sets(st.sampled_from(ops)), label="ops on the CPU")
+    plan = partition(model, lambda op: op not in on_cpu and is_op_supported(op), compute_dtype=program.compute_dtype)
+    executor = DAGExecutor(plan, BACKENDS["native"])
+    executor.load_weights({key: saturating_cast(value, model["weights"][0]["dtype"]) for key, value in weights.items()})
+    for _ in range(2):
+        assert_agree(executor.execute(inputs), reference, dtype)
+
+
+# Random single nodes, from the ops' schemas.
+SCALARS = st.sampled_from([0, 1, 2, -1, 0.5, 3, -2.5])
+SMALL = st.integers(-3, 4)
+BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
+    "int": SMALL, "SymInt": SMALL, "number": SCALARS, "float": st.sampled_from([0.0, 0.5, 1.0, 2.0]), "bool": st.booleans(),
+    "List[int]": st.lists(SMALL, max_size=3), "List[SymInt]": st.lists(SMALL, max_size=3), "List[float]": st.lists(st.just(1.5), max_size=2),
+    "str": st.sampled_from(["none", "tanh", "constant", "reflect", "same", "floor", "trunc", "xy", "ij"]),
+    "Optional[ScalarType]": st.sampled_from([None, "float32", "int64", "bool", "float16"]),
+}  # fmt: skip
+SKIP = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_permuted", "aten.cudnn_batch_norm", "aten.to", "aten.set"}
+
+
+def overloads() -> list[str]:
+    found = []
+    for row in sorted(OPS):
+        parts = row.split(".")
+        if parts[0] == "aten" and row not in SKIP:
+            packet = getattr(torch.ops.aten, parts[1])
+            names = parts[2:] or [x for x in packet.overloads() if "out" not in x and "names" not in x]
+            found += [f"aten.{parts[1]}.{x}" for x in names if _is_plain(getattr(packet, x)._schema)]
+    return found
+
+
+def _is_plain(schema: Any) -> bool:
+    returns = [str(r.type) for r in schema.returns]
+    takes = [str(a.type) for a in schema.arguments]
+    return all("Tensor" in r for r in returns) and any("Tensor" in t for t in takes) and not any(a.is_out for a in schema.arguments)
+
+
+def draw_argument(draw: Draw, kind: str, tensor: Callable[[], Tensor]) -> Any:
+    if kind == "Tensor":
+        return tensor()
+    if kind == "Optional[Tensor]":
+        return tensor() if draw(st.booleans()) else None
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return [tensor() for _ in range(draw(st.integers(1, 3)))]
+    inner = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") and kind not in BY_TYPE else kind
+    assume(inner in BY_TYPE)
+    return draw(BY_TYPE[inner])
+
+
+@st.composite
+def single_nodes(draw: Draw) -> tuple[dict[str, Any], str]:
+    op = draw(st.sampled_from(overloads()))
+    namespace, name, overload = op.split(".")
+    schema = getattr(getattr(torch.ops.aten, name), overload)._schema
+    g = IRBuilder("node")
+    base = draw(st.lists(st.sampled_from([2, 3, 1, 4, 0]), max_size=4))
+
+    def tensor() -> Tensor:
+        shape = draw(st.sampled_from([base, base, base[1:], base[1:2], [1 for _ in base], base[::-1], [*base[:-2], *base[:-3:-1]], [3]]))
+        dtype = draw(st.sampled_from(["float32", "float32", "float32", "int64", "bool", "float16", "int32"]))
+        return g.input(f"x{len(g.inputs)}", *shape, dtype=dtype)
+
+    values: dict[str, Any] = {}
+    for argument in schema.arguments:
+        if argument.name in ("device", "layout", "pin_memory", "memory_format", "generator", "training", "train"):
+            continue
+        if argument.has_default_value() and draw(st.booleans()):
+            continue
+        values[argument.name] = draw_argument(draw, str(argument.type), tensor)
+    try:
+        outputs = g(op, **values)
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AssertionError, AttributeError, ZeroDivisionError):
+        outputs = None
+    assume(outputs is not None and outputs != ())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assume(all(np.prod(g.shape(x)) < 5000 for x in outputs))
+    return g.output(*outputs).ir(), op
+
+
+def node_inputs(graph: IRGraph, rng: np.random.Generator) -> Arrays:
+    def values(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        if dtype == "bool":
+            return rng.random(shape) < 0.5
+        return rng.integers(0, 2, shape).astype(dtype) if "int" in dtype else rng.uniform(0.1, 1, shape).astype(dtype)
+
+    return {name: np.asarray(values(graph.tensors[name].dtype, graph.tensors[name].shape)) for name in graph.inputs}
+
+
+@settings(max_examples=int(os.environ.get('EX',400)), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(single_nodes(), st.integers(0, 2**32 - 1))
+def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(made: tuple[dict[str, Any], str], seed: int) -> None:
+    ir, op = made
+    graph = read_ir(ir)
+    note(print_graph(graph))
+    reason = unsupported_reason(graph.nodes[0], graph)
+    event("refused" if reason else "accepted")
+    assume(reason is None)
+    program = compile(ir, compute_dtype="float32")
+    inputs = node_inputs(graph, np.random.default_rng(seed))
+    try:
+        reference = execute_cpu_partition(graph, inputs)
+    except Exception as error:
+        note(f"PyTorch's CPU refuses {op}: {error}")
+        return
+    for backend in BACKENDS.values():
+        ours = run_program(program, backend, inputs, {})
+        for got, name in zip(ours.values(), graph.outputs, strict=True):
+            want = reference[name].astype(np.float32)
+            tolerance = 2e-3 if "float16" in str(ir) else 1e-5
+            np.testing.assert_allclose(got.reshape(want.shape), want, rtol=tolerance, atol=tolerance)
