@@ -20,7 +20,7 @@ from npu_compiler.codegen_core import (
 from npu_compiler.codegen_ops import HANDLED_OPS, lower_graph
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec
 from npu_compiler.lowering import Lowering
-from npu_compiler.views import View, contiguous_strides
+from npu_compiler.views import Shape, View, contiguous_strides, numel
 
 __all__ = [
     "HANDLED_OPS",
@@ -141,11 +141,10 @@ def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:
     taken: set[str] = set()
     views: dict[str, View] = {}
     for name, tensor in zip(ctx.graph.output_names, ctx.graph.outputs, strict=True):
-        view = ctx.view(tensor)
-        if name not in donations and (not _is_whole_buffer(ctx, view) or view.buffer in taken):
-            spec = ctx.spec(tensor)
+        view, spec = ctx.view(tensor), ctx.spec(tensor)
+        memory = spec.alloc_shape or spec.shape
+        if name not in donations and (not _is_whole_buffer(ctx, view, memory) or view.buffer in taken):
             buffer = ctx._fresh(f"{name}.out")
-            memory = spec.alloc_shape or spec.shape
             ctx.allocs[buffer] = (memory, view.dtype)
             ctx.node = OpNode(name, "output", (tensor,), (tensor,))
             copied = View(buffer, spec.shape, contiguous_strides(memory), 0, view.dtype)
@@ -156,22 +155,14 @@ def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:
     return views
 
 
-def _is_whole_buffer(ctx: Lowering, view: View) -> bool:
+def _is_whole_buffer(ctx: Lowering, view: View, memory: Shape) -> bool:
+    """Whether a view's buffer holds that view and nothing else, laid out as `memory` says."""
     if view.buffer not in ctx.allocs:
         return False
-    spec_shape, _ = ctx.allocs[view.buffer]
-    padded = len(spec_shape) == view.rank == 4 and spec_shape[:1] + spec_shape[2:] == view.shape[:1] + view.shape[2:]
-    whole = view.shape == spec_shape or (padded and view.shape[1] <= spec_shape[1]) or view.numel == _numel(spec_shape)
-    packed = contiguous_strides(spec_shape) if padded else contiguous_strides(view.shape)
+    allocated, _ = ctx.allocs[view.buffer]
+    packed = contiguous_strides(memory)
     same = all(s == p or size == 1 for s, p, size in zip(view.strides, packed, view.shape, strict=True))
-    return view.offset == 0 and whole and same
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return view.offset == 0 and same and numel(allocated) == numel(memory)
 
 
 def _hoist_constant_calls(

@@ -172,7 +172,7 @@ def _load_json(path: Path) -> Mapping[str, Any]:
         raise IRError(f"'{path}' is not an IR file: it is not UTF-8 text") from error
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise IRError(f"'{path}' is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise IRError(f"'{path}' holds a JSON {type(data).__name__}, not an IR object")
@@ -232,11 +232,11 @@ class _Reader:
             if size < 0:
                 raise IRError(f"{where}: tensor '{name}': shape {list(shape)} has a negative dimension")
         dtype = meta.get("dtype")
-        if dtype not in KNOWN_DTYPES:
+        if not isinstance(dtype, str) or dtype not in KNOWN_DTYPES:
             known = ", ".join(sorted(KNOWN_DTYPES))
             raise IRError(f"{where}: tensor '{name}': unknown dtype {dtype!r}; known are {known}")
         storage = meta.get("storage") or ""
-        if storage and storage not in KNOWN_DTYPES:
+        if storage and (not isinstance(storage, str) or storage not in KNOWN_DTYPES):
             raise IRError(f"{where}: tensor '{name}': unknown storage dtype {storage!r}")
         return TensorSpec(name, tuple(shape), dtype, storage)
 
@@ -252,14 +252,18 @@ class _Reader:
         mapping = self.data.get("weight_name_mapping") or {}
         if not isinstance(mapping, Mapping):
             raise IRError("IR field 'weight_name_mapping' is not an object")
+        listed = self.data.get("weights") or []
+        if not isinstance(listed, (list, tuple)):
+            raise IRError("IR field 'weights' is not a list")
         values = self._read_constants()
         by_key: dict[str, TensorSpec] = {}
-        for meta in self.data.get("weights") or []:
+        for meta in listed:
             spec = self._spec(meta, "weight")
             by_key[spec.name] = spec
-        names = {**{key: key for key in by_key if key not in mapping.values()}, **mapping}
+        mapped = list(mapping.values())
+        names = {**{key: key for key in by_key if key not in mapped}, **mapping}
         for name, key in names.items():
-            if key not in by_key:
+            if not isinstance(key, str) or key not in by_key:
                 raise IRError(f"weight_name_mapping: '{name}' maps to '{key}', which is not in 'weights'")
             spec = replace(by_key[key], name=name)
             if name in self.tensors:
@@ -321,7 +325,8 @@ class _Reader:
         producer = meta.get("producer_node")
         if producer is not None:
             index = meta.get("producer_output_idx", 0)
-            resolved = self.produced.get((producer, index))
+            is_reference = isinstance(producer, str) and isinstance(index, int)
+            resolved = self.produced.get((producer, index)) if is_reference else None
             if resolved is None:
                 raise IRError(f"{where}: reads output {index} of '{producer}', which no node or graph input makes")
         elif spec.name in self.weights or spec.name in self.constants or (spec.name, 0) in self.produced:

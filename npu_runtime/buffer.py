@@ -56,10 +56,16 @@ def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:
     check_array(data, spec)
     stored = saturating_cast(np.asarray(data, order="C"), spec.storage or spec.dtype)
     if spec.alloc_shape is not None and spec.alloc_shape != spec.shape:
+        if not _fits_in(spec.shape, spec.alloc_shape):
+            raise InputError(f"'{spec.name}' of shape {list(spec.shape)} does not fit in {list(spec.alloc_shape)}")
         padded = np.zeros(spec.alloc_shape, dtype=stored.dtype)
         padded[tuple(slice(size) for size in spec.shape)] = stored
         stored = padded
     return np.asarray(stored, order="C")
+
+
+def _fits_in(shape: Shape, alloc_shape: Shape) -> bool:
+    return len(shape) == len(alloc_shape) and all(size <= room for size, room in zip(shape, alloc_shape, strict=True))
 
 
 def check_array(data: np.ndarray, spec: TensorSpec) -> None:

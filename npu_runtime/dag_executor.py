@@ -18,7 +18,7 @@ from npu_runtime.buffer import as_backend, check_array
 from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
 from npu_runtime.profiler import Profiler
-from npu_runtime.weight_loader import load_weights
+from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
 
 if TYPE_CHECKING:
     from npu_runtime.device import Device
@@ -62,12 +62,8 @@ class DAGExecutor:
         Raises:
             WeightError: lists weights that are missing, misshapen or hold NaN.
         """
-        needed = {key for recipe in self.plan.graph.weights.values() for key in recipe.keys()}
-        missing = sorted(needed - set(weights))
-        if missing:
-            raise WeightError("missing weights: " + ", ".join(f"'{key}'" for key in missing))
+        self._check_weights(weights)
         cache: dict[str, DeviceBuffer] = {}
-        self._weights = weights
         for part in self.plan.partitions:
             if part.device == "npu":
                 program = self.executors[part.index].program
@@ -75,6 +71,21 @@ class DAGExecutor:
                 self._device_weights[part.index] = loaded
             else:
                 self._cpu[part.index] = CPUPartition(part.graph, weights)
+        self._weights = weights
+
+    def _check_weights(self, weights: Mapping[str, Any]) -> None:
+        """All weights must be there; those that stay on the CPU are checked here, the others when they are uploaded."""
+        graph = self.plan.graph
+        on_device = {name for part in self.plan.partitions if part.device == "npu" for name in part.graph.weights}
+        problems = []
+        for name, recipe in graph.weights.items():
+            for key in recipe.keys():
+                if key not in weights:
+                    problems.append(f"missing: '{key}'")
+                elif name not in on_device:
+                    problems += check_weight(key, to_numpy(weights[key]), graph.tensors[name].shape)
+        if problems:
+            raise weight_error(f"plan '{graph.name}'", problems)
 
     def execute(
         self, inputs: Mapping[str, np.ndarray], profiler: Profiler | None = None
@@ -117,8 +128,6 @@ class DAGExecutor:
         if tensor in values:
             return np.array(self._to_host(tensor, values[tensor], profiler))
         if tensor in graph.weights:
-            from npu_runtime.weight_loader import to_numpy
-
             return np.array(to_numpy(self._weights[next(graph.weights[tensor].keys())]))
         return np.array(graph.constants[tensor])
 

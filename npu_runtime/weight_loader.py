@@ -53,7 +53,7 @@ def load_weights(
             buffers[name] = cache[shared]
         else:
             state = {key: to_numpy(with_state[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in with_state}
-            problems += [p for key, array in state.items() for p in _check_array(key, array, weight.source_shapes[key])]
+            problems += [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
             if not problems:
                 value = saturating_cast(apply_recipe(weight.recipe, state), spec.storage)
                 buffers[name] = backend.allocate_buffer(value, spec=spec)
@@ -62,13 +62,13 @@ def load_weights(
         if progress is not None:
             progress(index + 1, len(program.weight_specs))
     if problems:
-        raise _weight_error(program, list(dict.fromkeys(problems)))
+        raise weight_error(f"program '{program.name}'", problems)
     return buffers
 
 
-def _weight_error(program: CompiledProgram, problems: list[str]) -> WeightError:
-    listed = "\n".join(f"  - {problem}" for problem in problems)
-    return WeightError(f"the weights do not fit program '{program.name}':\n{listed}")
+def weight_error(model: str, problems: list[str]) -> WeightError:
+    listed = "\n".join(f"  - {problem}" for problem in dict.fromkeys(problems))
+    return WeightError(f"the weights do not fit {model}:\n{listed}")
 
 
 def _name_problems(program: CompiledProgram, state: Mapping[str, Any], strict: bool) -> list[str]:
@@ -86,7 +86,8 @@ def _suggest(key: str, state: Mapping[str, Any]) -> str:
     return f" (there is '{close[0]}')" if close else ""
 
 
-def _check_array(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterator[str]:
+def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterator[str]:
+    """What is wrong with one tensor of a checkpoint, in words."""
     if tuple(array.shape) != shape:
         yield f"misshapen: '{key}' is {list(array.shape)}, the model wants {list(shape)}"
     elif holds_nan(array):
@@ -143,4 +144,4 @@ class _LazyCheckpoint(Mapping[str, np.ndarray]):
         return len(self._where)
 
 
-__all__ = ["WeightTransformRecipe", "holds_nan", "load_weights", "to_numpy"]
+__all__ = ["WeightTransformRecipe", "check_weight", "holds_nan", "load_weights", "to_numpy", "weight_error"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.dtypes import FLOAT_DTYPES
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.elementwise import per_channel
@@ -61,6 +62,8 @@ def _per_axis(value: Any, default: int, rank1: bool) -> list[int]:
 
 
 def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if any(graph.tensors[name].dtype not in FLOAT_DTYPES for name in node.inputs):
+        return "convolution of integers"
     rank = len(graph.tensors[node.inputs[1]].shape)
     if rank not in (3, 4):
         return f"convolution with a weight of rank {rank}"

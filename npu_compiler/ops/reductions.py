@@ -87,7 +87,15 @@ def lower_vector_norm(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, "norm", ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output(), order=order)
 
 
-@register_op("aten._weight_norm", tensors=("v", "g"))
+def _weight_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    shape, dim = graph.tensors[node.inputs[0]].shape, node.attrs.get("dim", 0)
+    kept = None if dim == -1 else dim % max(len(shape), 1)
+    wanted = tuple(size if d == kept else 1 for d, size in enumerate(shape))
+    scale = graph.tensors[node.inputs[1]].shape
+    return None if scale == wanted else f"weight normalization by a scale of shape {list(scale)}"
+
+
+@register_op("aten._weight_norm", tensors=("v", "g"), unsupported=_weight_norm_unsupported)
 def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
     """v · g / ‖v‖, the norm over every dimension but `dim`."""
     v, g = (ctx.view(name) for name in node.inputs)

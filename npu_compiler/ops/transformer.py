@@ -105,6 +105,8 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return f"attention over shapes {[list(shape) for shape in shapes]}"
     if any(len(shape) > 4 for shape in shapes):
         return "attention over tensors of more than four dimensions"
+    if shapes[0][-1] == 0:
+        return "attention over heads of width 0"
     query, key, value = shapes
     if key[:-1] != value[:-1]:
         return "attention whose keys and values have other batch shapes"

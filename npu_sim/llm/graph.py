@@ -1,7 +1,6 @@
 """The two graphs of a language model, prefill and decode, traced from the Hugging Face module without its weights."""
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -130,7 +129,7 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
         k, v = ([torch.empty(shape, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in "kv")
     name = "decode" if tokens == 1 else "prefill"
     try:
-        with torch.no_grad(), warnings.catch_warnings(), _quiet("torch.export"):
+        with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ir = extract_ir(model, (input_ids, positions, last, k, v), model_name=name)
     except Exception as error:  # torch.export and the model's own code raise errors of any kind
@@ -199,17 +198,6 @@ class _WithExtras(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-@contextlib.contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    log = logging.getLogger(logger)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> InputError:

