@@ -262,11 +262,12 @@ class _MapOf:
 _SIZES: Any = [int]
 _VIEW: Any = (str, _SIZES, _SIZES, int, str)
 _SPEC: Any = {
-    "name": str, "shape": _SIZES, "dtype": str, "storage": str, "alloc_shape": _Maybe(_SIZES), "bounds": _Maybe((int, int)),
+    "name": str, "shape": _SIZES, "dtype": str, "storage": str, "alloc_shape": _Maybe(_SIZES),
+    "bounds": _Maybe((int, int)),
 }  # fmt: skip
 _CALL: Any = {
-    "kernel": str, "source": str, "inputs": [_VIEW], "outputs": [_VIEW], "params": _MapOf(object), "node": str, "flops": int,
-    "bytes_moved": int,
+    "kernel": str, "source": str, "inputs": [_VIEW], "outputs": [_VIEW], "params": _MapOf(object), "node": str,
+    "flops": int, "bytes_moved": int,
 }  # fmt: skip
 _BUFFER: Any = {
     "name": str, "kind": str, "alloc_shape": _SIZES, "dtype": str, "offset": int, "first_use": int, "last_use": int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +58,7 @@ def apply_recipe(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray])
     if recipe.op == "key":
         return state[recipe.params["key"]]
     args = [apply_recipe(arg, state) for arg in recipe.args]
-    result: np.ndarray = _TRANSFORMS[recipe.op](*args, **recipe.params)
-    return result
+    return _TRANSFORMS[recipe.op](*args, **recipe.params)
 
 
 def _f32(array: np.ndarray) -> np.ndarray:
@@ -99,7 +98,7 @@ def _fill(shape: list[int], value: float) -> np.ndarray:
     return np.full(shape, value, dtype=np.float32)
 
 
-_TRANSFORMS = {
+_TRANSFORMS: dict[str, Callable[..., np.ndarray]] = {
     "bn_scale": _bn_scale,
     "bn_shift": _bn_shift,
     "scale_axis": _scale_axis,

@@ -118,7 +118,8 @@ class CPUBackend(Backend):
 
 def bind(operand: Operand) -> torch.Tensor:
     """The operand's view as a torch tensor over its buffer's memory."""
-    view, flat = operand.view, operand.memory.native_handle
+    view = operand.view
+    flat: torch.Tensor = operand.memory.native_handle
     dtype = TORCH_DTYPES[view.dtype]
     if flat.dtype != dtype:
         flat = flat[operand.byte_offset :].view(torch.uint8)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.compiler import compile
-from npu_compiler.dtypes import numpy_dtype
+from npu_compiler.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.ir_reader import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
@@ -181,6 +181,8 @@ class DAGExecutor:
             if value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape):
                 return value
             value = value.to_numpy()
+        elif spec.name not in self.plan.graph.inputs:
+            value = _in_int32(value)
         start = time.perf_counter()
         buffer = self._uploads.get((index, spec.name))
         if buffer is None:
@@ -199,3 +201,14 @@ class DAGExecutor:
         if profiler is not None:
             profiler.add_transfer("device → host", time.perf_counter() - start, value.size_bytes)
         return array
+
+
+def _in_int32(array: np.ndarray) -> np.ndarray:
+    """int64 values near its limits (what PyTorch makes of an infinity as an integer) as the limits of int32.
+
+    The device would have made those of an infinity itself; smaller values that int32 cannot hold stay, to be refused.
+    """
+    if array.dtype != np.int64:
+        return array
+    near = 2**62
+    return np.where(array < -near, INT32_MIN, np.where(array > near, INT32_MAX, array))

@@ -43,7 +43,7 @@ def load_weights(
         WeightError: lists every weight that is missing, unknown, misshapen or holds NaN.
     """
     backend = as_backend(device)
-    with_state = source if isinstance(source, Mapping) else _LazyCheckpoint(Path(source))
+    with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
     buffers: dict[str, DeviceBuffer] = {}
     problems = _name_problems(program, with_state, strict)
     for index, (name, weight) in enumerate(program.weight_specs.items()):
@@ -116,7 +116,7 @@ def to_numpy(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-class _LazyCheckpoint(Mapping[str, np.ndarray]):
+class MappedCheckpoint(Mapping[str, np.ndarray]):
     """A safetensors file, or a folder of them, mapped: a tensor is read when asked for."""
 
     def __init__(self, path: Path) -> None:

@@ -99,9 +99,9 @@ def read_weights(path: Path | None) -> Mapping[str, Any]:
         return dict(_load(path))
     if path.suffix in (".pt", ".pth", ".bin"):
         return _read_torch(path)
-    from npu_runtime.weight_loader import _LazyCheckpoint
+    from npu_runtime.weight_loader import MappedCheckpoint
 
-    return _LazyCheckpoint(path)
+    return MappedCheckpoint(path)
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:

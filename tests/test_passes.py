@@ -14,7 +14,17 @@ import torch
 from ir_builder import IRBuilder, Tensor
 from torch_ir import extract_ir
 
-from npu_compiler import METAL_GPU, IRError, IRGraph, NPUError, TargetConfig, compile, print_graph, read_ir, trace_stages
+from npu_compiler import (
+    METAL_GPU,
+    IRError,
+    IRGraph,
+    NPUError,
+    TargetConfig,
+    compile,
+    print_graph,
+    read_ir,
+    trace_stages,
+)
 from npu_compiler.functionalize import functionalize
 from npu_compiler.graph_optimizer import (
     eliminate_common_subexpressions,
@@ -59,10 +69,14 @@ def test_noops_and_assertions_disappear() -> None:
     y = g("aten.slice.Tensor", y, 0, 0, 2)
     y = g("aten.relu.default", g("aten.mul.Tensor", y, 1))
     g.output(g("aten.add.Scalar", y, 0), x)
-    check(eliminate_noops, g, """
+    check(
+        eliminate_noops,
+        g,
+        """
         %relu = aten.relu(%x)
         return %relu, %x
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +129,10 @@ def test_equal_nodes_are_computed_once_and_random_ones_are_not() -> None:
     a, b, c = g("aten.add.Scalar", x, 1), g("aten.add.Scalar", x, 1), g("aten.add.Scalar", x, 2)
     d, e = g("aten.relu.default", a), g("aten.relu.default", b)
     g.output(g("aten.mul.Tensor", d, e), c, g("aten.bernoulli.default", x), g("aten.bernoulli.default", x))
-    check(eliminate_common_subexpressions, g, """
+    check(
+        eliminate_common_subexpressions,
+        g,
+        """
         %add = aten.add(%x) {other=1}
         %add_2 = aten.add(%x) {other=2}
         %relu = aten.relu(%add)
@@ -123,7 +140,8 @@ def test_equal_nodes_are_computed_once_and_random_ones_are_not() -> None:
         %bernoulli = aten.bernoulli(%x)
         %bernoulli_1 = aten.bernoulli(%x)
         return %mul, %add_2, %bernoulli, %bernoulli_1
-    """)
+    """,
+    )
 
 
 def test_casts_to_different_dtypes_are_different() -> None:
@@ -136,7 +154,9 @@ def test_casts_to_different_dtypes_are_different() -> None:
 # fold_padding
 
 
-def padded_conv(pad: list[int], *, padding: Any = (0, 0), value: float | None = None, mode: str = "constant") -> IRBuilder:
+def padded_conv(
+    pad: list[int], *, padding: Any = (0, 0), value: float | None = None, mode: str = "constant"
+) -> IRBuilder:
     g = IRBuilder()
     x, w = g.input("x", 1, 3, 8, 8), g.weight("w", 4, 3, 3, 3)
     p = g("aten.pad.default", x, pad, mode, value)
@@ -145,11 +165,15 @@ def padded_conv(pad: list[int], *, padding: Any = (0, 0), value: float | None = 
 
 
 def test_a_convolution_pads_for_itself() -> None:
-    check(fold_padding, padded_conv([1, 2, 3, 4], padding=(1, 0)), """
+    check(
+        fold_padding,
+        padded_conv([1, 2, 3, 4], padding=(1, 0)),
+        """
         weight %p_w = w
         %conv2d = aten.conv2d(%x, %p_w) {padding=[4, 5, 1, 2], stride=[2, 2]}
         return %conv2d
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,19 +194,25 @@ def test_padding_that_a_convolution_cannot_do_stays(g: IRBuilder) -> None:
 def test_padding_that_is_read_elsewhere_is_folded_and_kept() -> None:
     g = padded_conv([1, 1, 1, 1])
     g.output(g("aten.relu.default", Tensor("pad")))
-    check(fold_padding, g, """
+    check(
+        fold_padding,
+        g,
+        """
         weight %p_w = w
         %pad = aten.pad(%x) {mode=constant, pad=[1, 1, 1, 1]}
         %conv2d = aten.conv2d(%x, %p_w) {padding=[1, 1, 1, 1], stride=[2, 2]}
         %relu = aten.relu(%pad)
         return %conv2d, %relu
-    """)
+    """,
+    )
 
 
 # fold_batch_norm, lower_batch_norm
 
 
-def normed(op: str, weight: tuple[int, ...], x: tuple[int, ...], *, bias: bool = True, affine: bool = True) -> IRBuilder:
+def normed(
+    op: str, weight: tuple[int, ...], x: tuple[int, ...], *, bias: bool = True, affine: bool = True
+) -> IRBuilder:
     g = IRBuilder()
     args = [g.input("x", *x), g.weight("w", *weight)] + ([g.weight("b", 4)] if bias else [])
     y = g(op, *args)
@@ -205,29 +235,40 @@ SCALE, SHIFT = "bn_scale(bn.g, bn.v, eps=0.001)", "bn_shift(bn.g, bn.b, bn.m, bn
 )
 def test_batch_norm_folds_into_what_is_before_it(op: str, weight: Any, x: Any, axis: int) -> None:
     base = op.rsplit(".", 1)[0]
-    check(fold_batch_norm, normed(op, weight, x), f"""
+    check(
+        fold_batch_norm,
+        normed(op, weight, x),
+        f"""
         weight %p_w.folded = scale_axis(w, {SCALE}, axis={axis})
         weight %p_w.shift = multiply_add(b, {SCALE}, {SHIFT})
         %batch_norm = {base}(%x, %p_w.folded, %p_w.shift)
         return %batch_norm
-    """)
+    """,
+    )
 
 
 def test_batch_norm_without_affine_parameters_folds_into_a_convolution_without_bias() -> None:
     ones, zeros = "fill(shape=[4], value=1.0)", "fill(shape=[4], value=0.0)"
     g = normed("aten.conv2d.default", (4, 3, 3, 3), (1, 3, 8, 8), bias=False, affine=False)
-    check(fold_batch_norm, g, f"""
+    check(
+        fold_batch_norm,
+        g,
+        f"""
         weight %p_w.folded = scale_axis(w, bn_scale({ones}, bn.v, eps=0.001), axis=0)
         weight %p_w.shift = bn_shift({ones}, {zeros}, bn.m, bn.v, eps=0.001)
         %batch_norm = aten.conv2d(%x, %p_w.folded, %p_w.shift)
         return %batch_norm
-    """)
+    """,
+    )
 
 
 def test_batch_norm_after_a_value_that_is_read_twice_becomes_a_multiply_add() -> None:
     g = normed("aten.conv2d.default", (4, 3, 3, 3), (1, 3, 8, 8))
     g.output(Tensor("conv2d"))
-    check(lambda graph: lower_batch_norm(fold_batch_norm(graph)), g, f"""
+    check(
+        lambda graph: lower_batch_norm(fold_batch_norm(graph)),
+        g,
+        f"""
         weight %p_w = w
         weight %p_b = b
         weight %batch_norm.scale = {SCALE}
@@ -235,7 +276,8 @@ def test_batch_norm_after_a_value_that_is_read_twice_becomes_a_multiply_add() ->
         %conv2d = aten.conv2d(%x, %p_w, %p_b)
         %batch_norm = npu.scale_shift_channels(%conv2d, %batch_norm.scale, %batch_norm.shift)
         return %batch_norm, %conv2d
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,14 +302,18 @@ def test_a_write_through_a_slice_changes_its_base_and_every_later_view() -> None
     v = g("aten.slice.Tensor", x, 0, 0, 2)
     g("aten.add_.Scalar", v, 1)
     g.output(g("aten.relu.default", x), v)
-    check(functionalize, g, """
+    check(
+        functionalize,
+        g,
+        """
         %slice = aten.slice(%x) {dim=0, end=2, start=0}
         %add_ = aten.add(%slice) {other=1}
         %x.slice_scatter = aten.slice_scatter(%x, %add_) {dim=0, end=2, start=0}
         %relu = aten.relu(%x.slice_scatter)
         %x.slice_scatter.slice = aten.slice(%x.slice_scatter) {dim=0, end=2, start=0}
         return %relu, %x.slice_scatter.slice
-    """)
+    """,
+    )
 
 
 def test_a_write_through_a_chain_of_views_scatters_back_step_by_step() -> None:
@@ -275,7 +321,10 @@ def test_a_write_through_a_chain_of_views_scatters_back_step_by_step() -> None:
     x = g.input("x", 4, 4)
     g("aten.mul_.Scalar", g("aten.select.int", g("aten.transpose.int", x, 0, 1), 0, 1), 2)
     g.output(x)
-    check(functionalize, g, """
+    check(
+        functionalize,
+        g,
+        """
         %transpose = aten.transpose(%x) {dim0=0, dim1=1}
         %select = aten.select(%transpose) {dim=0, index=1}
         %mul_ = aten.mul(%select) {other=2}
@@ -283,7 +332,8 @@ def test_a_write_through_a_chain_of_views_scatters_back_step_by_step() -> None:
         %x.transpose.select_scatter = aten.select_scatter(%x.transpose, %mul_) {dim=0, index=1}
         %x.transpose.select_scatter.permute = aten.permute(%x.transpose.select_scatter) {dims=[1, 0]}
         return %x.transpose.select_scatter.permute
-    """)
+    """,
+    )
 
 
 def test_a_write_through_one_piece_of_a_split_is_a_slice_of_the_base() -> None:
@@ -291,13 +341,17 @@ def test_a_write_through_one_piece_of_a_split_is_a_slice_of_the_base() -> None:
     x = g.input("x", 2, 6)
     g("aten.relu_.default", g.getitem(g("aten.split.Tensor", x, 2, 1), 1))
     g.output(x)
-    check(functionalize, g, """
+    check(
+        functionalize,
+        g,
+        """
         %split_0, %split_1, %split_2 = aten.split(%x) {dim=1, split_size=2}
         %getitem = getitem(%split_0, %split_1, %split_2) {index=1}
         %relu_ = aten.relu(%getitem)
         %x.slice_scatter = aten.slice_scatter(%x, %relu_) {dim=1, end=4, start=2}
         return %x.slice_scatter
-    """)
+    """,
+    )
 
 
 def test_a_write_to_a_diagonal() -> None:
@@ -305,12 +359,16 @@ def test_a_write_to_a_diagonal() -> None:
     x = g.input("x", 3, 3)
     g("aten.mul_.Scalar", g("aten.diagonal.default", x, 1), 2)
     g.output(x)
-    check(functionalize, g, """
+    check(
+        functionalize,
+        g,
+        """
         %diagonal = aten.diagonal(%x) {offset=1}
         %mul_ = aten.mul(%diagonal) {other=2}
         %x.diagonal_scatter = aten.diagonal_scatter(%x, %mul_) {offset=1}
         return %x.diagonal_scatter
-    """)
+    """,
+    )
 
 
 def test_in_place_ops_on_a_whole_tensor_are_simply_renamed() -> None:
@@ -319,12 +377,16 @@ def test_in_place_ops_on_a_whole_tensor_are_simply_renamed() -> None:
     g("aten.relu_.default", x)
     y = g("aten.add_.Scalar", x, 1)
     g.output(g("aten.mul.Tensor", x, y))
-    check(functionalize, g, """
+    check(
+        functionalize,
+        g,
+        """
         %relu_ = aten.relu(%x)
         %add_ = aten.add(%relu_) {other=1}
         %mul = aten.mul(%add_, %add_)
         return %mul
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -430,7 +492,11 @@ def _metadata_changes(x: Any) -> Any:
 
 @pytest.mark.parametrize(
     "program",
-    [value for name, value in sorted(globals().items()) if name.startswith("_") and getattr(value, "__module__", "") == __name__],
+    [
+        value
+        for name, value in sorted(globals().items())
+        if name.startswith("_") and getattr(value, "__module__", "") == __name__
+    ],
 )
 def test_an_in_place_program_means_what_pytorch_says(program: Callable[[Any], Any], seed: int) -> None:
     class Module(torch.nn.Module):
@@ -443,7 +509,9 @@ def test_an_in_place_program_means_what_pytorch_says(program: Callable[[Any], An
         ir = extract_ir(Module().to("meta"), (x.to("meta"),), strict=False).to_dict()
     executor = Executor(compile(ir, compute_dtype="float32"), CPUBackend())
     outputs = executor.run({executor.program.input_specs[0].name: x.numpy().copy()})
-    for spec, wanted in zip(executor.program.output_specs, expected if isinstance(expected, tuple) else (expected,), strict=True):
+    for spec, wanted in zip(
+        executor.program.output_specs, expected if isinstance(expected, tuple) else (expected,), strict=True
+    ):
         np.testing.assert_allclose(outputs[spec.name].to_numpy(), wanted.numpy(), rtol=1e-6, atol=1e-6)
 
 
@@ -504,14 +572,19 @@ def test_a_bfloat16_model_keeps_the_float32_islands_that_it_asks_for() -> None:
     x, w = g.input("x", 2, 8, dtype="bfloat16"), g.weight("w", 8, 8, dtype="bfloat16")
     wide = g("aten.exp.default", g("aten.to.dtype", g("aten.linear.default", x, w), dtype="float32"))
     g.output(g("aten.to.dtype", wide, dtype="bfloat16"))
-    check(partial(assign_storage, compute_dtype="bfloat16"), g, """
+    check(
+        partial(assign_storage, compute_dtype="bfloat16"),
+        g,
+        """
         weight %p_w: bf16[8, 8] = w
         %linear: bf16[2, 8] = aten.linear(%x, %p_w)
         %to: f32[2, 8] = aten.to(%linear) {dtype=float32}
         %exp: f32[2, 8] = aten.exp(%to)
         %to_1: bf16[2, 8] = aten.to(%exp) {dtype=bfloat16}
         return %to_1
-    """, types=True)
+    """,
+        types=True,
+    )
 
 
 def test_what_a_float32_model_makes_of_integers_stays_float32_and_shared_weights_split() -> None:
@@ -522,7 +595,10 @@ def test_what_a_float32_model_makes_of_integers_stays_float32_and_shared_weights
     rows = g("aten.embedding.default", table, i)
     mask = g("aten.add.Tensor", angle, g.constant("c", np.ones(8, np.float32)))
     g.output(g("aten.mul.Tensor", g("aten.cos.default", mask), x), g("aten.mul.Tensor", x, freq), rows)
-    check(partial(assign_storage, compute_dtype="float16"), g, """
+    check(
+        partial(assign_storage, compute_dtype="float16"),
+        g,
+        """
         weight %p_freq: f16[8] = freq
         weight %p_table: f16[16, 8] = table
         weight %p_freq.float32: f32[8] = freq
@@ -535,7 +611,9 @@ def test_what_a_float32_model_makes_of_integers_stays_float32_and_shared_weights
         %mul_1: f16[2, 8] = aten.mul(%cos, %x)
         %mul_2: f16[2, 8] = aten.mul(%x, %p_freq)
         return %mul_1, %mul_2, %embedding
-    """, types=True)
+    """,
+        types=True,
+    )
 
 
 def test_integers_are_stored_as_int32_and_booleans_as_they_are() -> None:
@@ -568,7 +646,9 @@ def test_index_inputs_carry_the_tightest_bounds_of_their_readers() -> None:
         (("bfloat16",), "float32", "float32"),
     ],
 )
-def test_the_compute_dtype_follows_most_of_the_weights(weights: tuple[str, ...], requested: str | None, chosen: str) -> None:
+def test_the_compute_dtype_follows_most_of_the_weights(
+    weights: tuple[str, ...], requested: str | None, chosen: str
+) -> None:
     g = IRBuilder()
     for index, dtype in enumerate(weights):
         g.weight(f"w{index}", 8, dtype=dtype)
@@ -595,14 +675,19 @@ def laid_out(graph: IRGraph, dtype: str = "float16", config: TargetConfig = META
 
 
 def test_convolution_activations_get_padded_channels_until_the_conv_world_ends() -> None:
-    check(laid_out, small_cnn(), """
+    check(
+        laid_out,
+        small_cnn(),
+        """
         weight %p_w: f16[40, 3, 3, 3] = w
         %conv2d: f16[2, 40, 6, 6] in [2, 64, 6, 6] = aten.conv2d(%x, %p_w)
         %relu: f16[2, 40, 6, 6] in [2, 64, 6, 6] = aten.relu(%conv2d)
         %adaptive_avg_pool2d: f16[2, 40, 1, 1] in [2, 64, 1, 1] = aten.adaptive_avg_pool2d(%relu) {output_size=[1, 1]}
         %flatten: f16[2, 40] = aten.flatten(%adaptive_avg_pool2d) {start_dim=1}
         return %flatten
-    """, types=True)
+    """,
+        types=True,
+    )
 
 
 def test_alignment_is_in_bytes_and_can_be_switched_off() -> None:

@@ -59,7 +59,12 @@ def answers(program: CompiledProgram) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     keys = {key: shape for w in program.weight_specs.values() for key, shape in w.source_shapes.items()}
     state = {key: np.abs(rng.normal(size=shape)).astype(np.float32) for key, shape in sorted(keys.items())}
-    inputs = {"x": rng.normal(size=(1, 3, 8, 8)), "ids": np.array([3, 8]), "cache": np.zeros((5, 6)), "at": np.array([4, 0])}
+    inputs = {
+        "x": rng.normal(size=(1, 3, 8, 8)),
+        "ids": np.array([3, 8]),
+        "cache": np.zeros((5, 6)),
+        "at": np.array([4, 0]),
+    }
     backend = CPUBackend(native=False)
     outputs = Executor(program, backend).run(inputs, load_weights(state, program, backend))
     return [outputs[spec.name].to_numpy(spec) for spec in program.output_specs]
@@ -274,7 +279,9 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(
     assert CompiledProgram.load(path).name == "net" and temporaries(tmp_path) == []
 
 
-def test_a_real_limit_on_file_size_leaves_the_old_file_and_nothing_else(program: CompiledProgram, tmp_path: Path) -> None:
+def test_a_real_limit_on_file_size_leaves_the_old_file_and_nothing_else(
+    program: CompiledProgram, tmp_path: Path
+) -> None:
     source, path = tmp_path / "source", tmp_path / "net.npubin"
     program.save(source)
     path.write_bytes(b"old")

@@ -12,8 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import toy_backend
 import torch
+import toy_backend
 from ir_builder import IRBuilder
 from safetensors.torch import save_file
 from torch import nn
@@ -142,7 +142,9 @@ def state(count: int = 3, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 def buffers(program: CompiledProgram, backend: Backend, seed: int) -> dict[str, DeviceBuffer]:
     rng = np.random.default_rng(seed)
-    return {spec.name: NPUBuffer.from_numpy(rng.normal(size=spec.shape), backend, spec=spec) for spec in program.input_specs}
+    return {
+        spec.name: NPUBuffer.from_numpy(rng.normal(size=spec.shape), backend, spec=spec) for spec in program.input_specs
+    }
 
 
 def delta(executor: Executor, before: Counter[str]) -> dict[str, int]:
@@ -224,7 +226,9 @@ def test_a_toy_device_in_under_150_lines_runs_a_model_through_the_same_executor(
     results = []
     for backend in (ToyBackend(), BACKEND):
         weights = load_weights(model.state_dict(), program, backend)
-        outputs = backend.execute(program, {program.input_specs[0].name: backend.allocate_buffer(x, spec=program.input_specs[0])}, weights)
+        outputs = backend.execute(
+            program, {program.input_specs[0].name: backend.allocate_buffer(x, spec=program.input_specs[0])}, weights
+        )
         results.append(next(iter(outputs.values())).to_numpy(program.output_specs[0]))
     np.testing.assert_array_equal(*results)
     np.testing.assert_allclose(results[0], expected(model, x), atol=1e-2)
@@ -259,7 +263,8 @@ def test_an_array_comes_back_as_it_went(backend: Backend, dtype: str) -> None:
 
 @EVERY_BACKEND
 @pytest.mark.parametrize(
-    ("given", "stored"), [("int64", "int32"), ("int16", "int32"), ("int8", "int32"), ("uint8", "int32"), ("float64", "float32")]
+    ("given", "stored"),
+    [("int64", "int32"), ("int16", "int32"), ("int8", "int32"), ("uint8", "int32"), ("float64", "float32")],
 )
 def test_wide_dtypes_are_narrowed(backend: Backend, given: str, stored: str) -> None:
     buffer = NPUBuffer.from_numpy(np.arange(5, dtype=given), backend)
@@ -272,7 +277,12 @@ def test_a_spec_casts_pads_and_undoes_both(backend: Backend) -> None:
     spec = TensorSpec("x", (1, 3, 2, 2), "float32", "bfloat16", (1, 32, 2, 2))
     data = np.linspace(-2, 2, 12, dtype=np.float32).reshape(spec.shape)
     buffer = NPUBuffer.from_numpy(data, backend, spec=spec)
-    assert (buffer.shape, buffer.alloc_shape, buffer.dtype, buffer.size_bytes) == (spec.shape, (1, 32, 2, 2), "bfloat16", 256)
+    assert (buffer.shape, buffer.alloc_shape, buffer.dtype, buffer.size_bytes) == (
+        spec.shape,
+        (1, 32, 2, 2),
+        "bfloat16",
+        256,
+    )
     assert buffer.to_numpy().dtype == ml_dtypes.bfloat16 and buffer.to_numpy(spec).dtype == np.float32
     np.testing.assert_allclose(buffer.to_numpy(spec), data, rtol=1e-2)
     np.testing.assert_array_equal(buffer._download()[:, 3:].astype(np.float32), 0)
@@ -289,7 +299,13 @@ def test_finite_values_beyond_a_16_bit_range_stay_finite(backend: Backend) -> No
 def test_views_scalars_empty_and_read_only_arrays_upload(backend: Backend) -> None:
     base = np.arange(12, dtype=np.float32).reshape(3, 4)
     base.flags.writeable = False
-    for data in (base.T, base[::2, ::-1], np.float32(3.0), np.zeros((0, 4), np.float32), np.broadcast_to(base[0], (2, 4))):
+    for data in (
+        base.T,
+        base[::2, ::-1],
+        np.float32(3.0),
+        np.zeros((0, 4), np.float32),
+        np.broadcast_to(base[0], (2, 4)),
+    ):
         buffer = NPUBuffer.from_numpy(np.asarray(data), backend)
         np.testing.assert_array_equal(buffer.to_numpy(), data)
 
@@ -348,7 +364,9 @@ def checkpoint(tmp_path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_weights_load_alike_from_a_file_a_folder_and_mappings(tmp_path: Path, checkpoint: dict[str, torch.Tensor]) -> None:
+def test_weights_load_alike_from_a_file_a_folder_and_mappings(
+    tmp_path: Path, checkpoint: dict[str, torch.Tensor]
+) -> None:
     program = compile(layers().ir())
     arrays = {key: value.numpy() for key, value in checkpoint.items()}
     sources: list[Any] = [

@@ -51,7 +51,12 @@ class ToyBackend(Backend):
         self.counters["uploads"] += 1
         spec = spec or TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
         stored = pack_array(data, spec)
-        return ToyBuffer(spec.shape, spec.alloc_shape, spec.storage or spec.dtype, np.frombuffer(bytearray(stored.tobytes()), np.uint8))
+        return ToyBuffer(
+            spec.shape,
+            spec.alloc_shape,
+            spec.storage or spec.dtype,
+            np.frombuffer(bytearray(stored.tobytes()), np.uint8),
+        )
 
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> ToyBuffer:
         self.counters["zeros"] += 1

@@ -161,9 +161,15 @@ def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
     return expanded, result
 
 
-@register_op("aten.einsum", tensors=("*tensors",),
-             unsupported=lambda node, graph: None if _parse_einsum(node, graph) else
-             f"einsum '{node.attrs.get('equation')}' has more than two operands or a repeated index")  # fmt: skip
+def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if any(graph.tensors[name].dtype == "bool" for name in node.inputs):
+        return "einsum of booleans"
+    if _parse_einsum(node, graph) is None:
+        return f"einsum '{node.attrs.get('equation')}' has more than two operands or a repeated index"
+    return None
+
+
+@register_op("aten.einsum", tensors=("*tensors",), unsupported=_einsum_unsupported)
 def lower_einsum(ctx: Lowering, node: OpNode) -> None:
     parsed = _parse_einsum(node, ctx.graph)
     assert parsed is not None

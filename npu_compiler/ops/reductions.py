@@ -101,7 +101,11 @@ def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
     v, g = (ctx.view(name) for name in node.inputs)
     dim = node.attrs.get("dim", 0)
     norm = ctx.temp(g.shape, "float32")
-    reduce(ctx, "norm", v, [d for d in range(v.rank) if dim == -1 or d != v.dim(dim)], norm)
+    reduced = [d for d in range(v.rank) if dim == -1 or d != v.dim(dim)]
+    if reduced:
+        reduce(ctx, "norm", v, reduced, norm)
+    else:
+        ctx.elementwise("abs", [v], norm)
     scale = ctx.temp(g.shape, "float32")
     ctx.elementwise("true_divide", [g, norm], scale)
     ctx.elementwise("mul", [v, scale], ctx.output())

