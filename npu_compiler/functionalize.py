@@ -127,7 +127,8 @@ class _Functionalizer:
     def _lower_view(self, step: OpNode, source: View) -> View:
         op = find_op(step.op_type)
         assert op is not None, step.op_type
-        ctx = Lowering(replace(self.graph, tensors=self.tensors), MetalCodegenTarget(), {step.inputs[0]: source}, node=step)
+        graph = replace(self.graph, tensors=self.tensors)
+        ctx = Lowering(graph, MetalCodegenTarget(), {step.inputs[0]: source}, node=step)
         op.lower(ctx, step)
         return ctx.view(step.outputs[0])
 

@@ -49,7 +49,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 NATIVE = [
     pytest.param(False, id="torch"),
     pytest.param(
-        True, id="native", marks=pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
+        True,
+        id="native",
+        marks=pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}"),
     ),
 ]
 

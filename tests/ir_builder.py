@@ -59,7 +59,12 @@ class IRBuilder:
         return name
 
     def __call__(
-        self, op_type: str, *args: Any, name: str | None = None, out: OutSpec | list[OutSpec] | None = None, **kwargs: Any
+        self,
+        op_type: str,
+        *args: Any,
+        name: str | None = None,
+        out: OutSpec | list[OutSpec] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Add a node; returns its output, or the tuple of its outputs if it has several."""
         schema = _schema(op_type)
@@ -150,7 +155,7 @@ def _by_name(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[t
     names = [argument.name for argument in schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     unknown = given.keys() - set(names)
-    assert not unknown and len(args) <= len(names), f"{schema.name} has no argument {unknown or args[len(names):]}"
+    assert not unknown and len(args) <= len(names), f"{schema.name} has no argument {unknown or args[len(names) :]}"
     return [(name, given[name]) for name in names if name in given]
 
 

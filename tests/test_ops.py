@@ -1,4 +1,5 @@
 """Every op of the op table against PyTorch, as PyTorch itself exports it: one line of the table is one case."""
+# ruff: noqa: E501
 
 from __future__ import annotations
 

@@ -203,8 +203,10 @@ def test_the_plan_prints_as_a_table_and_as_mermaid() -> None:
     lines = str(crossing()).split("\n")
     assert lines[0].split() == ["#", "device", "nodes", "bytes", "in", "first", "…", "last", "node"]
     assert [line.split() for line in lines[1:4]] == [
-        ["0", "npu", "1", "32", "y", "…", "y"], ["1", "cpu", "1", "16", "z", "…", "z"], ["2", "npu", "1", "16", "out", "…", "out"],
-    ]  # fmt: skip
+        ["0", "npu", "1", "32", "y", "…", "y"],
+        ["1", "cpu", "1", "16", "z", "…", "z"],
+        ["2", "npu", "1", "16", "out", "…", "out"],
+    ]
     assert lines[4] == "66.7% of nodes on the device; 80 bytes cross in 4 transfers"
     assert crossing().to_mermaid().split("\n") == [
         "graph TD",

@@ -1,4 +1,4 @@
-"""Random graphs and random nodes: every way of running them agrees with PyTorch, and what the op table accepts compiles."""
+"""Random graphs and nodes: every way of running them agrees with PyTorch, and what the op table accepts compiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GraphMaker:
     def pick(self, rank: int | None = None) -> Tensor:
         found = [x for x in self.floats if rank is None or len(self.g.shape(x)) == rank]
         assume(found)
-        return self.draw(st.sampled_from(found))  # type: ignore[no-any-return]
+        return self.draw(st.sampled_from(found))
 
     def weight(self, *shape: int) -> Tensor:
         self.ids += 1
@@ -66,14 +66,14 @@ class GraphMaker:
         same = [y for y in self.floats if self.g.shape(y) == self.g.shape(x)]
         shape = self.g.shape(x)
         if self.draw(st.booleans()) or not shape:
-            return self.draw(st.sampled_from(same))  # type: ignore[no-any-return]
+            return self.draw(st.sampled_from(same))
         tail = shape[self.draw(st.integers(0, len(shape) - 1)) :]
         return self.weight(*(1 if self.draw(st.booleans()) else size for size in tail))
 
 
 def unary(m: GraphMaker) -> Tensor:
-    ops = "tanh sigmoid sin cos relu silu gelu abs neg hardswish hardsigmoid hardtanh leaky_relu elu relu6 erf softplus clone"
-    return m.g(f"aten.{m.draw(st.sampled_from(ops.split()))}.default", m.pick())  # type: ignore[no-any-return]
+    ops = "tanh sigmoid sin cos relu silu gelu abs neg hardswish hardsigmoid hardtanh leaky_relu elu relu6 erf softplus"
+    return m.g(f"aten.{m.draw(st.sampled_from(ops.split()))}.default", m.pick())
 
 
 def binary(m: GraphMaker) -> Tensor:
@@ -81,12 +81,15 @@ def binary(m: GraphMaker) -> Tensor:
     x = m.pick()
     pair = [x, m.partner(x)]
     result = m.g(f"aten.{op}", *(reversed(pair) if m.draw(st.booleans()) else pair))
-    return m.g("aten.tanh.default", result) if "mul" in op else result  # type: ignore[no-any-return]
+    return m.g("aten.tanh.default", result) if "mul" in op else result
 
 
 def scalar(m: GraphMaker) -> Tensor:
-    op, value = m.draw(st.sampled_from(["add", "sub", "mul", "rsub", "div"])), m.draw(st.sampled_from([0.5, 2, -1.5, 1]))
-    return m.g(f"aten.{op}.{'Scalar' if op == 'rsub' else 'Tensor'}", m.pick(), value)  # type: ignore[no-any-return]
+    op, value = (
+        m.draw(st.sampled_from(["add", "sub", "mul", "rsub", "div"])),
+        m.draw(st.sampled_from([0.5, 2, -1.5, 1])),
+    )
+    return m.g(f"aten.{op}.{'Scalar' if op == 'rsub' else 'Tensor'}", m.pick(), value)
 
 
 def compare(m: GraphMaker) -> Tensor:
@@ -94,8 +97,8 @@ def compare(m: GraphMaker) -> Tensor:
     mask = m.g(f"aten.{m.draw(st.sampled_from(['gt', 'le', 'ne']))}.Scalar", x, 0.0)
     same = [y for y in m.floats if m.g.shape(y) == m.g.shape(x)]
     if m.draw(st.booleans()):
-        return m.g("aten.masked_fill.Scalar", same[-1], mask, -1.0)  # type: ignore[no-any-return]
-    return m.g("aten.where.self", mask, x, same[-1])  # type: ignore[no-any-return]
+        return m.g("aten.masked_fill.Scalar", same[-1], mask, -1.0)
+    return m.g("aten.where.self", mask, x, same[-1])
 
 
 def reduction(m: GraphMaker) -> Tensor:
@@ -103,12 +106,12 @@ def reduction(m: GraphMaker) -> Tensor:
     op = m.draw(st.sampled_from(["sum.dim_IntList", "mean.dim", "amax.default", "amin.default"]))
     dims = m.draw(st.lists(st.just(m.dim(x)), min_size=1, max_size=1))
     result = m.g(f"aten.{op}", x, dims, m.draw(st.booleans()))
-    return m.g("aten.tanh.default", result) if "sum" in op else result  # type: ignore[no-any-return]
+    return m.g("aten.tanh.default", result) if "sum" in op else result
 
 
 def softmax(m: GraphMaker) -> Tensor:
     x = m.pick()
-    return m.g(f"aten.{m.draw(st.sampled_from(['softmax', 'log_softmax']))}.int", x, m.dim(x))  # type: ignore[no-any-return]
+    return m.g(f"aten.{m.draw(st.sampled_from(['softmax', 'log_softmax']))}.int", x, m.dim(x))
 
 
 def norm(m: GraphMaker) -> Tensor:
@@ -116,8 +119,8 @@ def norm(m: GraphMaker) -> Tensor:
     assume(m.g.shape(x))
     width = m.g.shape(x)[-1]
     if m.draw(st.booleans()):
-        return m.g("aten.rms_norm.default", x, [width], m.weight(width), 0.5)  # type: ignore[no-any-return]
-    return m.g("aten.layer_norm.default", x, [width], m.weight(width), m.weight(width), 0.5)  # type: ignore[no-any-return]
+        return m.g("aten.rms_norm.default", x, [width], m.weight(width), 0.5)
+    return m.g("aten.layer_norm.default", x, [width], m.weight(width), m.weight(width), 0.5)
 
 
 def linear(m: GraphMaker) -> Tensor:
@@ -125,57 +128,59 @@ def linear(m: GraphMaker) -> Tensor:
     assume(m.g.shape(x))
     n, k = m.draw(st.integers(1, 5)), m.g.shape(x)[-1]
     y = m.g("aten.linear.default", x, m.weight(n, k), *([m.weight(n)] if m.draw(st.booleans()) else []))
-    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'gelu', 'sigmoid', 'silu']))}.default", y)  # type: ignore[no-any-return]
+    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'gelu', 'sigmoid', 'silu']))}.default", y)
 
 
 def matmul(m: GraphMaker) -> Tensor:
     x = m.pick()
     assume(len(m.g.shape(x)) >= 2)
     y = m.g("aten.transpose.int", x, -1, -2)
-    return m.g("aten.tanh.default", m.g("aten.matmul.default", *((x, y) if m.draw(st.booleans()) else (y, x))))  # type: ignore[no-any-return]
+    return m.g("aten.tanh.default", m.g("aten.matmul.default", *((x, y) if m.draw(st.booleans()) else (y, x))))
 
 
 def conv(m: GraphMaker) -> Tensor:
     x = m.pick(4)
     channels = m.g.shape(x)[1]
     y = m.g("aten.conv2d.default", x, m.weight(m.draw(st.integers(1, 4)), channels, 3, 3), None, [1, 1], [1, 1])
-    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'sigmoid']))}.default", y)  # type: ignore[no-any-return]
+    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'sigmoid']))}.default", y)
 
 
 def pool(m: GraphMaker) -> Tensor:
     x = m.pick(4)
     if m.draw(st.booleans()):
-        return m.g("aten.adaptive_avg_pool2d.default", x, [1, 2])  # type: ignore[no-any-return]
-    return m.g(f"aten.{m.draw(st.sampled_from(['max', 'avg']))}_pool2d.default", x, [3, 3], [2, 2], [1, 1])  # type: ignore[no-any-return]
+        return m.g("aten.adaptive_avg_pool2d.default", x, [1, 2])
+    return m.g(f"aten.{m.draw(st.sampled_from(['max', 'avg']))}_pool2d.default", x, [3, 3], [2, 2], [1, 1])
 
 
 def view(m: GraphMaker) -> Tensor:
     x = m.pick()
     shape = m.g.shape(x)
-    kind = m.draw(st.sampled_from("permute flatten unsqueeze slice select expand reshape transpose flip roll squeeze".split()))
+    kind = m.draw(
+        st.sampled_from("permute flatten unsqueeze slice select expand reshape transpose flip roll squeeze".split())
+    )
     if kind == "permute":
-        return m.g("aten.permute.default", x, m.draw(st.permutations(range(len(shape)))))  # type: ignore[no-any-return]
+        return m.g("aten.permute.default", x, m.draw(st.permutations(range(len(shape)))))
     if kind == "flatten":
-        return m.g("aten.flatten.using_ints", x)  # type: ignore[no-any-return]
+        return m.g("aten.flatten.using_ints", x)
     if kind == "unsqueeze":
-        return m.g("aten.unsqueeze.default", x, m.draw(st.integers(-len(shape) - 1, len(shape))))  # type: ignore[no-any-return]
+        return m.g("aten.unsqueeze.default", x, m.draw(st.integers(-len(shape) - 1, len(shape))))
     if kind == "squeeze":
-        return m.g("aten.squeeze.default", x)  # type: ignore[no-any-return]
+        return m.g("aten.squeeze.default", x)
     if kind == "expand":
-        return m.g("aten.expand.default", x, [2, *(-1 for _ in shape)])  # type: ignore[no-any-return]
+        return m.g("aten.expand.default", x, [2, *(-1 for _ in shape)])
     if kind == "reshape":
-        return m.g("aten.reshape.default", x, m.draw(st.sampled_from([[-1], [1, -1], [-1, *shape[1:]], [*shape, 1]])))  # type: ignore[no-any-return]
+        return m.g("aten.reshape.default", x, m.draw(st.sampled_from([[-1], [1, -1], [-1, *shape[1:]], [*shape, 1]])))
     dim = m.dim(x)
     if kind == "slice":
         start, step = m.draw(st.integers(0, 1)), m.draw(st.integers(1, 2))
-        return m.g("aten.slice.Tensor", x, dim, start, 2**63 - 1, step)  # type: ignore[no-any-return]
+        return m.g("aten.slice.Tensor", x, dim, start, 2**63 - 1, step)
     if kind == "select":
-        return m.g("aten.select.int", x, dim, -1)  # type: ignore[no-any-return]
+        return m.g("aten.select.int", x, dim, -1)
     if kind == "transpose":
-        return m.g("aten.transpose.int", x, dim, m.dim(x))  # type: ignore[no-any-return]
+        return m.g("aten.transpose.int", x, dim, m.dim(x))
     if kind == "flip":
-        return m.g("aten.flip.default", x, [dim])  # type: ignore[no-any-return]
-    return m.g("aten.roll.default", x, [1], [dim])  # type: ignore[no-any-return]
+        return m.g("aten.flip.default", x, [dim])
+    return m.g("aten.roll.default", x, [1], [dim])
 
 
 def cat(m: GraphMaker) -> Tensor:
@@ -184,7 +189,7 @@ def cat(m: GraphMaker) -> Tensor:
     if m.draw(st.booleans()):
         same = [y for y in m.floats if m.g.shape(y) == m.g.shape(x)]
         op = m.draw(st.sampled_from(["aten.cat.default", "aten.stack.default"]))
-        return m.g(op, [x, m.draw(st.sampled_from(same)), x], dim)  # type: ignore[no-any-return]
+        return m.g(op, [x, m.draw(st.sampled_from(same)), x], dim)
     pieces = m.g("aten.chunk.default", x, 2, dim)
     return m.g.getitem(pieces, 1) if isinstance(pieces, tuple) else pieces
 
@@ -195,17 +200,34 @@ def indexing(m: GraphMaker) -> Tensor:
     m.ids += 1
     index = m.g.constant(f"i{m.ids}", m.draw(st.lists(st.integers(0, m.g.shape(x)[dim] - 1), min_size=1, max_size=3)))
     if m.draw(st.booleans()):
-        return m.g("aten.index_select.default", x, dim, index)  # type: ignore[no-any-return]
-    return m.g("aten.index.Tensor", x, [*([None] * dim), index])  # type: ignore[no-any-return]
+        return m.g("aten.index_select.default", x, dim, index)
+    return m.g("aten.index.Tensor", x, [*([None] * dim), index])
 
 
 def island(m: GraphMaker) -> Tensor:
     """A detour through float32, which a float32 graph leaves out."""
     wide = m.g("aten.to.dtype", m.pick(), "float64")
-    return m.g("aten.to.dtype", m.g("aten.tanh.default", wide), "float32")  # type: ignore[no-any-return]
+    return m.g("aten.to.dtype", m.g("aten.tanh.default", wide), "float32")
 
 
-STEPS = [unary, binary, scalar, compare, reduction, softmax, norm, linear, matmul, conv, pool, view, view, cat, indexing, island]
+STEPS = [
+    unary,
+    binary,
+    scalar,
+    compare,
+    reduction,
+    softmax,
+    norm,
+    linear,
+    matmul,
+    conv,
+    pool,
+    view,
+    view,
+    cat,
+    indexing,
+    island,
+]
 
 
 @st.composite
@@ -221,7 +243,7 @@ def graphs(draw: Draw) -> dict[str, Any]:
 
 def in_bfloat16(ir: dict[str, Any]) -> dict[str, Any]:
     """The same model with 16-bit weights, inputs and nodes; its float64 islands become float32 ones."""
-    return json.loads(json.dumps(ir).replace("float32", "bfloat16").replace("float64", "float32"))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(ir).replace("float32", "bfloat16").replace("float64", "float32"))
 
 
 def random_arrays(specs: Mapping[str, Any], rng: np.random.Generator, dtype: str) -> Arrays:
@@ -274,7 +296,9 @@ def test_a_random_graph_runs_alike_everywhere(ir: dict[str, Any], dtype: str, se
     on_cpu = data.draw(st.sets(st.sampled_from(ops)), label="ops on the CPU")
     plan = partition(model, lambda op: op not in on_cpu and is_op_supported(op), compute_dtype=program.compute_dtype)
     executor = DAGExecutor(plan, BACKENDS["native"])
-    executor.load_weights({key: saturating_cast(x, "bfloat16" if dtype == "bfloat16" else "float32") for key, x in weights.items()})
+    executor.load_weights(
+        {key: saturating_cast(x, "bfloat16" if dtype == "bfloat16" else "float32") for key, x in weights.items()}
+    )
     for _ in range(2):
         assert_agree(executor.execute(inputs), reference, dtype)
 
@@ -289,7 +313,9 @@ BY_TYPE: dict[str, Callable[[random.Random], Any]] = {
     "bool": lambda r: r.random() < 0.5,
     "List[int]": lambda r: r.choices(SMALL, k=r.choice((1, 1, 2, 2, 3, 4, 0))),
     "List[float]": lambda r: [1.5] * r.choice((1, 2)),
-    "str": lambda r: r.choice(("none", "tanh", "constant", "reflect", "same", "valid", "floor", "trunc", "xy", "ij", "ij->ji", "ij,jk->ik")),
+    "str": lambda r: r.choice(
+        ("none", "tanh", "constant", "reflect", "same", "valid", "floor", "trunc", "xy", "ij", "ij->ji", "ij,jk->ik")
+    ),
     "Optional[int]": lambda r: r.choice((*SMALL, None)),
     "Optional[List[int]]": lambda r: r.choice((None, [0], [-1], [0, 1], [1])),
 }
@@ -316,9 +342,16 @@ def overloads() -> list[str]:
 
 
 def _argument(r: random.Random, kind: str, tensor: Callable[[], Tensor]) -> Any:
-    if kind in ("Optional[Tensor]", "Optional[ScalarType]", "Optional[number]", "Optional[float]", "Optional[str]") and r.random() < 0.4:
+    if (
+        kind in ("Optional[Tensor]", "Optional[ScalarType]", "Optional[number]", "Optional[float]", "Optional[str]")
+        and r.random() < 0.4
+    ):
         return None
-    kind = kind.removeprefix("Optional[").removesuffix("]") if kind not in BY_TYPE and kind.startswith("Optional[") else kind
+    kind = (
+        kind.removeprefix("Optional[").removesuffix("]")
+        if kind not in BY_TYPE and kind.startswith("Optional[")
+        else kind
+    )
     if kind == "Tensor":
         return tensor()
     if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
@@ -338,7 +371,18 @@ def random_node(op: str, r: random.Random, attempts: int = 150) -> dict[str, Any
         dtype = r.choice(DTYPES)
 
         def tensor(g: IRBuilder = g, base: list[int] = base, dtype: str = dtype) -> Tensor:
-            shapes = (base, base, base, base[1:], base[1:2], base[-1:], [1 for _ in base], base[::-1], [*base[:-2], *base[:-3:-1]], [3])
+            shapes = (
+                base,
+                base,
+                base,
+                base[1:],
+                base[1:2],
+                base[-1:],
+                [1 for _ in base],
+                base[::-1],
+                [*base[:-2], *base[:-3:-1]],
+                [3],
+            )
             own = dtype if r.random() < 0.7 else r.choice(DTYPES)
             return g.input(f"x{len(g.inputs)}", *r.choice(shapes), dtype=own)
 
@@ -348,7 +392,16 @@ def random_node(op: str, r: random.Random, attempts: int = 150) -> dict[str, Any
                 if argument.name not in NOT_DRAWN and not (argument.has_default_value() and r.random() < 0.5)
             }  # fmt: skip
             outputs = g(op, **values)
-        except (RuntimeError, TypeError, ValueError, IndexError, AssertionError, AttributeError, ArithmeticError, KeyError):
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AssertionError,
+            AttributeError,
+            ArithmeticError,
+            KeyError,
+        ):
             continue
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         if outputs and all(np.prod(g.shape(x)) < 5000 for x in outputs):
@@ -386,4 +439,6 @@ def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(op: str, s
             ours = run_program(program, backend, inputs, {})
             for got, name in zip(ours.values(), graph.outputs, strict=True):
                 want = reference[name].astype(np.float32)
-                np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=print_graph(graph) + str(inputs))
+                np.testing.assert_allclose(
+                    got, want, rtol=tolerance, atol=tolerance, err_msg=print_graph(graph) + str(inputs)
+                )

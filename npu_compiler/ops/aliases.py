@@ -100,7 +100,8 @@ def lower_slice(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(view.slice(dim, start, end, node.attrs.get("step", 1)))
 
 
-@register_op("aten.narrow", unsupported=lambda node, graph: None if "start" in node.attrs else "narrow with a tensor as its start")
+@register_op("aten.narrow",
+             unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor")  # fmt: skip
 def lower_narrow(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     dim = view.dim(node.attrs["dim"])

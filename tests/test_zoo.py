@@ -1,0 +1,151 @@
+"""Every model of the zoo against PyTorch: from `extract_ir` through partition() and compile() to design, section 6."""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_ir
+from torch import Tensor, nn
+
+import npu_compiler
+from npu_compiler import PartitionPlan, is_op_supported, partition
+from npu_runtime import CPUBackend, DAGExecutor, Executor, NPUBuffer
+from npu_runtime.weight_loader import load_weights, to_numpy
+from tests.numerics import assert_design6
+from tests.zoo import ZOO, ZooModel
+
+SAMPLES = 6
+PARTLY_ON_CPU = {"CRNN", "GraphAttention"}
+FAMILIES = ["bert", "gpt2", "llama", "vit", "convnext", "mobilenet_v2", "MobileNet"]
+IN_BFLOAT16 = [
+    "ResNet", "MobileNet", "MobileNetV3", "EfficientNet", "ShuffleNet", "DiffusionTransformer", "ShiftedWindows", "bert",
+    "gpt2", "llama", "gemma2", "t5", "vit", "convnext",
+]  # fmt: skip
+SPLIT = ["UNet", "OddConvolutions", "Conformer", "RelativeBuckets", "WritesThroughViews", "UnrolledLSTM", "t5", "llama"]
+
+Arrays = list[np.ndarray]
+
+
+def extract(model: nn.Module, inputs: Sequence[Tensor]) -> Any:
+    """The IR of a copy of the model without values, as users are told to extract it."""
+    with torch.no_grad():
+        empty = copy.deepcopy(model).to("meta")
+    return torch_ir.extract_ir(empty, tuple(torch.empty_like(x, device="meta") for x in inputs), model_name="zoo")
+
+
+def run_partitioned(plan: PartitionPlan, weights: dict[str, Tensor], samples: Sequence[Sequence[Tensor]]) -> list[Arrays]:
+    executor = DAGExecutor(plan, CPUBackend())
+    executor.load_weights(weights)
+    names = plan.graph.inputs
+    return [list(executor.execute(dict(zip(names, map(to_numpy, sample), strict=True))).values()) for sample in samples]
+
+
+def run_compiled(ir: Any, weights: dict[str, Tensor], samples: Sequence[Sequence[Tensor]]) -> list[Arrays]:
+    program, device = npu_compiler.compile(ir), CPUBackend()
+    executor, loaded = Executor(program, device), load_weights(weights, program, device, strict=False)
+    results = []
+    for sample in samples:
+        pairs = zip(program.input_specs, sample, strict=True)
+        outputs = executor.run({spec.name: NPUBuffer.from_numpy(to_numpy(x), device, spec) for spec, x in pairs}, loaded)
+        results.append([outputs[spec.name].to_numpy(spec) for spec in program.output_specs])
+    return results
+
+
+def run_torch(model: nn.Module, dtype: torch.dtype, samples: Sequence[Sequence[Tensor]]) -> list[Arrays]:
+    model = copy.deepcopy(model).to(dtype)
+    results = []
+    for sample in samples:
+        with torch.no_grad():
+            outputs = model(*(x.to(dtype) if x.is_floating_point() else x for x in sample))
+        results.append([x.double().numpy() for x in ([outputs] if isinstance(outputs, Tensor) else outputs)])
+    return results
+
+
+def draw(entry: ZooModel, seed: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [[spec.sample(generator) for spec in entry.inputs] for _ in range(SAMPLES)]
+
+
+def check(ours: list[Arrays], reference: list[Arrays], half: list[Arrays], seed: int) -> None:
+    """Design 6 for each output, over all samples at once; a sample is a row, unless it is a batch of class scores."""
+    for results in zip(*(zip(*runs, strict=True) for runs in (ours, reference, half)), strict=True):
+        a, b, c = (np.concatenate([_rows(value) for value in values]) for values in results)
+        if np.array_equal(b, c):
+            np.testing.assert_array_equal(a, b, err_msg=f"seed {seed}")
+        else:
+            assert_design6(a, b, c, seed=seed)
+
+
+def _rows(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float64) if value.ndim == 2 and value.shape[1] > 1 else value.astype(np.float64).reshape(1, -1)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_agrees_with_pytorch(name: str, seed: int) -> None:
+    entry = ZOO[name]
+    model, samples = entry.build(), draw(entry, seed)
+    reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
+    ir = extract(model, samples[0])
+    plan = partition(ir)
+    check(run_partitioned(plan, model.state_dict(), samples), reference, half, seed)
+    if name in PARTLY_ON_CPU:
+        assert plan.device_share < 1
+    else:
+        assert plan.device_share == 1
+        check(run_compiled(ir, model.state_dict(), samples), reference, half, seed)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_named_families_run_on_the_device(name: str, seed: int) -> None:
+    entry = ZOO[name]
+    model, (sample, *_) = entry.build(), draw(entry, seed)
+    assert partition(extract(model, sample)).device_share >= 0.9
+
+
+@pytest.mark.parametrize("name", ["ResNet", "SelectiveScan", "llama", "t5", "vit"])
+def test_extraction_without_gradients_agrees_too(name: str, seed: int) -> None:
+    entry = ZOO[name]
+    model, samples = entry.build(), draw(entry, seed)
+    with torch.no_grad():
+        plan = partition(extract(model, samples[0]))
+    reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
+    check(run_partitioned(plan, model.state_dict(), samples), reference, half, seed)
+
+
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_bfloat16_models_agree_in_their_own_dtype(name: str, seed: int) -> None:
+    entry = ZOO[name]
+    model = entry.build().to(torch.bfloat16)
+    samples = [[x.bfloat16() if x.is_floating_point() else x for x in sample] for sample in draw(entry, seed)]
+    plan = partition(extract(model, samples[0]))
+    assert plan.compute_dtype == "bfloat16"
+    reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.bfloat16, samples)
+    check(run_partitioned(plan, model.state_dict(), samples), reference, half, seed)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_any_split_between_device_and_cpu_agrees(name: str, seed: int) -> None:
+    entry = ZOO[name]
+    model, samples = entry.build(), draw(entry, seed)
+    ir = extract(model, samples[0])
+    reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
+    for chance in (0.3, 0.8):
+        plan = partition(ir, _coin(seed, chance))
+        check(run_partitioned(plan, model.state_dict(), samples), reference, half, seed)
+
+
+def _coin(seed: int, chance: float) -> Callable[[str, dict[str, Any]], bool]:
+    """A support function that refuses some ops, always the same for one seed."""
+
+    def is_supported(op_type: str, attrs: dict[str, Any]) -> bool:
+        lucky = random.Random(zlib.crc32(f"{seed} {op_type}".encode())).random() < chance
+        return lucky and is_op_supported(op_type, attrs)
+
+    return is_supported
