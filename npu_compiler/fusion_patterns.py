@@ -280,6 +280,19 @@ def _rewrite_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
     return _fused("npu.linear", match, inputs, **attrs)
 
 
+def _widens(node: OpNode, graph: IRGraph) -> bool:
+    return graph.tensors[node.outputs[0]].dtype in ("float32", "float64")
+
+
+def _rewrite_linear_cast(match: Match, rewriter: Rewriter) -> OpNode | None:
+    """A product that is widened at once is stored wide: it was float32 in registers anyway."""
+    linear = match.bound["linear"]
+    if len(rewriter.tensors[linear.inputs[1]].shape) != 2 or len(rewriter.tensors[linear.outputs[0]].shape) < 2:
+        return None
+    attrs = {"has_bias": len(linear.inputs) > 2, **linear.attrs}
+    return _fused("npu.linear", match, linear.inputs, **attrs)
+
+
 def _rewrite_add_relu(match: Match, rewriter: Rewriter) -> OpNode | None:
     return _fused("npu.add_relu", match, (match.tensors["x"], match.tensors["y"]))
 
@@ -415,6 +428,11 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
     "shared_input_linears": fuse_shared_input_linears,
     "linear_activation": Fusion("linear_activation", _linear_patterns()[1:], _rewrite_linear),
     "linear_residual": Fusion("linear_residual", _linear_patterns()[:1], _rewrite_linear),
+    "linear_cast": Fusion(
+        "linear_cast",
+        (P("aten.to aten._to_copy", (P("aten.linear npu.linear", bind="linear"),), where=_widens),),
+        _rewrite_linear_cast,
+    ),
     "add_relu": Fusion("add_relu", (P("aten.relu", (add(x, y),)),), _rewrite_add_relu),
 }
 

@@ -18,6 +18,7 @@ from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.cpu_kernels import native_launch, reference_launch
 from npu_runtime.native import NativeLaunch, NativeSequence
+from npu_runtime.native import available as native_available
 
 TORCH_DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32,
@@ -63,6 +64,8 @@ class CPUBackend(Backend):
 
     def __init__(self, native: bool | None = None) -> None:
         self.native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
+        # The first process on a machine compiles the native kernels; that belongs here, not in a run.
+        self.native = self.native and native_available()
 
     @property
     def device(self) -> str:

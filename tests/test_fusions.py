@@ -232,6 +232,7 @@ CASES = {
         function(lambda a, x: x + F.relu(a(x)), a=linear(8, 8)),
         (ROWS,),
     ),
+    "linear-cast": Case("linear_cast", op("npu.linear"), function(lambda a, x: a(x).double(), a=linear(8, 8)), (ROWS,)),
     "add-relu": Case("add_relu", op("npu.add_relu"), function(lambda x, y: F.relu(x + y)), (ROWS, (3, 8))),
 }
 EVERY_CASE = pytest.mark.parametrize("name", CASES)
@@ -413,3 +414,21 @@ def test_an_unknown_fusion_name_is_an_error() -> None:
         fuse(read_ir(IRBuilder().ir()), ["rmsnorm"])
     with pytest.raises(NPUError, match="unknown fusion a, b"):
         compile(exported("silu").ir, disabled_fusions=["b", "a", "silu"])
+
+
+def test_a_widened_product_is_not_rounded_to_16_bits_on_the_way() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(64, 32, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x).float()
+
+    torch.manual_seed(0)
+    module, x = Head(), torch.randn(3, 64).bfloat16()
+    with torch.no_grad():
+        ir = extract_ir(copy.deepcopy(module).to("meta"), (x.to("meta"),)).to_dict()
+    (result,) = run(ir, module.state_dict(), [x.float().numpy()], dtype="bfloat16")
+    exact = (x.float() @ module.head.weight.detach().float().T).numpy()
+    np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5)

@@ -701,7 +701,7 @@ def assert_near(ours: np.ndarray, reference: np.ndarray, case: Case, variant: Va
         allowed = 1e-5 * np.maximum(np.abs(want), (0.1 + case.spread) * largest)
     else:
         step = float(np.finfo(np.float32).tiny) if variant.compute == "bfloat16" else 2.0**-24
-        allowed = variant.eps * (case.ulps * np.abs(want) + case.spread * largest) + step
+        allowed = variant.eps * (case.ulps * np.abs(want) + case.spread * max(largest, 1.0)) + 2e-6 * largest + step
     worst = int(np.argmax(np.abs(got - want) - allowed)) if want.size else 0
     right = bool((np.abs(got - want) <= allowed).all())
     assert right, f"got {got[worst]:.9g}, want {want[worst]:.9g} ± {allowed[worst]:.3g} {where}"

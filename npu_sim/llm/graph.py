@@ -41,7 +41,8 @@ class CachedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
 
     forward: input_ids [1, T], positions [T], last [1] or None, k and v: per layer [1, KV heads, S, head dim]
-    → logits [1, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v.
+    → float32 logits [1, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v. In bfloat16,
+    logits around 25 would be 0.125 apart, and candidates would tie.
 
     Row t attends to cache rows 0..positions[t], so rows beyond a query's own position never count.
     """
@@ -72,7 +73,7 @@ class CachedCausalLM(nn.Module):
                 past_key_values=cache,
                 use_cache=True,
             ).logits
-        return (logits, *(tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair))
+        return (logits.float(), *(tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair))
 
 
 @contextlib.contextmanager
