@@ -117,8 +117,9 @@ class CompiledProgram:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file or none of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        with open(temporary, "xb") as file:
+        with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
