@@ -456,7 +456,8 @@ class MLPMixer(nn.Module):
 class Conformer(nn.Module):
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.norm, self.qkv, self.bias = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Parameter(torch.randn(4, 8))
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.bias = nn.Parameter(torch.randn(4, 8))
         self.positions = nn.Parameter(torch.randn(4, 39, 8) * 0.3)
         self.wide, self.narrow = nn.Conv1d(width, 2 * width, 1), nn.Conv1d(width, width, 1)
         self.depthwise, self.batch_norm = nn.Conv1d(width, width, 7, padding=3, groups=width), nn.BatchNorm1d(width)
@@ -630,23 +631,30 @@ _TEXT = {
     "vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_GPT = {"vocab_size": WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
-_VISION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
-           "patch_size": 8}  # fmt: skip
-_IDS, _GROUPED, _NO_CACHE = {"input_ids": words(2, 12)}, {"num_key_value_heads": 2}, {"use_cache": False}
+_GPT = {
+    "vocab_size": WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+_GROUPED = {**_TEXT, "num_key_value_heads": 2}
+_IDS, _NO_CACHE = {"input_ids": words(2, 12)}, {"use_cache": False}
 
 _hugging_face("bert", "BertModel", "last_hidden_state", {**_IDS, "attention_mask": words(2, 12, below=4)}, **_TEXT)
 _hugging_face("gpt2", "GPT2LMHeadModel", "logits", _IDS, _NO_CACHE, **_GPT)
-_hugging_face("llama", "LlamaForCausalLM", "logits", _IDS, _NO_CACHE, **_TEXT, **_GROUPED)
-_hugging_face("qwen2", "Qwen2ForCausalLM", "logits", _IDS, _NO_CACHE, **_TEXT, **_GROUPED)
-_hugging_face("qwen3", "Qwen3ForCausalLM", "logits", _IDS, _NO_CACHE, head_dim=16, **_TEXT, **_GROUPED)
-_hugging_face("gemma2", "Gemma2ForCausalLM", "logits", _IDS, _NO_CACHE, head_dim=16, sliding_window=4, **_TEXT, **_GROUPED)
-_hugging_face("phi3", "Phi3ForCausalLM", "logits", _IDS, _NO_CACHE, **_TEXT, **_GROUPED)
-_hugging_face("bloom", "BloomForCausalLM", "logits", _IDS, _NO_CACHE, vocab_size=WORDS, hidden_size=64, n_layer=2, n_head=4)
-_hugging_face("t5", "T5ForConditionalGeneration", "logits", {"input_ids": words(2, 10), "decoder_input_ids": words(2, 6)},
-              _NO_CACHE, vocab_size=WORDS, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
-              decoder_start_token_id=0)  # fmt: skip
-_hugging_face("vit", "ViTForImageClassification", "logits", {"pixel_values": floats(2, 3, 32, 32)}, num_labels=50, **_VISION)
+_hugging_face("llama", "LlamaForCausalLM", "logits", _IDS, _NO_CACHE, **_GROUPED)
+_hugging_face("qwen2", "Qwen2ForCausalLM", "logits", _IDS, _NO_CACHE, **_GROUPED)
+_hugging_face("qwen3", "Qwen3ForCausalLM", "logits", _IDS, _NO_CACHE, head_dim=16, **_GROUPED)
+_hugging_face("gemma2", "Gemma2ForCausalLM", "logits", _IDS, _NO_CACHE, head_dim=16, sliding_window=4, **_GROUPED)
+_hugging_face("phi3", "Phi3ForCausalLM", "logits", _IDS, _NO_CACHE, **_GROUPED)
+_hugging_face("bloom", "BloomForCausalLM", "logits", _IDS, _NO_CACHE, vocab_size=WORDS, hidden_size=64, n_layer=2,
+              n_head=4)  # fmt: skip
+_hugging_face("t5", "T5ForConditionalGeneration", "logits",
+              {"input_ids": words(2, 10), "decoder_input_ids": words(2, 6)}, _NO_CACHE, vocab_size=WORDS, d_model=64, d_kv=16, d_ff=128, num_layers=2,
+              num_heads=4, decoder_start_token_id=0)  # fmt: skip
+_hugging_face("vit", "ViTForImageClassification", "logits", {"pixel_values": floats(2, 3, 32, 32)}, num_labels=50,
+              **_VISION)  # fmt: skip
 _hugging_face("dinov2", "Dinov2Model", "last_hidden_state", {"pixel_values": floats(1, 3, 32, 32)}, **_VISION)
 _hugging_face("convnext", "ConvNextForImageClassification", "logits", {"pixel_values": floats(1, 3, 64, 64)},
               hidden_sizes=[16, 24, 32, 40], depths=[1, 1, 2, 1], num_labels=50)  # fmt: skip
@@ -656,4 +664,5 @@ _hugging_face("whisper", "WhisperForConditionalGeneration", "logits",
               {"input_features": floats(1, 16, 40), "decoder_input_ids": words(1, 6)}, _NO_CACHE, vocab_size=WORDS,
               num_mel_bins=16, max_source_positions=20, max_target_positions=32, d_model=64, encoder_layers=1,
               decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
-              decoder_ffn_dim=128, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2)  # fmt: skip
+              decoder_ffn_dim=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+              decoder_start_token_id=2)  # fmt: skip
