@@ -55,7 +55,8 @@ def _weight_tensors(graph: IRGraph, weights: Mapping[str, Any]) -> dict[str, tor
     tensors = {}
     for name, recipe in graph.weights.items():
         value = weights[next(recipe.keys())]
-        tensors[name] = value if isinstance(value, torch.Tensor) else numpy_to_tensor(np.asarray(value))
+        tensor = value if isinstance(value, torch.Tensor) else numpy_to_tensor(np.asarray(value))
+        tensors[name] = tensor.to(getattr(torch, graph.tensors[name].dtype))
     for name, array in graph.constants.items():
         tensors[name] = numpy_to_tensor(array)
     return tensors

@@ -16,6 +16,7 @@ LowerFn: TypeAlias = Callable[[Lowering, OpNode], None]
 SupportFn: TypeAlias = Callable[[OpNode, IRGraph], str | None]
 
 MAX_RANK = 8
+NARROW_INTS = frozenset({"int8", "int16", "uint8"})
 UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
 
 
@@ -95,12 +96,26 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
             return f"tensor '{name}' has rank {len(spec.shape)}; at most {MAX_RANK} is supported"
     if not node.outputs:
         return f"op '{node.op_type}' has no tensor output"
+    for name in node.outputs[:1]:
+        if graph.tensors[name].dtype in NARROW_INTS and not _keeps_dtype(node, graph):
+            return f"tensor '{name}' has dtype {graph.tensors[name].dtype}: the device's integers do not wrap at its width"
     for name, value in node.attrs.items():
         if isinstance(value, int) and not INT32_MIN <= value <= INT32_MAX and name not in _UNBOUNDED_ATTRS:
             return f"attribute '{name}' = {value} does not fit in int32"
     return op.unsupported(node, graph)
 
 
+def _keeps_dtype(node: OpNode, graph: IRGraph) -> bool:
+    """Whether the node only moves elements: same dtype in and out, by an op that computes nothing."""
+    moves = node.base == "getitem" or node.base.removeprefix("aten.") in _MOVES
+    return moves and all(graph.tensors[x].dtype == graph.tensors[node.outputs[0]].dtype for x in node.inputs[:1])
+
+
+_MOVES = frozenset({
+    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "slice",
+    "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "contiguous", "clone", "alias", "detach",
+    "index_select", "gather", "index", "repeat", "to", "pad", "flip", "roll",
+})  # fmt: skip
 _UNBOUNDED_ATTRS = frozenset({"end", "start", "dim_size"})
 
 
