@@ -3,8 +3,8 @@
     python -m benchmarks.cpu [--quick] [--json results.json] [--only decode,prefill,resnet50]
 
 Each task measures every contender in the same run, interleaved, on the same weights: the CPU device in 16 bits, PyTorch
-eager and `torch.compile` in float32 and in the same 16-bit dtype. Floors: a decode step reads every weight once; prefill
-and ResNet-50 are compared with PyTorch's own float32 matrix rate.
+eager and `torch.compile` in float32 and in bfloat16. Floors: a decode step reads every weight once; prefill and ResNet-50
+are compared with PyTorch's own float32 matrix rate.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:
             contenders[name] = module_step(peer.to(dtype), x.to(dtype), mode)
     flops = sum(call.flops for call in program.kernels)
     floor = flops / matrix_rate()
-    return [Task("ResNet-50", interleave(contenders, rounds), floor, f"{flops / 1e9:.1f} GFLOP at PyTorch's float32 rate")]
+    return [
+        Task("ResNet-50", interleave(contenders, rounds), floor, f"{flops / 1e9:.1f} GFLOP at PyTorch's float32 rate")
+    ]
 
 
 def print_task(task: Task, console: Console) -> None:

@@ -39,7 +39,9 @@ class KernelDecl:
             if fmt == "s":
                 continue
             value = params[name]
-            packed += struct.pack(f"<{fmt}", *value) if isinstance(value, (list, tuple)) else struct.pack(f"<{fmt}", value)
+            packed += (
+                struct.pack(f"<{fmt}", *value) if isinstance(value, (list, tuple)) else struct.pack(f"<{fmt}", value)
+            )
         return packed
 
 

@@ -96,7 +96,9 @@ def compile(
         graph = stage(graph)
     plan = generate_execution_plan(graph, target, source_shapes)
     plan = plan_memory(plan, target.config.buffer_alignment)
-    plan.unused_weights = tuple(sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()}))
+    plan.unused_weights = tuple(
+        sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
+    )
     return CompiledProgram(graph.name, target.config.name, dtype, plan)
 
 

@@ -14,7 +14,9 @@ def find_violations(graph: IRGraph) -> list[str]:
     for name in graph.inputs:
         spec = graph.tensors[name]
         if spec.dtype in UNSUPPORTED_DTYPES:
-            violations.append(f"graph input '{name}' {list(spec.shape)} has dtype {spec.dtype}; split it into real parts")
+            violations.append(
+                f"graph input '{name}' {list(spec.shape)} has dtype {spec.dtype}; split it into real parts"
+            )
     for node in graph.nodes:
         reason = unsupported_reason(node, graph)
         if reason is not None:

@@ -26,7 +26,10 @@ def describe_program(program: CompiledProgram, *, tables: bool = True) -> str:
           for spec in plan.outputs),
     ]  # fmt: skip
     if tables:
-        lines += ["kernels", "     #  kernel                            output                  flops        bytes  node"]
+        lines += [
+            "kernels",
+            "     #  kernel                            output                  flops        bytes  node",
+        ]
         lines += [_kernel_line(index, call) for index, call in enumerate(plan.calls)]
         if plan.prologue:
             lines += ["prologue (once per set of weights)"]

@@ -101,7 +101,9 @@ class _Functionalizer:
         parent = self._alias(node.inputs[0])
         version = self.version.get(parent.base, 0)
         for index, out in enumerate(node.outputs):
-            step = node if len(node.outputs) == 1 else replace(node, outputs=(out,), attrs={**node.attrs, "_piece": index})
+            step = (
+                node if len(node.outputs) == 1 else replace(node, outputs=(out,), attrs={**node.attrs, "_piece": index})
+            )
             self.aliases[out] = _Alias(parent.base, (*parent.chain, step), version)
 
     def _shares(self, node: OpNode) -> bool:
@@ -176,7 +178,7 @@ class _Functionalizer:
         spec = self.tensors[node.outputs[0]] if node.outputs else self.tensors[target]
         producer = self.makers.get(target)
         if producer is not None and producer.base in UNTRACKED_VIEWS:
-            raise IRError(f"node '{node.name}': in-place write through '{producer.op_type}' (node '{producer.name}') has no "
+            raise IRError(f"node '{node.name}': in-place write through '{producer.op_type}' ('{producer.name}') has no "
                           "out-of-place form")  # fmt: skip
         op_type = out_of_place(node.op_type)
         value = self._append(op_type, inputs, spec, node.attrs, node.name, node.outputs)
@@ -237,4 +239,3 @@ class _Functionalizer:
         attrs = {key: value for key, value in attrs.items() if key != "_piece"}
         self.nodes.append(OpNode(name, op_type, inputs, outputs, attrs))
         return outputs[0]
-

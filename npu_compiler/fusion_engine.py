@@ -184,7 +184,9 @@ class Rewriter:
     tensors: dict[str, TensorSpec]
     added: list[OpNode] = field(default_factory=list)
 
-    def node(self, stem: str, op_type: str, inputs: tuple[str, ...], like: str, shape: tuple[int, ...], **attrs: object) -> str:
+    def node(
+        self, stem: str, op_type: str, inputs: tuple[str, ...], like: str, shape: tuple[int, ...], **attrs: object
+    ) -> str:
         """Add a node before the fused one; returns its output tensor."""
         name = unique_name(stem, self.tensors)
         self.tensors[name] = replace(self.tensors[like], name=name, shape=shape)

@@ -36,7 +36,7 @@ def _square(inner: Pattern) -> P:
 
 
 def _rms_norm_patterns() -> tuple[P, ...]:
-    """RMSNorm as Hugging Face writes it: weight · cast(x · rsqrt(mean(x²) + eps)), with and without casts and weight."""
+    """RMSNorm as Hugging Face writes it: weight · cast(x · rsqrt(mean(x²) + eps)), casts and weight optional."""
     x32 = Maybe(x)
     scale = P("aten.rsqrt", (add(_mean(_square(x32)), Num("eps")),))
     divide = P("aten.div", (x32, P("aten.sqrt", (add(_mean(_square(x32)), Num("eps")),))))
@@ -84,7 +84,11 @@ def _gelu_patterns() -> tuple[P, ...]:
     erf_scaled = add(P("aten.erf", (mul(x, Num(value=math.sqrt(0.5))),)), Num(value=1.0))
     forms: list[P] = []
     for term in (erf_term, erf_scaled):
-        forms += [mul(mul(x, Num(value=0.5)), term), mul(mul(x, term), Num(value=0.5)), mul(x, mul(term, Num(value=0.5)))]
+        forms += [
+            mul(mul(x, Num(value=0.5)), term),
+            mul(mul(x, term), Num(value=0.5)),
+            mul(x, mul(term, Num(value=0.5))),
+        ]
     return tuple(forms)
 
 
@@ -268,7 +272,12 @@ def _rewrite_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
         return None
     if linear.attrs.get("has_residual") or (residual is not None and specs[residual].shape != shape):
         return None
-    attrs = {"has_bias": len(linear.inputs) > 2, "has_residual": residual is not None, "activation": "none", **linear.attrs}
+    attrs = {
+        "has_bias": len(linear.inputs) > 2,
+        "has_residual": residual is not None,
+        "activation": "none",
+        **linear.attrs,
+    }
     attrs["has_residual"] = residual is not None
     activation = match.bound.get("activation")
     if activation is not None:
@@ -414,9 +423,7 @@ _gate = P("aten.silu aten.gelu", (x,), bind="activation")
 FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
     "silu": Fusion("silu", (mul(x, P("aten.sigmoid", (x,))),), _rewrite_unary("aten.silu.default")),
     "gelu": Fusion("gelu", _gelu_patterns(), _rewrite_unary("aten.gelu.default")),
-    "gelu_tanh": Fusion(
-        "gelu_tanh", _gelu_tanh_patterns(), _rewrite_unary("aten.gelu.default", approximate="tanh")
-    ),
+    "gelu_tanh": Fusion("gelu_tanh", _gelu_tanh_patterns(), _rewrite_unary("aten.gelu.default", approximate="tanh")),
     "layer_norm": Fusion("layer_norm", _layer_norm_patterns(), _rewrite_layer_norm),
     "rms_norm": Fusion("rms_norm", _rms_norm_patterns(), _rewrite_rms_norm),
     "attention": Fusion("attention", _attention_patterns(), _rewrite_attention),

@@ -123,13 +123,13 @@ def fold_padding(graph: IRGraph) -> IRGraph:
             height, width = (own, own) if isinstance(own, int) else (own * 2)[:2]
             left, right, top, bottom = pad.attrs["pad"]
             sides = [top + height, bottom + height, left + width, right + width]
-            node = replace(
-                node, inputs=(pad.inputs[0], *node.inputs[1:]), attrs={**node.attrs, "padding": sides}
-            )
+            node = replace(node, inputs=(pad.inputs[0], *node.inputs[1:]), attrs={**node.attrs, "padding": sides})
             if len(consumers[pad.outputs[0]]) == 1:
                 dropped.add(pad.name)
         nodes.append(node)
-    return replace(graph, nodes=[node for node in nodes if node.name not in dropped or node.outputs[0] in graph.outputs])
+    return replace(
+        graph, nodes=[node for node in nodes if node.name not in dropped or node.outputs[0] in graph.outputs]
+    )
 
 
 def _is_zero_padding(node: OpNode, graph: IRGraph) -> bool:
@@ -199,7 +199,9 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
             tensors[name] = TensorSpec(name, shape, spec.dtype if source.base == "aten.linear" else "float32")
             weights[name] = recipe
             names.append(name)
-        replaced[node.name] = replace(source, name=node.name, inputs=(source.inputs[0], *names), outputs=node.outputs[:1])
+        replaced[node.name] = replace(
+            source, name=node.name, inputs=(source.inputs[0], *names), outputs=node.outputs[:1]
+        )
         dropped.add(source.name)
     nodes = [replaced.get(node.name, node) for node in graph.nodes if node.name not in dropped]
     return replace(graph, nodes=nodes, tensors=tensors, weights=weights)

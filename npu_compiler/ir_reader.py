@@ -338,7 +338,9 @@ class _Reader:
             raise IRError(f"{where}: tensor '{spec.name}' is not a weight, a graph input, or any node's output")
         known = self.tensors[resolved]
         if known.shape != spec.shape:
-            raise IRError(f"{where}: '{spec.name}' has shape {list(spec.shape)}, but its producer says {list(known.shape)}")
+            raise IRError(
+                f"{where}: '{spec.name}' has shape {list(spec.shape)}, but its producer says {list(known.shape)}"
+            )
         return resolved
 
     def _read_graph_output(self, meta: Any) -> str:

@@ -108,7 +108,8 @@ class Lowering:
         """Append an element-wise call; tensors broadcast to the output's shape, scalars become parameters."""
         inputs = [x.expand(out.shape) for x in operands if isinstance(x, View)]
         scalars = [
-            None if isinstance(x, View) else saturate(float(x), out.dtype) if isinstance(x, float) else x for x in operands
+            None if isinstance(x, View) else saturate(float(x), out.dtype) if isinstance(x, float) else x
+            for x in operands
         ]
         dense = all(view.is_contiguous for view in (*inputs, out))
         stem = op if all(x is None for x in scalars) else f"{op}_scalar"
@@ -160,4 +161,3 @@ class Lowering:
             self.alias(name, view)
         else:
             self.copy(self.reshaped(view, spec.shape), self.output(index))
-

@@ -53,7 +53,12 @@ def _in_place_pairs(calls: list[KernelCall], buffers: dict[str, BufferAllocation
             continue
         for view in call.inputs:
             source = buffers[view.buffer]
-            aligned = (view.strides, view.offset, view.dtype, view.shape) == (out.strides, out.offset, out.dtype, out.shape)
+            aligned = (view.strides, view.offset, view.dtype, view.shape) == (
+                out.strides,
+                out.offset,
+                out.dtype,
+                out.shape,
+            )
             if source.kind == "arena" and source.last_use == index and aligned:
                 others = sum(other.buffer == view.buffer for other in call.inputs)
                 if others == 1 and source.size_bytes == made.size_bytes:

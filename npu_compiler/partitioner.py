@@ -84,13 +84,15 @@ class PartitionPlan:
             names = f"{p.graph.nodes[0].name} … {p.graph.nodes[-1].name}"
             lines.append(f"{p.index:3}  {p.device:6}  {len(p.graph.nodes):6}  {crossing:12}  {names}")
         total = sum(t.bytes for t in self.transfers)
-        lines.append(f"{self.device_share:.1%} of nodes on the device; {total} bytes cross in {len(self.transfers)} transfers")
+        lines.append(
+            f"{self.device_share:.1%} of nodes on the device; {total} bytes cross in {len(self.transfers)} transfers"
+        )
         return "\n".join(lines)
 
     def to_mermaid(self) -> str:
         """The plan as a Mermaid flow chart."""
         lines = ["graph TD", "    inputs([inputs])"]
-        maker = {name: "inputs" for name in self.graph.inputs}
+        maker = dict.fromkeys(self.graph.inputs, "inputs")
         for p in self.partitions:
             shape = ("[", "]") if p.device == "npu" else ("[[", "]]")
             label = f'"{p.device.upper()} {p.index}: {len(p.graph.nodes)} nodes"'
@@ -99,9 +101,11 @@ class PartitionPlan:
             for name in p.graph.inputs:
                 edges[maker[name]] = edges.get(maker[name], 0) + tensor_bytes(self.graph.tensors[name])
             lines += [f"    {source} -->|{size} B| p{p.index}" for source, size in edges.items()]
-            maker.update({name: f"p{p.index}" for name in p.graph.outputs})
+            maker.update(dict.fromkeys(p.graph.outputs, f"p{p.index}"))
         lines.append("    outputs([outputs])")
-        lines += [f"    {source} --> outputs" for source in dict.fromkeys(maker.get(x, "inputs") for x in self.graph.outputs)]
+        lines += [
+            f"    {source} --> outputs" for source in dict.fromkeys(maker.get(x, "inputs") for x in self.graph.outputs)
+        ]
         return "\n".join(lines)
 
 
@@ -189,17 +193,19 @@ def _build_partitions(
     stored = assign_storage(graph, compute_dtype).tensors
     native = native_dtype(graph)
     readers: dict[str, set[int]] = {}
-    home: dict[str, DeviceKind] = {name: "cpu" for name in (*graph.inputs, *graph.constants)}
+    home: dict[str, DeviceKind] = dict.fromkeys((*graph.inputs, *graph.constants), "cpu")
     for index, (device, nodes) in enumerate(groups):
         for node in nodes:
-            home.update({out: device for out in node.outputs})
+            home.update(dict.fromkeys(node.outputs, device))
             for name in node.inputs:
                 readers.setdefault(name, set()).add(index)
     partitions = []
     for index, (device, nodes) in enumerate(groups):
         made = {out for node in nodes for out in node.outputs}
         read = dict.fromkeys(name for node in nodes for name in node.inputs)
-        inputs = [name for name in read if name not in made and name not in graph.weights and name not in graph.constants]
+        inputs = [
+            name for name in read if name not in made and name not in graph.weights and name not in graph.constants
+        ]
         outputs = [
             name for node in nodes for name in node.outputs
             if name in graph.outputs or readers.get(name, set()) - {index}
@@ -217,7 +223,9 @@ def _build_partitions(
             native_dtype=native,
         )
         crossing = tuple(
-            TransferOp(name, home[name], device, tensor_bytes(graph.tensors[name])) for name in inputs if home[name] != device
+            TransferOp(name, home[name], device, tensor_bytes(graph.tensors[name]))
+            for name in inputs
+            if home[name] != device
         )
         partitions.append(Partition(index, device, sub, crossing))
     return tuple(partitions)

@@ -1,8 +1,8 @@
 """Decide each tensor's storage dtype.
 
-A model whose weights are 16-bit says itself where it wants float32, so its float32 tensors stay float32. A float32 model
-compiled for 16 bits says nothing; there, what is computed from integers and constants alone (positions, rotary angles,
-masks) stays float32, because a position of 3000 has no 16-bit float, and everything else takes the compute dtype.
+A model whose weights are 16-bit says itself where it wants float32, so its float32 tensors stay float32. A float32
+model compiled for 16 bits says nothing; there, what is computed from integers and constants alone (positions, rotary
+angles, masks) stays float32, because a position of 3000 has no 16-bit float; all else takes the compute dtype.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from npu_compiler.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT_DTYPES, INT32_MAX
+from npu_compiler.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT32_MAX, INT_DTYPES
 from npu_compiler.errors import NPUError
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, unique_name
 
@@ -94,7 +94,9 @@ def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
     renames: dict[str, dict[str, str]] = {}
     for name in sorted(neutral):
         users = [node for node in consumers.get(name, []) if node.name in wide_nodes]
-        scale_shift = [n for n in consumers.get(name, []) if n.op_type.startswith("npu.scale_shift") and n.inputs[0] != name]
+        scale_shift = [
+            n for n in consumers.get(name, []) if n.op_type.startswith("npu.scale_shift") and n.inputs[0] != name
+        ]
         if len(users) + len(scale_shift) == len(consumers.get(name, [])) and (users or scale_shift):
             wide.add(name)
         elif users:

@@ -1,8 +1,8 @@
 """The `.npubin` format.
 
 A file is the magic `NPUBIN`, then one msgpack array: format version, SHA-256 of the body, body. The body is msgpack of
-plain maps and lists: `msgpack.unpackb` shows everything, and nothing in it is code or pickle. Reading compares it with a
-schema and checks every reference and bound before anything is built from it.
+plain maps and lists: `msgpack.unpackb` shows everything, and nothing in it is code or pickle. Reading compares it with
+a schema and checks every reference and bound before anything is built from it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def _open_envelope(data: bytes, origin: str) -> bytes:
         raise ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")
     if envelope[0] != FORMAT_VERSION:
         raise ProgramFormatError(
-            f"'{origin}' has format version {envelope[0]}; this runtime reads version {FORMAT_VERSION}: compile it again"
+            f"'{origin}' has format version {envelope[0]}; this runtime reads version {FORMAT_VERSION}: "
+            "compile it again"
         )
     if len(envelope) != 3 or not isinstance(envelope[1], bytes) or not isinstance(envelope[2], bytes):
         raise ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")

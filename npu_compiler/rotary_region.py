@@ -27,8 +27,8 @@ def expand_rotary_regions(graph: IRGraph) -> IRGraph:
     nodes: list[OpNode] = []
     if any(node.op_type == OPAQUE_OP and is_rotary_region(node, graph) for node in graph.nodes):
         warnings.warn(
-            "the IR holds an opaque region with the signature of a rotary embedding; it is taken for the plain one, without "
-            "attention scaling. Extract under torch.no_grad() to keep the region's own ops.",
+            "the IR holds an opaque region with the signature of a rotary embedding; it is taken for the plain one, "
+            "without attention scaling. Extract under torch.no_grad() to keep the region's own ops.",
             stacklevel=2,
         )
     for node in graph.nodes:
@@ -60,7 +60,9 @@ def _is_interleaved(node: OpNode, graph: IRGraph) -> bool:
     """
     width = graph.tensors[node.outputs[0]].shape[-1]
     rotates_pairs = any(
-        other.base == "aten.slice" and other.attrs.get("step", 1) == 2 and graph.tensors[other.inputs[0]].shape[-1] == width
+        other.base == "aten.slice"
+        and other.attrs.get("step", 1) == 2
+        and graph.tensors[other.inputs[0]].shape[-1] == width
         for other in graph.nodes
     )
     return rotates_pairs and not _is_sliced(node.outputs[0], graph)
@@ -97,5 +99,7 @@ def _rotary_nodes(node: OpNode, tensors: dict[str, TensorSpec], interleaved: boo
         full = add("angles", "aten.cat.default", (angle, angle), shape, dim=-1, _tensor_list_sizes=[2])
     for out, function in zip(node.outputs, ("cos", "sin"), strict=True):
         value = add(function, f"aten.{function}.default", (full,), shape)
-        made.append(OpNode(f"{node.name}.{function}_out", "aten.to.dtype", (value,), (out,), {"dtype": tensors[out].dtype}))
+        made.append(
+            OpNode(f"{node.name}.{function}_out", "aten.to.dtype", (value,), (out,), {"dtype": tensors[out].dtype})
+        )
     return made

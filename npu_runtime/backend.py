@@ -56,7 +56,9 @@ class DeviceBuffer(ABC):
     def check_current(self) -> None:
         """Raise a `DeviceError` if a later run has overwritten what this handle stood for."""
         if self._is_current is not None and not self._is_current():
-            raise DeviceError("this output was overwritten by a later run(); read it, or copy() it, before running again")
+            raise DeviceError(
+                "this output was overwritten by a later run(); read it, or copy() it, before running again"
+            )
 
     def copy(self) -> DeviceBuffer:
         """A new buffer with the same content, which later runs leave alone."""
@@ -143,7 +145,7 @@ class Backend(ABC):
 
         return run
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027  (a device that runs at once has nothing to wait for)
         """Wait until everything launched has finished."""
 
     def create_executor(self, program: CompiledProgram) -> Executor:

@@ -78,9 +78,17 @@ def _torch_ir(graph: IRGraph) -> IR:
         shapes = [graph.tensors[out].shape for out in node.outputs]
         attrs = {"attrs": node.attrs, "dtypes": [graph.tensors[out].dtype for out in node.outputs], "shapes": shapes}
         nodes.append(
-            TorchNode(node.name, _PREFIX + node.op_type, [meta(x) for x in node.inputs], [meta(x) for x in node.outputs], attrs)
+            TorchNode(
+                node.name,
+                _PREFIX + node.op_type,
+                [meta(x) for x in node.inputs],
+                [meta(x) for x in node.outputs],
+                attrs,
+            )
         )
-    return IR(nodes, [meta(x) for x in graph.inputs], [meta(x) for x in graph.outputs], [meta(x) for x in graph.weights])
+    return IR(
+        nodes, [meta(x) for x in graph.inputs], [meta(x) for x in graph.outputs], [meta(x) for x in graph.weights]
+    )
 
 
 def _ensure_executor(op_type: str) -> None:
@@ -143,7 +151,9 @@ def bind_arguments(
         raise ExecutionError("clamp with one tensor bound: the IR does not tell whether it is the lower or the upper")
     remaining = list(inputs)
     sizes, masks = list(attrs.get("_tensor_list_sizes") or []), list(attrs.get("_tensor_list_none_masks") or [])
-    stats_only = ".".join(op_type.split(".")[:2]) in _STATS_ONLY and len(inputs) == 3 and not attrs.get("use_input_stats")
+    stats_only = (
+        ".".join(op_type.split(".")[:2]) in _STATS_ONLY and len(inputs) == 3 and not attrs.get("use_input_stats")
+    )
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in schema.arguments:
@@ -196,5 +206,3 @@ def decode_attr(name: str, value: Any, kind: str) -> Any:
     if isinstance(value, dict) and value.keys() == {"real", "imag"}:
         return complex(value["real"], value["imag"])
     return value
-
-

@@ -87,9 +87,7 @@ class DAGExecutor:
         if problems:
             raise weight_error(f"plan '{graph.name}'", problems)
 
-    def execute(
-        self, inputs: Mapping[str, np.ndarray], profiler: Profiler | None = None
-    ) -> dict[str, np.ndarray]:
+    def execute(self, inputs: Mapping[str, np.ndarray], profiler: Profiler | None = None) -> dict[str, np.ndarray]:
         """Run the whole graph.
 
         Args:
@@ -176,7 +174,7 @@ class DAGExecutor:
         return dict(outputs)
 
     def _to_device(self, index: int, spec: TensorSpec, value: Value, profiler: Profiler | None) -> DeviceBuffer:
-        """The value as the partition wants it; uploads go to the same buffer every time, so nothing is prepared again."""
+        """The value as the partition wants it; uploads reuse one buffer, so nothing is prepared again."""
         if isinstance(value, DeviceBuffer):
             if value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape):
                 return value

@@ -68,7 +68,9 @@ class Executor:
                 spec = TensorSpec(name, value.shape, str(value.dtype), buffer.dtype, buffer.alloc_shape)
                 self._memory[name] = self.backend.allocate_buffer(value, spec=spec)
                 self.counters["buffers"] += 1
-        self._outputs = {spec.name: self._output_handle(spec) for spec in plan.outputs if spec.name not in plan.donations}
+        self._outputs = {
+            spec.name: self._output_handle(spec) for spec in plan.outputs if spec.name not in plan.donations
+        }
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceBuffer:
         self.counters["buffers"] += 1
@@ -228,9 +230,7 @@ class Executor:
         return Operand(self._memory[view.buffer], view, buffer.offset if buffer.kind == "arena" else 0, constant)
 
 
-def _check_fits(
-    buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]
-) -> None:
+def _check_fits(buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]) -> None:
     memory = spec.alloc_shape or spec.shape
     if buffer.alloc_shape != memory or buffer.dtype != spec.storage:
         raise error(

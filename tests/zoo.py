@@ -632,7 +632,8 @@ _TEXT = {
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _GPT = {
-    "vocab_size": WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 _VISION = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
@@ -651,8 +652,8 @@ _hugging_face("phi3", "Phi3ForCausalLM", "logits", _IDS, _NO_CACHE, **_GROUPED)
 _hugging_face("bloom", "BloomForCausalLM", "logits", _IDS, _NO_CACHE, vocab_size=WORDS, hidden_size=64, n_layer=2,
               n_head=4)  # fmt: skip
 _hugging_face("t5", "T5ForConditionalGeneration", "logits",
-              {"input_ids": words(2, 10), "decoder_input_ids": words(2, 6)}, _NO_CACHE, vocab_size=WORDS, d_model=64, d_kv=16, d_ff=128, num_layers=2,
-              num_heads=4, decoder_start_token_id=0)  # fmt: skip
+              {"input_ids": words(2, 10), "decoder_input_ids": words(2, 6)}, _NO_CACHE, vocab_size=WORDS,
+              d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)  # fmt: skip
 _hugging_face("vit", "ViTForImageClassification", "logits", {"pixel_values": floats(2, 3, 32, 32)}, num_labels=50,
               **_VISION)  # fmt: skip
 _hugging_face("dinov2", "Dinov2Model", "last_hidden_state", {"pixel_values": floats(1, 3, 32, 32)}, **_VISION)

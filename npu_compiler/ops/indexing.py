@@ -39,8 +39,11 @@ def lower_index_select(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("index_select_kernel", [source, index], [ctx.output()], {"dim": source.dim(node.attrs["dim"])})
 
 
-@register_op("aten.gather", tensors=("self", "index"),
-             unsupported=lambda node, graph: "gather from a scalar" if not graph.tensors[node.inputs[0]].shape else None)
+@register_op(
+    "aten.gather",
+    tensors=("self", "index"),
+    unsupported=lambda node, graph: "gather from a scalar" if not graph.tensors[node.inputs[0]].shape else None,
+)
 def lower_gather(ctx: Lowering, node: OpNode) -> None:
     source, index = (ctx.view(name) for name in node.inputs)
     ctx.emit("gather_kernel", [source, index], [ctx.output()], {"dim": source.dim(node.attrs["dim"])})

@@ -154,7 +154,9 @@ def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
                 return None
             term = term.replace("...", spare[len(spare) - hidden :] if hidden else "")
         expanded.append(term)
-    widest = max((rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t), default=0)
+    widest = max(
+        (rank - len(t.replace("...", "")) for t, rank in zip(terms, ranks, strict=True) if "..." in t), default=0
+    )
     result = result.replace("...", spare[len(spare) - widest :] if widest else "")
     if any(len(set(term)) != len(term) or len(term) != rank for term, rank in zip(expanded, ranks, strict=True)):
         return None
@@ -230,5 +232,3 @@ def _sum_out(ctx: Lowering, view: View, term: str, letters: list[str]) -> tuple[
 def lower_outer(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("mul", [a.unsqueeze(1), b.unsqueeze(0)], ctx.output())
-
-

@@ -98,7 +98,9 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
         return f"op '{node.op_type}' has no tensor output"
     for name in node.outputs[:1]:
         if graph.tensors[name].dtype in NARROW_INTS and not _keeps_dtype(node, graph):
-            return f"tensor '{name}' has dtype {graph.tensors[name].dtype}: the device's integers do not wrap at its width"
+            return (
+                f"tensor '{name}' has dtype {graph.tensors[name].dtype}: the device's integers do not wrap at its width"
+            )
     for name, value in node.attrs.items():
         if isinstance(value, int) and not INT32_MIN <= value <= INT32_MAX and name not in _UNBOUNDED_ATTRS:
             return f"attribute '{name}' = {value} does not fit in int32"

@@ -1,4 +1,4 @@
-"""Ops that build a tensor out of pieces, or out of nothing: cat, stack, pad, repeat, roll, scatter into a slice, fill."""
+"""Ops that build a tensor out of pieces, or out of nothing: cat, stack, pad, repeat, roll, scatter, fill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU device's kernels: `reference` modules say what each kernel means, in torch; `accelerated` picks native ones."""
+"""The CPU device's kernels: what each means, in torch, and which native one takes over (`accelerated`)."""
 
 from npu_runtime.cpu_kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
 from npu_runtime.cpu_kernels.accelerated import native_launch
