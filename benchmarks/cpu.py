@@ -3,8 +3,8 @@
     python -m benchmarks.cpu [--quick] [--json results.json] [--only decode,prefill,resnet50]
 
 Each task measures every contender in the same run, interleaved, on the same weights: the CPU device in 16 bits, PyTorch
-eager and `torch.compile` in float32 and in bfloat16. Floors: a decode step reads every weight once; prefill and ResNet-50
-are compared with PyTorch's own float32 matrix rate.
+eager and `torch.compile` in float32 and in bfloat16. Floors: a decode step reads every weight once; prefill and
+ResNet-50 are compared with PyTorch's own float32 matrix rate.
 """
 
 from __future__ import annotations
