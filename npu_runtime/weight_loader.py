@@ -81,6 +81,8 @@ def _name_problems(program: CompiledProgram, state: Mapping[str, Any], strict: b
 
 
 def _suggest(key: str, state: Mapping[str, Any]) -> str:
+    if "lifted_tensor" in key:
+        return " (made inside forward(): extraction on the meta device loses its value; extract from CPU tensors)"
     tail = key.split(".")[-2:]
     close = [other for other in state if other.split(".")[-2:] == tail and (other in key or key in other)]
     return f" (there is '{close[0]}')" if close else ""

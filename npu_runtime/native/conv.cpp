@@ -19,7 +19,7 @@ struct Segment {
   int64_t count;
 };
 
-// Where the columns of one batch item come from: the input itself, or a zero-padded float32 copy of it.
+// Where the columns of one batch item come from: the input itself, or a zero-padded copy of it.
 template <class T>
 struct Planes {
   const T* data;
@@ -37,15 +37,22 @@ bool reads_padding(const ConvArgs& a) {
   return a.pad_top || a.pad_left || padded_h(a) > a.in_h || padded_w(a) > a.in_w;
 }
 
-template <class T>
-void copy_padded(const ConvArgs& a, const T* item, float* to) {
+// Elements of the packed operands along the depth: one value of it each, or a pair.
+template <bool kPairs>
+int64_t steps(const ConvArgs& a) {
+  const int64_t depth = a.in_channels * a.kernel_h * a.kernel_w;
+  return kPairs ? (depth + 1) / 2 : depth;
+}
+
+template <class T, class Copy>
+void copy_padded(const ConvArgs& a, const T* item, Copy* to) {
   const int64_t height = padded_h(a), width = padded_w(a);
   const int64_t inside = std::min(a.in_w, width - a.pad_left);
   parallel_for(a.groups * a.in_channels, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin * height; row < end * height; ++row) {
-      float* target = to + row * width;
+      Copy* target = to + row * width;
       const int64_t y = row % height - a.pad_top;
-      std::fill(target, target + width, 0.0f);
+      std::fill(target, target + width, Copy{});
       if (y < 0 || y >= a.in_h) continue;
       const T* source = item + (row / height * a.in_h + y) * a.in_w;
       for (int64_t x = 0; x < inside; x += kLanes)
@@ -66,38 +73,55 @@ int find_segments(const ConvArgs& a, const Planes<T>& planes, int64_t pixel, int
   return found;
 }
 
-// Writes `width` floats per (input channel, kernel row, kernel column), the order of the packed weights.
-template <int kStride, class T>
+// Writes `width` elements per (input channel, kernel row, kernel column), the order of the packed weights, or per two of
+// these.
+template <bool kPairs, int kStride, class T>
 void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, int64_t pixel, int64_t count,
                   int64_t width, float* to) {
   Segment segments[kPixelVecs * kLanes];
   const int found = find_segments(a, planes, pixel, count, segments);
   const T* plane = planes.data + group * a.in_channels * planes.size;
+  const T* first = nullptr;  // of a pair that lacks its second value
+  const auto write = [&](const T* corner, const T* second) __attribute__((always_inline)) {
+    for (int i = 0; i < found; ++i) {
+      const Segment& s = segments[i];
+      for (int64_t x = 0; x < s.count; x += kLanes) {
+        const int64_t from = s.source + x * a.stride_w;
+        Vec v = load_strided<kStride>(corner + from, a.stride_w, s.count - x);
+        if constexpr (kPairs) {
+          const Vec w = second ? load_strided<kStride>(second + from, a.stride_w, s.count - x) : Vec{};
+          v = bit_cast<Vec>(bit_cast<UVec>(v) >> 16 | bit_cast<UVec>(w));
+        }
+        store_first(to + s.target + x, v, s.count - x);
+      }
+    }
+    to += width;
+  };
   for (int64_t channel = 0; channel < a.in_channels; ++channel, plane += planes.size)
     for (int64_t ky = 0; ky < a.kernel_h; ++ky)
-      for (int64_t kx = 0; kx < a.kernel_w; ++kx, to += width) {
+      for (int64_t kx = 0; kx < a.kernel_w; ++kx) {
         const T* corner = plane + ky * a.dilation_h * planes.pitch + kx * a.dilation_w;
-        for (int i = 0; i < found; ++i) {
-          const Segment& s = segments[i];
-          for (int64_t x = 0; x < s.count; x += kLanes) {
-            const Vec v = load_strided<kStride>(corner + s.source + x * a.stride_w, a.stride_w, s.count - x);
-            store_first(to + s.target + x, v, s.count - x);
-          }
+        if (kPairs && !first) {
+          first = corner;
+          continue;
         }
+        write(kPairs ? first : corner, corner);
+        first = nullptr;
       }
+  if (first) write(first, nullptr);
 }
 
-template <class T>
+template <bool kPairs, class T>
 void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, int64_t pixel, int64_t count,
                   int64_t width, float* to) {
-  if (a.stride_w == 1) pack_columns<1>(a, planes, group, pixel, count, width, to);
-  else if (a.stride_w == 2) pack_columns<2>(a, planes, group, pixel, count, width, to);
-  else pack_columns<0>(a, planes, group, pixel, count, width, to);
+  if (a.stride_w == 1) pack_columns<kPairs, 1>(a, planes, group, pixel, count, width, to);
+  else if (a.stride_w == 2) pack_columns<kPairs, 2>(a, planes, group, pixel, count, width, to);
+  else pack_columns<kPairs, 0>(a, planes, group, pixel, count, width, to);
 }
 
-template <class T>
+template <bool kPairs, class T>
 void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
-  const int64_t depth = a.in_channels * a.kernel_h * a.kernel_w, pixels = a.out_h * a.out_w;
+  const int64_t depth = steps<kPairs>(a), pixels = a.out_h * a.out_w;
   constexpr int64_t kPanel = kPixelVecs * kLanes;
   // Threads that take turns on the same cache lines of the output slow each other down, hence blocks of whole lines.
   constexpr int64_t kPanels = 2, kBlock = kPanels * kPanel;
@@ -111,16 +135,16 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
       const int64_t count = std::min(kBlock, pixels - pixel);
       for (int64_t done = 0; done < count; done += kPanel) {
         const int64_t part = std::min(kPanel, count - done), width = (part + kLanes - 1) / kLanes * kLanes;
-        pack_columns(a, planes, group, pixel + done, part, width, columns + done * depth);
+        pack_columns<kPairs>(a, planes, group, pixel + done, part, width, columns + done * depth);
       }
       const float* weight = a.weight + group * a.weight_group_stride;
       for (int64_t channel = 0; channel < a.out_channels; channel += kPixelRows, weight += kPixelRows * depth) {
         const int64_t rows = std::min<int64_t>(kPixelRows, a.out_channels - channel);
         for (int64_t done = 0; done < count; done += kPanel) {
           const int64_t part = std::min(kPanel, count - done);
-          const Multiply kernel = part > 2 * kLanes ? multiply<kPixelRows, 3>
-                                  : part > kLanes   ? multiply<kPixelRows, 2>
-                                                    : multiply<kPixelRows, 1>;
+          const Multiply kernel = part > 2 * kLanes ? multiply<kPixelRows, 3, kPairs>
+                                  : part > kLanes   ? multiply<kPixelRows, 2, kPairs>
+                                                    : multiply<kPixelRows, 1, kPairs>;
           kernel(weight, columns + done * depth, depth, tile, kPanel, kLanes);
           finish(a, item, {tile, kPanel, rows, part, group * a.out_channels + channel, pixel + done});
         }
@@ -129,9 +153,9 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
   });
 }
 
-template <class T>
+template <bool kPairs, class T>
 void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
-  const int64_t depth = a.in_channels * a.kernel_h * a.kernel_w, pixels = a.out_h * a.out_w;
+  const int64_t depth = steps<kPairs>(a), pixels = a.out_h * a.out_w;
   const int64_t blocks = (pixels + kChannelRows - 1) / kChannelRows;
   const auto first_pixel = [&](int64_t block) { return block * pixels / blocks; };  // blocks of even sizes
   constexpr int64_t kWide = kChannelVecs * kLanes;
@@ -142,7 +166,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
     parallel_for(blocks, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t block = begin; block < end; ++block) {
         const int64_t pixel = first_pixel(block), count = first_pixel(block + 1) - pixel;
-        pack_columns(a, planes, group, pixel, count, count, memory + pixel * depth);
+        pack_columns<kPairs>(a, planes, group, pixel, count, count, memory + pixel * depth);
       }
     });
     parallel_for(wides * parts, 1, [&](int64_t begin, int64_t end, int) {
@@ -154,7 +178,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
         const float* weight = a.weight + group * a.weight_group_stride + channel * depth;
         for (int64_t block = part * blocks / parts; block < (part + 1) * blocks / parts; ++block) {
           const int64_t pixel = first_pixel(block), count = first_pixel(block + 1) - pixel;
-          channel_kernel(count, vecs)(memory + pixel * depth, weight, depth, tile, kWide, kLanes);
+          channel_kernel(count, vecs, kPairs)(memory + pixel * depth, weight, depth, tile, kWide, kLanes);
           for (int64_t v = 0; v < vecs; ++v) transpose(tile + v * kLanes, kWide, turned + v * kLanes * kLanes, kLanes);
           finish(a, item, {turned, kLanes, channels, count, group * a.out_channels + channel, pixel});
         }
@@ -163,36 +187,47 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
   }
 }
 
-template <class T>
+template <bool kPairs, class T>
 void run_planes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
-  if (static_cast<Lanes>(a.variant) == Lanes::pixels) run_pixel_lanes(a, planes, item);
-  else run_channel_lanes(a, planes, item, memory);
+  if (static_cast<Lanes>(a.variant) == Lanes::pixels) run_pixel_lanes<kPairs>(a, planes, item);
+  else run_channel_lanes<kPairs>(a, planes, item, memory);
 }
 
-template <class T>
+template <bool kPairs, class T>
 void run_items(const ConvArgs& a) {
-  const int64_t depth = a.in_channels * a.kernel_h * a.kernel_w;
-  const int64_t columns = static_cast<Lanes>(a.variant) == Lanes::channels ? a.out_h * a.out_w * depth : 0;
+  using Copy = std::conditional_t<kPairs, bf16, float>;
+  const int64_t columns = static_cast<Lanes>(a.variant) == Lanes::channels ? a.out_h * a.out_w * steps<kPairs>(a) : 0;
   const bool pads = reads_padding(a);
   const int64_t plane = padded_h(a) * padded_w(a);
-  const int64_t floats = columns + (pads ? a.groups * a.in_channels * plane : 0);
-  float* memory = shared_scratch().get<float>(floats * sizeof(float));
+  const int64_t copied = pads ? a.groups * a.in_channels * plane : 0;
+  float* memory = shared_scratch().get<float>(columns * sizeof(float) + copied * sizeof(Copy));
+  Copy* copy = reinterpret_cast<Copy*>(memory + columns);
   for (int64_t item = 0; item < a.batch; ++item) {
     const T* x = reinterpret_cast<const T*>(a.x) + item * a.x_batch_stride;
     if (pads) {
-      copy_padded(a, x, memory + columns);
-      run_planes(a, Planes<float>{memory + columns, padded_w(a), plane}, item, memory);
+      copy_padded(a, x, copy);
+      run_planes<kPairs>(a, Planes<Copy>{copy, padded_w(a), plane}, item, memory);
     } else {
-      run_planes(a, Planes<T>{x, a.in_w, a.in_h * a.in_w}, item, memory);
+      run_planes<kPairs>(a, Planes<T>{x, a.in_w, a.in_h * a.in_w}, item, memory);
     }
   }
 }
 
 void run(const ConvArgs& a) {
-  with_type(a.x_type, [&](auto* type) { run_items<std::remove_pointer_t<decltype(type)>>(a); });
+  if (a.pairs) return run_items<true, bf16>(a);
+  with_type(a.x_type, [&](auto* type) { run_items<false, std::remove_pointer_t<decltype(type)>>(a); });
 }
 
 }  // namespace
 }  // namespace npu::conv
+
+// Whether this machine multiplies pairs of bfloat16 in one instruction; without it pairs would only lose time.
+extern "C" int64_t npu_conv2d_prefers_pairs() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
 
 NPU_KERNEL(conv2d, npu::conv::ConvArgs, npu::conv::run)

@@ -8,6 +8,7 @@ read when a launch is prepared; the other operands whenever it runs. `out` may b
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runtime.native.bindings import DTYPES, NativeLaunch, available
+from npu_runtime.native.bindings import DTYPES, NativeLaunch, available, library
 
 ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
 
@@ -45,7 +46,7 @@ class _ConvArgs(ctypes.Structure):
             "x_batch_stride", "residual_batch_stride", "out_batch_stride",
             "batch", "groups", "in_channels", "out_channels", "in_h", "in_w", "out_h", "out_w",
             "kernel_h", "kernel_w", "stride_h", "stride_w", "dilation_h", "dilation_w", "pad_top", "pad_left",
-            "weight_group_stride", "variant",
+            "weight_group_stride", "variant", "pairs",
         )
     ]  # fmt: skip
 
@@ -82,18 +83,20 @@ class _Window(NamedTuple):
 
 @dataclass
 class PackedConv:
-    """A constant weight, and the float32 layouts of it that kernels have asked for so far."""
+    """A constant weight, and the layouts of it that kernels have asked for so far."""
 
     weight: Tensor
     groups: int = 1
-    _layouts: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _layouts: dict[tuple[str, bool], Tensor] = field(default_factory=dict, repr=False)
 
-    def layout(self, algorithm: str) -> Tensor:
-        """The weight as `algorithm` reads it, one row per group."""
-        if algorithm not in self._layouts:
-            groups = self.weight.detach().float().reshape(self.groups, -1, *self.weight.shape[1:])
-            self._layouts[algorithm] = torch.stack([_PACKERS[algorithm](group) for group in groups])
-        return self._layouts[algorithm]
+    def layout(self, algorithm: str, pairs: bool = False) -> Tensor:
+        """The weight as `algorithm` reads it, one row per group: float32, or pairs of bfloat16 seen as int32."""
+        if (algorithm, pairs) not in self._layouts:
+            weight = self.weight.detach()
+            elements = _pair_depth(weight) if pairs else weight.float()
+            groups = elements.reshape(self.groups, -1, *elements.shape[1:])
+            self._layouts[algorithm, pairs] = torch.stack([_PACKERS[algorithm](group) for group in groups])
+        return self._layouts[algorithm, pairs]
 
 
 def pack_conv_weight(weight: Tensor, groups: int = 1) -> PackedConv:
@@ -119,8 +122,9 @@ def conv2d(
 ) -> NativeLaunch | None:
     """Prepares out = activation(conv(x, weight) + bias + residual), or the residual added last.
 
-    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype. `algorithm` overrides the
-    choice made by shape: "pixels", "channels", "winograd2", "winograd4" or "depthwise".
+    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; where x and the weight are
+    both bfloat16, their exact products are summed in float32. `algorithm` overrides the choice made by shape: "pixels",
+    "channels", "winograd2", "winograd4" or "depthwise".
     """
     weight = packed.weight
     kernel_h, kernel_w = weight.shape[2:]
@@ -132,12 +136,15 @@ def conv2d(
         raise ValueError(f"the output is {expected}, not {tuple(out.shape)} or the residual's shape")
     if groups != packed.groups or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(f"weight {tuple(weight.shape)} of {packed.groups} groups does not fit x {tuple(x.shape)}")
+    # A float32 weight (that of a folded batch norm, say) keeps its precision.
+    pairs = x.dtype == weight.dtype == torch.bfloat16 and _prefers_pairs()
     if algorithm is None:
-        algorithm = _choose(weight, window, groups, out)
+        algorithm = _choose(weight, window, groups, out, pairs)
     if algorithm == "depthwise" and kernel_h * kernel_w > _MOST_TAPS:
         return None
 
-    layout = packed.layout(algorithm)
+    pairs = pairs and algorithm in ("pixels", "channels")
+    layout = packed.layout(algorithm, pairs)
     # The kernels read whole vectors of bias.
     padded_bias = torch.zeros(weight.shape[0] + _WIDE)
     if bias is not None:
@@ -146,7 +153,7 @@ def conv2d(
     args.activation = ACTIVATIONS.index(activation)
     args.residual_before_activation = residual_before_activation
     args.groups, args.in_channels, args.out_channels = groups, weight.shape[1], weight.shape[0] // groups
-    args.weight_group_stride, args.variant = layout.stride(0), _VARIANTS[algorithm]
+    args.weight_group_stride, args.variant, args.pairs = layout.stride(0), _VARIANTS[algorithm], pairs
     if window.is_pointwise:  # rows may then run together
         args.in_h, args.in_w = args.out_h, args.out_w = 1, args.in_h * args.in_w
     name = {"depthwise": "conv2d_depthwise", "pixels": "conv2d", "channels": "conv2d"}.get(algorithm, "conv2d_winograd")
@@ -237,7 +244,7 @@ def _args(
     return args
 
 
-def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor) -> str:
+def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bool) -> str:
     """The fastest algorithm by measurements on a two-core Zen 4."""
     out_channels, in_channels = weight.shape[:2]
     pixels = out.shape[2] * out.shape[3]
@@ -263,6 +270,19 @@ def _is_handled(tensor: Tensor) -> bool:
     dense = (tensor.shape[2] * tensor.shape[3], tensor.shape[3], 1)
     steps = zip(tensor.shape[1:], tensor.stride()[1:], dense, strict=True)
     return all(size == 1 or step == expected for size, step, expected in steps)
+
+
+@functools.cache
+def _prefers_pairs() -> bool:
+    """Whether the machine multiplies pairs of bfloat16 at once."""
+    loaded = library()
+    return loaded is not None and bool(loaded.npu_conv2d_prefers_pairs())
+
+
+def _pair_depth(weight: Tensor) -> Tensor:
+    """A bfloat16 weight[Co, ...] as [Co, pairs of successive values], a zero after an odd last one."""
+    flat = weight.flatten(1)
+    return F.pad(flat, (0, flat.shape[1] % 2)).contiguous().view(torch.int32)
 
 
 def _pack_blocks(weight: Tensor, rows: int) -> Tensor:

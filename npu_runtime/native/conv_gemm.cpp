@@ -6,17 +6,22 @@
 namespace npu::conv {
 namespace {
 
-template <int N, std::size_t... M>
+template <int N, bool kPairs, std::size_t... M>
 constexpr std::array<Multiply, sizeof...(M)> kernels(std::index_sequence<M...>) {
-  return {&multiply<static_cast<int>(M) + 1, N>...};
+  return {&multiply<static_cast<int>(M) + 1, N, kPairs>...};
+}
+
+template <bool kPairs>
+Multiply find_kernel(int64_t m, int64_t n) {
+  static constexpr auto one = kernels<1, kPairs>(std::make_index_sequence<kChannelRows>());
+  static constexpr auto two = kernels<2, kPairs>(std::make_index_sequence<kChannelRows>());
+  return n == 1 ? one[m - 1] : two[m - 1];
 }
 
 }  // namespace
 
-Multiply channel_kernel(int64_t m, int64_t n) {
-  static constexpr auto one = kernels<1>(std::make_index_sequence<kChannelRows>());
-  static constexpr auto two = kernels<2>(std::make_index_sequence<kChannelRows>());
-  return n == 1 ? one[m - 1] : two[m - 1];
+Multiply channel_kernel(int64_t m, int64_t n, bool pairs) {
+  return pairs ? find_kernel<true>(m, n) : find_kernel<false>(m, n);
 }
 
 }  // namespace npu::conv
