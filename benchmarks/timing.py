@@ -17,10 +17,15 @@ class Result:
 
 
 def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, Result]:
-    """Time each contender once per round, after `warmup` unmeasured rounds."""
+    """Time each contender once per round, after `warmup` unmeasured rounds.
+
+    Each timed call follows an untimed one of the same contender: another's worker threads go on spinning for a while
+    after its last call, and nobody shall pay for that.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmup + rounds):
         for name, run in contenders.items():
+            run()
             start = time.perf_counter()
             run()
             elapsed = time.perf_counter() - start

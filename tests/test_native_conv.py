@@ -87,8 +87,10 @@ def check_conv(
     residual: bool = False,
     before: bool = True,
     algorithm: str | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> None:
     weight = torch.randn(out_channels, x.shape[1] // groups, *kernel) / (x.shape[1] // groups * kernel[0]) ** 0.5
+    weight = weight.to(weight_dtype)
     bias = torch.randn(out_channels).to(x.dtype)
     top, bottom, left, right = padding
     padded = F.pad(x.double(), (left, right, top, bottom))
@@ -164,6 +166,51 @@ def test_windows(
     for dtype in DTYPES:
         x = maps(2, 5, 13, 19, dtype=dtype)
         check_conv(x, 18, kernel, stride=stride, padding=padding, dilation=dilation, algorithm=algorithm)
+
+
+# Pairs of bfloat16: odd depths have half a pair, and the second value of a pair may lie in the next row or channel.
+@pytest.mark.parametrize("algorithm", ["pixels", "channels"])
+@pytest.mark.parametrize(("kernel", "stride"), [((1, 1), (1, 1)), ((1, 1), (2, 2)), ((3, 3), (2, 1)), ((2, 5), (3, 3))])
+@pytest.mark.parametrize("padding", [(0, 0, 0, 0), (0, 1, 2, 3)])
+@pytest.mark.parametrize(("channels", "out_channels", "groups"), [(1, 7, 1), (5, 18, 1), (64, 33, 1), (6, 40, 2)])
+def test_bfloat16_pairs(
+    channels: int,
+    out_channels: int,
+    groups: int,
+    padding: tuple[int, int, int, int],
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    algorithm: str,
+) -> None:
+    for size in [(5, 7), (7, 7), (13, 29)]:
+        check_conv(
+            maps(2, channels, *size, dtype=torch.bfloat16), out_channels, kernel, stride=stride, padding=padding,
+            groups=groups, algorithm=algorithm, residual=True, activation="relu", weight_dtype=torch.bfloat16,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["pixels", "channels"])
+def test_bfloat16_pairs_are_summed_in_float32(algorithm: str) -> None:
+    x, weight = maps(1, 301, 9, 10, dtype=torch.bfloat16), torch.randn(20, 301, 1, 1).to(torch.bfloat16)
+    out = maps(1, 20, 9, 10, filled=False)
+    window = ("none", (1, 1), (0, 0, 0, 0), (1, 1), 1)
+    run(conv2d(x, pack_conv_weight(weight), None, None, *window, out, algorithm=algorithm))
+    assert_close(out, F.conv2d(x.double(), weight.double()), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("size", [(7, 7), (14, 14), (28, 28)])
+def test_bfloat16_weight_of_a_3x3_window(size: tuple[int, int]) -> None:
+    x = maps(1, 17, *size, dtype=torch.bfloat16)
+    check_conv(x, 35, (3, 3), padding=(1, 1, 1, 1), residual=True, weight_dtype=torch.bfloat16)
+
+
+def test_one_packed_weight_serves_both_types_of_x() -> None:
+    weight = torch.randn(20, 6, 1, 1).to(torch.bfloat16)
+    packed = pack_conv_weight(weight)
+    for dtype in DTYPES:
+        x, out = maps(1, 6, 9, 9, dtype=dtype), maps(1, 20, 9, 9, dtype=dtype, filled=False)
+        run(conv2d(x, packed, None, None, "none", (1, 1), (0, 0, 0, 0), (1, 1), 1, out))
+        assert_close(out, F.conv2d(x.double(), weight.double()), TOLERANCE[dtype])
 
 
 def test_wide_strided_stem() -> None:

@@ -73,8 +73,8 @@ int find_segments(const ConvArgs& a, const Planes<T>& planes, int64_t pixel, int
   return found;
 }
 
-// Writes `width` elements per (input channel, kernel row, kernel column), the order of the packed weights, or per two of
-// these.
+// Writes `width` elements per (input channel, kernel row, kernel column), the order of the packed weights, or per two
+// of these.
 template <bool kPairs, int kStride, class T>
 void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, int64_t pixel, int64_t count,
                   int64_t width, float* to) {

@@ -122,9 +122,9 @@ def conv2d(
 ) -> NativeLaunch | None:
     """Prepares out = activation(conv(x, weight) + bias + residual), or the residual added last.
 
-    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; where x and the weight are
-    both bfloat16, their exact products are summed in float32. `algorithm` overrides the choice made by shape: "pixels",
-    "channels", "winograd2", "winograd4" or "depthwise".
+    Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; where x and the weight
+    are both bfloat16, their exact products are summed in float32. `algorithm` overrides the choice made by shape:
+    "pixels", "channels", "winograd2", "winograd4" or "depthwise".
     """
     weight = packed.weight
     kernel_h, kernel_w = weight.shape[2:]
@@ -253,7 +253,10 @@ def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bo
     if groups > 1:
         return "pixels"
     if window.kernel == (3, 3) and window.stride == window.dilation == (1, 1) and min(in_channels, out_channels) >= 16:
-        # On the smallest maps larger tiles would mostly hold padding, and their transformed weights come from memory.
+        # On small maps larger tiles would mostly hold padding, and their transformed weights, of up to eight times the
+        # bytes of bfloat16 pairs, come from memory.
+        if pairs:
+            return "winograd4" if pixels > 200 else "channels"
         return "winograd4" if pixels > 64 else "winograd2"
     return "pixels" if pixels >= 784 else "channels"
 
