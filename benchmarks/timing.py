@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
+PAUSE = 0.05
+
+
 @dataclass(frozen=True)
 class Result:
     """Seconds of one contender: median and best over the rounds."""
@@ -19,12 +22,13 @@ class Result:
 def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, Result]:
     """Time each contender once per round, after `warmup` unmeasured rounds.
 
-    Each timed call follows an untimed one of the same contender: another's worker threads go on spinning for a while
-    after its last call, and nobody shall pay for that.
+    Each timed call follows a pause and an untimed call of the same contender: another's worker threads go on spinning
+    for a while after its last call, and nobody shall pay for that.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmup + rounds):
         for name, run in contenders.items():
+            time.sleep(PAUSE)
             run()
             start = time.perf_counter()
             run()
