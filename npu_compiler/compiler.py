@@ -91,8 +91,9 @@ def compile(
     graph = _read(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
-    check_constraints(normalize(graph))
-    for _, stage in stages(dtype, target, disabled_fusions):
+    graph = normalize(graph)
+    check_constraints(graph)
+    for _, stage in stages(dtype, target, disabled_fusions)[len(_NORMALIZE) :]:
         graph = stage(graph)
     plan = generate_execution_plan(graph, target, source_shapes)
     plan = plan_memory(plan, target.config.buffer_alignment)

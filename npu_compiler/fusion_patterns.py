@@ -274,7 +274,6 @@ def _rewrite_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
         return None
     attrs = {
         "has_bias": len(linear.inputs) > 2,
-        "has_residual": residual is not None,
         "activation": "none",
         **linear.attrs,
     }

@@ -110,11 +110,6 @@ class IRGraph:
         merged = {**self.tensors, **tensors} if tensors else self.tensors
         return replace(self, nodes=nodes, tensors=merged)
 
-    def fresh_name(self, stem: str) -> str:
-        """A tensor or node name not yet in use."""
-        taken = self.tensors.keys() | {node.name for node in self.nodes}
-        return unique_name(stem, taken)
-
     def __iter__(self) -> Iterator[OpNode]:
         return iter(self.nodes)
 

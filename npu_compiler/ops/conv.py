@@ -70,8 +70,6 @@ def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if node.base == "aten.convolution" and any(node.attrs.get("output_padding") or []):
         if not node.attrs.get("transposed"):
             return "output_padding on a convolution that is not transposed"
-    if node.attrs.get("transposed") and rank == 3:
-        return None
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -161,8 +161,3 @@ def operand(ctx: Lowering, args: Args, name: str) -> View | Scalar:
         return ctx.view(tensor)
     value: Scalar = args.node.attrs[name]
     return value
-
-
-def attr_dtype(attrs: Mapping[str, Any], default: str) -> str:
-    value = attrs.get("dtype")
-    return default if value is None else str(value)

@@ -156,6 +156,16 @@ def load_onto(device: Device, program: CompiledProgram, weights: Path | None) ->
         return load_weights(read_weights(weights), program, device, strict=weights is not None, progress=report)
 
 
+def inputs_for(program: CompiledProgram, inputs: Inputs, seed: int | None) -> tuple[dict[str, np.ndarray], int | None]:
+    """The arrays that the user named, or random ones with the seed that made them, which is shown."""
+    from npu_sim.arrays import choose_inputs
+
+    arrays, used_seed = choose_inputs(inputs or (), program.input_specs, seed)
+    if used_seed is not None:
+        note(f"random inputs, seed {used_seed}")
+    return arrays, used_seed
+
+
 def run(
     program_file: ProgramFile,
     weights: Weights = None,
@@ -168,12 +178,10 @@ def run(
     """Run a program once."""
     from npu_compiler import CompiledProgram
     from npu_runtime import Executor
-    from npu_sim.arrays import choose_inputs, write_outputs
+    from npu_sim.arrays import write_outputs
 
     program = CompiledProgram.load(program_file)
-    arrays, used_seed = choose_inputs(inputs or (), program.input_specs, seed)
-    if used_seed is not None:
-        note(f"random inputs, seed {used_seed}")
+    arrays, used_seed = inputs_for(program, inputs, seed)
     chosen = open_device(device)
     loaded = load_onto(chosen, program, weights)
     with step(f"running {program.name} on {chosen.name}"):
@@ -221,12 +229,9 @@ def profile(
 
     from npu_compiler import CompiledProgram
     from npu_runtime import Executor, Profiler
-    from npu_sim.arrays import choose_inputs
 
     program = CompiledProgram.load(program_file)
-    arrays, used_seed = choose_inputs(inputs or (), program.input_specs, seed)
-    if used_seed is not None:
-        note(f"random inputs, seed {used_seed}")
+    arrays, used_seed = inputs_for(program, inputs, seed)
     chosen = open_device(device)
     loaded = load_onto(chosen, program, weights)
     executor, profiler = Executor(program, chosen), Profiler()
