@@ -20,29 +20,65 @@ BufferKind = Literal["input", "weight", "constant", "persistent", "arena", "outp
 
 
 @dataclass(frozen=True)
+class Operand:
+    """A declared operand of a kernel; an optional one may be absent from a call."""
+
+    name: str
+    optional: bool
+
+
+@dataclass(frozen=True)
 class KernelDecl:
-    """A kernel's name, source file and parameter struct, declared once beside its lowering.
+    """A kernel's name, source file, operands and parameters, declared once beside its lowering.
 
     Attributes:
-        fields: Parameter name → `struct` format (`I`, `f`, `4I`, …; `s` marks a string that selects a variant and
-            is not packed), in the order of the device struct.
+        inputs: The operands it reads, in the order of a call's inputs.
+        outputs: The operands it writes.
+        fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
+            in order. `?` is a flag and `s a b c` one of the named variants: both choose code, so a device that
+            specializes kernels compiles them in; they are not in the struct.
     """
 
     name: str
     source: str
+    inputs: tuple[Operand, ...] = ()
+    outputs: tuple[Operand, ...] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
 
     def pack(self, params: Mapping[str, Any]) -> bytes:
-        """The parameter struct as the device reads it."""
+        """The parameter struct as the device reads it: 4-byte members, little endian."""
         packed = b""
-        for name, fmt in self.fields.items():
-            if fmt == "s":
-                continue
+        for name, fmt in self.struct_fields():
             value = params[name]
-            packed += (
-                struct.pack(f"<{fmt}", *value) if isinstance(value, (list, tuple)) else struct.pack(f"<{fmt}", value)
-            )
+            packed += struct.pack(f"<{fmt}", *value if isinstance(value, (list, tuple)) else (value,))
         return packed
+
+    def struct_fields(self) -> list[tuple[str, str]]:
+        """(name, `struct` format) of the members of the parameter struct, in order."""
+        return [(name, fmt) for name, fmt in self.fields.items() if fmt[0] not in "?s"]
+
+    def variant(self, params: Mapping[str, Any]) -> dict[str, int]:
+        """Flag or variant name → its value (a variant's is its position in the declaration)."""
+        chosen = {}
+        for name, fmt in self.fields.items():
+            if fmt == "?":
+                chosen[name] = int(bool(params.get(name)))
+            elif fmt[0] == "s":
+                chosen[name] = fmt.split()[1:].index(params[name])
+        return chosen
+
+    def bind(self, call: KernelCall) -> list[View | None]:
+        """A call's views by declared operand, inputs then outputs; None where an optional operand is absent.
+
+        An optional operand is present if the call's parameter `has_<name>` says so; without such a parameter, if there
+        are inputs left for it.
+        """
+        remaining = list(call.inputs)
+        bound: list[View | None] = []
+        for operand in self.inputs:
+            present = not operand.optional or bool(call.params.get(f"has_{operand.name}", bool(remaining)))
+            bound.append(remaining.pop(0) if present else None)
+        return [*bound, *call.outputs]
 
 
 @dataclass(frozen=True)
@@ -169,6 +205,8 @@ class MetalCodegenTarget(CodegenTarget):
     def elementwise_kernel(self, kernel_name: str) -> tuple[str, str]:
         if kernel_name.endswith("_broadcast_kernel"):
             return kernel_name, "elementwise_broadcast.metal"
+        if kernel_name == "add_relu_kernel":
+            return kernel_name, "add_relu.metal"
         basic = kernel_name in ("add_kernel", "relu_kernel", "copy_kernel")
         return kernel_name, "elementwise.metal" if basic else "elementwise_extended.metal"
 
@@ -186,9 +224,16 @@ class MetalCodegenTarget(CodegenTarget):
 KERNELS: dict[str, KernelDecl] = {}
 
 
-def declare_kernel(name: str, source: str, **fields: str) -> KernelDecl:
-    """Register a kernel's declaration; the one place where its parameters are named."""
-    decl = KernelDecl(name, source, fields)
+def declare_kernel(name: str, source: str, operands: str, **fields: str) -> KernelDecl:
+    """Register a kernel's declaration; the one place where its operands and parameters are named.
+
+    Args:
+        operands: `"x weight bias? -> out"`; a `?` marks an operand that a call may lack.
+    """
+    inputs, outputs = (
+        tuple(Operand(word.rstrip("?"), word.endswith("?")) for word in side.split()) for side in operands.split("->")
+    )
+    decl = KernelDecl(name, source, inputs, outputs, fields)
     if name in KERNELS:
         raise ValueError(f"kernel '{name}' is declared twice")
     KERNELS[name] = decl

@@ -73,6 +73,13 @@ def saturate(value: float, dtype: str) -> float:
     return min(max(value, -limit), limit)
 
 
+def as_int32(value: float) -> int:
+    """A scalar as an int32 parameter: truncated, clamped to the range; 0 where it is no number."""
+    if value != value:
+        return 0
+    return int(min(max(value, INT32_MIN), INT32_MAX))
+
+
 def saturating_cast(array: np.ndarray, dtype: str) -> np.ndarray:
     """Cast an array to a named dtype; finite floats beyond the target's range become its largest finite value."""
     target = numpy_dtype(dtype)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from npu_compiler.codegen_core import KernelDecl, Operand
+from npu_compiler.dtypes import as_int32
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,7 @@ class Elementwise:
     Attributes:
         operands: The schema's argument names that may be tensors.
         expr: The result in C, over floats `a`, `b`, `c` (the operands in order) and the attributes.
+        integer: The result in C over ints, for when no operand is a float; None where ints become floats first.
         torch: Dotted torch function, called with the operands and the attributes as keywords.
         attrs: Attribute → default.
     """
@@ -20,8 +25,30 @@ class Elementwise:
     name: str
     operands: tuple[str, ...]
     expr: str
+    integer: str | None
     torch: str
     attrs: Mapping[str, float | bool] = field(default_factory=dict)
 
 
 ELEMENTWISE: dict[str, Elementwise] = {}
+
+ELEMENTWISE_DECL = KernelDecl(
+    "elementwise",
+    "",
+    inputs=tuple(Operand(name, optional=True) for name in "abc"),
+    outputs=(Operand("out", optional=False),),
+    fields={"scalars": "3f", "int_scalars": "3i", "attrs": "3f"},
+)
+
+
+def elementwise_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """An element-wise call's parameters as `ELEMENTWISE_DECL` has them; an absent operand's value is a scalar."""
+    scalars = [0 if x is None else x for x in params["scalars"]]
+    scalars += [0] * (3 - len(scalars))
+    present = {f"has_{name}": x is None for name, x in zip("abc", params["scalars"], strict=False)}
+    attrs = [float(params[name]) for name in ELEMENTWISE[params["op"]].attrs]
+    return {
+        "has_b": False, "has_c": False, **present,
+        "scalars": [float(x) for x in scalars], "int_scalars": [as_int32(x) for x in scalars],
+        "attrs": attrs + [0.0] * (3 - len(attrs)),
+    }  # fmt: skip

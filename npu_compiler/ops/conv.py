@@ -9,25 +9,25 @@ from npu_compiler.dtypes import FLOAT_DTYPES
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.elementwise import per_channel
+from npu_compiler.ops.matmul import ACTIVATION
 from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.views import View
 
 declare_kernel(
-    "conv2d_kernel", "conv_bn_relu.metal", stride="2I", padding="4i", dilation="2I", groups="I", has_bias="I",
-    has_residual="I", activation="s",
+    "conv2d_kernel", "conv_bn_relu.metal", "x weight bias? residual? -> out", stride="2I", padding="4i", dilation="2I",
+    groups="I", activation=ACTIVATION,
 )  # fmt: skip
 declare_kernel(
-    "conv_transpose2d_kernel", "conv_bn_relu.metal", stride="2I", padding="2i", output_padding="2I", dilation="2I",
-    groups="I", has_bias="I",
+    "conv_transpose2d_kernel", "conv_bn_relu.metal", "x weight bias? -> out", stride="2I", padding="2i",
+    output_padding="2I", dilation="2I", groups="I",
 )  # fmt: skip
-declare_kernel("max_pool2d_kernel", "pool.metal", kernel="2I", stride="2I", padding="2I", dilation="2I", ceil_mode="I")
-declare_kernel("avg_pool2d_kernel", "pool.metal", kernel="2I", stride="2I", padding="2I", ceil_mode="I",
-               count_include_pad="I", divisor="I")  # fmt: skip
-declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal")
-declare_kernel("upsample_nearest_kernel", "upsample.metal", scale="2f", exact="I")
-declare_kernel("upsample_bilinear_kernel", "upsample.metal", scale="2f", align_corners="I")
-
-CONV_ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
+declare_kernel("max_pool2d_kernel", "pool.metal", "x -> out", kernel="2I", stride="2I", padding="2I", dilation="2I",
+               ceil_mode="I")  # fmt: skip
+declare_kernel("avg_pool2d_kernel", "pool.metal", "x -> out", kernel="2I", stride="2I", padding="2I", ceil_mode="I",
+               count_include_pad="I", divisor="i")  # fmt: skip
+declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal", "x -> out")
+declare_kernel("upsample_nearest_kernel", "upsample.metal", "x -> out", scale="2f", exact="?")
+declare_kernel("upsample_bilinear_kernel", "upsample.metal", "x -> out", scale="2f", align_corners="?")
 
 
 def pair(value: Any, default: int = 1) -> list[int]:

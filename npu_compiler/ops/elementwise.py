@@ -1,7 +1,7 @@
 """Element-wise ops, as data: a name, a C expression over float operands, and the torch function that means the same.
 
 The CPU device calls the torch function; the Metal and CUDA generators paste the expression. Operands are `a`, `b`,
-`c`; attributes appear under their own names.
+`c`; attributes appear under their own names. Comparisons are written so that a NaN operand gives what torch gives.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import Args, operand, register_op
 from npu_compiler.views import View
 
+SAME = "same"
+
 
 def elementwise(
-    name: str, operands: str, expr: str, torch: str = "", aten: str = "", **attrs: float | bool
-) -> Elementwise:
+    name: str, operands: str, expr: str, torch: str = "", aten: str = "", integer: str | None = None,
+    **attrs: float | bool,
+) -> Elementwise:  # fmt: skip
     """Add an element-wise op and its row in the op table.
 
     Args:
         operands: Space-separated schema names of the arguments that may be tensors.
         torch: Defaults to `torch.<name>`.
         aten: Space-separated ATen names that lower to it; defaults to `<name>`.
+        integer: The result over ints; `SAME` if the expression serves for both.
     """
-    op = Elementwise(name, tuple(operands.split()), expr, torch or f"torch.{name}", attrs)
+    integer = expr if integer == SAME else integer
+    op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs)
     ELEMENTWISE[name] = op
 
     def lower(ctx: Lowering, node: OpNode) -> None:
@@ -40,20 +45,26 @@ def elementwise(
 F = "torch.nn.functional."
 
 _UNARY = {
-    "abs": "fabs(a)", "acos": "acos(a)", "asin": "asin(a)", "atan": "atan(a)", "ceil": "ceil(a)", "cos": "cos(a)",
-    "cosh": "cosh(a)", "erf": "erf(a)", "exp": "exp(a)", "expm1": "expm1(a)", "exp2": "exp2(a)",
-    "floor": "floor(a)", "isinf": "isinf(a)", "isnan": "isnan(a)", "log": "log(a)", "log10": "log10(a)",
-    "log1p": "log1p(a)", "log2": "log2(a)", "logical_not": "a == 0", "neg": "-a",
-    "relu": "a > 0 ? a : 0", "round": "rint(a)", "rsqrt": "1 / sqrt(a)", "sigmoid": "1 / (1 + exp(-a))",
-    "sign": "(a > 0) - (a < 0)", "sin": "sin(a)", "sinh": "sinh(a)", "sqrt": "sqrt(a)", "square": "a * a",
-    "tan": "tan(a)", "tanh": "tanh(a)", "trunc": "trunc(a)", "reciprocal": "1 / a", "bitwise_not": "~a",
+    "acos": "acos(a)", "asin": "asin(a)", "atan": "atan(a)", "cos": "cos(a)", "cosh": "cosh(a)", "erf": "erf(a)",
+    "exp": "exp(a)", "expm1": "expm1(a)", "exp2": "exp2(a)", "isinf": "isinf(a)", "isnan": "isnan(a)", "log": "log(a)",
+    "log10": "log10(a)", "log1p": "log1p(a)", "log2": "log2(a)", "rsqrt": "1 / sqrt(a)", "sigmoid": "1 / (1 + exp(-a))",
+    "sin": "sin(a)", "sinh": "sinh(a)", "sqrt": "sqrt(a)", "tan": "tan(a)", "tanh": "tanh(a)", "reciprocal": "1 / a",
 }  # fmt: skip
 for _name, _expr in _UNARY.items():
     elementwise(_name, "self", _expr)
 
-elementwise("copy", "src", "a", "npu.copy", "clone")
+_INTEGER_UNARY = {
+    "abs": ("fabs(a)", "a < 0 ? -a : a"), "ceil": ("ceil(a)", "a"), "floor": ("floor(a)", "a"),
+    "logical_not": ("a == 0", SAME), "neg": ("-a", SAME), "relu": ("a < 0 ? 0 : a", SAME), "round": ("rint(a)", "a"),
+    "sign": ("(a > 0) - (a < 0)", SAME), "square": ("a * a", SAME), "trunc": ("trunc(a)", "a"),
+}  # fmt: skip
+for _name, (_expr, _integer) in _INTEGER_UNARY.items():
+    elementwise(_name, "self", _expr, integer=_integer)
+
+elementwise("bitwise_not", "self", "~int(a)", "torch.bitwise_not", "npu.bitwise_not", integer="~a")
+elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME)
 elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
-elementwise("relu6", "self", "min(max(a, 0), 6)", F + "relu6")
+elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME)
 elementwise("gelu_erf", "self", "0.5 * a * (1 + erf(a * 0.70710678118654752))", F + "gelu", "npu.gelu_erf")
 elementwise(
     "gelu_tanh", "self", "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))", "npu.gelu_tanh",
@@ -70,40 +81,43 @@ elementwise("leaky_relu", "self", "a > 0 ? a : a * negative_slope", F + "leaky_r
 elementwise("elu", "self", "a > 0 ? scale * a : scale * alpha * expm1(a * input_scale)", "npu.elu",
             alpha=1.0, scale=1.0, input_scale=1.0)  # fmt: skip
 elementwise("celu", "self", "a > 0 ? a : alpha * expm1(a / alpha)", "torch.celu", alpha=1.0)
-elementwise("hardtanh", "self", "min(max(a, min_val), max_val)", F + "hardtanh", min_val=-1.0, max_val=1.0)
+elementwise("hardtanh", "self", "a < min_val ? min_val : a > max_val ? max_val : a", F + "hardtanh",
+            min_val=-1.0, max_val=1.0)  # fmt: skip
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
-elementwise("add", "self other", "a + alpha * b", alpha=1)
-elementwise("sub", "self other", "a - alpha * b", aten="sub subtract", alpha=1)
-elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", alpha=1)
-elementwise("mul", "self other", "a * b", aten="mul multiply")
+elementwise("add", "self other", "a + alpha * b", integer="a + int(alpha) * b", alpha=1)
+elementwise("sub", "self other", "a - alpha * b", aten="sub subtract", integer="a - int(alpha) * b", alpha=1)
+elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - int(alpha) * a", alpha=1)
+elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME)
 elementwise("true_divide", "self other", "a / b")
-elementwise("floor_divide", "self other", "floor(a / b)")
-elementwise("trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide")
-elementwise("pow", "self exponent", "pow(a, b)")
-elementwise("remainder", "self other", "a - b * floor(a / b)")
-elementwise("fmod", "self other", "fmod(a, b)")
+elementwise("floor_divide", "self other", "floor(a / b)", integer="a / b - (a % b != 0 && (a < 0) != (b < 0))")
+elementwise("trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide",
+            integer="a / b")  # fmt: skip
+elementwise("pow", "self exponent", "pow(a, b)", integer="int_pow(a, b)")
+elementwise("remainder", "self other", "a - b * floor(a / b)",
+            integer="a % b + (a % b != 0 && (a < 0) != (b < 0) ? b : 0)")  # fmt: skip
+elementwise("fmod", "self other", "fmod(a, b)", integer="a % b")
 elementwise("atan2", "self other", "atan2(a, b)")
-elementwise("maximum", "self other", "max(a, b)", aten="maximum max.other")
-elementwise("minimum", "self other", "min(a, b)", aten="minimum min.other")
-elementwise("eq", "self other", "a == b")
-elementwise("ne", "self other", "a != b", aten="ne not_equal")
-elementwise("lt", "self other", "a < b", aten="lt less")
-elementwise("le", "self other", "a <= b", aten="le less_equal")
-elementwise("gt", "self other", "a > b", aten="gt greater")
-elementwise("ge", "self other", "a >= b", aten="ge greater_equal")
-elementwise("logical_and", "self other", "a && b")
-elementwise("logical_or", "self other", "a || b")
-elementwise("logical_xor", "self other", "(a != 0) != (b != 0)")
-elementwise("bitwise_and", "self other", "a & b", aten="bitwise_and __and__")
-elementwise("bitwise_or", "self other", "a | b", aten="bitwise_or __or__")
-elementwise("bitwise_xor", "self other", "a ^ b", aten="bitwise_xor __xor__")
-elementwise("where", "condition self other", "a ? b : c")
-elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", value=1)
+elementwise("maximum", "self other", "a > b || a != a ? a : b", aten="maximum max.other", integer=SAME)
+elementwise("minimum", "self other", "a < b || a != a ? a : b", aten="minimum min.other", integer=SAME)
+elementwise("eq", "self other", "a == b", integer=SAME)
+elementwise("ne", "self other", "a != b", aten="ne not_equal", integer=SAME)
+elementwise("lt", "self other", "a < b", aten="lt less", integer=SAME)
+elementwise("le", "self other", "a <= b", aten="le less_equal", integer=SAME)
+elementwise("gt", "self other", "a > b", aten="gt greater", integer=SAME)
+elementwise("ge", "self other", "a >= b", aten="ge greater_equal", integer=SAME)
+elementwise("logical_and", "self other", "a != 0 && b != 0", integer=SAME)
+elementwise("logical_or", "self other", "a != 0 || b != 0", integer=SAME)
+elementwise("logical_xor", "self other", "(a != 0) != (b != 0)", integer=SAME)
+elementwise("bitwise_and", "self other", "int(a) & int(b)", aten="bitwise_and __and__", integer="a & b")
+elementwise("bitwise_or", "self other", "int(a) | int(b)", aten="bitwise_or __or__", integer="a | b")
+elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __xor__", integer="a ^ b")
+elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME)
+elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
 elementwise("lerp", "self end weight", "a + c * (b - a)", "npu.lerp")
-elementwise("clamp_min", "self min", "max(a, b)", "npu.clamp_min", "clamp_min")
-elementwise("clamp_max", "self max", "min(a, b)", "npu.clamp_max", "clamp_max")
+elementwise("clamp_min", "self min", "a < b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
+elementwise("clamp_max", "self max", "a > b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
 elementwise("gelu_mul", "self other", "0.5 * a * (1 + erf(a * 0.70710678118654752)) * b", "npu.gelu_mul",
@@ -111,7 +125,7 @@ elementwise("gelu_mul", "self other", "0.5 * a * (1 + erf(a * 0.7071067811865475
 elementwise("gelu_tanh_mul", "self other",
             "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))) * b", "npu.gelu_tanh_mul",
             "npu.gelu_tanh_mul")  # fmt: skip
-elementwise("add_relu", "self other", "max(a + b, 0)", "npu.add_relu", "npu.add_relu")
+elementwise("add_relu", "self other", "a + b < 0 ? 0 : a + b", "npu.add_relu", "npu.add_relu", integer=SAME)
 elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "npu.scale_shift")
 
 
@@ -119,6 +133,13 @@ elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "
 def lower_gelu(ctx: Lowering, node: OpNode) -> None:
     approximate = node.attrs.get("approximate") == "tanh"
     ctx.elementwise("gelu_tanh" if approximate else "gelu_erf", [ctx.view(node.inputs[0])], ctx.output())
+
+
+@register_op("aten.bitwise_not")
+def lower_bitwise_not(ctx: Lowering, node: OpNode) -> None:
+    """torch inverts booleans and complements integers."""
+    view = ctx.view(node.inputs[0])
+    ctx.elementwise("logical_not" if view.dtype == "bool" else "bitwise_not", [view], ctx.output())
 
 
 @register_op("aten.round.decimals")
@@ -201,7 +222,6 @@ def per_channel(vector: View, rank: int) -> View:
     shaped = vector.reshape((vector.shape[0], *([1] * (rank - 2))))
     assert shaped is not None
     return shaped
-
 
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from npu_compiler.codegen_core import declare_kernel, distinct_bytes
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
-from npu_compiler.ops.registry import register_op
+from npu_compiler.ops.registry import MAX_RANK, register_op
 from npu_compiler.views import View
 
-declare_kernel("embedding_kernel", "embedding.metal", rows="I", width="I", checked="I")
-declare_kernel("index_select_kernel", "tensor_ops.metal", dim="I")
-declare_kernel("gather_kernel", "tensor_ops.metal", dim="I")
-declare_kernel("index_kernel", "tensor_ops.metal", first="I", count="I")
-declare_kernel("index_copy_kernel", "index_copy.metal", dim="I", checked="I")
+declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
+declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")
+declare_kernel("gather_kernel", "tensor_ops.metal", "x index -> out", dim="I")
+declare_kernel("index_kernel", "tensor_ops.metal",
+               "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
+               first="I", count="I")  # fmt: skip
+declare_kernel("index_copy_kernel", "index_copy.metal", "index source -> out", dim="I", checked="?")
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:

@@ -10,13 +10,11 @@ from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.views import Shape, View, numel
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
-_LINEAR_FIELDS = {
-    "m": "I", "n": "I", "k": "I", "has_bias": "I", "has_residual": "I", "activation": "s", "transpose_b": "I",
-}  # fmt: skip
+ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
 for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
-    declare_kernel(_name, "matmul.metal", **_LINEAR_FIELDS)
-declare_kernel("batched_matmul_kernel", "matmul.metal", m="I", n="I", k="I", batch="I", transpose_b="I", scale="f")
+    declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
+declare_kernel("batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f",
+               transpose_b="?")  # fmt: skip
 
 
 def _rows(ctx: Lowering, view: View) -> View:

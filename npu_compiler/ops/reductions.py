@@ -10,10 +10,10 @@ from npu_compiler.views import View
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp")
 for _name in REDUCTIONS:
-    declare_kernel(f"{_name}_kernel", "reduce.metal", reduce_dims="I", correction="f", order="f")
-declare_kernel("softmax_kernel", "softmax.metal", scale="f")
-declare_kernel("log_softmax_kernel", "softmax.metal", scale="f")
-declare_kernel("masked_softmax_kernel", "softmax.metal", scale="f")
+    declare_kernel(f"{_name}_kernel", "reduce.metal", "x -> out", reduce_dims="I", correction="f", order="f")
+declare_kernel("softmax_kernel", "softmax.metal", "x -> out", scale="f")
+declare_kernel("log_softmax_kernel", "softmax.metal", "x -> out", scale="f")
+declare_kernel("masked_softmax_kernel", "softmax.metal", "x mask -> out", scale="f")
 
 
 def _reduced_dims(view: View, dims: object) -> list[int]:

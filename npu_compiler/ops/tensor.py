@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 
 from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.dtypes import saturate
+from npu_compiler.dtypes import as_int32, saturate
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.views import View
 
-declare_kernel("fill_kernel", "tensor_ops.metal", value="f")
-declare_kernel("arange_kernel", "tensor_ops.metal", start="f", step="f")
-declare_kernel("pad_kernel", "tensor_ops.metal", mode="s", pads="12i", value="f")
-declare_kernel("triangle_kernel", "tensor_ops.metal", upper="I", diagonal="i")
-declare_kernel("cumsum_kernel", "tensor_ops.metal")
-declare_kernel("flip_kernel", "tensor_ops.metal", dims="8I")
+declare_kernel("fill_kernel", "tensor_ops.metal", "-> out", value="f", int_value="i")
+declare_kernel("arange_kernel", "tensor_ops.metal", "-> out", start="f", step="f", int_start="i", int_step="i")
+declare_kernel("pad_kernel", "tensor_ops.metal", "x -> out", mode="s constant reflect replicate circular", pads="12i",
+               value="f", int_value="i")  # fmt: skip
+declare_kernel("triangle_kernel", "tensor_ops.metal", "x -> out", upper="?", diagonal="i")
+declare_kernel("cumsum_kernel", "tensor_ops.metal", "x -> out")
+declare_kernel("flip_kernel", "tensor_ops.metal", "x -> out", dims="8I")
 
 
 @register_op("aten.cat", "aten.concat", "aten.concatenate", tensors=("*tensors",))
@@ -137,7 +138,8 @@ def lower_pad(ctx: Lowering, node: OpNode) -> None:
         return
     out = ctx.output()
     value = saturate(float(node.attrs.get("value") or 0.0), out.dtype)
-    ctx.emit("pad_kernel", [view], [out], {"mode": mode, "pads": pads + [0] * (12 - len(pads)), "value": value})
+    params = {"mode": mode, "pads": pads + [0] * (12 - len(pads)), "value": value, "int_value": as_int32(value)}
+    ctx.emit("pad_kernel", [view], [out], params)
 
 
 @register_op("aten.slice_scatter", tensors=("self", "src"))
@@ -170,7 +172,8 @@ def lower_diagonal_scatter(ctx: Lowering, node: OpNode) -> None:
 
 def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
     out = ctx.output()
-    ctx.emit("fill_kernel", [], [out], {"value": saturate(float(value), out.dtype)})
+    params = {"value": saturate(float(value), out.dtype), "int_value": as_int32(value)}
+    ctx.emit("fill_kernel", [], [out], params)
 
 
 @register_op("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.zero", "aten.empty", "aten.empty_like",
@@ -203,7 +206,11 @@ def lower_fill_tensor(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.arange")
 def lower_arange(ctx: Lowering, node: OpNode) -> None:
-    params = {"start": node.attrs.get("start", 0), "step": node.attrs.get("step", 1)}
+    _arange(ctx, node.attrs.get("start", 0), node.attrs.get("step", 1))
+
+
+def _arange(ctx: Lowering, start: float, step: float) -> None:
+    params = {"start": start, "step": step, "int_start": as_int32(start), "int_step": as_int32(step)}
     ctx.emit("arange_kernel", [], [ctx.output()], params)
 
 
@@ -211,7 +218,7 @@ def lower_arange(ctx: Lowering, node: OpNode) -> None:
 def lower_linspace(ctx: Lowering, node: OpNode) -> None:
     start, steps = node.attrs["start"], node.attrs["steps"]
     step = (node.attrs["end"] - start) / (steps - 1) if steps > 1 else 0.0
-    ctx.emit("arange_kernel", [], [ctx.output()], {"start": start, "step": step})
+    _arange(ctx, start, step)
 
 
 @register_op("aten.tril", "aten.triu")

@@ -10,11 +10,11 @@ from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.views import View, numel
 
-declare_kernel("rmsnorm_kernel", "rmsnorm.metal", rows="I", width="I", eps="f", weight_offset="f", has_weight="I")
-declare_kernel("layernorm_kernel", "layernorm.metal", rows="I", width="I", eps="f", has_weight="I", has_bias="I")
-declare_kernel("groupnorm_kernel", "layernorm.metal", groups="I", eps="f", has_weight="I", has_bias="I")
-declare_kernel("rope_kernel", "rope.metal", rotary_dim="I", interleaved="I")
-declare_kernel("attention_kernel", "fused_decode_attention.metal", scale="f", causal="I", has_mask="I")
+declare_kernel("rmsnorm_kernel", "rmsnorm.metal", "x weight? -> out", rows="I", width="I", eps="f", weight_offset="f")
+declare_kernel("layernorm_kernel", "layernorm.metal", "x weight? bias? -> out", rows="I", width="I", eps="f")
+declare_kernel("groupnorm_kernel", "layernorm.metal", "x weight? bias? -> out", groups="I", eps="f")
+declare_kernel("rope_kernel", "rope.metal", "x cos sin -> out", rotary_dim="I")
+declare_kernel("attention_kernel", "fused_decode_attention.metal", "q k v mask? -> out", scale="f", causal="?")
 
 
 def _rows(ctx: Lowering, x: View, width: int) -> View:
@@ -93,8 +93,7 @@ def lower_rope(ctx: Lowering, node: OpNode) -> None:
     x = ctx.inner_contiguous(x)
     lead = x.shape[:-1]
     cos, sin = (v.expand((*lead, v.shape[-1])) for v in (cos, sin))
-    params = {"rotary_dim": cos.shape[-1], "interleaved": int(bool(node.attrs.get("interleaved")))}
-    ctx.emit("rope_kernel", [x, cos, sin], [ctx.output()], params, flops=3 * x.numel)
+    ctx.emit("rope_kernel", [x, cos, sin], [ctx.output()], {"rotary_dim": cos.shape[-1]}, flops=3 * x.numel)
 
 
 def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
