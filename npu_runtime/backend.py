@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Launch: TypeAlias = Callable[[], None]
 Shape: TypeAlias = tuple[int, ...]
+Size3: TypeAlias = tuple[int, int, int]
 BufferT = TypeVar("BufferT", bound="DeviceBuffer")
 
 
@@ -109,6 +110,14 @@ class Operand:
     view: View
     byte_offset: int
     is_constant: bool
+
+
+class DispatchStrategy(ABC):
+    """Computes the grid of a kernel call, for devices that launch threadgroups (blocks, workgroups)."""
+
+    @abstractmethod
+    def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
+        """(threadgroups, threads per threadgroup), each along x, y and z."""
 
 
 class Backend(ABC):
