@@ -7,6 +7,7 @@ from npu_runtime.cpu_fallback import execute_cpu_partition
 from npu_runtime.dag_executor import DAGExecutor
 from npu_runtime.device import Device, available_devices, register_device
 from npu_runtime.executor import Executor
+from npu_runtime.metal_backend import MetalBackend
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import load_weights
 
@@ -17,6 +18,7 @@ __all__ = [
     "Device",
     "DeviceBuffer",
     "Executor",
+    "MetalBackend",
     "NPUBuffer",
     "Operand",
     "Profiler",

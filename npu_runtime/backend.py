@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -140,6 +141,9 @@ class Backend(ABC):
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A zero-filled buffer of a storage dtype."""
 
+    def compile(self, calls: Iterable[KernelCall]) -> None:  # noqa: B027  (a device may have nothing to compile)
+        """Do all that can be done for calls before their memory is known; an executor asks once, at init."""
+
     @abstractmethod
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         """Do all that can be done ahead of time for one call; the result launches it."""
@@ -156,6 +160,13 @@ class Backend(ABC):
 
     def synchronize(self) -> None:  # noqa: B027  (a device that runs at once has nothing to wait for)
         """Wait until everything launched has finished."""
+
+    def timed(self, launch: Launch) -> float:
+        """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""
+        start = time.perf_counter()
+        launch()
+        self.synchronize()
+        return time.perf_counter() - start
 
     def create_executor(self, program: CompiledProgram) -> Executor:
         from npu_runtime.executor import Executor

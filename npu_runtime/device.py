@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Callable
+from importlib.metadata import entry_points
 
 from npu_compiler.errors import DeviceError
 from npu_runtime.backend import Backend
+
+PLUGINS = "npu_simulation.devices"
 
 
 def _cpu() -> Backend:
@@ -15,7 +19,19 @@ def _cpu() -> Backend:
     return CPUBackend()
 
 
-_FACTORIES: dict[str, Callable[[], Backend]] = {"cpu": _cpu}
+def _metal() -> Backend:
+    from npu_runtime.metal_backend import MetalBackend
+
+    return MetalBackend()
+
+
+def _plugin(name: str) -> Callable[[], Backend] | None:
+    """A device that an installed package offers under the entry point group `npu_simulation.devices`."""
+    found = entry_points(group=PLUGINS, name=name)
+    return next(iter(found)).load() if found else None
+
+
+_FACTORIES: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "metal": _metal}
 
 
 def register_device(name: str, factory: Callable[[], Backend]) -> None:
@@ -24,7 +40,8 @@ def register_device(name: str, factory: Callable[[], Backend]) -> None:
 
 
 def available_devices() -> list[str]:
-    return sorted(_FACTORIES)
+    """Names of the devices known here, usable or not."""
+    return sorted(_FACTORIES.keys() | entry_points(group=PLUGINS).names)
 
 
 class Device:
@@ -36,11 +53,13 @@ class Device:
 
     def __init__(self, name: str | None = None) -> None:
         if name is None:
-            name = "metal" if platform.system() == "Darwin" and "metal" in _FACTORIES else "cpu"
-        if name not in _FACTORIES:
+            on_mac = platform.system() == "Darwin" and importlib.util.find_spec("Metal") is not None
+            name = "metal" if on_mac else "cpu"
+        factory = _FACTORIES.get(name) or _plugin(name)
+        if factory is None:
             raise DeviceError(f"unknown device '{name}'; here are {', '.join(available_devices())}")
         self.name = name
-        self.backend: Backend = _FACTORIES[name]()
+        self.backend: Backend = factory()
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}: {self.backend.device})"

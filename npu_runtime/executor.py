@@ -43,6 +43,7 @@ class Executor:
             )
         plan = program.plan
         self._specs = {spec.name: spec for spec in plan.inputs}
+        self.backend.compile([*plan.prologue, *plan.calls])
         self._memory: dict[str, DeviceBuffer] = {}
         self._allocate_owned()
         self._weights: Mapping[str, DeviceBuffer] | None = None
@@ -129,10 +130,7 @@ class Executor:
     def _run_profiled(self, profiler: Profiler) -> None:
         for call, launch in zip(self.program.plan.calls, self._launches, strict=True):
             assert launch is not None
-            start = time.perf_counter()
-            launch()
-            self.backend.synchronize()
-            profiler.add_kernel(call.kernel, time.perf_counter() - start)
+            profiler.add_kernel(call.kernel, self.backend.timed(launch))
 
     def _check_inputs(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> dict[str, DeviceBuffer]:
         unknown, missing = sorted(inputs.keys() - self._specs.keys()), sorted(self._specs.keys() - inputs.keys())

@@ -24,7 +24,7 @@ class MetalDispatchStrategy(DispatchStrategy):
 
     def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
         if "op" in call.params:
-            shape = _broadcast if call.kernel.endswith("_broadcast_kernel") else _four_elements
+            shape: Shape = _broadcast if call.kernel.endswith("_broadcast_kernel") else _four_elements
         else:
             shape = _SHAPES.get(call.kernel, _one_element)
         return shape(call, self.config)
@@ -94,7 +94,7 @@ def _matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 
 def _matmul_vec_notrans(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
-    """One threadgroup per SIMD width of output columns, which lie side by side in memory; K is split over SIMD groups."""
+    """One threadgroup per SIMD width of output columns, which lie side by side; K is split over its SIMD groups."""
     return (_groups(call.params["n"], SIMD_WIDTH), 1, 1), (config.max_threadgroup_1d, 1, 1)
 
 

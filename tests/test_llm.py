@@ -340,6 +340,15 @@ def test_smollm2_knows_the_capital_of_france(smollm2: LanguageModel) -> None:
 
 
 @pytest.mark.slow
+def test_smollm2_begins_the_same_way_on_the_metal_backend(smollm2: LanguageModel) -> None:
+    metal = LanguageModel(smollm2.checkpoint, cache_length=128, chunk=64, device="metal-emulator-fast")
+    prompt = chat_prompt(smollm2, "What is the capital of France?")
+    smollm2.reset()
+    expected = list(smollm2.generate(prompt, 8, stop=frozenset()))
+    assert list(metal.generate(prompt, 8, stop=frozenset())) == expected
+
+
+@pytest.mark.slow
 def test_smollm2_generates_what_pytorch_generates(smollm2: LanguageModel) -> None:
     checkpoint = smollm2.checkpoint
     runs = []

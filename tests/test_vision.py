@@ -350,10 +350,11 @@ def program_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "metal-emulator-fast"])
+def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path, device: str) -> None:
     model = efficientnet_lite0().eval()
     model.load_state_dict(torch.load(efficientnet_lite0_checkpoint(), weights_only=True))
-    classifier = Classifier("efficientnet-lite0")
+    classifier = Classifier("efficientnet-lite0", device=device)
     for name, label in {"coffee": "espresso", "camera": "tripod", "rocket": "missile"}.items():
         photograph(name).save(tmp_path / f"{name}.png")
         predictions = classifier.classify(tmp_path / f"{name}.png")
@@ -364,14 +365,16 @@ def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path) -> None:
         assert predictions[0].label == label
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_resnet_is_as_good_as_pytorch_in_float16(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"), [("resnet18", "cpu"), ("resnet50", "cpu"), ("resnet18", "metal-emulator-fast")]
+)
+def test_resnet_is_as_good_as_pytorch_in_float16(tmp_path: Path, name: str, device: str) -> None:
     seed = secrets.randbits(32)
     model = find_model(name).build().eval()
     seed_weights(model, seed)
     save_file(model.state_dict(), tmp_path / "resnet.safetensors")
     images = random_images(2, seed + 1)
-    classifier = Classifier(name, weights=tmp_path / "resnet.safetensors")
+    classifier = Classifier(name, weights=tmp_path / "resnet.safetensors", device=device)
     ours = np.concatenate([classifier.logits(image[None].numpy()) for image in images])
     with torch.no_grad():
         reference = model(images)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, Seed, Weights
 from npu_sim.console import EXIT_DIFFERS, note, print_json, progress, step
 
 
@@ -99,6 +99,7 @@ def verify(
     inputs: Inputs = None,
     dtype: Dtype = None,
     device: DeviceName = None,
+    fast: Fast = False,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Sets of random inputs to compare over.")] = 3,
     seed: Seed = None,
     json: AsJSON = False,
@@ -120,7 +121,7 @@ def verify(
     specs = input_specs(graph, dtype)
     arrays, used_seed = choose_inputs(inputs or (), specs, seed)
     sets = [arrays] if used_seed is None else [random_inputs(specs, used_seed + index) for index in range(samples)]
-    chosen = open_device(device)
+    chosen = open_device(device, fast)
     with progress("verifying") as report:
         result = compare(graph, read_weights(weights), sets, chosen, compute_dtype=dtype, progress=report)
     if json:

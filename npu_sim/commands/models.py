@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Seed
+from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Fast, Seed, open_device
 from npu_sim.console import note, print_json, progress, step
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def generate(
     no_chat: Annotated[bool, typer.Option("--no-chat", help="Continue the text, without the chat template.")] = False,
     dtype: Dtype = None,
     device: DeviceName = None,
+    fast: Fast = False,
     json: AsJSON = False,
 ) -> None:
     """Let a language model answer or continue a text, token by token."""
@@ -55,7 +56,8 @@ def generate(
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype)
     with progress(f"preparing {checkpoint.name}") as report:
-        network = LanguageModel(checkpoint, device=device, cache_length=cache_length, progress=report)
+        chosen = open_device(device, fast)
+        network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def reply(text: str) -> TextStream:
@@ -109,6 +111,7 @@ def classify(
     top: Annotated[int, typer.Option("--top", help="How many guesses to show.")] = 5,
     dtype: Dtype = None,
     device: DeviceName = None,
+    fast: Fast = False,
     json: AsJSON = False,
 ) -> None:
     """Say what an image shows."""
@@ -120,7 +123,7 @@ def classify(
     picture = load_image(image)
     with step(f"preparing {model}"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        classifier = Classifier(model, device=device, weights=weights, compute_dtype=dtype)
+        classifier = Classifier(model, device=open_device(device, fast), weights=weights, compute_dtype=dtype)
     for warning in caught:
         if issubclass(warning.category, UserWarning):
             note(f"warning: {warning.message}")

@@ -26,7 +26,10 @@ Weights = Annotated[
 Inputs = Annotated[
     list[str] | None, typer.Option("--input", "-i", metavar="NAME=FILE.npy", help="An input; without any: random.")
 ]
-DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, metal, cuda; by default the best one here.")]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="cpu, metal, metal-emulator, cuda; by default the best one here.")
+]
+Fast = Annotated[bool, typer.Option("--fast", help="With --device metal-emulator: leave its checks out.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of random inputs.")]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -136,10 +139,18 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "shape": list(spec.shape), "dtype": spec.dtype, "storage": spec.storage or spec.dtype}
 
 
-def open_device(name: str | None) -> Device:
-    """The device of that name, or the best one here; `DeviceError` says which there are."""
+def open_device(name: str | None, fast: bool = False) -> Device:
+    """The device of that name, or the best one here; `DeviceError` says which there are.
+
+    Raises:
+        InputError: `fast` is asked of a device that has no such mode.
+    """
+    from npu_compiler.errors import InputError
     from npu_runtime import Device
 
+    if fast and name != "metal-emulator":
+        raise InputError("--fast goes with --device metal-emulator")
+    name = "metal-emulator-fast" if fast else name
     with step("opening the device"):
         return Device(name)
 
@@ -172,6 +183,7 @@ def run(
     inputs: Inputs = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the outputs here, as .npz.")] = None,
     device: DeviceName = None,
+    fast: Fast = False,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
@@ -182,7 +194,7 @@ def run(
 
     program = CompiledProgram.load(program_file)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device)
+    chosen = open_device(device, fast)
     loaded = load_onto(chosen, program, weights)
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)
@@ -220,6 +232,7 @@ def profile(
     weights: Weights = None,
     inputs: Inputs = None,
     device: DeviceName = None,
+    fast: Fast = False,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Runs to average over, after one to warm up.")] = 10,
     seed: Seed = None,
     json: AsJSON = False,
@@ -232,7 +245,7 @@ def profile(
 
     program = CompiledProgram.load(program_file)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device)
+    chosen = open_device(device, fast)
     loaded = load_onto(chosen, program, weights)
     executor, profiler = Executor(program, chosen), Profiler()
     buffers = {spec.name: chosen.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}

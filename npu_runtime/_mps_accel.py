@@ -1,0 +1,125 @@
+"""Matrix products by `MPSMatrixMultiplication`, where a call is a bare product that it can make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from npu_compiler.codegen import KernelCall
+from npu_compiler.dtypes import itemsize
+from npu_compiler.views import View
+from npu_runtime.metal_binding import collapse
+from npu_runtime.metal_device import CommandEncoder, MetalDevice
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A view as MPS describes matrices: rows of `columns` elements, `row_stride` apart; `count` of them."""
+
+    view: View
+    rows: int
+    columns: int
+    row_stride: int
+    count: int
+    matrix_stride: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """result = alpha · left · right, either side transposed."""
+
+    left: Matrix
+    right: Matrix
+    result: Matrix
+    transpose_left: bool
+    transpose_right: bool
+    inner: int
+    alpha: float
+
+
+def as_product(call: KernelCall) -> Product | None:
+    """The call as an MPS product, or None where one of our own kernels has to make it.
+
+    MPS takes one dtype throughout and has no epilogue; one row is left to the vector kernels, which read the weights
+    at full bandwidth.
+    """
+    params = call.params
+    if call.kernel in ("matmul_kernel", "matmul_notrans_kernel"):
+        bare = not params["has_bias"] and not params["has_residual"] and params["activation"] == "none"
+        left, right, alpha = call.inputs[0], call.inputs[1].transpose(0, 1), 1.0
+    elif call.kernel == "batched_matmul_kernel":
+        (left, right), bare, alpha = call.inputs, True, params["scale"]
+    else:
+        return None
+    result = call.outputs[0]
+    if not bare or params["m"] == 1 or params["k"] == 0:
+        return None
+    if len({left.dtype, right.dtype, result.dtype}) > 1 or left.dtype not in ("float16", "bfloat16", "float32"):
+        return None
+    batches = [_batches(view) for view in (left, right, result)]
+    sides = [_matrix(view, batch) for view, batch in zip((left, right, result), batches, strict=True) if batch]
+    if len(sides) < 3 or None in sides:
+        return None
+    (a, transpose_a), (b, transpose_b), (c, transpose_c) = (side for side in sides if side is not None)
+    if transpose_c:
+        return None
+    return Product(a, b, c, transpose_a, transpose_b, params["k"], alpha)
+
+
+def _batches(view: View) -> tuple[int, int] | None:
+    """(count, distance) of the matrices in a view, or None where they are not evenly spaced or one is repeated."""
+    lead = View(view.buffer, view.shape[:-2], view.strides[:-2], 0, view.dtype)
+    merged = collapse([lead])[0]
+    if merged.rank > 1 or (merged.numel > 1 and merged.strides[0] == 0):
+        return None
+    return merged.numel, merged.strides[0]
+
+
+def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:
+    """The matrix in memory and whether the view is its transpose; None where neither dimension is packed."""
+    count, distance = batch
+    (rows, columns), (row_stride, column_stride) = view.shape[-2:], view.strides[-2:]
+    if column_stride == 1 or columns == 1 and row_stride != 1:
+        stride = row_stride if rows > 1 else columns
+        return (Matrix(view, rows, columns, stride, count, distance), False) if stride >= columns else None
+    if row_stride == 1 or rows == 1:
+        stride = column_stride if columns > 1 else rows
+        return (Matrix(view, columns, rows, stride, count, distance), True) if stride >= rows else None
+    return None
+
+
+class MPSLaunch:
+    """A product with its MPS objects, made once for fixed memory."""
+
+    def __init__(self, device: MetalDevice, product: Product, memory: list[tuple[Any, int]]) -> None:
+        """`memory` holds (buffer, byte offset) of the left, right and result matrices."""
+        self._device = device
+        self._matrices = [
+            self._describe(matrix, buffer, offset)
+            for matrix, (buffer, offset) in zip((product.left, product.right, product.result), memory, strict=True)
+        ]
+        self._kernel = device.api.MPS.MPSMatrixMultiplication.alloc().initWithDevice_transposeLeft_transposeRight_resultRows_resultColumns_interiorColumns_alpha_beta_(  # noqa: E501
+            device.handle, product.transpose_left, product.transpose_right, product.result.rows,
+            product.result.columns, product.inner, product.alpha, 0.0,
+        )  # fmt: skip
+        if product.result.count > 1:
+            self._kernel.setBatchStart_(0)
+            self._kernel.setBatchSize_(product.result.count)
+
+    def _describe(self, matrix: Matrix, buffer: Any, offset: int) -> Any:
+        mps, size = self._device.api.MPS, itemsize(matrix.view.dtype)
+        dtype = {
+            "float16": mps.MPSDataTypeFloat16, "bfloat16": mps.MPSDataTypeBFloat16, "float32": mps.MPSDataTypeFloat32,
+        }[matrix.view.dtype]  # fmt: skip
+        row_bytes = matrix.row_stride * size
+        matrix_bytes = matrix.matrix_stride * size if matrix.count > 1 else matrix.rows * row_bytes
+        make = mps.MPSMatrixDescriptor.matrixDescriptorWithRows_columns_matrices_rowBytes_matrixBytes_dataType_
+        descriptor = make(matrix.rows, matrix.columns, matrix.count, row_bytes, matrix_bytes, dtype)
+        return mps.MPSMatrix.alloc().initWithBuffer_offset_descriptor_(buffer, offset, descriptor)
+
+    def encode(self, encoder: CommandEncoder) -> None:
+        left, right, result = self._matrices
+        self._kernel.encodeToCommandBuffer_leftMatrix_rightMatrix_resultMatrix_(
+            encoder.command_buffer(), left, right, result
+        )
+        self._device.counters["mps_products"] += 1

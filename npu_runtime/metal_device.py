@@ -1,0 +1,284 @@
+"""The Metal device by pyobjc's calls: memory, libraries and pipelines (each made once), command buffers.
+
+`api` is what `import Metal` and `import MetalPerformanceShaders` give on a Mac, or the emulator's objects of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.errors import DeviceError
+from npu_compiler.target_config import TargetConfig
+
+_INCLUDE = re.compile(r'^#include "(\w+\.metal)"$', re.MULTILINE)
+_CONSTANT = re.compile(r"^constant\s+(bool|uint)\s+(\w+)\s*\[\[function_constant\(\d+\)\]\]", re.MULTILINE)
+_SMALLEST_BUFFER = 16
+
+
+@dataclass(frozen=True)
+class MetalAPI:
+    """The framework modules that the backend calls."""
+
+    Metal: Any
+    MPS: Any
+    Foundation: Any
+
+
+def load_api() -> MetalAPI:
+    """pyobjc's bindings.
+
+    Raises:
+        DeviceError: this is no Mac, or pyobjc is not installed.
+    """
+    try:
+        import Foundation
+        import Metal
+        import MetalPerformanceShaders
+    except ImportError as error:
+        raise DeviceError(
+            f"Metal needs macOS and pyobjc ({error}); on a Mac: pip install 'npu-simulation[metal]'"
+        ) from error
+    return MetalAPI(Metal, MetalPerformanceShaders, Foundation)
+
+
+@cache
+def shader_source(filename: str) -> str:
+    """A file of `metal_kernels` with the files that it includes put in place, each once."""
+    seen: set[str] = set()
+
+    def read(name: str) -> str:
+        text = (files("metal_kernels") / name).read_text(encoding="utf-8")
+
+        def include(match: re.Match[str]) -> str:
+            if match[1] in seen:
+                return ""
+            seen.add(match[1])
+            return read(match[1])
+
+        return _INCLUDE.sub(include, text)
+
+    return read(filename)
+
+
+class MetalDevice:
+    """One GPU.
+
+    Attributes:
+        counters: Buffers, libraries, pipelines, command buffers and encoders made, dispatches and MPS products encoded.
+    """
+
+    def __init__(self, api: MetalAPI, config: TargetConfig, archive: Path | None = None) -> None:
+        self.api = api
+        self.counters: Counter[str] = Counter()
+        self.handle = api.Metal.MTLCreateSystemDefaultDevice()
+        if self.handle is None:
+            raise DeviceError("this machine has no Metal device")
+        self.queue = self.handle.newCommandQueue()
+        self._macros = {"TILE": config.matmul_tile, "VEC_TPG": config.max_threadgroup_1d}
+        self._libraries: dict[tuple[str, str], Any] = {}
+        self._pipelines: dict[tuple[Any, ...], Any] = {}
+        self._archive = PipelineArchive(self, archive) if archive is not None else None
+
+    @property
+    def name(self) -> str:
+        return str(self.handle.name())
+
+    def allocate(self, size: int) -> Any:
+        """An `MTLBuffer` in memory that CPU and GPU share.
+
+        Raises:
+            DeviceError: it would not fit in what Metal says the GPU can work with.
+        """
+        size = max(size, _SMALLEST_BUFFER)
+        used, budget = self.handle.currentAllocatedSize(), self.handle.recommendedMaxWorkingSetSize()
+        if used + size > budget:
+            raise DeviceError(
+                f"out of memory: {size} bytes asked for, {max(budget - used, 0)} of {budget} free on {self.name}"
+            )
+        buffer = self.handle.newBufferWithLength_options_(size, self.api.Metal.MTLResourceStorageModeShared)
+        if buffer is None:
+            raise DeviceError(
+                f"out of memory: {self.name} refused {size} bytes; its largest buffer is {self.handle.maxBufferLength()}"
+            )
+        self.counters["buffers"] += 1
+        return buffer
+
+    def pipeline(
+        self, filename: str, function: str, dtype: str | None, constants: Mapping[str, int], macros: Mapping[str, str]
+    ) -> Any:
+        """The pipeline of a function with its constants compiled in; made on the first call.
+
+        Args:
+            dtype: The compute dtype; None where no operand has it, so that any library of the file serves.
+            macros: Preprocessor macros of that file, beyond the target's.
+
+        Raises:
+            DeviceError: Metal refused the source, with its message.
+        """
+        if dtype is None:
+            dtype = next((known for name, known in self._libraries if name == filename), "float32")
+        kinds = {name: kind for kind, name in _CONSTANT.findall(shader_source(filename))}
+        chosen = tuple((name, constants[name]) for name in kinds if name in constants)
+        key = (filename, function, dtype, chosen)
+        if key not in self._pipelines:
+            library = self._library(filename, dtype, macros)
+            values = self.api.Metal.MTLFunctionConstantValues.alloc().init()
+            for name, value in chosen:
+                self._set_constant(values, name, kinds[name], value)
+            made, error = library.newFunctionWithName_constantValues_error_(function, values, None)
+            _require(made, f"function '{function}' of {filename}", error)
+            self._pipelines[key] = self._make_pipeline(made, function)
+            self.counters["pipelines"] += 1
+        return self._pipelines[key]
+
+    def _library(self, filename: str, dtype: str, macros: Mapping[str, str]) -> Any:
+        key = (filename, dtype)
+        if key not in self._libraries:
+            defined: dict[str, int | str] = {**self._macros, **macros}
+            defined.update({"bfloat16": {"USE_BFLOAT": 1}, "float32": {"USE_FLOAT": 1}}.get(dtype, {}))
+            options = self.api.Metal.MTLCompileOptions.alloc().init()
+            options.setPreprocessorMacros_(defined)
+            options.setLanguageVersion_(self.api.Metal.MTLLanguageVersion3_1)
+            # Masks hold infinities, and NaN has to stay NaN.
+            options.setFastMathEnabled_(False)
+            library, error = self.handle.newLibraryWithSource_options_error_(shader_source(filename), options, None)
+            self._libraries[key] = _require(library, filename, error)
+            self.counters["libraries"] += 1
+        return self._libraries[key]
+
+    def _set_constant(self, values: Any, name: str, kind: str, value: int) -> None:
+        Metal = self.api.Metal
+        if kind == "bool":
+            values.setConstantValue_type_withName_(bytes([value]), Metal.MTLDataTypeBool, name)
+        else:
+            values.setConstantValue_type_withName_(value.to_bytes(4, "little"), Metal.MTLDataTypeUInt, name)
+
+    def _make_pipeline(self, function: Any, label: str) -> Any:
+        descriptor = self.api.Metal.MTLComputePipelineDescriptor.alloc().init()
+        descriptor.setComputeFunction_(function)
+        descriptor.setLabel_(label)
+        if self._archive is not None:
+            self._archive.attach(descriptor)
+        result = self.handle.newComputePipelineStateWithDescriptor_options_reflection_error_(
+            descriptor, self.api.Metal.MTLPipelineOptionNone, None, None
+        )
+        pipeline = _require(result[0], f"pipeline of '{label}'", result[-1])
+        if self._archive is not None:
+            self._archive.add(descriptor)
+        return pipeline
+
+    def save_archive(self) -> None:
+        """Keep the pipelines made so far on disk, for the next process."""
+        if self._archive is not None:
+            self._archive.save()
+
+    def run(self, encode: Sequence[Callable[[CommandEncoder], None]], batch: int) -> float:
+        """Encode, commit and wait; returns the GPU's seconds.
+
+        Args:
+            batch: Calls per command buffer.
+
+        Raises:
+            DeviceError: a command buffer failed, with Metal's message.
+        """
+        buffers = []
+        for start in range(0, len(encode), batch):
+            encoder = CommandEncoder(self)
+            for call in encode[start : start + batch]:
+                call(encoder)
+            buffers.append(encoder.commit())
+        seconds = 0.0
+        for buffer in buffers:
+            buffer.waitUntilCompleted()
+            if buffer.status() == self.api.Metal.MTLCommandBufferStatusError:
+                raise DeviceError(f"{self.name} failed: {_message(buffer.error())}")
+            seconds += buffer.GPUEndTime() - buffer.GPUStartTime()
+        return seconds
+
+
+class CommandEncoder:
+    """One command buffer; its compute encoder stays open from call to call and is ended only for MPS."""
+
+    def __init__(self, device: MetalDevice) -> None:
+        self._device = device
+        self._buffer = device.queue.commandBuffer()
+        self._compute: Any = None
+        device.counters["command_buffers"] += 1
+
+    def compute(self) -> Any:
+        """The open compute encoder."""
+        if self._compute is None:
+            self._compute = self._buffer.computeCommandEncoder()
+            self._device.counters["encoders"] += 1
+        return self._compute
+
+    def command_buffer(self) -> Any:
+        """The command buffer itself, for calls that encode into it on their own."""
+        self._end()
+        return self._buffer
+
+    def _end(self) -> None:
+        if self._compute is not None:
+            self._compute.endEncoding()
+            self._compute = None
+
+    def commit(self) -> Any:
+        self._end()
+        self._buffer.commit()
+        return self._buffer
+
+
+class PipelineArchive:
+    """Compiled pipelines on disk (`MTLBinaryArchive`): a second process finds them instead of compiling them."""
+
+    def __init__(self, device: MetalDevice, path: Path) -> None:
+        self._path = path
+        self._url = device.api.Foundation.NSURL.fileURLWithPath_
+        descriptor = device.api.Metal.MTLBinaryArchiveDescriptor.alloc().init()
+        if path.exists():
+            descriptor.setUrl_(self._url(str(path)))
+        self._archive, _ = device.handle.newBinaryArchiveWithDescriptor_error_(descriptor, None)
+        if self._archive is None:  # written by another system version: start anew
+            descriptor = device.api.Metal.MTLBinaryArchiveDescriptor.alloc().init()
+            self._archive, error = device.handle.newBinaryArchiveWithDescriptor_error_(descriptor, None)
+            _require(self._archive, "binary archive", error)
+        self._added = 0
+
+    def attach(self, descriptor: Any) -> None:
+        descriptor.setBinaryArchives_([self._archive])
+
+    def add(self, descriptor: Any) -> None:
+        done, _ = self._archive.addComputePipelineFunctionsWithDescriptor_error_(descriptor, None)
+        self._added += bool(done)
+
+    def save(self) -> None:
+        """Write the archive if it has grown; one that cannot be written is only a slower next start."""
+        if not self._added:
+            return
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            done, _ = self._archive.serializeToURL_error_(self._url(str(temporary)), None)
+            if done:
+                os.replace(temporary, self._path)
+        except OSError:
+            return
+        self._added = 0
+
+
+def _require(made: Any, what: str, error: Any) -> Any:
+    if made is None:
+        raise DeviceError(f"Metal cannot make the {what}: {_message(error)}")
+    return made
+
+
+def _message(error: Any) -> str:
+    return "no reason given" if error is None else str(error.localizedDescription())

@@ -1,0 +1,190 @@
+"""Runs one Metal kernel on the emulator and compares all memory it may touch with the CPU device's reference kernel."""
+
+from __future__ import annotations
+
+import importlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_compiler.codegen import KERNELS, KernelCall, MetalCodegenTarget
+from npu_compiler.dtypes import numpy_dtype
+from npu_compiler.elementwise import ELEMENTWISE
+from npu_compiler.views import View, contiguous_strides
+from npu_runtime import MetalBackend, Operand
+from npu_runtime.cpu_backend import numpy_to_tensor
+from npu_runtime.cpu_kernels import reference_launch
+
+DTYPES = ("float16", "bfloat16")
+GUARD = 9  # elements behind the last one that must stay untouched
+_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class T:
+    """An operand: the geometry of its view and what it holds.
+
+    Attributes:
+        dtype: `compute` (the 16-bit dtype under test), `float32`, `int32` or `bool`.
+        strides, offset: In elements; row-major from 0 by default.
+        values: `normal`, `positive` (0.1 to 2), `special` (infinities, NaN, zeros of both signs among normal values),
+            `small` (integers -8 to 8), (low, high) for uniform values (integers: high excluded), or the values
+            themselves. For an output: what is there before; None leaves it poisoned.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "compute"
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+    values: Any = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel call to try; `atol` is relative to the largest expected value."""
+
+    kernel: str
+    name: str
+    inputs: Sequence[T]
+    outputs: Sequence[T]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    atol: float = 1e-5
+    dtypes: tuple[str, ...] = DTYPES
+
+    @property
+    def id(self) -> str:
+        return f"{self.kernel}-{self.name}"
+
+
+def all_cases() -> list[Case]:
+    """The cases of every module in `metal_cases`."""
+    modules = sorted(path.stem for path in (Path(__file__).parent / "metal_cases").glob("*.py"))
+    return [case for name in modules for case in importlib.import_module(f"metal_cases.{name}").CASES]
+
+
+def run_case(case: Case, backend: MetalBackend, dtype: str, seed: int) -> None:
+    """Run a case once.
+
+    Raises:
+        AssertionError: memory differs from the reference's.
+        DeviceError: the emulator found a fault.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
+    ins = [_Memory(f"in{i}", t, dtype, rng, poison=False) for i, t in enumerate(case.inputs)]
+    outs = [_Memory(f"out{i}", t, dtype, rng, poison=t.values is None) for i, t in enumerate(case.outputs)]
+    params = _with_defaults(case)
+    views = (tuple(m.view for m in ins), tuple(m.view for m in outs))
+    call = KernelCall(case.kernel, _source(case), *views, params, case.name)
+    expected = [m.data.copy() for m in outs]
+    reference = [_window(data, m.view) for data, m in zip(expected, outs, strict=True)]
+    reference_launch(call, [_window(m.data.copy(), m.view) for m in ins], reference)()
+
+    backend.compile([call])
+    buffers = [backend.allocate_buffer(m.data) for m in (*ins, *outs)]
+    operands = [Operand(b, m.view, 0, False) for b, m in zip(buffers, (*ins, *outs), strict=True)]
+    backend.prepare(call, operands[: len(ins)], operands[len(ins) :])()
+
+    for memory, buffer in zip(ins, buffers, strict=False):
+        assert _same_bits(buffer.to_numpy(), memory.data), f"input {memory.view.buffer} was written to"
+    for memory, want, buffer in zip(outs, expected, buffers[len(ins) :], strict=True):
+        got = buffer.to_numpy()
+        assert _same_bits(got[~memory.used], memory.data[~memory.used]), (
+            f"{memory.view.buffer}: memory outside the view was written to, at elements "
+            f"{np.flatnonzero(~memory.used)[_bits(got[~memory.used]) != _bits(memory.data[~memory.used])][:8]}"
+        )
+        _compare(got[memory.used], want[memory.used], case.atol, memory.view)
+
+
+class _Memory:
+    """An operand's memory, gaps and guard included.
+
+    Attributes:
+        used: Which elements of `data` the view holds.
+    """
+
+    def __init__(self, name: str, operand: T, compute: str, rng: np.random.Generator, poison: bool) -> None:
+        dtype = compute if operand.dtype == "compute" else operand.dtype
+        strides = operand.strides if operand.strides is not None else contiguous_strides(operand.shape)
+        self.view = View(name, operand.shape, tuple(strides), operand.offset, dtype)
+        steps = zip(operand.shape, strides, strict=True)
+        last = operand.offset + sum((size - 1) * stride for size, stride in steps) if 0 not in operand.shape else 0
+        raw = np.full((last + 1 + GUARD) * numpy_dtype(dtype).itemsize, 0xFF, np.uint8)
+        self.data = raw.view(numpy_dtype(dtype))
+        index = np.arange(self.data.size)
+        inner = np.lib.stride_tricks.as_strided(
+            index[operand.offset :], operand.shape, [s * index.itemsize for s in strides]
+        )
+        self.used = np.zeros(self.data.size, bool)
+        self.used[inner.reshape(-1)] = True
+        if not poison:
+            self.data[inner] = _values(operand, dtype, rng)
+
+
+def _values(operand: T, dtype: str, rng: np.random.Generator) -> np.ndarray:
+    shape, kind = operand.shape, operand.values
+    if kind is None:
+        kind = {"int32": "small", "bool": (0, 2)}.get(dtype, "normal")
+    if isinstance(kind, tuple) and len(kind) == 2 and not isinstance(kind[0], (tuple, list)):
+        low, high = kind
+        drawn = rng.integers(low, high, shape) if dtype in ("int32", "bool") else rng.uniform(low, high, shape)
+    elif not isinstance(kind, str):
+        drawn = np.broadcast_to(np.asarray(kind), shape)
+    elif kind == "small":
+        drawn = rng.integers(-8, 9, shape)
+    elif kind == "positive":
+        drawn = rng.uniform(0.1, 2.0, shape)
+    else:
+        drawn = rng.standard_normal(shape)
+        if kind == "special":
+            odd = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, 1.0, -1.0, 3e4, 1e-7])
+            drawn = np.where(rng.random(shape) < 0.5, rng.choice(odd, shape), drawn)
+    with np.errstate(all="ignore"):
+        return np.asarray(drawn).astype(numpy_dtype(dtype))
+
+
+def _window(data: np.ndarray, view: View) -> torch.Tensor:
+    return numpy_to_tensor(data).as_strided(view.shape, view.strides, view.offset)
+
+
+def _with_defaults(case: Case) -> dict[str, Any]:
+    if "op" in case.params:
+        return {**ELEMENTWISE[case.params["op"]].attrs, **case.params}
+    return dict(case.params)
+
+
+def _source(case: Case) -> str:
+    if "op" in case.params:
+        return MetalCodegenTarget().elementwise_kernel(case.kernel)[1]
+    return KERNELS[case.kernel].source
+
+
+def _compare(got: np.ndarray, want: np.ndarray, atol: float, view: View) -> None:
+    if view.dtype not in _EPSILON:
+        wrong = got != want
+    else:
+        epsilon = _EPSILON[view.dtype]
+        a, b = got.astype(np.float64), want.astype(np.float64)
+        finite = np.abs(b[np.isfinite(b)])
+        allowed = 2 * epsilon * np.abs(b) + atol * max(finite.max(initial=0.0), 1e-30)
+        with np.errstate(invalid="ignore"):
+            close = np.abs(a - b) <= np.where(np.isfinite(allowed), allowed, 0)
+        wrong = ~(close | (np.isnan(a) & np.isnan(b)) | (a == b))
+    if wrong.any():
+        first = int(np.flatnonzero(wrong)[0])
+        raise AssertionError(
+            f"{view.buffer} {view.dtype}{list(view.shape)}: {int(wrong.sum())} of {wrong.size} elements differ, "
+            f"first at {first}: {got[first]} instead of {want[first]}"
+        )
+
+
+def _bits(data: np.ndarray) -> np.ndarray:
+    return data.view(np.dtype(f"u{data.itemsize}"))
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool((_bits(np.ascontiguousarray(a)) == _bits(np.ascontiguousarray(b))).all())

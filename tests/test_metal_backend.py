@@ -1,0 +1,255 @@
+"""`MetalBackend` on the emulator: what happens at init and what in a run, command buffers, MPS, memory, errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import metal_harness
+import numpy as np
+import pytest
+import torch
+from ir_builder import IRBuilder
+from torch import nn
+from torch_ir import extract_ir
+
+import metal_emulator
+from npu_compiler import METAL_GPU, CompiledProgram, DeviceError, compile, partition
+from npu_compiler.codegen import KernelCall
+from npu_compiler.dtypes import numpy_dtype
+from npu_compiler.views import View, contiguous_strides
+from npu_runtime import DAGExecutor, Device, Executor, MetalBackend, NPUBuffer, Operand, Profiler, load_weights
+from npu_runtime._mps_accel import as_product
+from npu_runtime.metal_binding import bind, collapse
+
+
+class Block(nn.Module):
+    """A convolution, plain products (for MPS), products with an epilogue, a softmax and an in-place cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.first, self.second, self.third = nn.Linear(64, 16, False), nn.Linear(16, 24, False), nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.relu(self.conv(x)).flatten(2).squeeze(0)
+        rows = self.second(self.first(rows))
+        return self.third(rows).softmax(-1), cache.index_copy(0, at, rows[:2])
+
+
+SHAPES = {"x": (1, 3, 8, 8), "cache": (6, 24), "at": (2,)}
+
+
+@pytest.fixture(scope="module")
+def api() -> metal_emulator.MetalAPI:
+    return metal_emulator.api(checks=True)
+
+
+@pytest.fixture(scope="module")
+def backend(api: metal_emulator.MetalAPI) -> MetalBackend:
+    return MetalBackend(api)
+
+
+@pytest.fixture(scope="module")
+def model() -> Block:
+    torch.manual_seed(0)
+    return Block().eval()
+
+
+@pytest.fixture(scope="module")
+def program(model: Block) -> CompiledProgram:
+    with torch.device("meta"), torch.no_grad():
+        inputs = (torch.empty(SHAPES["x"]), torch.empty(SHAPES["cache"]), torch.empty(SHAPES["at"], dtype=torch.int64))
+        return compile(extract_ir(Block().eval(), inputs, model_name="block"))
+
+
+def bound(program: CompiledProgram, backend: MetalBackend, rng: np.random.Generator) -> dict[str, Any]:
+    values = {
+        "x": rng.standard_normal(SHAPES["x"]), "cache": rng.standard_normal(SHAPES["cache"]), "at": np.array([4, 1]),
+    }  # fmt: skip
+    named = zip(program.input_specs, values.values(), strict=True)
+    return {spec.name: NPUBuffer.from_numpy(value, backend, spec=spec) for spec, value in named}
+
+
+def made_by(backend: MetalBackend, run: Any) -> Counter[str]:
+    before = Counter(backend.counters)
+    run()
+    return Counter({name: count - before[name] for name, count in backend.counters.items() if count != before[name]})
+
+
+def test_a_program_runs_and_updates_its_cache_in_place(
+    model: Block, program: CompiledProgram, backend: MetalBackend, rng: np.random.Generator
+) -> None:
+    inputs = bound(program, backend, rng)
+    weights = load_weights(model.state_dict(), program, backend)
+    x, cache, at = (torch.from_numpy(buffer.to_numpy().astype(np.float32)) for buffer in inputs.values())
+    outputs = list(Executor(program, backend).run(inputs, weights).values())
+    with torch.no_grad():
+        expected = model(x, cache, at.long())
+    np.testing.assert_allclose(outputs[0].to_numpy(), expected[0], atol=5e-3)
+    np.testing.assert_allclose(outputs[1].to_numpy(), expected[1], atol=5e-3)
+    assert outputs[1] is list(inputs.values())[1]
+
+
+def test_a_later_run_makes_packs_and_compiles_nothing(
+    model: Block, program: CompiledProgram, backend: MetalBackend, rng: np.random.Generator
+) -> None:
+    inputs, weights = bound(program, backend, rng), load_weights(model.state_dict(), program, backend)
+    executor = Executor(program, backend)
+    assert not made_by(backend, lambda: executor.run(inputs, weights)).keys() & {"libraries", "pipelines", "packed"}
+    groups = _mps_groups(program)
+    steady = made_by(backend, lambda: executor.run(inputs, weights))
+    products = sum(as_product(call) is not None for call in program.kernels)
+    assert products >= 2, "nothing here is left to MPS"
+    assert steady.keys() == {"command_buffers", "encoders", "dispatches", "mps_products"}
+    assert steady["command_buffers"] == 1
+    assert steady["dispatches"] + steady["mps_products"] == len(program.kernels)
+    assert steady["mps_products"] == products
+    assert steady["encoders"] + products <= 1 + 2 * groups
+
+
+def _mps_groups(program: CompiledProgram) -> int:
+    """Runs of neighbouring calls that MPS makes."""
+    by_mps = [as_product(call) is not None for call in program.kernels]
+    return sum(now and not before for before, now in zip([False, *by_mps], by_mps, strict=False))
+
+
+def test_another_executor_of_the_same_program_finds_its_pipelines(
+    program: CompiledProgram, backend: MetalBackend
+) -> None:
+    Executor(program, backend)
+    assert "pipelines" not in made_by(backend, lambda: Executor(program, backend))
+
+
+def test_command_buffers_hold_at_most_a_batch(
+    model: Block, program: CompiledProgram, api: metal_emulator.MetalAPI, rng: np.random.Generator
+) -> None:
+    small = MetalBackend(api)
+    small.config = replace(METAL_GPU, max_dispatches_per_batch=3)
+    inputs, weights = bound(program, small, rng), load_weights(model.state_dict(), program, small)
+    executor = Executor(program, small)
+    executor.run(inputs, weights)
+    steady = made_by(small, lambda: executor.run(inputs, weights))
+    assert steady["command_buffers"] == -(-len(program.kernels) // 3)
+
+
+def test_a_profile_has_the_gpus_own_times(
+    model: Block, program: CompiledProgram, backend: MetalBackend, rng: np.random.Generator
+) -> None:
+    inputs, weights = bound(program, backend, rng), load_weights(model.state_dict(), program, backend)
+    profiler = Profiler()
+    Executor(program, backend).run(inputs, weights, profiler)
+    assert set(profiler.kernels) == {call.kernel for call in program.kernels}
+    spent = sum(entry.seconds for entry in profiler.kernels.values())
+    assert 0 < spent <= profiler.total
+
+
+def test_memory_is_refused_before_it_is_asked_for() -> None:
+    small = MetalBackend(metal_emulator.api(memory=1_000_000))
+    NPUBuffer.zeros((1000,), small)
+    with pytest.raises(DeviceError, match=r"out of memory: 2000000 bytes asked for, \d+ of 1000000 free"):
+        NPUBuffer.zeros((1000, 1000), small)
+
+
+def test_a_fault_on_the_device_is_a_device_error_with_its_report(backend: MetalBackend) -> None:
+    view = View("table", (5, 8), (8, 1), 0, "float16")
+    call = KernelCall(
+        "embedding_kernel", "embedding.metal", (view, View("ids", (1,), (1,), 0, "int32")),
+        (View("out", (1, 8), (8, 1), 0, "float16"),), {"rows": 5, "width": 8, "checked": 1}, "lookup",
+    )  # fmt: skip
+    buffers = [
+        backend.allocate_buffer(np.ones((5, 8), np.float16)), backend.allocate_buffer(np.array([4000])),
+        NPUBuffer.zeros((1, 8), backend),
+    ]  # fmt: skip
+    operands = [Operand(b, v, 0, False) for b, v in zip(buffers, (*call.inputs, *call.outputs), strict=True)]
+    with pytest.raises(DeviceError, match=r"embedding_kernel.*table"):
+        backend.prepare(call, operands[:2], operands[2:])()
+
+
+def test_an_unknown_kernel_is_named(backend: MetalBackend) -> None:
+    view = View("x", (4,), (1,), 0, "float16")
+    with pytest.raises(DeviceError, match="the Metal device has no kernel 'fft_kernel'"):
+        backend.compile([KernelCall("fft_kernel", "fft.metal", (view,), (view,), {}, "node")])
+
+
+def test_what_32_bits_cannot_address_is_refused() -> None:
+    huge = View("x", (2**17, 2**16), (2**16, 1), 0, "float16")
+    call = KernelCall("softmax_kernel", "softmax.metal", (huge,), (huge,), {"scale": 1.0}, "node")
+    with pytest.raises(DeviceError, match="spans 8589934592 elements; Metal kernels address 4294967296"):
+        bind(call)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])
+def test_buffers_come_back_as_they_went_in(backend: MetalBackend, rng: np.random.Generator, dtype: str) -> None:
+    data = rng.integers(0, 2, (3, 5)).astype(numpy_dtype(dtype))
+    buffer = NPUBuffer.from_numpy(data, backend)
+    assert buffer.dtype == dtype and (buffer.to_numpy() == data).all()
+    copied = buffer.copy()
+    buffer.write(np.zeros((3, 5), data.dtype))
+    assert (copied.to_numpy() == data).all() and not buffer.to_numpy().any()
+    shared = torch.from_dlpack(copied)
+    assert (shared.float().numpy() == data.astype(np.float32)).all()
+
+
+def test_the_device_is_there_by_name() -> None:
+    assert isinstance(Device("metal-emulator").backend, MetalBackend)
+    with pytest.raises(DeviceError, match="Metal needs macOS and pyobjc"):
+        MetalBackend()
+
+
+def test_a_partitioned_graph_runs_its_device_part_on_metal(backend: MetalBackend, rng: np.random.Generator) -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.inv(torch.relu(x) + 3 * torch.eye(4)) * 2
+
+    plan = partition(extract_ir(Mixed(), (torch.empty(4, 4, device="meta"),), model_name="mixed").to_dict())
+    dag = DAGExecutor(plan, backend)
+    dag.load_weights({})
+    x = rng.standard_normal((4, 4)).astype(np.float32)
+    (result,) = dag.execute({plan.graph.inputs[0]: x}).values()
+    np.testing.assert_allclose(result, Mixed()(torch.from_numpy(x)), rtol=2e-2, atol=2e-2)
+
+
+def test_collapsing_keeps_every_element() -> None:
+    view = View("x", (2, 1, 3, 4), (12, 7, 4, 1), 5, "float16")
+    other = View("y", (2, 1, 3, 4), (1, 0, 8, 2), 0, "float16")
+    assert [v.shape for v in collapse([view])] == [(24,)]
+    merged = collapse([view, other])
+    assert [v.shape for v in merged] == [(2, 12), (2, 12)]
+    assert [v.strides for v in merged] == [(12, 1), (1, 2)] and merged[0].offset == 5
+
+
+@pytest.mark.parametrize("transpose", ["", "a", "b", "ab"])
+def test_batched_products_go_to_mps_in_either_layout(transpose: str) -> None:
+    def side(name: str, rows: int, columns: int) -> View:
+        plain = View(name, (6, rows, columns), (rows * columns, columns, 1), 0, "float16")
+        return View(name, (6, rows, columns), (rows * columns, 1, rows), 0, "float16") if name in transpose else plain
+
+    out = View("out", (6, 5, 7), contiguous_strides((6, 5, 7)), 0, "float16")
+    params = {"m": 5, "n": 7, "k": 3, "batch": 6, "transpose_b": 0, "scale": 0.5}
+    call = KernelCall("batched_matmul_kernel", "matmul.metal", (side("a", 5, 3), side("b", 3, 7)), (out,), params, "n")
+    product = as_product(call)
+    assert product is not None
+    assert (product.transpose_left, product.transpose_right) == ("a" in transpose, "b" in transpose)
+    case = metal_harness.Case(
+        call.kernel, f"mps-{transpose}",
+        [metal_harness.T(v.shape, strides=v.strides) for v in call.inputs], [metal_harness.T(out.shape)], params,
+    )  # fmt: skip
+    metal_harness.run_case(case, MetalBackend(metal_emulator.api()), "float16", 1)
+
+
+def test_a_shared_side_is_not_for_mps() -> None:
+    shared = View("b", (6, 3, 7), (0, 7, 1), 0, "float16")
+    a, out = (View(n, (6, *s), contiguous_strides((6, *s)), 0, "float16") for n, s in (("a", (5, 3)), ("out", (5, 7))))
+    params = {"m": 5, "n": 7, "k": 3, "batch": 6, "transpose_b": 0, "scale": 1.0}
+    assert as_product(KernelCall("batched_matmul_kernel", "matmul.metal", (a, shared), (out,), params, "n")) is None
+
+
+def test_float32_programs_run_too(backend: MetalBackend, rng: np.random.Generator) -> None:
+    g = IRBuilder()
+    g.output(g("aten.softmax.int", g.input("x", 3, 10), -1))
+    program = compile(g.ir(), compute_dtype="float32")
+    data = rng.standard_normal((3, 10)).astype(np.float32)
+    (result,) = Executor(program, backend).run({program.input_specs[0].name: data}).values()
+    np.testing.assert_allclose(result.to_numpy(), torch.from_numpy(data).softmax(-1), rtol=1e-5)
