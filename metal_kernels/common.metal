@@ -82,12 +82,14 @@ inline void store_int(device void *data, uint type, uint index, int value) {
     }
 }
 
-// Four floats at once, from an index that is a multiple of 4; for the float types only.
+// Four elements at once, from an index that is a multiple of 4; `store4` is for the float types only.
 inline float4 load4(device const void *data, uint type, uint index) {
-    if (type == TYPE_COMPUTE) {
-        return float4(*(device const compute4_t *)((device const compute_t *)data + index));
+    switch (type) {
+        case TYPE_COMPUTE: return float4(*(device const compute4_t *)((device const compute_t *)data + index));
+        case TYPE_FLOAT: return *(device const float4 *)((device const float *)data + index);
+        case TYPE_INT: return float4(*(device const int4 *)((device const int *)data + index));
+        default: return float4(*(device const uchar4 *)((device const uchar *)data + index));
     }
-    return *(device const float4 *)((device const float *)data + index);
 }
 
 inline void store4(device void *data, uint type, uint index, float4 value) {
@@ -97,3 +99,180 @@ inline void store4(device void *data, uint type, uint index, float4 value) {
         *(device float4 *)((device float *)data + index) = value;
     }
 }
+
+// How many elements a view has.
+inline uint numel(constant Strided &view) {
+    uint count = 1;
+    for (uint dim = 0; dim < view.rank; dim++) {
+        count *= view.shape[dim];
+    }
+    return count;
+}
+
+// Copies an element from one place and type to another; integers do not pass through floats.
+inline void move_element(
+    device void *out, uint out_type, uint to, device const void *x, uint x_type, uint from
+) {
+    if (x_type == TYPE_COMPUTE || x_type == TYPE_FLOAT) {
+        store(out, out_type, to, load(x, x_type, from));
+    } else {
+        store_int(out, out_type, to, load_int(x, x_type, from));
+    }
+}
+
+// What stands where an index was out of range, which a GPU cannot report: NaN, or 0 in integers.
+inline void store_missing(device void *out, uint type, uint index) {
+    if (type == TYPE_COMPUTE || type == TYPE_FLOAT) {
+        store(out, type, index, NAN);
+    } else {
+        store_int(out, type, index, 0);
+    }
+}
+
+// What Metal's library lacks of C's; each within 2 units in the last place.
+
+inline float erf(float x) {
+    const float t = fabs(x);
+    if (t > 0.92f) {
+        // log(1 - erf(t)); from 4 on erf rounds to 1.
+        const float s = min(t, 4.0f);
+        float p = fma(1.9822070775e-4f, s, -3.0654998275e-3f);
+        p = fma(p, s, 2.2315248061e-2f);
+        p = fma(p, s, -1.0411374558e-1f);
+        p = fma(p, s, -6.3697601312e-1f);
+        p = fma(p, s, -1.1277972809f);
+        p = fma(p, s, -1.6643907080e-4f);
+        return copysign(1.0f - exp(p), x);
+    }
+    const float s = x * x;
+    float p = fma(-6.0218060e-4f, s, 4.9996014e-3f);
+    p = fma(p, s, -2.67712835e-2f);
+    p = fma(p, s, 1.128195491e-1f);
+    p = fma(p, s, -3.761250818e-1f);
+    p = fma(p, s, 1.28379152e-1f);
+    return fma(p, x, x);
+}
+
+inline float expm1(float x) {
+    if (!(x < 20.0f)) {
+        return exp(x);
+    }
+    if (x < -20.0f) {
+        return -1.0f;
+    }
+    // x = n ln 2 + r, ln 2 in two parts: exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1).
+    const float n = rint(x * 1.44269504f);
+    const float r = fma(n, 1.90465421e-9f, fma(n, -0.693147182f, x));
+    float p = fma(1.3882519e-3f, r, 8.3665191e-3f);
+    p = fma(p, r, 4.16671998e-2f);
+    p = fma(p, r, 1.666654363e-1f);
+    p = fma(p, r, 4.999999815e-1f);
+    p = fma(p * r, r, r);
+    const float scale = as_type<float>((int(n) + 127) << 23);
+    return fma(p, scale, scale - 1.0f);
+}
+
+inline float log1p(float x) {
+    const float sum = 1.0f + x;
+    const float result = log(sum);
+    // Adds what `sum` lost of x; log1p(±0) = ±0, log1p(-1) = -inf and log1p(inf) = inf have nothing to add.
+    return sum == 1.0f ? x : isinf(result) ? result : result + (x - (sum - 1.0f)) / sum;
+}
+
+// The activations of the products and convolutions, in the order in which their declarations name them.
+enum Activation : uint { NONE, RELU, RELU6, GELU, GELU_TANH, SILU, HARDSWISH, HARDSIGMOID, SIGMOID };
+
+// NaN stays NaN, as in PyTorch; max and clamp would drop it.
+inline float relu(float x) {
+    return select(x, 0.0f, x < 0.0f);
+}
+
+inline float relu6(float x) {
+    return select(relu(x), 6.0f, x > 6.0f);
+}
+
+inline float sigmoid(float x) {
+    return 1.0f / (1.0f + exp(-x));
+}
+
+inline float activate(float x, uint activation) {
+    switch (activation) {
+        case RELU: return relu(x);
+        case RELU6: return relu6(x);
+        case GELU: return 0.5f * x * (1.0f + erf(x * 0.707106781f));
+        case GELU_TANH: return 0.5f * x * (1.0f + precise::tanh(0.797884561f * x * fma(0.044715f * x, x, 1.0f)));
+        case SILU: return x * sigmoid(x);
+        case HARDSWISH: return x * relu6(x + 3.0f) / 6.0f;
+        case HARDSIGMOID: return relu6(x + 3.0f) / 6.0f;
+        case SIGMOID: return sigmoid(x);
+        default: return x;
+    }
+}
+
+#define FRAGMENT 8  // edge of a simdgroup_matrix
+
+// A block of ROWS × COLUMNS fragments of a product, which one SIMD group accumulates in registers.
+template <uint ROWS, uint COLUMNS>
+struct ProductBlock {
+    simdgroup_float8x8 sums[ROWS][COLUMNS];
+
+    void clear() {
+        for (uint row = 0; row < ROWS; row++) {
+            for (uint column = 0; column < COLUMNS; column++) {
+                sums[row][column] = make_filled_simdgroup_matrix<float, FRAGMENT, FRAGMENT>(0.0f);
+            }
+        }
+    }
+
+    // sums += left · right, both staged row-major in threadgroup memory: left[rows, depth], and right[depth, columns],
+    // or right[columns, depth] where `transposed`. Strides are elements from one row to the next.
+    template <bool transposed>
+    void accumulate(
+        threadgroup const float *left, uint left_stride, threadgroup const float *right, uint right_stride, uint depth
+    ) {
+        for (uint k = 0; k < depth; k += FRAGMENT) {
+            simdgroup_float8x8 a[ROWS];
+            simdgroup_float8x8 b[COLUMNS];
+            for (uint row = 0; row < ROWS; row++) {
+                simdgroup_load(a[row], left + row * FRAGMENT * left_stride + k, left_stride);
+            }
+            for (uint column = 0; column < COLUMNS; column++) {
+                if (transposed) {
+                    simdgroup_load(
+                        b[column], right + column * FRAGMENT * right_stride + k, right_stride, ulong2(0), true
+                    );
+                } else {
+                    simdgroup_load(b[column], right + k * right_stride + column * FRAGMENT, right_stride);
+                }
+            }
+            for (uint row = 0; row < ROWS; row++) {
+                for (uint column = 0; column < COLUMNS; column++) {
+                    simdgroup_multiply_accumulate(sums[row][column], a[row], b[column], sums[row][column]);
+                }
+            }
+        }
+    }
+
+    // Row-major, without gaps.
+    void store(threadgroup float *block) const {
+        for (uint row = 0; row < ROWS; row++) {
+            for (uint column = 0; column < COLUMNS; column++) {
+                const uint stride = COLUMNS * FRAGMENT;
+                simdgroup_store(sums[row][column], block + row * FRAGMENT * stride + column * FRAGMENT, stride);
+            }
+        }
+    }
+};
+
+// The most SIMD groups that a threadgroup may have.
+#define MAX_SIMDGROUPS 32
+
+// Where a thread stands in its threadgroup, which is made of whole SIMD groups.
+struct Place {
+    uint lane;
+    uint group;
+    uint groups;
+
+    uint thread_index() const { return group * SIMD_WIDTH + lane; }
+    uint thread_count() const { return groups * SIMD_WIDTH; }
+};

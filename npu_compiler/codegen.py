@@ -89,9 +89,10 @@ def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSp
 
 
 def donate_inputs(graph: IRGraph) -> tuple[IRGraph, dict[str, str]]:
-    """Mark each index_copy that may update a graph input in place.
+    """Mark on each index_copy, single or paired, which of the graph inputs that it updates it may update in place.
 
-    It may when the result is a graph output and nobody reads the old value afterwards.
+    It may when the result is a graph output and nobody reads the old value afterwards. The attribute `donated` holds
+    the positions of those results.
 
     Returns:
         The graph, and output name → input name.
@@ -100,17 +101,31 @@ def donate_inputs(graph: IRGraph) -> tuple[IRGraph, dict[str, str]]:
     donations: dict[str, str] = {}
     nodes: list[OpNode] = []
     for index, node in enumerate(graph.nodes):
-        if node.base == "aten.index_copy" and _may_donate(node, graph, index, last_read, donations):
-            donations[graph.output_names[graph.outputs.index(node.outputs[0])]] = node.inputs[0]
-            node = replace(node, attrs={**node.attrs, "donated": True})
-        nodes.append(node)
+        donated = []
+        for position, (source, result) in enumerate(zip(_updated(node), node.outputs, strict=False)):
+            if _may_donate(node, source, result, graph, index, last_read, donations):
+                donations[graph.output_names[graph.outputs.index(result)]] = source
+                donated.append(position)
+        nodes.append(replace(node, attrs={**node.attrs, "donated": donated}) if donated else node)
     return replace(graph, nodes=nodes), donations
 
 
+def _updated(node: OpNode) -> tuple[str, ...]:
+    """The tensors whose rows a node replaces, one for each of its outputs."""
+    if node.base == "npu.index_copy_pair":
+        return node.inputs[0], node.inputs[3]
+    return node.inputs[:1] if node.base == "aten.index_copy" else ()
+
+
 def _may_donate(
-    node: OpNode, graph: IRGraph, index: int, last_read: dict[str, int], donations: dict[str, str]
+    node: OpNode,
+    source: str,
+    result: str,
+    graph: IRGraph,
+    index: int,
+    last_read: dict[str, int],
+    donations: dict[str, str],
 ) -> bool:
-    source, result = node.inputs[0], node.outputs[0]
     return (
         source in graph.inputs
         and graph.outputs.count(result) == 1

@@ -15,6 +15,7 @@ from npu_compiler.errors import NPUError
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, unique_name
 
 _INDEXING = frozenset({"aten.embedding", "aten.index_select", "aten.gather", "aten.index"})
+_ALONG_DIM = frozenset({"aten.index_copy", "npu.index_copy_pair", "aten.index_select", "aten.gather"})
 
 
 def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
@@ -117,7 +118,7 @@ def _with_index_bounds(graph: IRGraph, tensors: dict[str, TensorSpec]) -> dict[s
         if node.base == "aten.embedding":
             source, limit = node.inputs[1], tensors[node.inputs[0]].shape[0]
             low = 0
-        elif node.base in ("aten.index_copy", "aten.index_select", "aten.gather") and tensors[node.inputs[0]].shape:
+        elif node.base in _ALONG_DIM and tensors[node.inputs[0]].shape:
             source, limit = node.inputs[1], tensors[node.inputs[0]].shape[node.attrs["dim"]]
             low = 0
         else:

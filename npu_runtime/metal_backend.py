@@ -177,7 +177,8 @@ class MetalBackend(Backend):
             binding = bind(call)
             filename = Path(self._target.shader_source(call.source)).name
             macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
-            pipeline = self._device.pipeline(filename, binding.function, _half(call), binding.constants, macros)
+            function = self._strategy.function(binding.call)
+            pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)
             compiled = CompiledCall(None, binding, pipeline, self._strategy.compute_dispatch(binding.call))
         self.counters["packed"] += 1
         key = id(call)

@@ -105,9 +105,8 @@ class MetalDevice:
             )
         buffer = self.handle.newBufferWithLength_options_(size, self.api.Metal.MTLResourceStorageModeShared)
         if buffer is None:
-            raise DeviceError(
-                f"out of memory: {self.name} refused {size} bytes; its largest buffer is {self.handle.maxBufferLength()}"
-            )
+            largest = self.handle.maxBufferLength()
+            raise DeviceError(f"out of memory: {self.name} refused {size} bytes; its largest buffer has {largest}")
         self.counters["buffers"] += 1
         return buffer
 

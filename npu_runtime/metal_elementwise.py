@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from npu_compiler.codegen import MetalCodegenTarget
 from npu_compiler.elementwise import ELEMENTWISE, Elementwise
 
+_FORMS = ("_kernel", "_scalar_kernel", "_broadcast_kernel", "_scalar_broadcast_kernel")
 
+
+@cache
 def elementwise_macro(filename: str) -> str:
-    """The value of `ELEMENTWISE_OPS` for a shader file: one `ELEMENTWISE(kernel, attributes, float, int)` per kernel.
+    """The value of `ELEMENTWISE_OPS` for a shader file; empty for a file that holds no element-wise kernels.
 
-    Empty for a file that holds no element-wise kernels.
+    It is a row per function, as `elementwise_template.metal` takes them. A kernel and its `_scalar` form are one
+    function, which reads an absent operand from the parameters.
     """
     target = MetalCodegenTarget()
-    forms = [(op, f"{op.name}{form}") for op in ELEMENTWISE.values() for form in ("_kernel", "_broadcast_kernel")]
-    return " ".join(_row(kernel, op) for op, kernel in forms if target.elementwise_kernel(kernel)[1] == filename)
+    rows: dict[str, str] = {}
+    for op in ELEMENTWISE.values():
+        for form in _FORMS:
+            if target.elementwise_kernel(f"{op.name}{form}")[1] == filename:
+                function = f"{op.name}{form.replace('_scalar', '')}"
+                rows[function] = _row(function, op)
+    return " ".join(rows.values())
 
 
-def _row(kernel: str, op: Elementwise) -> str:
+def _row(function: str, op: Elementwise) -> str:
     attributes = " ".join(f"const float {name} = params.attrs[{index}];" for index, name in enumerate(op.attrs))
-    return f"ELEMENTWISE({kernel}, ({attributes}), ({op.expr}), ({op.integer or '0'}))"
+    if op.integer is None:
+        return f"ELEMENTWISE_FLOAT({function}, {attributes}, ({op.expr}))"
+    return f"ELEMENTWISE({function}, {attributes}, ({op.expr}), ({op.integer}))"

@@ -1,8 +1,12 @@
-"""Runs one Metal kernel on the emulator and compares all memory it may touch with the CPU device's reference kernel."""
+"""Runs one Metal kernel and compares all memory that it may touch with the CPU device's reference kernel.
+
+Metal is the emulator with all checks on; with TEST_METAL=metal in the environment, it is this Mac's GPU.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+import metal_emulator
 from npu_compiler.codegen import KERNELS, KernelCall, MetalCodegenTarget
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.elementwise import ELEMENTWISE
@@ -20,9 +25,19 @@ from npu_runtime import MetalBackend, Operand
 from npu_runtime.cpu_backend import numpy_to_tensor
 from npu_runtime.cpu_kernels import reference_launch
 
+ON_A_MAC = os.environ.get("TEST_METAL") == "metal"
+METAL_DEVICE = "metal" if ON_A_MAC else "metal-emulator-fast"  # for whole models
 DTYPES = ("float16", "bfloat16")
 GUARD = 9  # elements behind the last one that must stay untouched
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5}
+
+
+def open_metal() -> tuple[MetalBackend, Any]:
+    """The backend, and what steers and counts the emulator under it (None on a Mac)."""
+    if ON_A_MAC:
+        return MetalBackend(), None
+    api = metal_emulator.api(checks=True)
+    return MetalBackend(api), api.emulator
 
 
 @dataclass(frozen=True)

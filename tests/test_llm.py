@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metal_harness import METAL_DEVICE
 
 from npu_compiler import compile as npu_compile
 from npu_compiler import partition
@@ -196,7 +197,8 @@ def test_a_layer_takes_few_launches_and_one_partition(family: str, tokens: int) 
     (_, two), (ir, three) = program(2), program(3)
     per_layer = len(three.plan.calls) - len(two.plan.calls)
     # Qwen3 normalizes queries and keys, which prefill copies out of the QKV product first.
-    assert per_layer <= (12 if family != "qwen3" else 14 if tokens == 1 else 16)
+    extra = 0 if family != "qwen3" else 3 if tokens == 1 else 5
+    assert per_layer <= (9 if tokens == 1 else 10) + extra
     assert len(re.findall(r"updates [kv]_\d in place", three.describe())) == 6
     assert three.output_specs[0].shape == (1, 1, VOCAB)
     assert len(partition(ir).partitions) == 1
@@ -341,7 +343,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2: LanguageModel) -> None:
 
 @pytest.mark.slow
 def test_smollm2_begins_the_same_way_on_the_metal_backend(smollm2: LanguageModel) -> None:
-    metal = LanguageModel(smollm2.checkpoint, cache_length=128, chunk=64, device="metal-emulator-fast")
+    metal = LanguageModel(smollm2.checkpoint, cache_length=128, chunk=64, device=METAL_DEVICE)
     prompt = chat_prompt(smollm2, "What is the capital of France?")
     smollm2.reset()
     expected = list(smollm2.generate(prompt, 8, stop=frozenset()))

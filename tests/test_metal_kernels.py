@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-from metal_harness import DTYPES, Case, all_cases, run_case
+from typing import Any
 
-import metal_emulator
+import pytest
+from metal_harness import DTYPES, Case, all_cases, open_metal, run_case
+
 from npu_compiler.codegen import KERNELS
 from npu_compiler.elementwise import ELEMENTWISE
 from npu_runtime import MetalBackend
@@ -15,22 +16,17 @@ THREAD_ORDERS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def api() -> metal_emulator.MetalAPI:
-    return metal_emulator.api(checks=True)
-
-
-@pytest.fixture(scope="module")
-def backend(api: metal_emulator.MetalAPI) -> MetalBackend:
-    return MetalBackend(api)
+def metal() -> tuple[MetalBackend, Any]:
+    return open_metal()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_kernel_does_what_the_reference_does(
-    case: Case, dtype: str, backend: MetalBackend, api: metal_emulator.MetalAPI
-) -> None:
+def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, metal: tuple[MetalBackend, Any]) -> None:
+    backend, emulator = metal
     for order in THREAD_ORDERS:
-        api.emulator.seed = order
+        if emulator is not None:
+            emulator.seed = order
         run_case(case, backend, dtype, order)
 
 

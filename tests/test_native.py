@@ -114,6 +114,34 @@ def test_linear_refuses_what_it_does_not_handle() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_linear(dtype: torch.dtype) -> None:
+    for columns, inner in ((1, 1), (7, 3), (64, 64), (100, 33), (192, 576), (17000, 20)):
+        x, bias = strided(1, inner, dtype=dtype), torch.randn(2 * columns).to(dtype)
+        weight = (torch.randn(2 * columns, inner) / inner**0.5).to(dtype)
+        packed = native.pack_linear_weight(weight)
+        for name, function in ACTIVATIONS.items():
+            for given in (bias, None):
+                gate, up = functional.linear(
+                    x.double(), weight.double(), None if given is None else given.double()
+                ).chunk(2, -1)
+                for out_dtype in {dtype, torch.float32}:
+                    out = blank(1, columns, dtype=out_dtype)
+                    run(native.gated_linear(x, packed, given, name, out))
+                    check(out, function(gate) * up, 3e-5)
+
+
+def test_gated_linear_refuses_what_it_does_not_handle() -> None:
+    packed, out = native.pack_linear_weight(torch.randn(8, 6)), torch.empty(1, 4)
+    x, bias = torch.randn(1, 6), torch.randn(8)
+    assert native.gated_linear(x, packed, bias, "silu", out) is not None
+    assert native.gated_linear(torch.randn(2, 6), packed, bias, "silu", torch.empty(2, 4)) is None
+    assert native.gated_linear(x, packed, bias[:4], "silu", out) is None
+    assert native.gated_linear(x, packed, bias, "tanh", out) is None
+    assert native.gated_linear(x.bfloat16(), packed, bias, "silu", out) is None
+    assert native.gated_linear(x, native.pack_linear_weight(torch.randn(9, 6)), None, "silu", out) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_matmul(dtype: torch.dtype) -> None:
     for batch, rows, inner, columns in (((), 1, 1, 1), ((3,), 5, 17, 33), ((2, 3), 29, 64, 31), ((2, 1), 12, 250, 70)):
         a = strided(*batch, rows, inner, dtype=dtype)
@@ -387,6 +415,20 @@ def test_index_copy() -> None:
     cache, new = torch.zeros(1, 3, 16, 8), torch.randn(1, 2, 3, 8).transpose(1, 2)
     run(native.index_copy(cache, 2, torch.tensor([5, 16], dtype=torch.int32), new))
     assert torch.equal(cache[:, :, 5], new[:, :, 0]) and cache.count_nonzero() == 24
+
+
+def test_index_copy_pair() -> None:
+    index = torch.tensor([5, 2, 16], dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        caches = [torch.randn(1, 2, 16, 8).to(dtype) for _ in range(2)]
+        sources = [torch.randn(1, 2, 3, 8).to(dtype), torch.randn(1, 3, 2, 8).to(dtype).transpose(1, 2)]
+        expected = [
+            cache.index_copy(2, index[:2].long(), source[:, :, :2])
+            for cache, source in zip(caches, sources, strict=True)
+        ]
+        run(native.index_copy_pair(caches, 2, index, sources))
+        assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
+    assert native.index_copy_pair(caches, 2, index, [sources[0], sources[1].float()]) is None
 
 
 def decode_step(width: int) -> tuple[native.NativeSequence, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:

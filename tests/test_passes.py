@@ -26,6 +26,7 @@ from npu_compiler import (
     trace_stages,
 )
 from npu_compiler.functionalize import functionalize
+from npu_compiler.fusion_joins import fuse_shared_input_linears, pair_cache_updates, share_rope
 from npu_compiler.graph_optimizer import (
     eliminate_common_subexpressions,
     eliminate_dead_code,
@@ -37,7 +38,7 @@ from npu_compiler.graph_optimizer import (
 from npu_compiler.layout import assign_layout, pad_channels
 from npu_compiler.precision import assign_storage, choose_compute_dtype
 from npu_compiler.rotary_region import expand_rotary_regions
-from npu_runtime import CPUBackend, Executor
+from npu_runtime import CPUBackend, Executor, NPUBuffer
 
 Stage = Callable[[IRGraph], IRGraph]
 
@@ -516,6 +517,124 @@ def test_an_in_place_program_means_what_pytorch_says(program: Callable[[Any], An
 
 
 # expand_rotary_regions
+
+
+# fuse_shared_input_linears, share_rope, pair_cache_updates
+
+
+def test_linears_of_one_input_become_one() -> None:
+    g = IRBuilder()
+    x = g.input("x", 2, 8)
+    q = g("aten.linear.default", x, g.weight("q.weight", 6, 8), name="q")
+    k = g("aten.linear.default", x, g.weight("k.weight", 4, 8), g.weight("k.bias", 4), name="k")
+    g.output(g("aten.relu.default", q), g("aten.neg.default", k))
+    check(
+        fuse_shared_input_linears,
+        g,
+        """
+        weight %q+k.weight = concat(q.weight, k.weight, axis=0)
+        weight %q+k.bias = concat(fill(shape=[6], value=0.0), k.bias, axis=0)
+        %q+k = aten.linear(%x, %q+k.weight, %q+k.bias)
+        %q = aten.slice(%q+k) {dim=1, end=6, start=0}
+        %k = aten.slice(%q+k) {dim=1, end=10, start=6}
+        %relu = aten.relu(%q)
+        %neg = aten.neg(%k)
+        return %relu, %neg
+    """,
+    )
+
+
+def rotated(g: IRBuilder, x: Tensor, start: int, heads: int, name: str) -> Tensor:
+    """Rotary embedding of `heads` heads of width 4 in the columns of x [1, 3, N] from `start` on."""
+    columns = g("aten.slice.Tensor", x, 2, start, start + 4 * heads)
+    moved = g("aten.transpose.int", g("aten.view.default", columns, [1, 3, heads, 4]), 1, 2)
+    return g("npu.rope", moved, Tensor("cos"), Tensor("sin"), name=name, out=((1, heads, 3, 4), "float32"))  # type: ignore[no-any-return]
+
+
+def test_neighbouring_heads_turn_in_one_rotation() -> None:
+    g = IRBuilder()
+    x = g.input("x", 1, 3, 24)
+    g.input("cos", 3, 4)
+    g.input("sin", 3, 4)
+    q, k, apart = rotated(g, x, 0, 2, "q"), rotated(g, x, 8, 1, "k"), rotated(g, x, 16, 1, "apart")
+    g.output(g("aten.relu.default", q), g("aten.neg.default", k), g("aten.neg.default", apart))
+    check(
+        share_rope,
+        g,
+        """
+        %q+k.columns = aten.slice(%x) {dim=2, end=12, start=0}
+        %q+k.split = aten.view(%q+k.columns) {size=[1, 3, 3, 4]}
+        %q+k.heads = aten.transpose(%q+k.split) {dim0=1, dim1=2}
+        %q+k = npu.rope(%q+k.heads, %cos, %sin)
+        %q = aten.slice(%q+k) {dim=1, end=2, start=0}
+        %k = aten.slice(%q+k) {dim=1, end=3, start=2}
+        %slice_2 = aten.slice(%x) {dim=2, end=20, start=16}
+        %view_2 = aten.view(%slice_2) {size=[1, 3, 1, 4]}
+        %transpose_2 = aten.transpose(%view_2) {dim0=1, dim1=2}
+        %apart = npu.rope(%transpose_2, %cos, %sin)
+        %relu = aten.relu(%q)
+        %neg = aten.neg(%k)
+        %neg_1 = aten.neg(%apart)
+        return %relu, %neg, %neg_1
+    """,
+    )
+
+
+def two_caches(*, read: bool = False, keep_old: bool = False) -> IRBuilder:
+    """Keys and values that take the same two new rows; between them one may read the new keys or the old values."""
+    g = IRBuilder()
+    k, v = g.input("k", 8, 4), g.input("v", 8, 4)
+    at, rows = g.input("at", 2, dtype="int64"), g.input("rows", 2, 4)
+    keys = g("aten.index_copy.default", k, 0, at, rows, name="keys")
+    values = g("aten.slice.Tensor", keys, 0, 0, 2) if read else g("aten.neg.default", rows)
+    g.output(keys, g("aten.index_copy.default", v, 0, at, values, name="values"))
+    if keep_old:
+        g.output(g("aten.relu.default", v))
+    return g
+
+
+def test_two_caches_are_updated_together() -> None:
+    check(
+        pair_cache_updates,
+        two_caches(),
+        """
+        %neg = aten.neg(%rows)
+        %keys, %values = npu.index_copy_pair(%k, %at, %rows, %v, %neg) {dim=0}
+        return %keys, %values
+    """,
+    )
+    check(
+        pair_cache_updates,
+        two_caches(read=True),
+        """
+        %keys = aten.index_copy(%k, %at, %rows) {dim=0}
+        %slice = aten.slice(%keys) {dim=0, end=2, start=0}
+        %values = aten.index_copy(%v, %at, %slice) {dim=0}
+        return %keys, %values
+    """,
+    )
+
+
+@pytest.mark.parametrize(("keep_old", "donated"), [(False, ["k", "v"]), (True, ["k"])])
+def test_each_cache_of_a_pair_is_donated_by_itself(keep_old: bool, donated: list[str]) -> None:
+    program = compile(two_caches(keep_old=keep_old).ir(), compute_dtype="float32")
+    assert list(program.plan.donations.values()) == donated
+    assert sum(call.kernel == "index_copy_pair_kernel" for call in program.kernels) == 1
+    assert next(spec for spec in program.input_specs if spec.name == "at").bounds == (0, 7)
+    backend = CPUBackend()
+    old = {"k": np.ones((8, 4), np.float32), "v": np.full((8, 4), 2, np.float32)}
+    feed = {**old, "at": np.array([6, 1]), "rows": np.arange(8, dtype=np.float32).reshape(2, 4) - 3}
+    buffers = {
+        spec.name: NPUBuffer.from_numpy(feed[spec.name], backend, spec=spec) for spec in program.input_specs
+    }
+    outputs = Executor(program, backend).run(buffers)
+    for name, cache, rows in (("keys", "k", feed["rows"]), ("values", "v", -feed["rows"])):
+        assert (outputs[name] is buffers[cache]) == (cache in donated)
+        wanted = old[cache].copy()
+        wanted[[6, 1]] = rows
+        np.testing.assert_array_equal(outputs[name].to_numpy(), wanted)
+    if keep_old:
+        np.testing.assert_array_equal(buffers["v"].to_numpy(), old["v"])
 
 
 def rotary(*, pairs: bool = False, sliced: bool = False, positions: str = "int64") -> IRBuilder:

@@ -5,51 +5,54 @@ import secrets
 import numpy as np
 import pytest
 import torch
+from metal_harness import METAL_DEVICE
 from numerics import assert_design6
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import npu_compiler
-from npu_sim.llm import Checkpoint, LanguageModel, extract_graph
-
-CACHE_LENGTH = 2048
-PROMPT = 128
-
-
-def qwen(layers: int) -> Qwen2Config:
-    return Qwen2Config(
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_hidden_layers=layers,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        rope_theta=1_000_000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
+from benchmarks.dispatches import CACHE_LENGTH, DOCUMENT, LAYERS, PROMPT, measure, qwen, step_graph, table, traffic
+from npu_compiler.describe import summary
+from npu_sim.llm import Checkpoint, LanguageModel
 
 
 def checkpoint(config: Qwen2Config, state: dict[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint("qwen2.5-1.5b", config, state, "bfloat16", load_tokenizer=lambda: None)
 
 
-@pytest.mark.parametrize("tokens", [PROMPT, 1], ids=["prefill", "decode"])
-def test_the_real_configuration_is_one_partition_with_donated_caches(tokens: int) -> None:
-    layers = 28
-    ir = extract_graph(checkpoint(qwen(layers), {}), tokens, CACHE_LENGTH)
+@pytest.mark.parametrize(("tokens", "per_layer"), [(PROMPT, 10), (1, 9)], ids=["prefill", "decode"])
+def test_the_real_configuration_is_one_partition_with_donated_caches(tokens: int, per_layer: int) -> None:
+    ir = step_graph(tokens)
     plan = npu_compiler.partition(ir)
     assert [part.device for part in plan.partitions] == ["npu"]
     program = npu_compiler.compile(ir)
     assert program.compute_dtype == "bfloat16"
-    assert len(program.plan.donations) == 2 * layers
-    around = 16  # mask, embedding and rotary tables before the layers; norm and head after them
-    assert len(program.kernels) <= 12 * layers + around
+    assert len(program.plan.donations) == 2 * LAYERS
+    around = 13  # mask, embedding and rotary tables before the layers; the last row (prefill), norm and head after them
+    assert len(program.kernels) <= per_layer * LAYERS + around
+
+
+def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> None:
+    program = npu_compiler.compile(step_graph(1))
+    figures, least = summary(program), traffic(program)
+    assert int(figures["kernel launches"]) <= 300
+    assert least.weights == figures["weight bytes"]
+    assert least.cache == LAYERS * 2 * 2 * CACHE_LENGTH * 128 * 2
+    assert least.floor < int(figures["bytes moved"]) <= 1.1 * least.floor
 
 
 @pytest.mark.slow
-def test_a_cut_of_four_layers_is_as_good_as_pytorch() -> None:
+@pytest.mark.parametrize("tokens", [PROMPT, 1], ids=["prefill", "decode"])
+def test_the_page_on_fusions_says_what_the_compiler_does(tokens: int) -> None:
+    rows, least = measure(step_graph(tokens))
+    assert rows[0].launches > rows[-1].launches
+    assert "\n".join(table(rows, least.floor)) in DOCUMENT.read_text(encoding="utf-8"), (
+        "run python -m benchmarks.dispatches"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", METAL_DEVICE])
+def test_a_cut_of_four_layers_is_as_good_as_pytorch(device: str) -> None:
     seed = secrets.randbits(32)
     torch.manual_seed(seed)
     config = qwen(4)
@@ -57,7 +60,7 @@ def test_a_cut_of_four_layers_is_as_good_as_pytorch() -> None:
     tokens = np.random.default_rng(seed).integers(0, config.vocab_size, PROMPT + 3).tolist()
     with torch.no_grad():
         ref_16bit = model(torch.tensor([tokens])).logits[0, PROMPT - 1 :].float().numpy()
-        device = LanguageModel(checkpoint(config, model.state_dict()), device="cpu", cache_length=CACHE_LENGTH)
-        ours = [device.prefill(tokens[:PROMPT])] + [device.decode(token) for token in tokens[PROMPT:]]
+        ours_model = LanguageModel(checkpoint(config, model.state_dict()), device=device, cache_length=CACHE_LENGTH)
+        ours = [ours_model.prefill(tokens[:PROMPT])] + [ours_model.decode(token) for token in tokens[PROMPT:]]
         ref_f32 = model.float()(torch.tensor([tokens])).logits[0, PROMPT - 1 :].numpy()
     assert_design6(np.stack(ours), ref_f32, ref_16bit, seed=seed)

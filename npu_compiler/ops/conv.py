@@ -15,19 +15,22 @@ from npu_compiler.views import View
 
 declare_kernel(
     "conv2d_kernel", "conv_bn_relu.metal", "x weight bias? residual? -> out", stride="2I", padding="4i", dilation="2I",
-    groups="I", activation=ACTIVATION,
+    groups="I", activation=ACTIVATION, direct="?",
 )  # fmt: skip
 declare_kernel(
     "conv_transpose2d_kernel", "conv_bn_relu.metal", "x weight bias? -> out", stride="2I", padding="2i",
     output_padding="2I", dilation="2I", groups="I",
 )  # fmt: skip
-declare_kernel("max_pool2d_kernel", "pool.metal", "x -> out", kernel="2I", stride="2I", padding="2I", dilation="2I",
-               ceil_mode="I")  # fmt: skip
-declare_kernel("avg_pool2d_kernel", "pool.metal", "x -> out", kernel="2I", stride="2I", padding="2I", ceil_mode="I",
-               count_include_pad="I", divisor="i")  # fmt: skip
+declare_kernel("max_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", dilation="2I",
+               ceil_mode="?")  # fmt: skip
+declare_kernel("avg_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", ceil_mode="?",
+               count_include_pad="?", divisor="i")  # fmt: skip
 declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal", "x -> out")
 declare_kernel("upsample_nearest_kernel", "upsample.metal", "x -> out", scale="2f", exact="?")
 declare_kernel("upsample_bilinear_kernel", "upsample.metal", "x -> out", scale="2f", align_corners="?")
+
+# Output channels a group needs before a convolution is better made as a matrix product than pixel by pixel.
+MATRIX_CHANNELS = 8
 
 
 def pair(value: Any, default: int = 1) -> list[int]:
@@ -126,6 +129,7 @@ def emit_conv(
         "has_bias": int(bias is not None),
         "has_residual": int(residual is not None),
         "activation": activation,
+        "direct": int(out.shape[1] // node.attrs.get("groups", 1) < MATRIX_CHANNELS),
     }
     inputs = [ctx.inner_contiguous(x, 3), ctx.contiguous(weight)]
     inputs += [ctx.contiguous(bias)] if bias is not None else []
@@ -220,7 +224,7 @@ def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
     kernel = _per_axis(node.attrs["kernel_size"], 1, rank1)
     stride = node.attrs.get("stride") or node.attrs["kernel_size"]
     params = {
-        "kernel": kernel,
+        "window": kernel,
         "stride": _per_axis(stride, 1, rank1),
         "padding": _per_axis(node.attrs.get("padding", 0), 0, rank1),
         "dilation": _per_axis(node.attrs.get("dilation", 1), 1, rank1),
@@ -237,7 +241,7 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     stride = node.attrs.get("stride") or node.attrs["kernel_size"]
     include = node.attrs.get("count_include_pad")
     params = {
-        "kernel": kernel,
+        "window": kernel,
         "stride": _per_axis(stride, 1, rank1),
         "padding": _per_axis(node.attrs.get("padding", 0), 0, rank1),
         "ceil_mode": int(bool(node.attrs.get("ceil_mode"))),

@@ -70,11 +70,11 @@ elementwise(
     "gelu_tanh", "self", "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))", "npu.gelu_tanh",
     "npu.gelu_tanh",
 )  # fmt: skip
-elementwise("hardswish", "self", "a * min(max(a + 3, 0), 6) / 6", F + "hardswish")
-elementwise("hardsigmoid", "self", "min(max(a + 3, 0), 6) / 6", F + "hardsigmoid")
+elementwise("hardswish", "self", "a * (a < -3 ? 0 : a > 3 ? 6 : a + 3) / 6", F + "hardswish")
+elementwise("hardsigmoid", "self", "(a < -3 ? 0 : a > 3 ? 6 : a + 3) / 6", F + "hardsigmoid")
 elementwise("mish", "self", "a * tanh(log1p(exp(a)))", F + "mish")
 elementwise("selu", "self", "1.0507009873554805 * (a > 0 ? a : 1.6732632423543772 * expm1(a))", "torch.selu")
-elementwise("log_sigmoid", "self", "-log1p(exp(-a))", F + "logsigmoid")
+elementwise("log_sigmoid", "self", "(a < 0 ? a : 0) - log1p(exp(-fabs(a)))", F + "logsigmoid")
 elementwise("softplus", "self", "a * beta > threshold ? a : log1p(exp(a * beta)) / beta", F + "softplus",
             beta=1.0, threshold=20.0)  # fmt: skip
 elementwise("leaky_relu", "self", "a > 0 ? a : a * negative_slope", F + "leaky_relu", negative_slope=0.01)
@@ -90,13 +90,12 @@ elementwise("sub", "self other", "a - alpha * b", aten="sub subtract", integer="
 elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - int(alpha) * a", alpha=1)
 elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME)
 elementwise("true_divide", "self other", "a / b")
-elementwise("floor_divide", "self other", "floor(a / b)", integer="a / b - (a % b != 0 && (a < 0) != (b < 0))")
+elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME)
 elementwise("trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide",
-            integer="a / b")  # fmt: skip
+            integer="trunc_div(a, b)")  # fmt: skip
 elementwise("pow", "self exponent", "pow(a, b)", integer="int_pow(a, b)")
-elementwise("remainder", "self other", "a - b * floor(a / b)",
-            integer="a % b + (a % b != 0 && (a < 0) != (b < 0) ? b : 0)")  # fmt: skip
-elementwise("fmod", "self other", "fmod(a, b)", integer="a % b")
+elementwise("remainder", "self other", "floor_mod(a, b)", integer=SAME)
+elementwise("fmod", "self other", "fmod(a, b)", integer="trunc_mod(a, b)")
 elementwise("atan2", "self other", "atan2(a, b)")
 elementwise("maximum", "self other", "a > b || a != a ? a : b", aten="maximum max.other", integer=SAME)
 elementwise("minimum", "self other", "a < b || a != a ? a : b", aten="minimum min.other", integer=SAME)
@@ -115,9 +114,9 @@ elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __
 elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME)
 elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
-elementwise("lerp", "self end weight", "a + c * (b - a)", "npu.lerp")
-elementwise("clamp_min", "self min", "a < b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
-elementwise("clamp_max", "self max", "a > b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
+elementwise("lerp", "self end weight", "fabs(c) < 0.5 ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp")
+elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
+elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
 elementwise("gelu_mul", "self other", "0.5 * a * (1 + erf(a * 0.70710678118654752)) * b", "npu.gelu_mul",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from npu_compiler.codegen_core import declare_kernel, distinct_bytes
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import MAX_RANK, register_op
-from npu_compiler.views import View
+from npu_compiler.views import View, broadcast_shapes
 
 declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
 declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")
@@ -15,6 +17,8 @@ declare_kernel("index_kernel", "tensor_ops.metal",
                "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
                first="I", count="I")  # fmt: skip
 declare_kernel("index_copy_kernel", "index_copy.metal", "index source -> out", dim="I", checked="?")
+declare_kernel("index_copy_pair_kernel", "index_copy.metal", "index source0 source1 -> out0 out1", dim="I",
+               checked="?")  # fmt: skip
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:
@@ -75,22 +79,39 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     if not used:
         ctx.finish(source)
         return
-    ctx.emit("index_kernel", [source, *indices], [ctx.output()], {"first": used[0], "count": len(indices)})
+    shape = broadcast_shapes(*(index.shape for index in indices))
+    picks = [index.expand(shape) for index in indices]
+    ctx.emit("index_kernel", [source, *picks], [ctx.output()], {"first": used[0], "count": len(indices)})
 
 
 @register_op("aten.index_copy", tensors=("self", "index", "source"),
              unsupported=lambda node, graph: "index_copy on a scalar"
              if not graph.tensors[node.inputs[0]].shape else None)  # fmt: skip
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
-    """Rows of `source` replace rows of `self`; codegen decides whether `self` is donated (updated in place)."""
-    base, index, source = (ctx.view(name) for name in node.inputs)
-    if "donated" in node.attrs:
-        ctx.alias(node.outputs[0], base)
-        out: View = base
-    else:
-        out = ctx.output()
-        ctx.copy(base, out)
+    """Rows of `source` replace rows of `self`."""
+    _update_rows(ctx, node, "index_copy_kernel", bases=node.inputs[:1], sources=node.inputs[2:])
+
+
+@register_op("npu.index_copy_pair", tensors=("self", "index", "source", "other", "other_source"))
+def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
+    """The same rows of two tensors of one shape are replaced, each from a source of its own."""
+    base, _, source, other, other_source = node.inputs
+    _update_rows(ctx, node, "index_copy_pair_kernel", bases=(base, other), sources=(source, other_source))
+
+
+def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str], sources: Sequence[str]) -> None:
+    """Codegen has decided which of the bases are donated (updated in place); the others are copied first."""
+    outputs: list[View] = []
+    for position, name in enumerate(bases):
+        base = ctx.view(name)
+        if position in node.attrs.get("donated", ()):
+            ctx.alias(node.outputs[position], base)
+            outputs.append(base)
+        else:
+            outputs.append(ctx.output(position))
+            ctx.copy(base, outputs[-1])
+    index, *rows = (ctx.view(name) for name in (node.inputs[1], *sources))
     index = index.unsqueeze(0) if index.rank == 0 else index
-    params = {"dim": base.dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])}
-    touched = distinct_bytes(index) + 2 * distinct_bytes(source)
-    ctx.emit("index_copy_kernel", [index, source], [out], params, bytes_moved=touched)
+    params = {"dim": outputs[0].dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])}
+    touched = distinct_bytes(index) + 2 * sum(distinct_bytes(source) for source in rows)
+    ctx.emit(kernel, [index, *rows], outputs, params, bytes_moved=touched)

@@ -13,6 +13,8 @@ from npu_compiler.views import Shape, View, numel
 ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
 for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
     declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
+declare_kernel("gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I",
+               activation=ACTIVATION)  # fmt: skip
 declare_kernel("batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f",
                transpose_b="?")  # fmt: skip
 
@@ -99,6 +101,18 @@ def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
     bias = rest.pop(0) if node.attrs.get("has_bias") else None
     residual = rest.pop(0) if node.attrs.get("has_residual") else None
     emit_linear(ctx, x, weight, ctx.output(), bias, residual, node.attrs.get("activation", "none"))
+
+
+@register_op("npu.gated_linear", tensors=("input", "weight", "bias"))
+def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
+    """One row: act(x · gateᵀ) · (x · upᵀ), where the weight [2N, K] holds the rows of gate, then those of up."""
+    x, weight, *bias = (ctx.view(name) for name in node.inputs)
+    row, out = _rows(ctx, x), ctx.output()
+    out_row = out.reshape((1, out.numel))
+    assert out_row is not None
+    n, k = out.numel, row.shape[1]
+    params = {"m": 1, "n": n, "k": k, "has_bias": int(bool(bias)), "activation": node.attrs["activation"]}
+    ctx.emit("gated_matmul_vec_kernel", [row, weight, *bias], [out_row], params, flops=4 * n * k)
 
 
 @register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot",

@@ -17,7 +17,7 @@ declare_kernel("arange_kernel", "tensor_ops.metal", "-> out", start="f", step="f
 declare_kernel("pad_kernel", "tensor_ops.metal", "x -> out", mode="s constant reflect replicate circular", pads="12i",
                value="f", int_value="i")  # fmt: skip
 declare_kernel("triangle_kernel", "tensor_ops.metal", "x -> out", upper="?", diagonal="i")
-declare_kernel("cumsum_kernel", "tensor_ops.metal", "x -> out")
+declare_kernel("cumsum_kernel", "cumsum.metal", "x -> out")
 declare_kernel("flip_kernel", "tensor_ops.metal", "x -> out", dims="8I")
 
 

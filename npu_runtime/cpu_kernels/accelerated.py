@@ -94,6 +94,17 @@ def _linear(call: BoundCall) -> NativeLaunch | None:
     )
 
 
+@_accelerates("gated_matmul_vec_kernel")
+def _gated_linear(call: BoundCall) -> NativeLaunch | None:
+    (bias,) = call.optional(("has_bias",), 2)
+    if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
+        return None
+    weight = call.prepared(1, "linear", native.pack_linear_weight)
+    if weight is None:
+        return None
+    return native.gated_linear(call.inputs[0], weight, call.at(bias), call.params["activation"], call.out)
+
+
 @_accelerates("batched_matmul_kernel")
 def _matmul(call: BoundCall) -> NativeLaunch | None:
     return native.matmul(call.inputs[0], call.inputs[1], call.out) if call.params["scale"] == 1.0 else None
@@ -140,6 +151,14 @@ def _embedding(call: BoundCall) -> NativeLaunch | None:
 def _index_copy(call: BoundCall) -> NativeLaunch | None:
     index, source = call.inputs
     return native.index_copy(call.out, call.params["dim"], index, source) if call.params["checked"] else None
+
+
+@_accelerates("index_copy_pair_kernel")
+def _index_copy_pair(call: BoundCall) -> NativeLaunch | None:
+    index, *sources = call.inputs
+    if not call.params["checked"]:
+        return None
+    return native.index_copy_pair(call.outputs, call.params["dim"], index, sources)
 
 
 @_accelerates("copy")
@@ -211,7 +230,7 @@ def _max_pool(call: BoundCall) -> NativeLaunch | None:
     params = call.params
     padding = _pool_padding(call)
     return native_conv.max_pool2d(
-        call.inputs[0], _pair(params["kernel"]), _pair(params["stride"]), padding, _pair(params["dilation"]), call.out
+        call.inputs[0], _pair(params["window"]), _pair(params["stride"]), padding, _pair(params["dilation"]), call.out
     )
 
 
@@ -221,7 +240,7 @@ def _avg_pool(call: BoundCall) -> NativeLaunch | None:
     if params["ceil_mode"]:
         return None
     return native_conv.avg_pool2d(
-        call.inputs[0], _pair(params["kernel"]), _pair(params["stride"]), _pool_padding(call), call.out,
+        call.inputs[0], _pair(params["window"]), _pair(params["stride"]), _pool_padding(call), call.out,
         bool(params["count_include_pad"]), params["divisor"] or None,
     )  # fmt: skip
 

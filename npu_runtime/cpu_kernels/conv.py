@@ -40,14 +40,14 @@ def conv_transpose2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 
 @cpu_kernel("max_pool2d_kernel")
 def max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    kernel, stride, padding, dilation = (tuple(params[key]) for key in ("kernel", "stride", "padding", "dilation"))
+    kernel, stride, padding, dilation = (tuple(params[key]) for key in ("window", "stride", "padding", "dilation"))
     ceil_mode = bool(params["ceil_mode"])
     outputs[0].copy_(F.max_pool2d(to_float(inputs[0]), kernel, stride, padding, dilation, ceil_mode=ceil_mode))
 
 
 @cpu_kernel("avg_pool2d_kernel")
 def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    kernel, stride, padding = (tuple(params[key]) for key in ("kernel", "stride", "padding"))
+    kernel, stride, padding = (tuple(params[key]) for key in ("window", "stride", "padding"))
     result = F.avg_pool2d(
         to_float(inputs[0]), kernel, stride, padding, ceil_mode=bool(params["ceil_mode"]),
         count_include_pad=bool(params["count_include_pad"]), divisor_override=params["divisor"] or None,

@@ -32,8 +32,9 @@ def index(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(source[(slice(None),) * params["first"] + tuple(i.long() for i in indices)])
 
 
-@cpu_kernel("index_copy_kernel")
+@cpu_kernel("index_copy_kernel", "index_copy_pair_kernel")
 def index_copy(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """out[…, index[i], …] = source[…, i, …], in place."""
-    positions, source = inputs
-    outputs[0].index_copy_(params["dim"], positions.long(), source.to(outputs[0].dtype))
+    """out[…, index[i], …] = source[…, i, …], in place, for each pair of source and out."""
+    positions, *sources = inputs
+    for source, out in zip(sources, outputs, strict=True):
+        out.index_copy_(params["dim"], positions.long(), source.to(out.dtype))

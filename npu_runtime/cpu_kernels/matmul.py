@@ -35,6 +35,14 @@ def linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(result)
 
 
+@cpu_kernel("gated_matmul_vec_kernel")
+def gated_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """out[1, N] = act(gate) · up, where [gate, up] = x[1, K] · w[2N, K]ᵀ + bias."""
+    x, weight, *bias = (to_float(t) for t in inputs)
+    gate, up = F.linear(x.float(), weight.float(), *(b.float() for b in bias)).chunk(2, -1)
+    outputs[0].copy_(ACTIVATIONS[params["activation"]](gate) * up)
+
+
 @cpu_kernel("batched_matmul_kernel")
 def batched_matmul(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""

@@ -3,9 +3,9 @@
 from npu_runtime.native.attention import attention
 from npu_runtime.native.bindings import NativeLaunch, NativeSequence, available, num_threads
 from npu_runtime.native.build import failure_reason
-from npu_runtime.native.linear import PackedWeight, linear, pack_linear_weight
+from npu_runtime.native.linear import PackedWeight, gated_linear, linear, pack_linear_weight
 from npu_runtime.native.matmul import matmul
-from npu_runtime.native.movement import copy, embedding, index_copy
+from npu_runtime.native.movement import copy, embedding, index_copy, index_copy_pair
 from npu_runtime.native.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, softmax
 from npu_runtime.native.pointwise import activation, activation_mul, add, cast, mul, silu_mul
 from npu_runtime.native.rope import rope
@@ -25,7 +25,9 @@ __all__ = [
     "copy",
     "embedding",
     "failure_reason",
+    "gated_linear",
     "index_copy",
+    "index_copy_pair",
     "layer_norm",
     "linear",
     "matmul",

@@ -1,7 +1,6 @@
 // y = act(x · wᵀ + bias) + residual with a weight that was packed once (see gemm.h for the layout).
 #include "activation.h"
-#include "gemm.h"
-#include "pool.h"
+#include "rows.h"
 #include "scratch.h"
 
 namespace npu {
@@ -146,6 +145,25 @@ void linear(const LinearArgs& a) {
   });
 }
 
+// One row of two products, the gate's and the other's, one after the other in the weight: out = act(first) * second.
+void gated_linear(const LinearArgs& a) {
+  float* row = result_scratch().get<float>(a.n * sizeof(float));
+  LinearArgs product = a;
+  product.activation = Activation::none;
+  product.out = {reinterpret_cast<char*>(row), Dtype::f32, {1, 1, 1, a.n}, {a.n, a.n, a.n, 1}};
+  linear(product);
+  const int64_t width = a.n / 2, size[4] = {1, 1, 1, width};
+  with_activation(a.activation, [&](auto tag) {
+    for_runs(size, [&](int64_t, int64_t, int64_t, int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; c += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, end - c);
+        const Vec gate = activate<decltype(tag)::value>(load_n(row + c, count));
+        store_any(a.out.data, a.out.dtype, c, gate * load_n(row + width + c, count), count);
+      }
+    });
+  });
+}
+
 struct PackArgs {
   View weight;
   void* packed;
@@ -173,4 +191,5 @@ void pack_weight(const PackArgs& a) {
 }  // namespace npu
 
 NPU_KERNEL(linear, npu::LinearArgs, npu::linear)
+NPU_KERNEL(gated_linear, npu::LinearArgs, npu::gated_linear)
 NPU_KERNEL(pack_weight, npu::PackArgs, npu::pack_weight)

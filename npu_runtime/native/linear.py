@@ -77,15 +77,46 @@ def linear(
         return None
     if activation not in ACTIVATIONS or (residual is not None and residual.shape != out.shape):
         return None
-    if bias is not None:
-        if bias.numel() != n:
-            return None
-        bias = bias.detach().reshape(n).to(torch.float32, copy=True)
-    args = _LinearArgs(
+    if bias is not None and bias.numel() != n:
+        return None
+    bias = _float_vector(bias)
+    args = _linear_args(x, weight, bias, residual, activation, out)
+    return launch("linear", args, x, weight, bias, residual, out)
+
+
+def gated_linear(
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, out: torch.Tensor
+) -> NativeLaunch | None:
+    """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
+
+    x has the weight's dtype, out any. The bias is read now, not when the launch runs.
+    """
+    if any(t.dim() != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
+        return None
+    if x.dtype != weight.dtype or x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:
+        return None
+    if activation not in ACTIVATIONS or (bias is not None and bias.numel() != weight.n):
+        return None
+    bias = _float_vector(bias)
+    return launch("gated_linear", _linear_args(x, weight, bias, None, activation, out), x, weight, bias, out)
+
+
+def _float_vector(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach().reshape(-1).to(torch.float32, copy=True)
+
+
+def _linear_args(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    out: torch.Tensor,
+) -> _LinearArgs:
+    return _LinearArgs(
         operand(x), operand(bias), operand(residual), operand(out),
         weight.data.data_ptr(), DTYPES[weight.dtype], weight.n, weight.k, ACTIVATIONS[activation],
     )  # fmt: skip
-    return launch("linear", args, x, weight, bias, residual, out)
 
 
 def _aligned_bytes(size: int) -> torch.Tensor:

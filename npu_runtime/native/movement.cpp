@@ -109,8 +109,18 @@ void copy_indexed(const IndexedArgs& a) {
   });
 }
 
+struct IndexedPairArgs {
+  IndexedArgs first, second;
+};
+
+void copy_indexed_pair(const IndexedPairArgs& a) {
+  copy_indexed(a.first);
+  copy_indexed(a.second);
+}
+
 }  // namespace
 }  // namespace npu
 
 NPU_KERNEL(copy, npu::CopyArgs, npu::copy)
 NPU_KERNEL(copy_indexed, npu::IndexedArgs, npu::copy_indexed)
+NPU_KERNEL(copy_indexed_pair, npu::IndexedPairArgs, npu::copy_indexed_pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -37,6 +38,10 @@ class _IndexedArgs(ctypes.Structure):
         ("row_stride", ctypes.c_int64 * 3),
         ("indexed_stride", ctypes.c_int64 * 3),
     ]
+
+
+class _IndexedPairArgs(ctypes.Structure):
+    _fields_ = [("first", _IndexedArgs), ("second", _IndexedArgs)]
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> NativeLaunch | None:
@@ -78,8 +83,9 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> Nati
     if out.shape != (*ids.shape, table.shape[1]) or out.dtype != table.dtype:
         return None
     width = table.shape[1]
-    return _indexed(ids, table, out, False, table.shape[0], width, [1, 1, ids.numel()], [0, 0, width],
+    args = _indexed(ids, table, out, False, table.shape[0], width, [1, 1, ids.numel()], [0, 0, width],
                     [0, 0, table.stride(0)])  # fmt: skip
+    return None if args is None else launch("copy_indexed", args, ids, table, out)
 
 
 def index_copy(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> NativeLaunch | None:
@@ -87,6 +93,21 @@ def index_copy(target: torch.Tensor, dim: int, index: torch.Tensor, source: torc
 
     The dimensions behind `dim` must be contiguous in both tensors.
     """
+    args = _index_copy_args(target, dim, index, source)
+    return None if args is None else launch("copy_indexed", args, index, target, source)
+
+
+def index_copy_pair(
+    targets: Sequence[torch.Tensor], dim: int, index: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> NativeLaunch | None:
+    """`index_copy` of two sources into two targets, at the same places."""
+    first, second = (_index_copy_args(t, dim, index, s) for t, s in zip(targets, sources, strict=True))
+    if first is None or second is None:
+        return None
+    return launch("copy_indexed_pair", _IndexedPairArgs(first, second), index, *targets, *sources)
+
+
+def _index_copy_args(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> _IndexedArgs | None:
     if target.dim() == 0 or source.dim() != target.dim() or source.dtype != target.dtype or index.dim() > 1:
         return None
     dim %= target.dim()
@@ -117,12 +138,11 @@ def _indexed(
     size: list[int],
     row_stride: list[int],
     indexed_stride: list[int],
-) -> NativeLaunch | None:
+) -> _IndexedArgs | None:
     if not available() or index.dtype not in _INDEX_DTYPES or rows.numel() == 0:
         return None
     item_size = rows.element_size()
-    args = _IndexedArgs(
+    return _IndexedArgs(
         rows.data_ptr(), indexed.data_ptr(), index.data_ptr(), index.element_size(), writes, limit, width * item_size,
         tuple(size), tuple(s * item_size for s in row_stride), tuple(s * item_size for s in indexed_stride),
     )  # fmt: skip
-    return launch("copy_indexed", args, index, indexed, rows)

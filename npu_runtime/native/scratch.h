@@ -59,6 +59,12 @@ inline Scratch& shared_scratch() {
   return scratch;
 }
 
+// For the intermediate result of a kernel that calls another: the inner one has shared_scratch to itself.
+inline Scratch& result_scratch() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
 // For what each thread needs inside a parallel_for body.
 inline Scratch& thread_scratch() {
   static thread_local Scratch scratch;

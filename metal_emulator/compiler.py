@@ -1,0 +1,389 @@
+"""Compiles Metal source into a shared library, once per machine and source, and runs its kernels.
+
+    python -m metal_emulator.compiler FILE.metal [-DNAME=VALUE ...]
+
+compiles a file and lists its kernels, function constants and mutants.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from metal_emulator.translate import (
+    Argument,
+    FunctionConstant,
+    Mutant,
+    TranslationError,
+    translate,
+)
+
+__all__ = ["Argument", "CompileError", "Function", "FunctionConstant", "KernelFault", "Library", "Mutant", "compile_source"]
+
+RUNTIME = Path(__file__).parent / "runtime"
+MAX_THREADS = 1024
+REPORT_BYTES = 2048
+PREDEFINED = {"__METAL_VERSION__": "310", "__METAL__": "1", "__HAVE_BFLOAT__": "1"}
+_COMMON_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
+_KERNEL_FLAGS = ("-nostdinc", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics")
+_SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*(?:include|import)[ \t]*<[^>\n]*>", re.MULTILINE)
+_LINE_DIRECTIVE = re.compile(r'\s*#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?')
+_CONSTANT_TYPES = {
+    "uint": ctypes.c_uint32,
+    "int": ctypes.c_int32,
+    "bool": ctypes.c_bool,
+    "float": ctypes.c_float,
+    "ushort": ctypes.c_uint16,
+}
+
+
+class CompileError(Exception):
+    """Source that does not compile; the message has the source's own lines."""
+
+
+class KernelFault(Exception):
+    """A check that failed while a kernel ran: which kernel, what, where, and in which thread."""
+
+
+class _Region(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("length", ctypes.c_uint64),
+        ("writable", ctypes.c_uint32),
+        ("granule", ctypes.c_uint32),
+        ("device_cells", ctypes.c_void_p),
+        ("cells_start", ctypes.c_void_p),
+        ("threadgroup_cells", ctypes.c_void_p),
+    ]
+
+
+class _Position(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("kernel", ctypes.c_char_p),
+        ("entry", ctypes.c_void_p),
+        ("regions", ctypes.POINTER(_Region)),
+        ("region_count", ctypes.c_uint32),
+        ("checks", ctypes.c_uint32),
+        ("groups", _Position),
+        ("threads", _Position),
+        ("grid", _Position),
+        ("workers", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("report", ctypes.c_char_p),
+        ("report_size", ctypes.c_uint64),
+    ]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A kernel of a library.
+
+    Attributes:
+        used_constants: Names of the function constants that it may use.
+    """
+
+    name: str
+    arguments: tuple[Argument, ...]
+    used_constants: frozenset[str]
+    library: Library = field(repr=False, compare=False)
+    entry: int = field(repr=False, compare=False)
+
+    def dispatch(
+        self,
+        groups: Sequence[int],
+        threads: Sequence[int],
+        buffers: Mapping[int, tuple[int, int]],
+        constants: Mapping[str, int | float | bool],
+        *,
+        seed: int = 0,
+        mutant: int = 0,
+        grid_threads: Sequence[int] | None = None,
+    ) -> None:
+        """Run the kernel and wait for it.
+
+        Args:
+            groups: Threadgroups along x, y, z.
+            threads: Threads of a threadgroup along x, y, z.
+            buffers: Buffer index → (address, length in bytes).
+            constants: Function constant → value.
+            seed: The order of threads and threadgroups; 0 is ascending order.
+            mutant: The mutant to switch on, in a library that was compiled with mutants.
+            grid_threads: Threads along x, y, z where the last threadgroups are smaller.
+
+        Raises:
+            KernelFault: A check failed; what the kernel had written until then stays.
+            ValueError: The launch makes no sense.
+        """
+        count = threads[0] * threads[1] * threads[2]
+        if not 0 < count <= MAX_THREADS:
+            raise ValueError(f"{self.name}: {count} threads in a threadgroup; it can have 1 to {MAX_THREADS}")
+        unknown = set(constants) - set(self.library.constants)
+        if unknown:
+            raise ValueError(f"{self.name}: no function constant named {', '.join(sorted(unknown))}")
+        regions = [
+            _Region(
+                argument.name.encode(),
+                *buffers.get(argument.index, (None, 0)),
+                int(argument.address_space == "device" and not argument.is_const),
+            )
+            for argument in self.arguments
+            if argument.kind == "buffer"
+        ]
+        report = ctypes.create_string_buffer(REPORT_BYTES)
+        grid = grid_threads or [size * group for size, group in zip(threads, groups, strict=True)]
+        launch = _Launch(
+            self.name.encode(),
+            self.entry,
+            (_Region * len(regions))(*regions),
+            len(regions),
+            int(self.library.checks),
+            _Position(*groups),
+            _Position(*threads),
+            _Position(*grid),
+            os.cpu_count() or 1,
+            seed if self.library.checks else 0,
+            ctypes.cast(report, ctypes.c_char_p),
+            REPORT_BYTES,
+        )
+        with self.library.lock:
+            self.library.configure(constants, mutant)
+            faulted = _scheduler().metal_run(ctypes.byref(launch))
+        if faulted:
+            raise KernelFault(report.value.decode())
+
+
+class Library:
+    """The kernels of one compiled source.
+
+    Attributes:
+        checks: Whether accesses and synchronization are checked.
+        mutants: The barriers and guards that `Function.dispatch` can switch off.
+    """
+
+    def __init__(self, path: Path, checks: bool, has_mutants: bool) -> None:
+        self.checks = checks
+        self.lock = threading.Lock()
+        self._library = ctypes.CDLL(str(path))
+        self._has_mutants = has_mutants
+        self._library.metal_attach.argtypes = (ctypes.c_void_p,)
+        self._library.metal_attach(ctypes.addressof(ctypes.c_byte.in_dll(_scheduler(), "metal_scheduler")))
+        self._library.metal_metadata.restype = ctypes.c_char_p
+        metadata = json.loads(self._library.metal_metadata())
+        constants = [FunctionConstant(**constant) for constant in metadata["constants"]]
+        self.constants: Mapping[str, FunctionConstant] = {constant.name: constant for constant in constants}
+        self.mutants = tuple(Mutant(**mutant) for mutant in metadata["mutants"]) if has_mutants else ()
+        self.functions: Mapping[str, Function] = {
+            kernel["name"]: Function(
+                kernel["name"],
+                tuple(Argument(**argument) for argument in kernel["arguments"]),
+                frozenset(kernel["used_constants"]),
+                self,
+                ctypes.cast(getattr(self._library, f"metal_entry_{index}"), ctypes.c_void_p).value or 0,
+            )
+            for index, kernel in enumerate(metadata["kernels"])
+        }
+        self._setters = {}
+        for constant in constants:
+            setter = getattr(self._library, f"metal_set_{constant.name}")
+            setter.argtypes = (_CONSTANT_TYPES[constant.type], ctypes.c_bool)
+            self._setters[constant.name] = setter
+
+    def configure(self, constants: Mapping[str, int | float | bool], mutant: int) -> None:
+        """Set the function constants and the mutant for the launches that follow; the caller holds `lock`."""
+        for name, setter in self._setters.items():
+            setter(constants.get(name, 0), name in constants)
+        self._library.metal_derive_constants()
+        if mutant and not self._has_mutants:
+            raise ValueError("this library was compiled without mutants")
+        if self._has_mutants:
+            self._library.metal_set_mutant(mutant)
+
+
+def compile_source(source: str, macros: Mapping[str, str], *, checks: bool = True, mutants: bool = False) -> Library:
+    """The library for a source whose own #include lines have been resolved.
+
+    Args:
+        macros: Preprocessor macro → value.
+        checks: Check every access and all synchronization; without, the kernels run several times faster.
+        mutants: Compile every barrier and bounds guard such that it can be switched off.
+
+    Raises:
+        CompileError: Source that Metal's compiler would reject, or that the emulator does not know.
+    """
+    compiler = _compiler()
+    flags = [*_kernel_flags(checks), *(["-DMETAL_MUTANTS"] if mutants else [])]
+    defined = {**PREDEFINED, **macros}
+    digest = _digest(_toolchain(), _own_sources(), *flags, json.dumps(defined), source)
+    path = _cache_folder() / f"kernels-{digest}.so"
+    if not path.exists():
+        program = _translated(source, defined)
+        _compile(compiler, program, [*flags, f"-I{RUNTIME}"], path)
+    return _load(path, checks, mutants)
+
+
+@functools.cache
+def _load(path: Path, checks: bool, mutants: bool) -> Library:
+    return Library(path, checks, mutants)
+
+
+def preprocess(source: str, macros: Mapping[str, str]) -> str:
+    """The source with its macros expanded and its system includes left out."""
+    command = [_compiler(), "-x", "c++", "-std=c++17", "-E", "-undef", "-nostdinc", "-"]
+    defines = "".join(f"#define {name} {' '.join(value.splitlines())}\n" for name, value in macros.items())
+    text = f'{defines}#line 1 "program_source"\n{_SYSTEM_INCLUDE.sub("", source)}'
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise CompileError(result.stderr.strip())
+    return result.stdout
+
+
+def lines_marked_not_a_guard(source: str) -> frozenset[tuple[str, int]]:
+    """(file, line) of the source's lines that say `// not a guard`."""
+    found, file, line = set(), "program_source", 0
+    for text in source.splitlines():
+        directive = _LINE_DIRECTIVE.match(text)
+        if directive:
+            line, file = int(directive.group(1)) - 1, directive.group(2) or file
+            continue
+        line += 1
+        if "not a guard" in text:
+            found.add((file, line))
+    return frozenset(found)
+
+
+def _translated(source: str, macros: Mapping[str, str]) -> str:
+    try:
+        translation = translate(preprocess(source, macros), lines_marked_not_a_guard(source))
+    except TranslationError as error:
+        raise CompileError(str(error)) from None
+    metadata = json.dumps(translation.metadata())
+    return (
+        f'#include "metal_stdlib.h"\n{translation.source}'
+        f'extern "C" const char *metal_metadata() {{ return {metadata}; }}\n'
+    )
+
+
+def _kernel_flags(checks: bool) -> list[str]:
+    flags = [*_COMMON_FLAGS, *_KERNEL_FLAGS, *(["-O1", "-DMETAL_CHECKS"] if checks else ["-O3"])]
+    return flags + (["-march=native"] if platform.machine().lower() in ("x86_64", "amd64") else [])
+
+
+@functools.cache
+def _scheduler() -> ctypes.CDLL:
+    """The library that runs the threads; all kernel libraries share it."""
+    flags = [*_COMMON_FLAGS, "-O2", "-pthread"]
+    path = _cache_folder() / f"scheduler-{_digest(_toolchain(), _own_sources(), *flags)}.so"
+    if not path.exists():
+        _compile(_compiler(), (RUNTIME / "scheduler.cpp").read_text(), [*flags, f"-iquote{RUNTIME}"], path)
+    return ctypes.CDLL(str(path))
+
+
+def _compile(compiler: str, program: str, flags: Sequence[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+    os.close(handle)
+    try:
+        command = [compiler, *flags, "-x", "c++", "-", "-o", temporary]
+        result = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise CompileError(result.stderr.strip())
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise CompileError("the Metal emulator needs a C++ compiler: looked for $CXX, c++, g++ and clang++")
+
+
+def _cache_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "npu-simulation" / "metal-emulator"
+
+
+@functools.cache
+def _toolchain() -> str:
+    """What decides how a source compiles here: the compiler, and the processor that it compiles for."""
+    version = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=False).stdout
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return version + platform.machine() + platform.processor()
+    return version + "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+@functools.cache
+def _own_sources() -> str:
+    paths = [*sorted(RUNTIME.iterdir()), Path(__file__).parent / "translate.py", Path(__file__)]
+    return "".join(path.read_text() for path in paths if path.is_file())
+
+
+def _digest(*parts: str) -> str:
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.hexdigest()[:24]
+
+
+def resolve_includes(path: Path, included: set[Path] | None = None) -> str:
+    """A file's text with `#include "name"` replaced by the file of that name beside it, each once."""
+    included = included if included is not None else set()
+    lines = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        match = re.match(r'\s*#\s*include\s*"([^"]+)"', line)
+        if not match:
+            lines.append(line)
+            continue
+        inner = path.parent / match.group(1)
+        text = "" if inner in included else resolve_includes(inner, included | {inner})
+        included.add(inner)
+        lines += [f'#line 1 "{inner.name}"', text, f'#line {number + 1} "{path.name}"']
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile the files named in `arguments` and print what they hold; 1 if one does not compile."""
+    macros = {"TILE": "16", "VEC_TPG": "256", "VEC_COLUMNS": "4"}
+    macros |= dict((word[2:].split("=", 1) + [""])[:2] for word in arguments if word.startswith("-D"))
+    failures = 0
+    for name in (word for word in arguments if not word.startswith("-D")):
+        try:
+            library = compile_source(f'#line 1 "{Path(name).name}"\n' + resolve_includes(Path(name)), macros, mutants=True)
+        except CompileError as error:
+            print(error, file=sys.stderr)
+            failures += 1
+            continue
+        for function in library.functions.values():
+            slots = (f"{a.name}: {a.kind} {a.index}" if a.index >= 0 else a.name for a in function.arguments)
+            print(f"{name}: kernel {function.name}({', '.join(slots)})")
+        for mutant in library.mutants:
+            print(f"{mutant.file}:{mutant.line}: mutant {mutant.id} in {mutant.function}: {mutant.kind} {mutant.text}")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

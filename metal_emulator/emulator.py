@@ -1,0 +1,81 @@
+"""What one emulated device keeps track of: how it was asked to run, what was made, and what went wrong unseen."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from metal_emulator.objc import MetalUsageError
+
+if TYPE_CHECKING:
+    from metal_emulator.compiler import KernelFault
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """How often each kind of object was made, and each kind of command encoded."""
+
+    buffers: int = 0
+    libraries: int = 0
+    functions: int = 0
+    pipelines: int = 0
+    archive_hits: int = 0
+    command_buffers: int = 0
+    compute_encoders: int = 0
+    blit_encoders: int = 0
+    mps_encodes: int = 0
+    dispatches: int = 0
+    set_bytes: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """A snapshot of all counters, to compare with a later one."""
+        return {item.name: getattr(self, item.name) for item in fields(Counters)}
+
+
+@dataclass(kw_only=True)
+class Emulator(Counters):
+    """The emulated device's settings and state.
+
+    `seed` shuffles threads, threadgroups and the dispatches between the barriers of a concurrent encoder. With
+    `deferred`, a command buffer runs not at `commit()` but when something waits for it or a later one, which shows a
+    missing `waitUntilCompleted()`. Both may be set at any time.
+    """
+
+    checks: bool
+    poison: bool
+    seed: int
+    deferred: bool
+    memory: int
+    allocated: int = 0
+    last_fault: KernelFault | None = None
+    _complaints: list[str] = field(default_factory=list)
+    _outlived: list[tuple[mmap.mmap, str]] = field(default_factory=list)
+
+    def complain(self, message: str) -> None:
+        """Report, at the next call, what was found where no exception can be raised."""
+        self._complaints.append(message)
+
+    def reclaim(self, memory: mmap.mmap, name: str) -> None:
+        """Give a dead buffer's memory back, unless Python still looks at it."""
+        self.allocated -= len(memory)
+        try:
+            memory.close()
+        except BufferError:
+            self._outlived.append((memory, name))
+
+    def check(self) -> None:
+        """Raise what was found since the last call.
+
+        A view that dies together with its buffer may do so a moment later, so views are judged only here.
+        """
+        if self._outlived:
+            outlived, self._outlived = self._outlived, []
+            for memory, name in outlived:
+                try:
+                    memory.close()
+                except BufferError:
+                    self.complain(f"a view of {name}, from contents().as_buffer(), outlived it")
+        if self._complaints:
+            complaints, self._complaints = self._complaints, []
+            raise MetalUsageError("; ".join(complaints))

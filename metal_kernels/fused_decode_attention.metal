@@ -1,0 +1,498 @@
+// softmax(scale · q·kᵀ + mask) · v in one pass over the keys, with a running maximum and no memory for the scores.
+//
+// For few queries a threadgroup takes one query: every eight lanes follow a stream of keys of their own, and the streams
+// are merged at the end. For many queries a threadgroup takes a tile of them, so that it reads keys and values once for
+// all, and multiplies with SIMD-group matrices. Keys that the mask excludes are not read.
+
+#include "common.metal"
+
+constant uint q_type [[function_constant(0)]];
+constant uint k_type [[function_constant(1)]];
+constant uint v_type [[function_constant(2)]];
+constant uint mask_type [[function_constant(3)]];
+constant uint out_type [[function_constant(4)]];
+constant bool has_mask [[function_constant(5)]];
+constant bool causal [[function_constant(6)]];
+constant bool vectorized [[function_constant(7)]];
+
+struct AttentionParams {
+    float scale;
+};
+
+// Lanes that share a key: each takes every eighth float4 of it.
+#define KEY_LANES 8
+#define KEY_STEP (4 * KEY_LANES)
+#define STREAMS (SIMD_WIDTH / KEY_LANES)
+#define DECODE_GROUPS 8
+#define HELD_WIDTH 128  // a query up to this long is held in registers
+#define WIDE_WIDTH 256  // of longer values, what a threadgroup makes
+
+struct Problem {
+    device const void *q;
+    device const void *k;
+    device const void *v;
+    device const void *mask;
+    device void *out;
+    constant Strided *views;  // q, k, v, mask, out
+    float scale;
+    uint batch;
+    uint head;
+
+    uint queries() const { return views[0].shape[2]; }
+    uint keys() const { return views[1].shape[2]; }
+    uint width() const { return views[0].shape[3]; }
+    uint value_width() const { return views[2].shape[3]; }
+
+    uint base(constant Strided &view, uint view_head) const {
+        return batch * view.strides[0] + view_head * view.strides[1];
+    }
+    uint kv_head() const { return head / (views[0].shape[1] / views[1].shape[1]); }
+    uint q_row(uint query) const { return base(views[0], head) + query * views[0].strides[2]; }
+    uint k_row(uint key) const { return base(views[1], kv_head()) + key * views[1].strides[2]; }
+    uint v_row(uint key) const { return base(views[2], kv_head()) + key * views[2].strides[2]; }
+
+    // Keys that `query`, or any before it, may attend to.
+    uint key_count(uint query) const { return causal ? min(keys(), query + 1) : keys(); }
+
+    // What is added to a score; -inf for a key that the query does not attend to.
+    float bias(uint query, uint key) const {
+        if (query >= queries() || key >= key_count(query)) {
+            return -INFINITY;
+        }
+        if (!has_mask) {
+            return 0.0f;
+        }
+        const uint index = base(views[3], head) + query * views[3].strides[2] + key * views[3].strides[3];
+        if (mask_type == TYPE_BOOL) {
+            return load_int(mask, mask_type, index) != 0 ? 0.0f : -INFINITY;
+        }
+        return load(mask, mask_type, index);
+    }
+
+    void put(uint query, uint dim, float value) const {
+        const uint index = base(views[4], head) + query * views[4].strides[2] + dim * views[4].strides[3];
+        store(out, out_type, index, value);
+    }
+};
+
+inline Problem problem_of(
+    device const void *q, device const void *k, device const void *v, device const void *mask, device void *out,
+    constant Strided *views, float scale, uint3 position
+) {
+    return Problem{q, k, v, mask, out, views, scale, position.z, position.y};
+}
+
+// Four elements of a row of `width`; zeros beyond its end.
+inline float4 load_dims(device const void *data, uint type, uint row, uint dim, uint width) {
+    if (vectorized && dim + 4 <= width) {
+        return load4(data, type, row + dim);
+    }
+    float4 values = float4(0.0f);
+    for (uint i = 0; i < 4; i++) {
+        if (dim + i < width) {
+            values[i] = load(data, type, row + dim + i);
+        }
+    }
+    return values;
+}
+
+// A query in registers, KEY_LANES lanes holding it together.
+struct HeldQuery {
+    float4 slices[HELD_WIDTH / KEY_STEP];
+
+    void read(Problem problem, uint query, uint dim) {
+#pragma unroll
+        for (uint i = 0; i < HELD_WIDTH / KEY_STEP; i++) {
+            slices[i] = load_dims(problem.q, q_type, problem.q_row(query), dim + i * KEY_STEP, problem.width());
+        }
+    }
+
+    float dot_key(Problem problem, uint key, uint dim) const {
+        const uint row = problem.k_row(key);
+        float4 products = float4(0.0f);
+#pragma unroll
+        for (uint i = 0; i < HELD_WIDTH / KEY_STEP; i++) {
+            products += slices[i] * load_dims(problem.k, k_type, row, dim + i * KEY_STEP, problem.width());
+        }
+        return (products.x + products.y) + (products.z + products.w);
+    }
+};
+
+// A query of any width, read again for each key.
+struct ReadQuery {
+    uint row;
+
+    void read(Problem problem, uint query, uint) { row = problem.q_row(query); }
+
+    float dot_key(Problem problem, uint key, uint dim) const {
+        const uint key_row = problem.k_row(key);
+        const uint width = problem.width();
+        float4 products = float4(0.0f);
+        for (uint i = dim; i < width; i += KEY_STEP) {
+            products += load_dims(problem.q, q_type, row, i, width) * load_dims(problem.k, k_type, key_row, i, width);
+        }
+        return (products.x + products.y) + (products.z + products.w);
+    }
+};
+
+// One query of one head; WIDTH dimensions of the values from `first_dim` on. `sums` has DECODE_GROUPS · WIDTH elements,
+// `largest_of` and `total_of` DECODE_GROUPS.
+template <typename Query, uint WIDTH>
+inline void attend(
+    Problem problem, uint query, uint first_dim, threadgroup float *sums, threadgroup float *largest_of,
+    threadgroup float *total_of, Place place
+) {
+    const uint stream = place.lane / KEY_LANES;
+    const uint dim = place.lane % KEY_LANES * 4;
+    const uint keys = problem.key_count(query);
+    const uint width = problem.value_width();
+    Query held;
+    held.read(problem, query, dim);
+    float largest = -FLT_MAX;
+    float total = 0.0f;
+    float4 values[WIDTH / KEY_STEP];
+#pragma unroll
+    for (uint i = 0; i < WIDTH / KEY_STEP; i++) {
+        values[i] = float4(0.0f);
+    }
+    for (uint first = place.group * STREAMS; first < keys; first += place.groups * STREAMS) {
+        const uint key = first + stream;
+        const float bias = problem.bias(query, key);
+        const bool attended = bias != -INFINITY;
+        if (!simd_any(attended)) {
+            continue;
+        }
+        float score = attended ? held.dot_key(problem, key, dim) : 0.0f;
+        score += simd_shuffle_xor(score, 4);
+        score += simd_shuffle_xor(score, 2);
+        score += simd_shuffle_xor(score, 1);
+        if (attended) {
+            score = score * problem.scale + bias;
+            const float before = largest;
+            largest = max(largest, score);
+            const float shrink = exp(before - largest);
+            const float weight = exp(score - largest);
+            total = total * shrink + weight;
+            const uint row = problem.v_row(key);
+#pragma unroll
+            for (uint i = 0; i < WIDTH / KEY_STEP; i++) {
+                const float4 value = load_dims(problem.v, v_type, row, first_dim + dim + i * KEY_STEP, width);
+                values[i] = values[i] * shrink + weight * value;
+            }
+        }
+    }
+
+    // The lanes of a stream agree on its maximum and total; lanes of different streams hold the same dimensions.
+    const float largest_here = simd_max(largest);
+    const float factor = exp(largest - largest_here);
+    total *= factor;
+    for (uint other = KEY_LANES; other < SIMD_WIDTH; other *= 2) {
+        total += simd_shuffle_xor(total, other);
+    }
+#pragma unroll
+    for (uint i = 0; i < WIDTH / KEY_STEP; i++) {
+        values[i] *= factor;
+        for (uint other = KEY_LANES; other < SIMD_WIDTH; other *= 2) {
+            values[i] += simd_shuffle_xor(values[i], other);
+        }
+        if (stream == 0) {
+            for (uint j = 0; j < 4; j++) {
+                sums[place.group * WIDTH + i * KEY_STEP + dim + j] = values[i][j];
+            }
+        }
+    }
+    if (place.lane == 0) {
+        largest_of[place.group] = largest_here;
+        total_of[place.group] = total;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    largest = -FLT_MAX;
+    for (uint group = 0; group < place.groups; group++) {
+        largest = max(largest, largest_of[group]);
+    }
+    total = 0.0f;
+    for (uint group = 0; group < place.groups; group++) {
+        total += total_of[group] * exp(largest_of[group] - largest);
+    }
+    for (uint i = place.thread_index(); i < min(WIDTH, width - first_dim); i += place.thread_count()) {
+        float value = 0.0f;
+        for (uint group = 0; group < place.groups; group++) {
+            value += sums[group * WIDTH + i] * exp(largest_of[group] - largest);
+        }
+        // A query that attends to no key at all gets zeros, as in PyTorch.
+        problem.put(query, first_dim + i, total == 0.0f ? 0.0f : value / total);
+    }
+}
+
+kernel void attention_kernel(
+    device const void *q [[buffer(0)]],
+    device const void *k [[buffer(1)]],
+    device const void *v [[buffer(2)]],
+    device const void *mask [[buffer(3), function_constant(has_mask)]],
+    device void *out [[buffer(4)]],
+    constant AttentionParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint3 position [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint group [[simdgroup_index_in_threadgroup]],
+    uint groups [[simdgroups_per_threadgroup]]
+) {
+    threadgroup float sums[DECODE_GROUPS * HELD_WIDTH];
+    threadgroup float largest_of[DECODE_GROUPS];
+    threadgroup float total_of[DECODE_GROUPS];
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    attend<HeldQuery, HELD_WIDTH>(problem, position.x, 0, sums, largest_of, total_of, Place{lane, group, groups});
+}
+
+// For heads wider than HELD_WIDTH; WIDE_WIDTH dimensions of the values to a threadgroup.
+kernel void attention_wide_kernel(
+    device const void *q [[buffer(0)]],
+    device const void *k [[buffer(1)]],
+    device const void *v [[buffer(2)]],
+    device const void *mask [[buffer(3), function_constant(has_mask)]],
+    device void *out [[buffer(4)]],
+    constant AttentionParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint3 position [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint group [[simdgroup_index_in_threadgroup]],
+    uint groups [[simdgroups_per_threadgroup]]
+) {
+    threadgroup float sums[DECODE_GROUPS * WIDE_WIDTH];
+    threadgroup float largest_of[DECODE_GROUPS];
+    threadgroup float total_of[DECODE_GROUPS];
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    const uint slice = position.x / problem.queries();
+    const uint query = position.x - slice * problem.queries();
+    attend<ReadQuery, WIDE_WIDTH>(
+        problem, query, slice * WIDE_WIDTH, sums, largest_of, total_of, Place{lane, group, groups});
+}
+
+// The tiled form: TILE_QUERIES queries of one head to a threadgroup, a matrix's height of them to a SIMD group.
+#define PREFILL_GROUPS 4
+#define PREFILL_THREADS (PREFILL_GROUPS * SIMD_WIDTH)
+#define TILE_QUERIES (8 * PREFILL_GROUPS)
+#define TILE_KEYS 32
+#define PIECES (HELD_WIDTH / 8)
+// Rows are staged a little further apart than they are long, so that a column's elements lie in different banks.
+#define TILE_STRIDE (HELD_WIDTH + 4)
+#define SCORE_STRIDE (TILE_KEYS + 4)
+#define ROW_LANES 4
+#define ROW_KEYS (TILE_KEYS / ROW_LANES)
+
+// Puts 32 rows of a matrix into threadgroup memory, as wide as whole 8 × 8 pieces; zeros beyond its edges.
+template <typename T>
+inline void stage(
+    threadgroup T *tile, device const void *data, uint type, uint base, uint stride, uint first, uint rows, uint width,
+    uint thread_index
+) {
+    const uint padded = (width + 7) / 8 * 8;
+    for (uint row = thread_index / KEY_LANES; row < TILE_KEYS; row += PREFILL_THREADS / KEY_LANES) {
+        for (uint dim = thread_index % KEY_LANES * 4; dim < padded; dim += KEY_STEP) {
+            float4 values = float4(0.0f);
+            if (first + row < rows) {
+                values = load_dims(data, type, base + (first + row) * stride, dim, width);
+            }
+            for (uint i = 0; i < 4; i++) {
+                tile[row * TILE_STRIDE + dim + i] = T(values[i]);
+            }
+        }
+    }
+}
+
+// Threadgroup memory of the tiled form. `votes` says for each SIMD group whether it needs the next keys, in two halves
+// that take turns; `shrink` holds a diagonal matrix for each, zeros aside from the diagonal.
+struct PrefillMemory {
+    threadgroup float *scores;
+    threadgroup float *shrink;
+    threadgroup uint *votes;
+};
+
+template <typename T>
+inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, PrefillMemory memory, Place place) {
+    const uint row = place.lane / ROW_LANES;
+    const uint part = place.lane % ROW_LANES;
+    const uint first_query = tile_index * TILE_QUERIES;
+    const uint query = first_query + place.group * 8 + row;
+    const uint width = problem.width();
+    const uint value_width = problem.value_width();
+    const uint pieces = (width + 7) / 8;
+    const uint value_pieces = (value_width + 7) / 8;
+    const uint thread_index = place.thread_index();
+    threadgroup float *scores = memory.scores + place.group * 8 * SCORE_STRIDE;
+    threadgroup float *shrink_matrix = memory.shrink + place.group * 64;
+
+    stage(tile, problem.q, q_type, problem.q_row(0), problem.views[0].strides[2], first_query, problem.queries(), width,
+        thread_index);
+    shrink_matrix[2 * place.lane] = 0.0f;
+    shrink_matrix[2 * place.lane + 1] = 0.0f;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    simdgroup_matrix<T, 8, 8> queries[PIECES];
+    simdgroup_matrix<float, 8, 8> sums[PIECES];
+#pragma unroll
+    for (uint i = 0; i < PIECES; i++) {
+        if (i == pieces) {
+            break;
+        }
+        simdgroup_load(queries[i], tile + place.group * 8 * TILE_STRIDE + i * 8, TILE_STRIDE);
+    }
+#pragma unroll
+    for (uint i = 0; i < PIECES; i++) {
+        sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
+
+    float largest = -FLT_MAX;
+    float total = 0.0f;
+    uint turn = 0;
+    const uint keys = problem.key_count(first_query + TILE_QUERIES - 1);
+    for (uint first = 0; first < keys; first += TILE_KEYS) {
+        float logits[ROW_KEYS];
+        bool attended = false;
+        for (uint i = 0; i < ROW_KEYS; i++) {
+            logits[i] = problem.bias(query, first + part + i * ROW_LANES);
+            attended = attended || logits[i] != -INFINITY;
+        }
+        const bool vote = simd_any(attended);
+        if (place.lane == 0) {
+            memory.votes[turn + place.group] = vote;
+        }
+        // Also: nobody reads the tile any more.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        bool needed = false;
+        for (uint group = 0; group < PREFILL_GROUPS; group++) {
+            needed = needed || memory.votes[turn + group] != 0;
+        }
+        turn = PREFILL_GROUPS - turn;
+        if (!needed) {
+            continue;
+        }
+
+        stage(tile, problem.k, k_type, problem.k_row(0), problem.views[1].strides[2], first, problem.keys(), width,
+            thread_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint block = 0; block < TILE_KEYS; block += 8) {
+            simdgroup_matrix<float, 8, 8> products = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+#pragma unroll
+            for (uint i = 0; i < PIECES; i++) {
+                if (i == pieces) {
+                    break;
+                }
+                simdgroup_matrix<T, 8, 8> of_keys;
+                simdgroup_load(of_keys, tile + block * TILE_STRIDE + i * 8, TILE_STRIDE, ulong2(0), true);
+                simdgroup_multiply_accumulate(products, queries[i], of_keys, products);
+            }
+            simdgroup_store(products, scores + block, SCORE_STRIDE);
+        }
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+
+        const float before = largest;
+        for (uint i = 0; i < ROW_KEYS; i++) {
+            logits[i] += scores[row * SCORE_STRIDE + part + i * ROW_LANES] * problem.scale;
+            largest = max(largest, logits[i]);
+        }
+        largest = max(largest, simd_shuffle_xor(largest, 1));
+        largest = max(largest, simd_shuffle_xor(largest, 2));
+        const float shrink = exp(before - largest);
+        float weight_sum = 0.0f;
+        for (uint i = 0; i < ROW_KEYS; i++) {
+            const float weight = exp(logits[i] - largest);
+            scores[row * SCORE_STRIDE + part + i * ROW_LANES] = weight;
+            weight_sum += weight;
+        }
+        weight_sum += simd_shuffle_xor(weight_sum, 1);
+        weight_sum += simd_shuffle_xor(weight_sum, 2);
+        total = total * shrink + weight_sum;
+        if (part == 0) {
+            shrink_matrix[row * 9] = shrink;
+        }
+        // The keys have been read, the weights written.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+
+        stage(tile, problem.v, v_type, problem.v_row(0), problem.views[2].strides[2], first, problem.keys(), value_width,
+            thread_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (simd_any(shrink != 1.0f)) {
+            simdgroup_matrix<float, 8, 8> diagonal;
+            simdgroup_load(diagonal, shrink_matrix, 8);
+#pragma unroll
+            for (uint i = 0; i < PIECES; i++) {
+                simdgroup_multiply(sums[i], diagonal, sums[i]);
+            }
+        }
+        for (uint block = 0; block < TILE_KEYS; block += 8) {
+            simdgroup_matrix<float, 8, 8> weights;
+            simdgroup_load(weights, scores + block, SCORE_STRIDE);
+#pragma unroll
+            for (uint i = 0; i < PIECES; i++) {
+                if (i == value_pieces) {
+                    break;
+                }
+                simdgroup_matrix<T, 8, 8> of_values;
+                simdgroup_load(of_values, tile + block * TILE_STRIDE + i * 8, TILE_STRIDE);
+                simdgroup_multiply_accumulate(sums[i], weights, of_values, sums[i]);
+            }
+        }
+    }
+
+    // Pieces go out through `scores`, side by side in turn, so that one is read while the next is written.
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    const float factor = total == 0.0f ? 0.0f : 1.0f / total;
+#pragma unroll
+    for (uint i = 0; i < PIECES; i++) {
+        if (i == value_pieces) {
+            break;
+        }
+        threadgroup float *piece = scores + i % 2 * 8;
+        simdgroup_store(sums[i], piece, SCORE_STRIDE);
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        for (uint column = part; column < 8; column += ROW_LANES) {
+            if (query < problem.queries() && i * 8 + column < value_width) {
+                problem.put(query, i * 8 + column, piece[row * SCORE_STRIDE + column] * factor);
+            }
+        }
+    }
+}
+
+kernel void attention_prefill_kernel(
+    device const void *q [[buffer(0)]],
+    device const void *k [[buffer(1)]],
+    device const void *v [[buffer(2)]],
+    device const void *mask [[buffer(3), function_constant(has_mask)]],
+    device void *out [[buffer(4)]],
+    constant AttentionParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint3 position [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint group [[simdgroup_index_in_threadgroup]],
+    uint groups [[simdgroups_per_threadgroup]]
+) {
+    threadgroup compute_t tile[TILE_KEYS * TILE_STRIDE];
+    threadgroup float scores[PREFILL_GROUPS * 8 * SCORE_STRIDE];
+    threadgroup float shrink[PREFILL_GROUPS * 64];
+    threadgroup uint votes[2 * PREFILL_GROUPS];
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    attend_tile<compute_t>(problem, position.x, tile, PrefillMemory{scores, shrink, votes}, Place{lane, group, groups});
+}
+
+// For operands in float32.
+kernel void attention_prefill_float_kernel(
+    device const void *q [[buffer(0)]],
+    device const void *k [[buffer(1)]],
+    device const void *v [[buffer(2)]],
+    device const void *mask [[buffer(3), function_constant(has_mask)]],
+    device void *out [[buffer(4)]],
+    constant AttentionParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint3 position [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]],
+    uint group [[simdgroup_index_in_threadgroup]],
+    uint groups [[simdgroups_per_threadgroup]]
+) {
+    threadgroup float tile[TILE_KEYS * TILE_STRIDE];
+    threadgroup float scores[PREFILL_GROUPS * 8 * SCORE_STRIDE];
+    threadgroup float shrink[PREFILL_GROUPS * 64];
+    threadgroup uint votes[2 * PREFILL_GROUPS];
+    const Problem problem = problem_of(q, k, v, has_mask ? mask : q, out, views, params.scale, position);
+    attend_tile<float>(problem, position.x, tile, PrefillMemory{scores, shrink, votes}, Place{lane, group, groups});
+}

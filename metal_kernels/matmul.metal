@@ -1,0 +1,445 @@
+// Matrix products with float sums: tiled ones by SIMD-group matrices, and one row times a matrix, which is bound by
+// the bandwidth of reading that matrix once.
+
+#include "common.metal"
+
+constant uint x_type [[function_constant(0)]];
+constant uint weight_type [[function_constant(1)]];
+constant uint bias_type [[function_constant(2)]];
+constant uint residual_type [[function_constant(3)]];
+constant uint out_type [[function_constant(4)]];
+constant uint a_type [[function_constant(5)]];
+constant uint b_type [[function_constant(6)]];
+constant bool has_bias [[function_constant(7)]];
+constant bool has_residual [[function_constant(8)]];
+constant bool transpose_b [[function_constant(9)]];
+constant bool vectorized [[function_constant(10)]];
+constant uint activation [[function_constant(11)]];
+
+struct MatmulParams {
+    uint m;
+    uint n;
+    uint k;
+};
+
+struct BatchedMatmulParams {
+    uint m;
+    uint n;
+    uint k;
+    uint batch;
+    float scale;
+};
+
+// A threadgroup makes BLOCK × BLOCK outputs, BLOCK terms of their sums at a time; each of its SIMD groups a quadrant.
+#define BLOCK (2 * TILE)
+#define BLOCK_THREADS (4 * SIMD_WIDTH)
+// Rows are staged four floats further apart than they are long, so that a column's elements lie in different banks.
+#define STAGE_STRIDE (BLOCK + 4)
+#define STAGE_SIZE (BLOCK * STAGE_STRIDE)
+
+// A matrix in device memory. Consecutive threads read along its columns, so these are the close ones.
+struct Matrix {
+    uint start;
+    uint rows;
+    uint columns;
+    uint row_stride;
+    uint column_stride;
+};
+
+// Where a SIMD group of a tiled product works.
+struct Quadrant {
+    uint row;  // of the whole product
+    uint column;
+    uint block_row;  // within the threadgroup's block
+    uint block_column;
+};
+
+inline Quadrant quadrant_of(uint2 block, uint simdgroup) {
+    Quadrant quadrant;
+    quadrant.block_row = simdgroup / 2 * TILE;
+    quadrant.block_column = simdgroup % 2 * TILE;
+    quadrant.row = block.y * BLOCK + quadrant.block_row;
+    quadrant.column = block.x * BLOCK + quadrant.block_column;
+    return quadrant;
+}
+
+// Puts the BLOCK × BLOCK part of a matrix that begins at (row, column) into threadgroup memory, zeros where the matrix
+// has ended.
+inline void stage(
+    threadgroup float *tile, device const void *data, uint type, Matrix matrix, uint row, uint column, uint thread_index
+) {
+    if (vectorized) {
+        for (uint i = thread_index; i < BLOCK * BLOCK / 4; i += BLOCK_THREADS) {
+            const uint r = i / (BLOCK / 4);
+            const uint c = i % (BLOCK / 4) * 4;
+            float4 values = float4(0.0f);
+            if (row + r < matrix.rows) {
+                const uint index = matrix.start + (row + r) * matrix.row_stride + column + c;
+                if (column + c + 4 <= matrix.columns) {
+                    values = load4(data, type, index);
+                } else {
+                    for (uint j = 0; column + c + j < matrix.columns; j++) {
+                        values[j] = load(data, type, index + j);
+                    }
+                }
+            }
+            for (uint j = 0; j < 4; j++) {
+                tile[r * STAGE_STRIDE + c + j] = values[j];
+            }
+        }
+    } else {
+        for (uint i = thread_index; i < BLOCK * BLOCK; i += BLOCK_THREADS) {
+            const uint r = i / BLOCK;
+            const uint c = i % BLOCK;
+            float value = 0.0f;
+            if (row + r < matrix.rows && column + c < matrix.columns) {
+                const uint index =
+                    matrix.start + (row + r) * matrix.row_stride + (column + c) * matrix.column_stride;
+                value = load(data, type, index);
+            }
+            tile[r * STAGE_STRIDE + c] = value;
+        }
+    }
+}
+
+// The block of left[M, K] · right that begins at the threadgroup's place; each SIMD group leaves its quadrant in
+// `shared`, for its own lanes to read, and the result points to it. right is [K, N], or [N, K] where `transposed`.
+template <bool transposed>
+inline threadgroup const float *product(
+    threadgroup float *shared, device const void *left_data, uint left_type, Matrix left, device const void *right_data,
+    uint right_type, Matrix right, uint2 block, Quadrant quadrant, uint thread_index
+) {
+    threadgroup float *left_tile = shared;
+    threadgroup float *right_tile = shared + STAGE_SIZE;
+    threadgroup const float *left_part = left_tile + quadrant.block_row * STAGE_STRIDE;
+    threadgroup const float *right_part =
+        right_tile + quadrant.block_column * (transposed ? STAGE_STRIDE : 1);
+    ProductBlock<TILE / FRAGMENT, TILE / FRAGMENT> sums;
+    sums.clear();
+    for (uint k = 0; k < left.columns; k += BLOCK) {
+        stage(left_tile, left_data, left_type, left, block.y * BLOCK, k, thread_index);
+        if (transposed) {
+            stage(right_tile, right_data, right_type, right, block.x * BLOCK, k, thread_index);
+        } else {
+            stage(right_tile, right_data, right_type, right, k, block.x * BLOCK, thread_index);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        sums.template accumulate<transposed>(left_part, STAGE_STRIDE, right_part, STAGE_STRIDE, BLOCK);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    threadgroup float *result = shared + (quadrant.block_row * 2 + quadrant.block_column) * TILE;
+    sums.store(result);
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    return result;
+}
+
+// act(value + bias) + residual, in float, before the one rounding.
+inline float finish(
+    float value, device const void *bias, uint column, device const void *residual, uint residual_index
+) {
+    if (has_bias) {
+        value += load(bias, bias_type, column);
+    }
+    value = activate(value, activation);
+    if (has_residual) {
+        value += load(residual, residual_type, residual_index);
+    }
+    return value;
+}
+
+// out[M, N] = act(x[M, K] · right + bias) + residual
+template <bool transposed>
+inline void linear(
+    threadgroup float *shared, device const void *x, device const void *weight, Matrix right, device const void *bias,
+    device const void *residual, device void *out, constant MatmulParams &params, constant Strided *views, uint2 block,
+    uint thread_index, uint simdgroup, uint lane
+) {
+    const Matrix left = {0, params.m, params.k, views[0].strides[0], 1};
+    const Quadrant quadrant = quadrant_of(block, simdgroup);
+    threadgroup const float *result = product<transposed>(
+        shared, x, x_type, left, weight, weight_type, right, block, quadrant, thread_index
+    );
+    for (uint i = lane; i < TILE * TILE; i += SIMD_WIDTH) {
+        const uint row = quadrant.row + i / TILE;
+        const uint column = quadrant.column + i % TILE;
+        if (row < params.m && column < params.n) {
+            const float value = finish(result[i], bias, column, residual, row * views[3].strides[0] + column);
+            store(out, out_type, row * views[4].strides[0] + column, value);
+        }
+    }
+}
+
+// weight is [N, K] with unit stride along K
+kernel void matmul_kernel(
+    device const void *x [[buffer(0)]],
+    device const void *weight [[buffer(1)]],
+    device const void *bias [[buffer(2), function_constant(has_bias)]],
+    device const void *residual [[buffer(3), function_constant(has_residual)]],
+    device void *out [[buffer(4)]],
+    constant MatmulParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint2 block [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    threadgroup float shared[2 * STAGE_SIZE];
+    const Matrix right = {0, params.n, params.k, views[1].strides[0], 1};
+    linear<true>(
+        shared, x, weight, right, bias, residual, out, params, views, block, thread_index, simdgroup, lane
+    );
+}
+
+// weight is [N, K] with unit stride along N
+kernel void matmul_notrans_kernel(
+    device const void *x [[buffer(0)]],
+    device const void *weight [[buffer(1)]],
+    device const void *bias [[buffer(2), function_constant(has_bias)]],
+    device const void *residual [[buffer(3), function_constant(has_residual)]],
+    device void *out [[buffer(4)]],
+    constant MatmulParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint2 block [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    threadgroup float shared[2 * STAGE_SIZE];
+    const Matrix right = {0, params.k, params.n, views[1].strides[1], 1};
+    linear<false>(
+        shared, x, weight, right, bias, residual, out, params, views, block, thread_index, simdgroup, lane
+    );
+}
+
+// Integers multiply exactly, which float sums do not beyond 2^24; they come with a scale of 1.
+inline void integer_product(
+    device const void *a, Matrix left, device const void *b, Matrix right, device void *out, Matrix result,
+    uint2 block, uint thread_index
+) {
+    for (uint i = thread_index; i < BLOCK * BLOCK; i += BLOCK_THREADS) {
+        const uint row = block.y * BLOCK + i / BLOCK;
+        const uint column = block.x * BLOCK + i % BLOCK;
+        if (row < result.rows && column < result.columns) {
+            uint sum = 0;
+            uint left_index = left.start + row * left.row_stride;
+            uint right_index = right.start + column * right.column_stride;
+            for (uint k = 0; k < left.columns; k++) {
+                sum += uint(load_int(a, a_type, left_index)) * uint(load_int(b, b_type, right_index));
+                left_index += left.column_stride;
+                right_index += right.row_stride;
+            }
+            store_int(
+                out, out_type, result.start + row * result.row_stride + column * result.column_stride, int(sum)
+            );
+        }
+    }
+}
+
+inline Matrix matrix_of(constant Strided &view, uint batch) {
+    const uint outer = view.rank - 2;
+    return {
+        offset_of(view, batch, outer), view.shape[outer], view.shape[outer + 1], view.strides[outer],
+        view.strides[outer + 1]
+    };
+}
+
+inline Matrix transpose(Matrix matrix) {
+    return {matrix.start, matrix.columns, matrix.rows, matrix.column_stride, matrix.row_stride};
+}
+
+// out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; b has unit stride along K where `transpose_b`
+kernel void batched_matmul_kernel(
+    device const void *a [[buffer(0)]],
+    device const void *b [[buffer(1)]],
+    device void *out [[buffer(2)]],
+    constant BatchedMatmulParams &params [[buffer(3)]],
+    constant Strided *views [[buffer(4)]],
+    uint3 block [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    threadgroup float shared[2 * STAGE_SIZE];
+    const Matrix left = matrix_of(views[0], block.z);
+    const Matrix right = matrix_of(views[1], block.z);
+    const Matrix result = matrix_of(views[2], block.z);
+    if (a_type == TYPE_INT && b_type == TYPE_INT) {
+        integer_product(a, left, b, right, out, result, block.xy, thread_index);
+        return;
+    }
+    const Quadrant quadrant = quadrant_of(block.xy, simdgroup);
+    threadgroup const float *sums;
+    if (transpose_b) {
+        sums = product<true>(
+            shared, a, a_type, left, b, b_type, transpose(right), block.xy, quadrant, thread_index
+        );
+    } else {
+        sums = product<false>(shared, a, a_type, left, b, b_type, right, block.xy, quadrant, thread_index);
+    }
+    for (uint i = lane; i < TILE * TILE; i += SIMD_WIDTH) {
+        const uint row = quadrant.row + i / TILE;
+        const uint column = quadrant.column + i % TILE;
+        if (row < params.m && column < params.n) {
+            const uint index = result.start + row * result.row_stride + column * result.column_stride;
+            store(out, out_type, index, params.scale * sums[i]);
+        }
+    }
+}
+
+#define VEC_SIMDGROUPS (VEC_TPG / SIMD_WIDTH)
+static_assert(VEC_COLUMNS % 4 == 0, "sums are reduced four at a time");
+
+// Dot products of x[K] with ROWS rows of a weight, which start at `starts` and have unit stride; x is read once for all
+// of them, and so many loads are on their way at a time. Each SIMD group leaves its part in `partials`:
+// [SIMD group, row].
+template <uint ROWS>
+inline void dot_rows(
+    threadgroup float *partials, device const void *x, device const void *weight, thread const uint *starts, uint k,
+    uint thread_index, uint threads, uint simdgroup, uint lane
+) {
+    float sums[ROWS];
+    for (uint row = 0; row < ROWS; row++) {
+        sums[row] = 0.0f;
+    }
+    uint scalar_start = 0;
+    if (vectorized) {
+        float4 quads[ROWS];
+        for (uint row = 0; row < ROWS; row++) {
+            quads[row] = float4(0.0f);
+        }
+        scalar_start = k / 4 * 4;
+        for (uint i = 4 * thread_index; i < scalar_start; i += 4 * threads) {
+            const float4 value = load4(x, x_type, i);
+            for (uint row = 0; row < ROWS; row++) {
+                quads[row] = fma(value, load4(weight, weight_type, starts[row] + i), quads[row]);
+            }
+        }
+        for (uint row = 0; row < ROWS; row++) {
+            sums[row] = (quads[row].x + quads[row].y) + (quads[row].z + quads[row].w);
+        }
+    }
+    for (uint i = scalar_start + thread_index; i < k; i += threads) {
+        const float value = load(x, x_type, i);
+        for (uint row = 0; row < ROWS; row++) {
+            sums[row] = fma(value, load(weight, weight_type, starts[row] + i), sums[row]);
+        }
+    }
+    for (uint row = 0; row < ROWS; row += 4) {
+        const float4 total = simd_sum(float4(sums[row], sums[row + 1], sums[row + 2], sums[row + 3]));
+        if (lane == 0) {
+            for (uint i = 0; i < 4; i++) {
+                partials[simdgroup * ROWS + row + i] = total[i];
+            }
+        }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// A row's sum over the SIMD groups.
+template <uint ROWS>
+inline float total(threadgroup const float *partials, uint row, uint simdgroups) {
+    float sum = 0.0f;
+    for (uint i = 0; i < simdgroups; i++) {
+        sum += partials[i * ROWS + row];
+    }
+    return sum;
+}
+
+// out[1, N] = act(x[1, K] · weight[N, K]ᵀ + bias) + residual; VEC_COLUMNS outputs by a threadgroup
+kernel void matmul_vec_kernel(
+    device const void *x [[buffer(0)]],
+    device const void *weight [[buffer(1)]],
+    device const void *bias [[buffer(2), function_constant(has_bias)]],
+    device const void *residual [[buffer(3), function_constant(has_residual)]],
+    device void *out [[buffer(4)]],
+    constant MatmulParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint block [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    threadgroup float partials[VEC_COLUMNS * VEC_SIMDGROUPS];
+    uint starts[VEC_COLUMNS];
+    for (uint i = 0; i < VEC_COLUMNS; i++) {
+        starts[i] = min(block * VEC_COLUMNS + i, params.n - 1) * views[1].strides[0];
+    }
+    dot_rows<VEC_COLUMNS>(
+        partials, x, weight, starts, params.k, thread_index, threads, simdgroup, lane
+    );
+    const uint column = block * VEC_COLUMNS + thread_index;
+    if (thread_index < VEC_COLUMNS && column < params.n) {
+        const float sum = total<VEC_COLUMNS>(partials, thread_index, simdgroups);
+        store(out, out_type, column, finish(sum, bias, column, residual, column));
+    }
+}
+
+// out[1, N] = act(gate) · up, with [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias
+kernel void gated_matmul_vec_kernel(
+    device const void *x [[buffer(0)]],
+    device const void *weight [[buffer(1)]],
+    device const void *bias [[buffer(2), function_constant(has_bias)]],
+    device void *out [[buffer(3)]],
+    constant MatmulParams &params [[buffer(4)]],
+    constant Strided *views [[buffer(5)]],
+    uint block [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]],
+    uint threads [[threads_per_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    threadgroup float partials[2 * VEC_COLUMNS * VEC_SIMDGROUPS];
+    uint starts[2 * VEC_COLUMNS];
+    for (uint i = 0; i < VEC_COLUMNS; i++) {
+        const uint column = min(block * VEC_COLUMNS + i, params.n - 1);
+        starts[i] = column * views[1].strides[0];
+        starts[VEC_COLUMNS + i] = (params.n + column) * views[1].strides[0];
+    }
+    dot_rows<2 * VEC_COLUMNS>(
+        partials, x, weight, starts, params.k, thread_index, threads, simdgroup, lane
+    );
+    const uint column = block * VEC_COLUMNS + thread_index;
+    if (thread_index < VEC_COLUMNS && column < params.n) {
+        float gate = total<2 * VEC_COLUMNS>(partials, thread_index, simdgroups);
+        float up = total<2 * VEC_COLUMNS>(partials, VEC_COLUMNS + thread_index, simdgroups);
+        if (has_bias) {
+            gate += load(bias, bias_type, column);
+            up += load(bias, bias_type, params.n + column);
+        }
+        store(out, out_type, column, activate(gate, activation) * up);
+    }
+}
+
+// As matmul_vec_kernel, with a weight of unit stride along N: a lane per column, K split over the SIMD groups.
+kernel void matmul_vec_notrans_kernel(
+    device const void *x [[buffer(0)]],
+    device const void *weight [[buffer(1)]],
+    device const void *bias [[buffer(2), function_constant(has_bias)]],
+    device const void *residual [[buffer(3), function_constant(has_residual)]],
+    device void *out [[buffer(4)]],
+    constant MatmulParams &params [[buffer(5)]],
+    constant Strided *views [[buffer(6)]],
+    uint block [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]])
+{
+    threadgroup float partials[SIMD_WIDTH * VEC_SIMDGROUPS];
+    const uint column = block * SIMD_WIDTH + lane;
+    const uint last = params.n - 1;
+    float sum = 0.0f;
+    uint index = min(column, last) + simdgroup * views[1].strides[1];
+    for (uint i = simdgroup; i < params.k; i += simdgroups) {
+        sum = fma(load(x, x_type, i), load(weight, weight_type, index), sum);
+        index += simdgroups * views[1].strides[1];
+    }
+    partials[simdgroup * SIMD_WIDTH + lane] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (simdgroup == 0 && column < params.n) {
+        const float value = total<SIMD_WIDTH>(partials, lane, simdgroups);
+        store(out, out_type, column, finish(value, bias, column, residual, column));
+    }
+}
