@@ -122,10 +122,10 @@ def table(rows: list[Row], floor: int) -> list[str]:
 _HEAD = f"""\
 # What each fusion saves
 
-Qwen2.5-1.5B ({LAYERS} layers, bfloat16, tied embeddings) with a KV cache of {CACHE_LENGTH} rows, compiled without fusions
-and then with one more at a time, in the order in which the compiler applies them (`FUSIONS`). The figures are those of
-`describe()`: a step's kernel launches, and the bytes that they read and write, each distinct element of an operand
-once. Nothing here is timed; `python -m benchmarks.dispatches` writes this page anew.
+Qwen2.5-1.5B ({LAYERS} layers, bfloat16, tied embeddings) with a KV cache of {CACHE_LENGTH} rows, compiled without
+fusions and then with one more at a time, in the order in which the compiler applies them (`FUSIONS`). The figures are
+those of `describe()`: a step's kernel launches, and the bytes that they read and write, each distinct element of an
+operand once. Nothing here is timed; `python -m benchmarks.dispatches` writes this page anew.
 
 The floor is what no fusion can save: every weight read once, and the keys and values that attention reads, which is the
 whole cache (its length is static; rows beyond the position are masked). The embedding table is tied to the LM head,

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from metal_emulator.sources import RUNTIME, lines_marked_not_a_guard, resolve_includes
 from metal_emulator.translate import (
     Argument,
     FunctionConstant,
@@ -33,14 +34,12 @@ from metal_emulator.translate import (
 
 __all__ = ["Argument", "CompileError", "Function", "FunctionConstant", "KernelFault", "Library", "Mutant", "compile_source"]
 
-RUNTIME = Path(__file__).parent / "runtime"
 MAX_THREADS = 1024
 REPORT_BYTES = 2048
 PREDEFINED = {"__METAL_VERSION__": "310", "__METAL__": "1", "__HAVE_BFLOAT__": "1"}
 _COMMON_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
 _KERNEL_FLAGS = ("-nostdinc", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics")
 _SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*(?:include|import)[ \t]*<[^>\n]*>", re.MULTILINE)
-_LINE_DIRECTIVE = re.compile(r'\s*#\s*(?:line\s+)?(\d+)(?:\s+"([^"]*)")?')
 _CONSTANT_TYPES = {
     "uint": ctypes.c_uint32,
     "int": ctypes.c_int32,
@@ -255,20 +254,6 @@ def preprocess(source: str, macros: Mapping[str, str]) -> str:
     return result.stdout
 
 
-def lines_marked_not_a_guard(source: str) -> frozenset[tuple[str, int]]:
-    """(file, line) of the source's lines that say `// not a guard`."""
-    found, file, line = set(), "program_source", 0
-    for text in source.splitlines():
-        directive = _LINE_DIRECTIVE.match(text)
-        if directive:
-            line, file = int(directive.group(1)) - 1, directive.group(2) or file
-            continue
-        line += 1
-        if "not a guard" in text:
-            found.add((file, line))
-    return frozenset(found)
-
-
 def _translated(source: str, macros: Mapping[str, str]) -> str:
     try:
         translation = translate(preprocess(source, macros), lines_marked_not_a_guard(source))
@@ -336,7 +321,7 @@ def _toolchain() -> str:
 
 @functools.cache
 def _own_sources() -> str:
-    paths = [*sorted(RUNTIME.iterdir()), Path(__file__).parent / "translate.py", Path(__file__)]
+    paths = [*sorted(RUNTIME.iterdir()), *sorted(Path(__file__).parent.glob("translat*.py")), Path(__file__)]
     return "".join(path.read_text() for path in paths if path.is_file())
 
 
@@ -349,22 +334,6 @@ def _digest(*parts: str) -> str:
     return state.hexdigest()[:24]
 
 
-def resolve_includes(path: Path, included: set[Path] | None = None) -> str:
-    """A file's text with `#include "name"` replaced by the file of that name beside it, each once."""
-    included = included if included is not None else set()
-    lines = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        match = re.match(r'\s*#\s*include\s*"([^"]+)"', line)
-        if not match:
-            lines.append(line)
-            continue
-        inner = path.parent / match.group(1)
-        text = "" if inner in included else resolve_includes(inner, included | {inner})
-        included.add(inner)
-        lines += [f'#line 1 "{inner.name}"', text, f'#line {number + 1} "{path.name}"']
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compile the files named in `arguments` and print what they hold; 1 if one does not compile."""
     macros = {"TILE": "16", "VEC_TPG": "256", "VEC_COLUMNS": "4"}
@@ -372,7 +341,7 @@ def main(arguments: Sequence[str]) -> int:
     failures = 0
     for name in (word for word in arguments if not word.startswith("-D")):
         try:
-            library = compile_source(f'#line 1 "{Path(name).name}"\n' + resolve_includes(Path(name)), macros, mutants=True)
+            library = compile_source(resolve_includes(Path(name)), macros, mutants=True)
         except CompileError as error:
             print(error, file=sys.stderr)
             failures += 1

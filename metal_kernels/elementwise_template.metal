@@ -86,6 +86,43 @@ inline bool is_float(uint type) {
     return type == TYPE_COMPUTE || type == TYPE_FLOAT;
 }
 
+// What an absent operand is: a scalar of the call.
+inline float scalar(constant ElementwiseParams &params, uint operand, float) {
+    return params.scalars[operand];
+}
+
+inline int scalar(constant ElementwiseParams &params, uint operand, int) {
+    return params.int_scalars[operand];
+}
+
+#define ELEMENTWISE_OPERANDS                                                  \
+    device const void *a [[buffer(0), function_constant(has_a)]],             \
+    device const void *b [[buffer(1), function_constant(has_b)]],             \
+    device const void *c [[buffer(2), function_constant(has_c)]],             \
+    device void *out [[buffer(3)]],                                           \
+    constant ElementwiseParams &params [[buffer(4)]],                         \
+    constant Strided *views [[buffer(5)]]
+
+// A row's result as a function, over floats or over ints.
+#define ELEMENTWISE_RESULT(name, type, attributes, result)                                                \
+    inline type name##_result(type a, type b, type c, constant ElementwiseParams &params) {               \
+        attributes                                                                                        \
+        return result;                                                                                    \
+    }
+
+#define ELEMENTWISE(name, attributes, result, int_result)                     \
+    ELEMENTWISE_RESULT(name, float, attributes, result)                       \
+    ELEMENTWISE_RESULT(name, int, attributes, int_result)                     \
+    ELEMENTWISE_KERNEL(name, if (integer) { ELEMENTWISE_RUN(name, int) } else { ELEMENTWISE_RUN(name, float) })
+
+#define ELEMENTWISE_FLOAT(name, attributes, result)                           \
+    ELEMENTWISE_RESULT(name, float, attributes, result)                       \
+    ELEMENTWISE_KERNEL(name, ELEMENTWISE_RUN(name, float))
+
+#if defined(ELEMENTWISE_DENSE)
+
+// Row-major operands, as one dimension; four elements a thread.
+
 // Elements `first` to `end` of a row-major operand; `whole` if they are four, aligned for a vector access.
 
 inline void read_lanes(thread float *lanes, device const void *data, uint type, uint first, uint end, bool whole) {
@@ -131,15 +168,6 @@ inline void spread(thread T *lanes, T value) {
     }
 }
 
-// What an absent operand is: a scalar of the call.
-inline float scalar(constant ElementwiseParams &params, uint operand, float) {
-    return params.scalars[operand];
-}
-
-inline int scalar(constant ElementwiseParams &params, uint operand, int) {
-    return params.int_scalars[operand];
-}
-
 template <typename T>
 inline void read_operands(
     thread Lanes<T> &lanes, device const void *a, device const void *b, device const void *c,
@@ -159,7 +187,25 @@ inline void read_operands(
     }
 }
 
-// The same for one element of strided operands.
+#define ELEMENTWISE_KERNEL(name, run)                                                                     \
+    kernel void name(ELEMENTWISE_OPERANDS, uint position [[thread_position_in_grid]]) {                   \
+        const uint first = 4 * position;                                                                  \
+        const uint end = min(first + 4, views[3].shape[0]);                                               \
+        const bool whole = vectorized && end == first + 4;                                                \
+        run                                                                                               \
+    }
+
+#define ELEMENTWISE_RUN(name, type)                                                                       \
+    Lanes<type> x;                                                                                        \
+    read_operands(x, a, b, c, params, first, end, whole);                                                 \
+    for (uint lane = 0; lane < 4; lane++) {                                                               \
+        x.a[lane] = name##_result(x.a[lane], x.b[lane], x.c[lane], params);                               \
+    }                                                                                                     \
+    write_lanes(out, x.a, first, end, whole);
+
+#elif defined(ELEMENTWISE_BROADCAST)
+
+// Strided operands of rank 2 or more; a thread per element.
 
 inline void load_at(thread float &value, device const void *data, uint type, uint offset) {
     value = load(data, type, offset);
@@ -207,54 +253,6 @@ inline bool read_operands(
     }
     return true;
 }
-
-#define ELEMENTWISE_OPERANDS                                                  \
-    device const void *a [[buffer(0), function_constant(has_a)]],             \
-    device const void *b [[buffer(1), function_constant(has_b)]],             \
-    device const void *c [[buffer(2), function_constant(has_c)]],             \
-    device void *out [[buffer(3)]],                                           \
-    constant ElementwiseParams &params [[buffer(4)]],                         \
-    constant Strided *views [[buffer(5)]]
-
-// A row's result as a function, over floats or over ints.
-#define ELEMENTWISE_RESULT(name, type, attributes, result)                                                \
-    inline type name##_result(type a, type b, type c, constant ElementwiseParams &params) {               \
-        attributes                                                                                        \
-        return result;                                                                                    \
-    }
-
-#define ELEMENTWISE(name, attributes, result, int_result)                     \
-    ELEMENTWISE_RESULT(name, float, attributes, result)                       \
-    ELEMENTWISE_RESULT(name, int, attributes, int_result)                     \
-    ELEMENTWISE_KERNEL(name, if (integer) { ELEMENTWISE_RUN(name, int) } else { ELEMENTWISE_RUN(name, float) })
-
-#define ELEMENTWISE_FLOAT(name, attributes, result)                           \
-    ELEMENTWISE_RESULT(name, float, attributes, result)                       \
-    ELEMENTWISE_KERNEL(name, ELEMENTWISE_RUN(name, float))
-
-#if defined(ELEMENTWISE_DENSE)
-
-// Row-major operands, as one dimension; four elements a thread.
-
-#define ELEMENTWISE_KERNEL(name, run)                                                                     \
-    kernel void name(ELEMENTWISE_OPERANDS, uint position [[thread_position_in_grid]]) {                   \
-        const uint first = 4 * position;                                                                  \
-        const uint end = min(first + 4, views[3].shape[0]);                                               \
-        const bool whole = vectorized && end == first + 4;                                                \
-        run                                                                                               \
-    }
-
-#define ELEMENTWISE_RUN(name, type)                                                                       \
-    Lanes<type> x;                                                                                        \
-    read_operands(x, a, b, c, params, first, end, whole);                                                 \
-    for (uint lane = 0; lane < 4; lane++) {                                                               \
-        x.a[lane] = name##_result(x.a[lane], x.b[lane], x.c[lane], params);                               \
-    }                                                                                                     \
-    write_lanes(out, x.a, first, end, whole);
-
-#elif defined(ELEMENTWISE_BROADCAST)
-
-// Strided operands of rank 2 or more; a thread per element.
 
 #define ELEMENTWISE_KERNEL(name, run)                                                                     \
     kernel void name(ELEMENTWISE_OPERANDS, uint3 position [[thread_position_in_grid]]) {                  \

@@ -84,13 +84,14 @@ inline Problem problem_of(
 
 // Four elements of a row of `width`; zeros beyond its end.
 inline float4 load_dims(device const void *data, uint type, uint row, uint dim, uint width) {
-    if (vectorized && dim + 4 <= width) {
-        return load4(data, type, row + dim);
-    }
     float4 values = float4(0.0f);
-    for (uint i = 0; i < 4; i++) {
-        if (dim + i < width) {
-            values[i] = load(data, type, row + dim + i);
+    if (vectorized && dim + 4 <= width) {
+        values = load4(data, type, row + dim);
+    } else {
+        for (uint i = 0; i < 4; i++) {
+            if (dim + i < width) {
+                values[i] = load(data, type, row + dim + i);
+            }
         }
     }
     return values;
@@ -435,8 +436,8 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
         }
     }
 
-    // Pieces go out through `scores`, side by side in turn, so that one is read while the next is written.
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+    // Pieces go out through `scores`, in two places by turns, so that one is read while the next is written. The first
+    // two replace weights that each lane has loaded itself.
     const float factor = total == 0.0f ? 0.0f : 1.0f / total;
 #pragma unroll
     for (uint i = 0; i < PIECES; i++) {

@@ -11,26 +11,28 @@ struct SoftmaxParams {
     float scale;
 };
 
-// A row of scale · x, plus the mask if there is one.
-struct Logits {
+// A row of scale · x.
+struct Scores {
     device const void *x;
-    device const void *mask;
-    uint x_base;
-    uint x_stride;
-    uint mask_base;
-    uint mask_stride;
+    uint base;
+    uint stride;
     float scale;
-    bool masked;
 
-    float at(uint column) const {
-        const float value = load(x, x_type, x_base + column * x_stride) * scale;
-        return masked ? value + load(mask, mask_type, mask_base + column * mask_stride) : value;
-    }
+    bool in_floats() const { return x_type <= TYPE_FLOAT; }
+    float at(uint column) const { return load(x, x_type, base + column * stride) * scale; }
+    float4 four_at(uint column) const { return load4(x, x_type, base + column) * scale; }
+};
 
-    float4 four_at(uint column) const {
-        const float4 values = load4(x, x_type, x_base + column) * scale;
-        return masked ? values + load4(mask, mask_type, mask_base + column) : values;
-    }
+// A row of scale · x + mask.
+struct MaskedScores {
+    Scores scores;
+    device const void *mask;
+    uint base;
+    uint stride;
+
+    bool in_floats() const { return scores.in_floats() && mask_type <= TYPE_FLOAT; }
+    float at(uint column) const { return scores.at(column) + load(mask, mask_type, base + column * stride); }
+    float4 four_at(uint column) const { return scores.four_at(column) + load4(mask, mask_type, base + column); }
 };
 
 struct Softmax {
@@ -53,16 +55,16 @@ struct LogSoftmax {
     T of(T logit) const { return logit - largest - log_total; }
 };
 
-template <typename Form>
+template <typename Form, typename Logits>
 inline void normalize_row(
     Logits logits, device void *out, constant Strided &view, uint row, threadgroup uint *maxima,
     threadgroup uint *totals, Place place
 ) {
-    const uint width = view.shape[view.rank - 1];
-    const uint stride = view.strides[view.rank - 1];
-    const uint base = offset_of(view, row, view.rank - 1);
-    const bool floats = x_type <= TYPE_FLOAT && (!logits.masked || mask_type <= TYPE_FLOAT);
-    const uint wide = vectorized && floats ? width / 4 : 0;
+    const uint last = view.rank - 1;
+    const uint width = view.shape[last];
+    const uint stride = view.strides[last];
+    const uint base = offset_of(view, row, last);
+    const uint wide = vectorized && logits.in_floats() ? width / 4 : 0;
     ExpSum sum;
     for (uint i = place.thread_index(); i < wide; i += place.thread_count()) {
         sum.add(logits.four_at(4 * i));
@@ -80,9 +82,8 @@ inline void normalize_row(
     }
 }
 
-inline Logits row_of(device const void *x, constant Strided &view, uint row, float scale) {
-    const uint last = view.rank - 1;
-    return Logits{x, x, offset_of(view, row, last), view.strides[last], 0, 0, scale, false};
+inline Scores scores_of(device const void *x, constant Strided &view, uint row, float scale) {
+    return Scores{x, offset_of(view, row, view.rank - 1), view.strides[view.rank - 1], scale};
 }
 
 kernel void softmax_kernel(
@@ -97,8 +98,8 @@ kernel void softmax_kernel(
 ) {
     threadgroup uint maxima[MAX_SIMDGROUPS];
     threadgroup uint totals[MAX_SIMDGROUPS];
-    const Logits logits = row_of(x, views[0], row, params.scale);
-    normalize_row<Softmax>(logits, out, views[1], row, maxima, totals, Place{lane, group, groups});
+    const Scores scores = scores_of(x, views[0], row, params.scale);
+    normalize_row<Softmax>(scores, out, views[1], row, maxima, totals, Place{lane, group, groups});
 }
 
 kernel void log_softmax_kernel(
@@ -113,8 +114,8 @@ kernel void log_softmax_kernel(
 ) {
     threadgroup uint maxima[MAX_SIMDGROUPS];
     threadgroup uint totals[MAX_SIMDGROUPS];
-    const Logits logits = row_of(x, views[0], row, params.scale);
-    normalize_row<LogSoftmax>(logits, out, views[1], row, maxima, totals, Place{lane, group, groups});
+    const Scores scores = scores_of(x, views[0], row, params.scale);
+    normalize_row<LogSoftmax>(scores, out, views[1], row, maxima, totals, Place{lane, group, groups});
 }
 
 kernel void masked_softmax_kernel(
@@ -130,11 +131,8 @@ kernel void masked_softmax_kernel(
 ) {
     threadgroup uint maxima[MAX_SIMDGROUPS];
     threadgroup uint totals[MAX_SIMDGROUPS];
-    Logits logits = row_of(x, views[0], row, params.scale);
     const uint last = views[1].rank - 1;
-    logits.mask = mask;
-    logits.mask_base = offset_of(views[1], row, last);
-    logits.mask_stride = views[1].strides[last];
-    logits.masked = true;
-    normalize_row<Softmax>(logits, out, views[2], row, maxima, totals, Place{lane, group, groups});
+    const MaskedScores scores{
+        scores_of(x, views[0], row, params.scale), mask, offset_of(views[1], row, last), views[1].strides[last]};
+    normalize_row<Softmax>(scores, out, views[2], row, maxima, totals, Place{lane, group, groups});
 }

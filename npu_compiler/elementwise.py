@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from npu_compiler.codegen_core import KernelDecl, Operand
-from npu_compiler.dtypes import as_int32, saturate
+from npu_compiler.dtypes import as_int32
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Elementwise:
         expr: The result in C, over floats `a`, `b`, `c` (the operands in order) and the attributes. Besides C's math
             library a target has `floor_div(a, b)` and `floor_mod(a, b)`, torch's floor division and remainder.
         integer: The result in C over ints, for when no operand is a float; None where ints become floats first. Besides
-            operators, a target has `trunc_div`, `trunc_mod`, `floor_div`, `floor_mod` (all 0 or `a` for a divisor of 0)
-            and `int_pow`.
+            operators a target has `trunc_div`, `trunc_mod`, `floor_div`, `floor_mod` (quotient 0 and remainder `a` for a
+            divisor of 0) and `int_pow`.
         torch: Dotted torch function, called with the operands and the attributes as keywords.
         attrs: Attribute → default.
     """
@@ -49,9 +50,14 @@ def elementwise_params(params: Mapping[str, Any]) -> dict[str, Any]:
     scalars = [0 if x is None else x for x in params["scalars"]]
     scalars += [0] * (3 - len(scalars))
     present = {f"has_{name}": x is None for name, x in zip("abc", params["scalars"], strict=False)}
-    attrs = [saturate(float(params[name]), "float32") for name in ELEMENTWISE[params["op"]].attrs]
+    attrs = [as_float32(params[name]) for name in ELEMENTWISE[params["op"]].attrs]
     return {
         "has_b": False, "has_c": False, **present,
-        "scalars": [saturate(float(x), "float32") for x in scalars], "int_scalars": [as_int32(x) for x in scalars],
+        "scalars": [as_float32(x) for x in scalars], "int_scalars": [as_int32(x) for x in scalars],
         "attrs": attrs + [0.0] * (3 - len(attrs)),
     }  # fmt: skip
+
+
+def as_float32(value: float) -> float:
+    """The nearest float32; infinite beyond its range, as in a comparison of float32 values with this one."""
+    return ctypes.c_float(value).value

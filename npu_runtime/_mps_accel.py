@@ -77,15 +77,21 @@ def _batches(view: View) -> tuple[int, int] | None:
 
 def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:
     """The matrix in memory and whether the view is its transpose; None where neither dimension is packed."""
-    count, distance = batch
     (rows, columns), (row_stride, column_stride) = view.shape[-2:], view.strides[-2:]
     if column_stride == 1 or columns == 1 and row_stride != 1:
-        stride = row_stride if rows > 1 else columns
-        return (Matrix(view, rows, columns, stride, count, distance), False) if stride >= columns else None
+        return _fitting(view, rows, columns, row_stride, batch, False)
     if row_stride == 1 or rows == 1:
-        stride = column_stride if columns > 1 else rows
-        return (Matrix(view, columns, rows, stride, count, distance), True) if stride >= rows else None
+        return _fitting(view, columns, rows, column_stride, batch, True)
     return None
+
+
+def _fitting(
+    view: View, rows: int, columns: int, row_stride: int, batch: tuple[int, int], transposed: bool
+) -> tuple[Matrix, bool] | None:
+    """MPS counts a matrix as whole rows: one that begins within a longer row could end beyond its buffer."""
+    stride = row_stride if rows > 1 else columns
+    whole = stride == columns or (stride > columns and view.offset % stride == 0)
+    return (Matrix(view, rows, columns, stride, *batch), transposed) if whole else None
 
 
 class MPSLaunch:

@@ -191,8 +191,12 @@ class MetalDevice:
         buffers = []
         for start in range(0, len(encode), batch):
             encoder = CommandEncoder(self)
-            for call in encode[start : start + batch]:
-                call(encoder)
+            try:
+                for call in encode[start : start + batch]:
+                    call(encoder)
+            except BaseException:
+                encoder.end()  # Metal aborts the process where an encoder is dropped open
+                raise
             buffers.append(encoder.commit())
         seconds = 0.0
         for buffer in buffers:
@@ -221,16 +225,17 @@ class CommandEncoder:
 
     def command_buffer(self) -> Any:
         """The command buffer itself, for calls that encode into it on their own."""
-        self._end()
+        self.end()
         return self._buffer
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the compute encoder, if one is open."""
         if self._compute is not None:
             self._compute.endEncoding()
             self._compute = None
 
     def commit(self) -> Any:
-        self._end()
+        self.end()
         self._buffer.commit()
         return self._buffer
 

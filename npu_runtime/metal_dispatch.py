@@ -159,7 +159,7 @@ def _rope(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     *lead, width = call.inputs[0].shape
     quads, rows = _groups(width // 2, 4), numel(lead)
     columns = min(quads, config.max_threadgroup_1d)
-    height = min(rows, config.max_threadgroup_1d // columns)
+    height = max(1, min(rows, config.max_threadgroup_1d // columns))
     return (_groups(quads, columns), _groups(rows, height), 1), (columns, height, 1)
 
 

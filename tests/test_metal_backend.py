@@ -106,7 +106,7 @@ def test_a_later_run_makes_packs_and_compiles_nothing(
     assert steady["command_buffers"] == 1
     assert steady["dispatches"] + steady["mps_products"] == len(program.kernels)
     assert steady["mps_products"] == products
-    assert steady["encoders"] + products <= 1 + 2 * groups
+    assert steady["encoders"] <= 1 + groups, "an encoder is ended for MPS only"
 
 
 def _mps_groups(program: CompiledProgram) -> int:
@@ -201,7 +201,7 @@ def test_the_device_is_there_by_name() -> None:
 def test_a_partitioned_graph_runs_its_device_part_on_metal(backend: MetalBackend, rng: np.random.Generator) -> None:
     class Mixed(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.linalg.inv(torch.relu(x) + 3 * torch.eye(4)) * 2
+            return torch.linalg.inv(torch.relu(x) + 3 * torch.eye(4, device=x.device)) * 2
 
     plan = partition(extract_ir(Mixed(), (torch.empty(4, 4, device="meta"),), model_name="mixed").to_dict())
     dag = DAGExecutor(plan, backend)

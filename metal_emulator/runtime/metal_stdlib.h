@@ -1,6 +1,7 @@
 // What `#include <metal_stdlib>` gives a kernel that is compiled as C++.
 #pragma once
 
+#include "limits.h"
 #include "math_functions.h"
 #include "memory.h"
 #include "simd.h"

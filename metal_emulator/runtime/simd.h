@@ -73,6 +73,9 @@ inline T scan(T value, u32 site, T identity, bool inclusive, Operation operation
     });
 }
 
+template <class P> struct pointee;
+template <class T> struct pointee<T *> { typedef T type; };
+
 template <class T> struct lane_value {
     T value;
     u32 lane;
@@ -200,14 +203,6 @@ template <class T> METAL_INLINE T atomic_exchange_bits(T *address, T (*change)(T
         typedef metal_runtime::remove_const_t<typename metal_runtime::pointee<decltype(address)>::type> V;          \
         return atomic_exchange_bits<V>(address, [](V a, V b) -> V { return VALUE; }, static_cast<V>(operand));      \
     }
-}  // namespace metal
-
-namespace metal_runtime {
-template <class P> struct pointee;
-template <class T> struct pointee<T *> { typedef T type; };
-}  // namespace metal_runtime
-
-namespace metal {
 METAL_ATOMIC(add, a + b)
 METAL_ATOMIC(sub, a - b)
 METAL_ATOMIC(max, a < b ? b : a)

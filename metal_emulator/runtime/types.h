@@ -165,6 +165,9 @@ template <class T> struct alignas(4 * sizeof(T)) vec<T, 4> {
     METAL_VEC_COMMON(4)
     METAL_INLINE vec(T a, T b, T c, T d) : data{a, b, c, d} {}
     METAL_INLINE vec(vec<T, 2> a, vec<T, 2> b) : data{a.x, a.y, b.x, b.y} {}
+    METAL_INLINE vec(vec<T, 2> a, T b, T c) : data{a.x, a.y, b, c} {}
+    METAL_INLINE vec(T a, vec<T, 2> b, T c) : data{a, b.x, b.y, c} {}
+    METAL_INLINE vec(T a, T b, vec<T, 2> c) : data{a, b, c.x, c.y} {}
     METAL_INLINE vec(vec<T, 3> a, T b) : data{a.x, a.y, a.z, b} {}
     METAL_INLINE vec(T a, vec<T, 3> b) : data{a, b.x, b.y, b.z} {}
     METAL_INLINE vec<T, 2> xy() const { return vec<T, 2>(x, y); }

@@ -65,15 +65,15 @@ elementwise("bitwise_not", "self", "~int(a)", "torch.bitwise_not", "npu.bitwise_
 elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME)
 elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
 elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME)
-elementwise("gelu_erf", "self", "0.5 * a * (1 + erf(a * 0.70710678118654752))", F + "gelu", "npu.gelu_erf")
+elementwise("gelu_erf", "self", "0.5f * a * (1 + erf(a * 0.70710678118654752f))", F + "gelu", "npu.gelu_erf")
 elementwise(
-    "gelu_tanh", "self", "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))", "npu.gelu_tanh",
+    "gelu_tanh", "self", "0.5f * a * (1 + tanh(0.7978845608028654f * (a + 0.044715f * a * a * a)))", "npu.gelu_tanh",
     "npu.gelu_tanh",
 )  # fmt: skip
 elementwise("hardswish", "self", "a * (a < -3 ? 0 : a > 3 ? 6 : a + 3) / 6", F + "hardswish")
 elementwise("hardsigmoid", "self", "(a < -3 ? 0 : a > 3 ? 6 : a + 3) / 6", F + "hardsigmoid")
 elementwise("mish", "self", "a * tanh(log1p(exp(a)))", F + "mish")
-elementwise("selu", "self", "1.0507009873554805 * (a > 0 ? a : 1.6732632423543772 * expm1(a))", "torch.selu")
+elementwise("selu", "self", "1.0507009873554805f * (a > 0 ? a : 1.6732632423543772f * expm1(a))", "torch.selu")
 elementwise("log_sigmoid", "self", "(a < 0 ? a : 0) - log1p(exp(-fabs(a)))", F + "logsigmoid")
 elementwise("softplus", "self", "a * beta > threshold ? a : log1p(exp(a * beta)) / beta", F + "softplus",
             beta=1.0, threshold=20.0)  # fmt: skip
@@ -114,15 +114,15 @@ elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __
 elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME)
 elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
-elementwise("lerp", "self end weight", "fabs(c) < 0.5 ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp")
+elementwise("lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp")
 elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
 elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
-elementwise("gelu_mul", "self other", "0.5 * a * (1 + erf(a * 0.70710678118654752)) * b", "npu.gelu_mul",
+elementwise("gelu_mul", "self other", "0.5f * a * (1 + erf(a * 0.70710678118654752f)) * b", "npu.gelu_mul",
             "npu.gelu_mul")  # fmt: skip
 elementwise("gelu_tanh_mul", "self other",
-            "0.5 * a * (1 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a))) * b", "npu.gelu_tanh_mul",
+            "0.5f * a * (1 + tanh(0.7978845608028654f * (a + 0.044715f * a * a * a))) * b", "npu.gelu_tanh_mul",
             "npu.gelu_tanh_mul")  # fmt: skip
 elementwise("add_relu", "self other", "a + b < 0 ? 0 : a + b", "npu.add_relu", "npu.add_relu", integer=SAME)
 elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "npu.scale_shift")

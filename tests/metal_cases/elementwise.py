@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
@@ -22,6 +21,13 @@ FINITE_ODDITIES = (float("nan"), 0.0, -0.0, 1.0, -1.0, -3.0, 5.5, -8.0, 1e-7, 10
 
 # Where torch computes 1 + erf(x) and the like, cancellation leaves an error relative to 1.
 CANCELLING = {"gelu_erf": 1e-6, "gelu_tanh": 1e-6, "gelu_mul": 1e-6, "gelu_tanh_mul": 1e-6, "lerp": 1e-6}
+
+# The operands that a scalar may stand for, where torch does not take one for each.
+SCALAR_PLACES: dict[str, tuple[int, ...]] = {
+    "prelu": (1,), "addcmul": (), "addcdiv": (), "clamp_min": (1,), "clamp_max": (1,), "glu": (0,), "silu_mul": (1,),
+    "gelu_mul": (1,), "gelu_tanh_mul": (1,), "scale_shift": (1, 2), "rsub": (1,), "where": (1, 2),
+    **dict.fromkeys(COMPARISONS, (1,)),
+}  # fmt: skip
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "add": {"alpha": -2}, "sub": {"alpha": 3}, "rsub": {"alpha": 2}, "addcmul": {"value": -3}, "addcdiv": {"value": 2},
@@ -45,10 +51,6 @@ GEOMETRIES: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...], int], ...]
     ((1, 2, 1, 3, 1), ((9, 1, 9, 2, 9), (1, 0, 1, 1, 1), (3, 3, 3, 1, 1), (8, 4, 1, 1, 1)), 5),
 )  # fmt: skip
 EVERYWHERE = frozenset({"add", "copy", "where"})  # ops that are tried with every geometry
-
-ints = {
-    "shift": (-40, 40), "divisor": [-7, -3, -1, 1, 2, 5], "exponent": (-3, 6), "base": (-3, 4), "factor": (-9, 10),
-}  # fmt: skip
 
 
 def _cycled(values: Sequence[float], count: int) -> list[float]:
@@ -77,7 +79,7 @@ def _integers(op: str, index: int, shape: tuple[int, ...], **geometry: Any) -> T
     if op == "pow":
         return T(shape, "int32", values=((-3, 4), (-3, 8))[index], **geometry)
     if op in DIVISIONS and index == 1:
-        return replace(T(shape, "int32", values=(1, 9), **geometry))
+        return T(shape, "int32", values=(1, 9), **geometry)
     if op in ("mul", "square", "addcmul"):
         return T(shape, "int32", values=(-20_000, 20_000) if op == "square" else (-900, 900), **geometry)
     if op in COMPARISONS or op.startswith("logical"):
@@ -133,20 +135,20 @@ def _strided_as(
 def _scalars(op: Elementwise, number: int) -> list[Case]:
     """A scalar in the place of each operand in turn."""
     shape = (SIZES[(number + 5) % len(SIZES)],)
-    wide, strides, _, offset = (*GEOMETRIES[0][:2], None, 2)
+    wide, strides, _ = GEOMETRIES[0]
     count = len(op.operands)
     cases = []
-    for place in range(count if count > 1 else 0):
+    for place in SCALAR_PLACES.get(op.name, range(count) if count > 1 else ()):
         others = [index for index in range(count) if index != place]
         if op.name not in INTEGERS_ONLY:
             scalars: list[float | int | None] = [None] * count
-            scalars[place] = 1 if op.name == "where" and place == 0 else -2.5
+            scalars[place] = -2.5
             params = _params(op, scalars, attributes=True)
             atol = CANCELLING.get(op.name, 0.0)
             inputs = [_floats(op, index, shape) for index in others]
             out = T(shape, _result(op.name))
             cases.append(Case(f"{op.name}_scalar_kernel", f"scalar{place}", inputs, [out], params, atol))
-            inputs = [_floats(op, index, wide, strides=strides[index], offset=offset) for index in others]
+            inputs = [_floats(op, index, wide, strides=strides[index], offset=2) for index in others]
             out = T(wide, _result(op.name))
             cases.append(Case(f"{op.name}_scalar_broadcast_kernel", f"scalar{place}", inputs, [out], params, atol))
         if op.integer is not None:
