@@ -1,9 +1,4 @@
-"""Compiles Metal source into a shared library, once per machine and source, and runs its kernels.
-
-    python -m metal_emulator.compiler FILE.metal [-DNAME=VALUE ...]
-
-compiles a file and lists its kernels, function constants and mutants.
-"""
+"""Compiles Metal source into a shared library, once per machine and source, and runs its kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +11,14 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from metal_emulator.sources import RUNTIME, lines_marked_not_a_guard, resolve_includes
-from metal_emulator.translate import (
+from metal_emulator.sources import RUNTIME, lines_marked_not_a_guard
+from metal_emulator.translation import (
     Argument,
     FunctionConstant,
     Mutant,
@@ -321,7 +315,8 @@ def _toolchain() -> str:
 
 @functools.cache
 def _own_sources() -> str:
-    paths = [*sorted(RUNTIME.iterdir()), *sorted(Path(__file__).parent.glob("translat*.py")), Path(__file__)]
+    folder = Path(__file__).parent
+    paths = [*sorted(RUNTIME.iterdir()), *sorted((folder / "translation").glob("*.py")), folder / "compiler.py"]
     return "".join(path.read_text() for path in paths if path.is_file())
 
 
@@ -332,27 +327,3 @@ def _digest(*parts: str) -> str:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.hexdigest()[:24]
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Compile the files named in `arguments` and print what they hold; 1 if one does not compile."""
-    macros = {"TILE": "16", "VEC_TPG": "256", "VEC_COLUMNS": "4"}
-    macros |= dict((word[2:].split("=", 1) + [""])[:2] for word in arguments if word.startswith("-D"))
-    failures = 0
-    for name in (word for word in arguments if not word.startswith("-D")):
-        try:
-            library = compile_source(resolve_includes(Path(name)), macros, mutants=True)
-        except CompileError as error:
-            print(error, file=sys.stderr)
-            failures += 1
-            continue
-        for function in library.functions.values():
-            slots = (f"{a.name}: {a.kind} {a.index}" if a.index >= 0 else a.name for a in function.arguments)
-            print(f"{name}: kernel {function.name}({', '.join(slots)})")
-        for mutant in library.mutants:
-            print(f"{mutant.file}:{mutant.line}: mutant {mutant.id} in {mutant.function}: {mutant.kind} {mutant.text}")
-    return int(failures > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

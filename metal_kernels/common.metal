@@ -46,6 +46,10 @@ inline uint offset_of(constant Strided &view, uint index) {
     return offset_of(view, index, view.rank);
 }
 
+inline bool is_float(uint type) {
+    return type == TYPE_COMPUTE || type == TYPE_FLOAT;
+}
+
 inline float load(device const void *data, uint type, uint index) {
     switch (type) {
         case TYPE_COMPUTE: return float(((device const compute_t *)data)[index]);
@@ -111,18 +115,18 @@ inline uint numel(constant Strided &view) {
 
 // Copies an element from one place and type to another; integers do not pass through floats.
 inline void move_element(
-    device void *out, uint out_type, uint to, device const void *x, uint x_type, uint from
+    device void *target, uint target_type, uint to, device const void *source, uint kind, uint from
 ) {
-    if (x_type == TYPE_COMPUTE || x_type == TYPE_FLOAT) {
-        store(out, out_type, to, load(x, x_type, from));
+    if (is_float(kind)) {
+        store(target, target_type, to, load(source, kind, from));
     } else {
-        store_int(out, out_type, to, load_int(x, x_type, from));
+        store_int(target, target_type, to, load_int(source, kind, from));
     }
 }
 
 // What stands where an index was out of range, which a GPU cannot report: NaN, or 0 in integers.
 inline void store_missing(device void *out, uint type, uint index) {
-    if (type == TYPE_COMPUTE || type == TYPE_FLOAT) {
+    if (is_float(type)) {
         store(out, type, index, NAN);
     } else {
         store_int(out, type, index, 0);

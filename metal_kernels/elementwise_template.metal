@@ -24,7 +24,7 @@ struct ElementwiseParams {
     float attrs[3];
 };
 
-// Integer division as in torch, but for a divisor of 0, for which torch raises: there the result is 0.
+// Integer division as in torch, but for a divisor of 0, for which torch raises: there the quotient is 0.
 
 inline int trunc_div(int a, int b) {
     return b == 0 ? 0 : b == -1 ? -a : a / b;
@@ -36,7 +36,7 @@ inline int trunc_mod(int a, int b) {
 
 inline int floor_div(int a, int b) {
     const int rest = trunc_mod(a, b);
-    return trunc_div(a, b) - int(rest != 0 && (rest < 0) != (b < 0));
+    return trunc_div(a, b) - int(b != 0 && rest != 0 && (rest < 0) != (b < 0));
 }
 
 inline int floor_mod(int a, int b) {
@@ -81,10 +81,6 @@ struct Lanes {
     T b[4];
     T c[4];
 };
-
-inline bool is_float(uint type) {
-    return type == TYPE_COMPUTE || type == TYPE_FLOAT;
-}
 
 // What an absent operand is: a scalar of the call.
 inline float scalar(constant ElementwiseParams &params, uint operand, float) {

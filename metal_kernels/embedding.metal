@@ -12,10 +12,6 @@ struct EmbeddingParams {
     uint width;
 };
 
-inline bool is_float(uint type) {
-    return type == TYPE_COMPUTE || type == TYPE_FLOAT;
-}
-
 // Four columns a thread; y counts the ids.
 kernel void embedding_kernel(
     device const void *table [[buffer(0)]],

@@ -1,8 +1,9 @@
 // softmax(scale · q·kᵀ + mask) · v in one pass over the keys, with a running maximum and no memory for the scores.
 //
-// For few queries a threadgroup takes one query: every eight lanes follow a stream of keys of their own, and the streams
-// are merged at the end. For many queries a threadgroup takes a tile of them, so that it reads keys and values once for
-// all, and multiplies with SIMD-group matrices. Keys that the mask excludes are not read.
+// For few queries a threadgroup takes one query: every eight lanes follow a stream of keys of their own, and in the end
+// the streams are merged. For many queries a threadgroup takes a tile of them, so that it reads keys and values once
+// for all, and multiplies with SIMD-group matrices. Keys that the mask excludes are not read (in the tiled form: blocks
+// of keys that it excludes for all of the tile's queries).
 
 #include "common.metal"
 
@@ -324,7 +325,8 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
     threadgroup float *scores = memory.scores + place.group * 8 * SCORE_STRIDE;
     threadgroup float *shrink_matrix = memory.shrink + place.group * 64;
 
-    stage(tile, problem.q, q_type, problem.q_row(0), problem.views[0].strides[2], first_query, problem.queries(), width,
+    stage(
+        tile, problem.q, q_type, problem.q_row(0), problem.views[0].strides[2], first_query, problem.queries(), width,
         thread_index);
     shrink_matrix[2 * place.lane] = 0.0f;
     shrink_matrix[2 * place.lane + 1] = 0.0f;
@@ -369,7 +371,8 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
             continue;
         }
 
-        stage(tile, problem.k, k_type, problem.k_row(0), problem.views[1].strides[2], first, problem.keys(), width,
+        stage(
+            tile, problem.k, k_type, problem.k_row(0), problem.views[1].strides[2], first, problem.keys(), width,
             thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         for (uint block = 0; block < TILE_KEYS; block += 8) {
@@ -410,7 +413,8 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
         // The keys have been read, the weights written.
         threadgroup_barrier(mem_flags::mem_threadgroup);
 
-        stage(tile, problem.v, v_type, problem.v_row(0), problem.views[2].strides[2], first, problem.keys(), value_width,
+        stage(
+            tile, problem.v, v_type, problem.v_row(0), problem.views[2].strides[2], first, problem.keys(), value_width,
             thread_index);
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (simd_any(shrink != 1.0f)) {

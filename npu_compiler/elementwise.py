@@ -20,8 +20,8 @@ class Elementwise:
         expr: The result in C, over floats `a`, `b`, `c` (the operands in order) and the attributes. Besides C's math
             library a target has `floor_div(a, b)` and `floor_mod(a, b)`, torch's floor division and remainder.
         integer: The result in C over ints, for when no operand is a float; None where ints become floats first. Besides
-            operators a target has `trunc_div`, `trunc_mod`, `floor_div`, `floor_mod` (quotient 0 and remainder `a` for a
-            divisor of 0) and `int_pow`.
+            operators a target has `int_pow` and, with quotient 0 and remainder `a` for a divisor of 0, `trunc_div`,
+            `trunc_mod`, `floor_div` and `floor_mod`.
         torch: Dotted torch function, called with the operands and the attributes as keywords.
         attrs: Attribute → default.
     """

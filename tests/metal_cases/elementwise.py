@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
+import torch
 from metal_harness import Case, T
 
 from npu_compiler.elementwise import ELEMENTWISE, Elementwise
@@ -93,15 +95,16 @@ def _params(op: Elementwise, scalars: Sequence[float | int | None], attributes: 
 
 def _dense(op: Elementwise, number: int) -> list[Case]:
     count = len(op.operands)
-    shape = (SIZES[number % len(SIZES)],)
-    offset = OFFSETS[number % len(OFFSETS)]
     cases = []
-    if op.name not in INTEGERS_ONLY:
+    for turn in range(0 if op.name in INTEGERS_ONLY else 2):
+        shape = (SIZES[(number + 6 * turn) % len(SIZES)],)
+        offset = OFFSETS[(number + turn) % len(OFFSETS)]
         inputs = [_floats(op, index, shape, offset=offset) for index in range(count)]
-        params = _params(op, [None] * count, attributes=number % 2 == 0)
+        params = _params(op, [None] * count, attributes=turn == 0)
         out = T(shape, _result(op.name), offset=offset)
-        cases.append(Case(f"{op.name}_kernel", "dense", inputs, [out], params, CANCELLING.get(op.name, 0.0)))
+        cases.append(Case(f"{op.name}_kernel", f"dense{turn}", inputs, [out], params, CANCELLING.get(op.name, 0.0)))
     if op.integer is not None:
+        shape = (SIZES[(number + 3) % len(SIZES)],)
         inputs = [_integers(op.name, index, shape) for index in range(count)]
         params = _params(op, [None] * count, attributes=True)
         out = T(shape, _result(op.name, integer=True))
@@ -110,8 +113,9 @@ def _dense(op: Elementwise, number: int) -> list[Case]:
 
 
 def _strided(op: Elementwise, number: int) -> list[Case]:
-    chosen = GEOMETRIES if op.name in EVERYWHERE else (GEOMETRIES[number % len(GEOMETRIES)],)
-    return [case for place, geometry in enumerate(chosen) for case in _strided_as(op, place, *geometry)]
+    count = len(GEOMETRIES)
+    places = range(count) if op.name in EVERYWHERE else (number % count, (number + 3) % count)
+    return [case for place in places for case in _strided_as(op, place, *GEOMETRIES[place])]
 
 
 def _strided_as(
@@ -166,7 +170,25 @@ def _case(op: str, form: str, name: str, inputs: list[T], out: T, scalars: list[
     return Case(f"{op}{form}_kernel", name, inputs, [out], _params(ELEMENTWISE[op], chosen, False), atol=0.0)
 
 
+def _quotients(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], params: Mapping[str, Any]) -> None:
+    """0 for a divisor of 0."""
+    outputs[0].zero_()
+
+
+def _remainders(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], params: Mapping[str, Any]) -> None:
+    """The dividend for a divisor of 0."""
+    outputs[0].copy_(inputs[0])
+
+
+def _by_zero(op: str, reference: Callable[..., None]) -> Case:
+    """torch raises here; a kernel must not fault."""
+    inputs = [T((11,), "int32", values=(-9, 9)), T((11,), "int32", values=0)]
+    return replace(_case(op, "", "by-zero", inputs, T((11,), "int32")), reference=reference)
+
+
 _MIXED = [
+    _by_zero("trunc_divide", _quotients), _by_zero("floor_divide", _quotients),
+    _by_zero("fmod", _remainders), _by_zero("remainder", _remainders),
     _case("add", "", "float32-plus-compute", [T((37,), "float32"), T((37,))], T((37,), "float32")),
     _case("mul", "", "float32-to-compute", [T((64,), "float32"), T((64,))], T((64,))),
     _case("mul", "", "unaligned-float32", [T((41,), "float32", offset=2), T((41,), offset=2)], T((41,), offset=2)),

@@ -18,11 +18,10 @@ def layer(name: str, x: T, out: T, weight: T | None = None, bias: T | None = Non
     return Case("layernorm_kernel", name, [x, *(t for t in (weight, bias) if t)], [out], params, atol=1e-4)
 
 
-def group(
-    name: str, x: T, groups: int, out: T | None = None, weight: T | None = None, bias: T | None = None
-) -> Case:
+def group(name: str, x: T, groups: int, out: T | None = None, weight: T | None = None, bias: T | None = None) -> Case:
     params = {"groups": groups, "eps": 1e-5, "has_weight": int(weight is not None), "has_bias": int(bias is not None)}
-    return Case("groupnorm_kernel", name, [x, *(t for t in (weight, bias) if t)], [out or T(x.shape)], params, atol=1e-4)
+    affine = [t for t in (weight, bias) if t]
+    return Case("groupnorm_kernel", name, [x, *affine], [out or T(x.shape)], params, atol=1e-4)
 
 
 def rope(name: str, shape: tuple[int, ...], x: T | None = None, table: str = "compute", out: T | None = None,
@@ -44,11 +43,13 @@ CASES = [
     rms("float32", T((2, 132), "float32"), T((2, 132), "float32"), T((132,))),
     rms("zeros", T((2, 8), values=0.0), T((2, 8)), T((8,)), eps=1e-5),
     rms("special", T((4, 40), values="special"), T((4, 40)), T((40,))),
-    *(layer(f"width-{width}", T((2, width)), T((2, width)), T((width,)), T((width,))) for width in (1, 33, 36, 257, 1100)),
+    *(layer(f"width-{width}", T((2, width)), T((2, width)), T((width,)), T((width,)))
+      for width in (1, 33, 36, 257, 1100)),
     layer("plain", T((3, 44)), T((3, 44))),
     layer("plain-ragged", T((3, 131)), T((3, 131))),
     layer("no-bias", T((3, 136)), T((3, 136)), T((136,))),
-    layer("rows-with-gaps", T((3, 135), strides=(140, 1)), T((3, 135), strides=(144, 1), offset=8), T((135,)), T((135,))),
+    layer("rows-with-gaps", T((3, 135), strides=(140, 1)), T((3, 135), strides=(144, 1), offset=8), T((135,)),
+          T((135,))),
     layer("float32-affine", T((2, 150)), T((2, 150)), T((150,), "float32"), T((150,), "float32")),
     layer("float32", T((2, 140), "float32"), T((2, 140), "float32"), T((140,)), T((140,))),
     layer("far-from-zero", T((2, 160), values=(1000.0, 1010.0)), T((2, 160))),
@@ -76,8 +77,8 @@ CASES = [
     rope("transposed", (2, 3, 5, 32), T((2, 3, 5, 32), strides=(480, 32, 96, 1)), "float32",
          T((2, 3, 5, 32), strides=(480, 32, 96, 1)), (0, 0, 32, 1)),
     rope("slice", (1, 3, 4, 16), T((1, 3, 4, 16), strides=(320, 16, 80, 1), offset=16)),
-    rope("half-not-of-four", (7, 3, 20), T((7, 3, 20), strides=(96, 32, 1)), "compute", T((7, 3, 20), strides=(72, 24, 1)),
-         (60, 20, 1)),
+    rope("half-not-of-four", (7, 3, 20), T((7, 3, 20), strides=(96, 32, 1)), "compute",
+         T((7, 3, 20), strides=(72, 24, 1)), (60, 20, 1)),
     rope("very-wide", (2, 2056)),
     rope("five-dimensions", (2, 1, 2, 3, 8), table_strides=(0, 0, 0, 8, 1)),
     rope("constant-angle", (3, 4, 12), table_strides=(0, 0, 0)),

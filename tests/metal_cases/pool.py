@@ -12,8 +12,9 @@ Pair = tuple[int, int]
 
 
 def _pool(
-    kernel: str, name: str, x: T, window: Pair, stride: Pair, padding: Pair, ceil_mode: bool, out: T | None, **params: object
-) -> Case:
+    kernel: str, name: str, x: T, window: Pair, stride: Pair, padding: Pair, ceil_mode: bool, out: T | None,
+    **params: object,
+) -> Case:  # fmt: skip
     """A pooling of [N, C, H, W] whose result has the shape that torch gives it."""
     settings = {"window": window, "stride": stride, "padding": padding, "ceil_mode": ceil_mode, **params}
     dilation = settings.get("dilation", (1, 1))
@@ -23,8 +24,8 @@ def _pool(
 
 
 def _max(
-    name: str, x: T, window: Pair, stride: Pair, padding: Pair = (0, 0), dilation: Pair = (1, 1), ceil_mode: bool = False,
-    out: T | None = None,
+    name: str, x: T, window: Pair, stride: Pair, padding: Pair = (0, 0), dilation: Pair = (1, 1),
+    ceil_mode: bool = False, out: T | None = None,
 ) -> Case:  # fmt: skip
     return _pool("max_pool2d_kernel", name, x, window, stride, padding, ceil_mode, out, dilation=dilation)
 

@@ -1,4 +1,4 @@
-"""Reductions and running sums: every kernel over vectorized, ragged, strided and multi-dimensional views; exact integers."""
+"""Reductions and running sums: vectorized, ragged, strided and multi-dimensional views; exact integers."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ CASES = [
     *(reduction(op, f"correction-{correction:g}", T((3, 135)), correction=correction)
       for op in ("var", "std") for correction in (0.0, 1.0, 2.5, 200.0)),
     *(reduction(op, "far-from-zero", T((2, 150), values=(1000.0, 1010.0))) for op in ("var", "std")),
-    *(reduction("norm", f"order-{order:g}", T((3, 137), values=values), order=order)
-      for order in (0.0, 1.0, 2.0, 3.0, 0.5, -1.5, inf, -inf) for values in (None,)),
+    *(reduction("norm", f"order-{order:g}", T((3, 137)), order=order)
+      for order in (0.0, 1.0, 2.0, 3.0, 0.5, -1.5, inf, -inf)),
     *(reduction("norm", f"odd-order-{order:g}", T((8, 150), values=ODD_ROWS), order=order)
       for order in (0.0, 1.0, 3.0, inf, -inf)),
     reduction("norm", "zeros-among", T((2, 12), values=[[0.0, 1.0, -2.0] * 4, [0.0, -0.0, 0.0] * 4]), order=0.0),
