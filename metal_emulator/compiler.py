@@ -26,12 +26,15 @@ from metal_emulator.translation import (
     translate,
 )
 
-__all__ = ["Argument", "CompileError", "Function", "FunctionConstant", "KernelFault", "Library", "Mutant", "compile_source"]
+__all__ = [
+    "Argument", "CompileError", "Function", "FunctionConstant", "KernelFault", "Library", "Mutant", "compile_source",
+]  # fmt: skip
 
 MAX_THREADS = 1024
 REPORT_BYTES = 2048
 PREDEFINED = {"__METAL_VERSION__": "310", "__METAL__": "1", "__HAVE_BFLOAT__": "1"}
-_COMMON_FLAGS = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-w")
+_COMMON_FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w")
+_CHECK_FLAGS = ("-O1", "-DMETAL_CHECKS", "-fsanitize=bounds,integer-divide-by-zero")
 _KERNEL_FLAGS = ("-nostdinc", "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics")
 _SYSTEM_INCLUDE = re.compile(r"^[ \t]*#[ \t]*(?:include|import)[ \t]*<[^>\n]*>", re.MULTILINE)
 _CONSTANT_TYPES = {
@@ -261,7 +264,7 @@ def _translated(source: str, macros: Mapping[str, str]) -> str:
 
 
 def _kernel_flags(checks: bool) -> list[str]:
-    flags = [*_COMMON_FLAGS, *_KERNEL_FLAGS, *(["-O1", "-DMETAL_CHECKS"] if checks else ["-O3"])]
+    flags = [*_COMMON_FLAGS, *_KERNEL_FLAGS, *(_CHECK_FLAGS if checks else ["-O3"])]
     return flags + (["-march=native"] if platform.machine().lower() in ("x86_64", "amd64") else [])
 
 
@@ -276,17 +279,19 @@ def _scheduler() -> ctypes.CDLL:
 
 
 def _compile(compiler: str, program: str, flags: Sequence[str], path: Path) -> None:
+    """Compile and link a program; other processes see the whole library or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    os.close(handle)
-    try:
-        command = [compiler, *flags, "-x", "c++", "-", "-o", temporary]
-        result = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
-        if result.returncode != 0:
-            raise CompileError(result.stderr.strip())
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        # Linked apart, without the flags that would add a sanitizer's library to it.
+        commands = (
+            [compiler, *flags, "-c", "-x", "c++", "-", "-o", f"{folder}/program.o"],
+            [compiler, "-shared", "-pthread", f"{folder}/program.o", "-o", f"{folder}/library"],
+        )
+        for command in commands:
+            result = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+            if result.returncode != 0:
+                raise CompileError(result.stderr.strip())
+        os.replace(f"{folder}/library", path)
 
 
 def _compiler() -> str:

@@ -39,6 +39,7 @@ _THREADGROUP_VARIABLE = re.compile(
     rf"(?<=[;{{}}\n\\])(\s*)threadgroup(\s+[\w:]+(?:<[^<>;]*>)?\s+\w+{_DIMENSIONS}(?:\s*,\s*\w+{_DIMENSIONS})*\s*;)"
 )
 _FUNCTION_CONSTANT = re.compile(r"(\[\[\s*function_constant\s*\([^()]*\)\s*\]\])\s*;")
+_HOST_NAME = re.compile(r"(\btemplate\s*)\[\[\s*host_name\s*\([^()]*\)\s*\]\]")
 _VECTOR = r"(?:vec<[^<>]*>|(?:u?(?:char|short|int|long)|b?float|half|compute)[234](?:_t)?)"
 _VECTOR_CAST = re.compile(rf"(?<![\w:])((?:metal::)?{_VECTOR})\(")
 _LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)([hH]?)(?![\w.])")
@@ -64,6 +65,7 @@ def _for_clang(source: str) -> str:
     source = _INCLUDE.sub("", source)
     source = _THREADGROUP_VARIABLE.sub(r"\1static threadgroup\2", source)
     source = _FUNCTION_CONSTANT.sub(r"\1 = {};", source)
+    source = _HOST_NAME.sub(r"\1", source)
     source = _VECTOR_CAST.sub(r"metal_construct<\1>(", source)
     source = _LITERAL.sub(lambda match: f"half({match[1]}f)" if match[2] else f"{match[1]}f", source)
     return f'#include "syntax_stdlib.h"\n#line 1 "program_source"\n{source}\n'

@@ -1,10 +1,10 @@
-// What all element-wise kernels share. An op is a row of the compiler's table, handed over in the macro ELEMENTWISE_OPS:
+// What all element-wise kernels share. An op is a row of the compiler's table, passed in the macro ELEMENTWISE_OPS:
 //
 //     ELEMENTWISE(add_kernel, const float alpha = params.attrs[0];, (a + alpha * b), (a + int(alpha) * b))
 //     ELEMENTWISE_FLOAT(silu_kernel, , (a / (1 + exp(-a))))
 //
-// The results are C expressions over floats and over ints. A file says ELEMENTWISE_DENSE or ELEMENTWISE_BROADCAST, which
-// makes those rows kernels of that form.
+// The results are C expressions over floats and over ints. A file says ELEMENTWISE_DENSE or ELEMENTWISE_BROADCAST, and
+// so makes those rows kernels of that form.
 
 #include "common.metal"
 

@@ -33,7 +33,9 @@ inline Row find_row(constant Strided &source, constant Strided &target, uint ele
 }
 
 // The row that an element of a source replaces.
-inline uint picked_row(device const int *index, constant Strided &view, constant Strided &source, uint element, uint dim) {
+inline uint picked_row(
+    device const int *index, constant Strided &view, constant Strided &source, uint element, uint dim
+) {
     uint inner = 1;
     for (uint axis = dim + 1; axis < source.rank; axis++) {
         inner *= source.shape[axis];

@@ -15,6 +15,7 @@ constant bool has_residual [[function_constant(8)]];
 constant bool transpose_b [[function_constant(9)]];
 constant bool vectorized [[function_constant(10)]];
 constant uint activation [[function_constant(11)]];
+constant uint product_type [[function_constant(12)]];
 
 struct MatmulParams {
     uint m;
@@ -167,6 +168,25 @@ inline void linear(
             store(out, out_type, row * views[4].strides[0] + column, value);
         }
     }
+}
+
+// out = act(product + bias) + residual, for products that MPS has made; product and out are the same memory there.
+kernel void linear_epilogue_kernel(
+    device const void *product [[buffer(0)]],
+    device const void *bias [[buffer(1), function_constant(has_bias)]],
+    device const void *residual [[buffer(2), function_constant(has_residual)]],
+    device void *out [[buffer(3)]],
+    constant Strided *views [[buffer(5)]],
+    uint2 position [[thread_position_in_grid]])
+{
+    const uint column = position.x;
+    const uint row = position.y;
+    if (column >= views[3].shape[1] || row >= views[3].shape[0]) {
+        return;
+    }
+    const float sum = load(product, product_type, row * views[0].strides[0] + column);
+    const float value = finish(sum, bias, column, residual, row * views[2].strides[0] + column);
+    store(out, out_type, row * views[3].strides[0] + column, value);
 }
 
 // weight is [N, K] with unit stride along K

@@ -89,7 +89,7 @@ inline int padded_source(int position, int size) {
     }
 }
 
-// pads[0] and pads[1] are what the last dimension has before and after, pads[2] and pads[3] the one before it, and so on.
+// pads[0] and pads[1] are what comes before and after the last dimension, pads[2] and pads[3] the one before it, …
 kernel void pad_kernel(
     device const void *x [[buffer(0)]],
     device void *out [[buffer(1)]],

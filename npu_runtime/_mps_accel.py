@@ -1,8 +1,8 @@
-"""Matrix products by `MPSMatrixMultiplication`, where a call is a bare product that it can make."""
+"""Matrix products by `MPSMatrixMultiplication`; what rides on a linear's product becomes a dispatch of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_compiler.codegen import KernelCall
@@ -40,19 +40,17 @@ class Product:
 def as_product(call: KernelCall) -> Product | None:
     """The call as an MPS product, or None where one of our own kernels has to make it.
 
-    MPS takes one dtype throughout and has no epilogue; one row is left to the vector kernels, which read the weights
-    at full bandwidth.
+    MPS takes one dtype throughout; one row is left to the vector kernels, which read the weights at full bandwidth.
     """
     params = call.params
     if call.kernel in ("matmul_kernel", "matmul_notrans_kernel"):
-        bare = not params["has_bias"] and not params["has_residual"] and params["activation"] == "none"
         left, right, alpha = call.inputs[0], call.inputs[1].transpose(0, 1), 1.0
     elif call.kernel == "batched_matmul_kernel":
-        (left, right), bare, alpha = call.inputs, True, params["scale"]
+        (left, right), alpha = call.inputs, params["scale"]
     else:
         return None
     result = call.outputs[0]
-    if not bare or params["m"] == 1 or params["k"] == 0:
+    if params["m"] == 1 or params["k"] == 0:
         return None
     if len({left.dtype, right.dtype, result.dtype}) > 1 or left.dtype not in ("float16", "bfloat16", "float32"):
         return None
@@ -64,6 +62,15 @@ def as_product(call: KernelCall) -> Product | None:
     if transpose_c:
         return None
     return Product(a, b, c, transpose_a, transpose_b, params["k"], alpha)
+
+
+def epilogue_of(call: KernelCall) -> KernelCall | None:
+    """What is left of a linear once its product stands in the output; None for a bare product."""
+    params = call.params
+    if not params.get("has_bias") and not params.get("has_residual") and params.get("activation", "none") == "none":
+        return None
+    inputs = (call.outputs[0], *call.inputs[2:])
+    return replace(call, kernel="linear_epilogue_kernel", inputs=inputs, flops=0)
 
 
 def _batches(view: View) -> tuple[int, int] | None:

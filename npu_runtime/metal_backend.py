@@ -18,7 +18,7 @@ from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import TensorSpec
 from npu_compiler.target_config import METAL_GPU, TargetConfig
-from npu_runtime._mps_accel import MPSLaunch, Product, as_product
+from npu_runtime._mps_accel import MPSLaunch, Product, as_product, epilogue_of
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape, Size3
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.metal_binding import HALVES, Binding, bind
@@ -42,7 +42,8 @@ class MetalBuffer(DeviceBuffer):
 
     def _bytes(self) -> np.ndarray:
         """The memory itself; not to be kept, since it does not keep the buffer."""
-        return np.frombuffer(self.native_handle.contents().as_buffer(self.size_bytes), np.uint8)
+        whole = self.native_handle.contents().as_buffer(self.native_handle.length())
+        return np.frombuffer(whole, np.uint8)[: self.size_bytes]
 
     def _download(self) -> np.ndarray:
         data: np.ndarray = self._bytes().copy().view(numpy_dtype(self.dtype))
@@ -69,26 +70,33 @@ class MetalBuffer(DeviceBuffer):
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """A kernel's arguments, pipeline and grid."""
+
+    binding: Binding
+    pipeline: Any
+    grid: tuple[Size3, Size3]
+
+
+@dataclass(frozen=True)
 class CompiledCall:
-    """What of a call does not depend on memory: either an MPS product, or a pipeline, its grid and its arguments."""
+    """What of a call does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both in turn."""
 
     product: Product | None
-    binding: Binding | None = None
-    pipeline: Any = None
-    grid: tuple[Size3, Size3] | None = None
+    dispatch: Dispatch | None
 
 
 class ComputeLaunch:
-    """A dispatch on fixed memory."""
+    """A dispatch on fixed memory: a (buffer, byte offset) for each operand that is present."""
 
-    def __init__(self, device: MetalDevice, compiled: CompiledCall, memory: list[tuple[Any, int] | None]) -> None:
-        assert compiled.binding is not None and compiled.grid is not None
+    def __init__(self, device: MetalDevice, dispatch: Dispatch, memory: Sequence[tuple[Any, int]]) -> None:
         self._device = device
-        self._pipeline = compiled.pipeline
-        self._buffers = [(*bound, index) for index, bound in enumerate(memory) if bound is not None]
-        packed = ((compiled.binding.params, len(memory)), (compiled.binding.geometry, len(memory) + 1))
+        self._pipeline = dispatch.pipeline
+        operands, present = dispatch.binding.operands, iter(memory)
+        self._buffers = [(*next(present), index) for index, view in enumerate(operands) if view is not None]
+        packed = ((dispatch.binding.params, len(operands)), (dispatch.binding.geometry, len(operands) + 1))
         self._bytes = [(data, len(data), index) for data, index in packed if data]
-        self._grid = [device.api.Metal.MTLSizeMake(*size) for size in compiled.grid]
+        self._grid = [device.api.Metal.MTLSizeMake(*size) for size in dispatch.grid]
 
     def encode(self, encoder: CommandEncoder) -> None:
         compute = encoder.compute()
@@ -102,18 +110,22 @@ class ComputeLaunch:
 
 
 class MetalLaunch:
-    """A prepared call; calling it runs it alone, `MetalBackend.sequence` puts many into one command buffer."""
+    """A prepared call; calling it runs it alone, `MetalBackend.sequence` puts many into one command buffer.
 
-    def __init__(self, device: MetalDevice, work: ComputeLaunch | MPSLaunch) -> None:
+    Attributes:
+        encode: Each puts one product or dispatch into a command buffer.
+    """
+
+    def __init__(self, device: MetalDevice, work: Sequence[ComputeLaunch | MPSLaunch]) -> None:
         self._device = device
-        self.encode: Callable[[CommandEncoder], None] = work.encode
+        self.encode: list[Callable[[CommandEncoder], None]] = [part.encode for part in work]
 
     def __call__(self) -> None:
         self.timed()
 
     def timed(self) -> float:
         """Run it alone; returns the GPU's seconds."""
-        return self._device.run([self.encode], 1)
+        return self._device.run(self.encode, len(self.encode))
 
 
 class MetalBackend(Backend):
@@ -121,6 +133,7 @@ class MetalBackend(Backend):
 
     Args:
         api: The Metal API to call: pyobjc's by default, or `metal_emulator.api()`.
+        mps: Leave matrix products to Metal Performance Shaders; else our kernels make all of them.
 
     Attributes:
         counters: What was made, packed and encoded so far (see `MetalDevice.counters`).
@@ -128,7 +141,8 @@ class MetalBackend(Backend):
 
     config: TargetConfig = METAL_GPU
 
-    def __init__(self, api: Any = None) -> None:
+    def __init__(self, api: Any = None, mps: bool = True) -> None:
+        self._mps = mps
         chosen = load_api() if api is None else MetalAPI(api.Metal, api.MPS, api.Foundation)
         archive = _archive_path() if api is None else None
         self._device = MetalDevice(chosen, self.config, archive)
@@ -170,34 +184,36 @@ class MetalBackend(Backend):
         known = self._compiled.get(id(call))
         if known is not None:
             return known[1]
-        product = as_product(call)
-        if product is not None:
-            compiled = CompiledCall(product)
-        else:
-            binding = bind(call)
-            filename = Path(self._target.shader_source(call.source)).name
-            macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
-            function = self._strategy.function(binding.call)
-            pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)
-            compiled = CompiledCall(None, binding, pipeline, self._strategy.compute_dispatch(binding.call))
+        product = as_product(call) if self._mps else None
+        rest = call if product is None else epilogue_of(call)
+        compiled = CompiledCall(product, None if rest is None else self._dispatch(rest))
         self.counters["packed"] += 1
         key = id(call)
         self._compiled[key] = (weakref.ref(call, lambda _: self._compiled.pop(key, None)), compiled)
         return compiled
 
+    def _dispatch(self, call: KernelCall) -> Dispatch:
+        binding = bind(call)
+        filename = Path(self._target.shader_source(call.source)).name
+        macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
+        function = self._strategy.function(binding.call)
+        pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)
+        return Dispatch(binding, pipeline, self._strategy.compute_dispatch(binding.call))
+
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> MetalLaunch:
         compiled = self._compile(call)
-        present = iter([_place(operand) for operand in (*inputs, *outputs)])
-        if compiled.binding is None:
-            assert compiled.product is not None
-            return MetalLaunch(self._device, MPSLaunch(self._device, compiled.product, list(present)))
-        memory = [next(present) if view is not None else None for view in compiled.binding.operands]
-        return MetalLaunch(self._device, ComputeLaunch(self._device, compiled, memory))
+        sources, results = [_place(x) for x in inputs], [_place(x) for x in outputs]
+        work: list[ComputeLaunch | MPSLaunch] = []
+        if compiled.product is not None:
+            work.append(MPSLaunch(self._device, compiled.product, [*sources[:2], *results]))
+            sources = [*results, *sources[2:]]
+        if compiled.dispatch is not None:
+            work.append(ComputeLaunch(self._device, compiled.dispatch, [*sources, *results]))
+        return MetalLaunch(self._device, work)
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """All launches in one command buffer (more only beyond `max_dispatches_per_batch`)."""
-        encode = [launch.encode for launch in launches if isinstance(launch, MetalLaunch)]
-        assert len(encode) == len(launches)
+        encode = [part for launch in launches if isinstance(launch, MetalLaunch) for part in launch.encode]
 
         def run() -> None:
             self._device.run(encode, self.config.max_dispatches_per_batch)

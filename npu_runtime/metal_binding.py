@@ -1,4 +1,4 @@
-"""What a kernel call looks like to a Metal function: its name, constants, parameter struct and operand geometry.
+"""What a kernel call looks like to a Metal function: its constants, parameter struct and operand geometry.
 
 `metal_kernels/README.md` is the other side of this contract.
 """
@@ -33,7 +33,6 @@ class Binding:
     """
 
     call: KernelCall
-    function: str
     operands: tuple[View | None, ...]
     params: bytes
     geometry: bytes
@@ -50,7 +49,7 @@ def bind(call: KernelCall) -> Binding:
         return _bind_elementwise(call)
     if call.kernel not in KERNELS:
         raise DeviceError(f"the Metal device has no kernel '{call.kernel}'")
-    return _binding(call, call.kernel, KERNELS[call.kernel], {})
+    return _binding(call, KERNELS[call.kernel], {})
 
 
 def _bind_elementwise(call: KernelCall) -> Binding:
@@ -64,11 +63,10 @@ def _bind_elementwise(call: KernelCall) -> Binding:
     integer = whole and all(view.dtype in ("int32", "bool") for view in call.inputs)
     params = {**call.params, **elementwise_params(call.params)}
     collapsed = replace(call, inputs=tuple(views[:-1]), outputs=(views[-1],), params=params)
-    name = call.kernel.replace("_scalar_", "_")
-    return _binding(collapsed, name, ELEMENTWISE_DECL, {"integer": int(integer)})
+    return _binding(collapsed, ELEMENTWISE_DECL, {"integer": int(integer)})
 
 
-def _binding(call: KernelCall, function: str, decl: KernelDecl, constants: dict[str, int]) -> Binding:
+def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> Binding:
     operands = decl.bind(call)
     present = [view for view in operands if view is not None]
     for bound in present:
@@ -82,7 +80,6 @@ def _binding(call: KernelCall, function: str, decl: KernelDecl, constants: dict[
     constants["contiguous"] = int(all(view.is_contiguous for view in present))
     return Binding(
         call,
-        function,
         tuple(operands),
         decl.pack(call.params),
         b"".join(map(pack_geometry, operands)),

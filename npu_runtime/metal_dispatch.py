@@ -202,6 +202,7 @@ _SHAPES: dict[str, Shape] = {
     "layernorm_kernel": _row,
     "cumsum_kernel": _row_elements,
     "groupnorm_kernel": _group_norm,
+    "linear_epilogue_kernel": _planes,
     "matmul_kernel": _matmul,
     "matmul_notrans_kernel": _matmul,
     "batched_matmul_kernel": _matmul,

@@ -33,11 +33,11 @@ _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5}
 
 
 def open_metal() -> tuple[MetalBackend, Any]:
-    """The backend, and what steers and counts the emulator under it (None on a Mac)."""
+    """A backend that runs every kernel of ours, and what steers the emulator under it (None on a Mac)."""
     if ON_A_MAC:
-        return MetalBackend(), None
+        return MetalBackend(mps=False), None
     api = metal_emulator.api(checks=True)
-    return MetalBackend(api), api.emulator
+    return MetalBackend(api, mps=False), api.emulator
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import metal_cases.matmul
 import metal_harness
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from npu_compiler.codegen import KernelCall
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.views import View, contiguous_strides
 from npu_runtime import DAGExecutor, Device, Executor, MetalBackend, NPUBuffer, Operand, Profiler, load_weights
-from npu_runtime._mps_accel import as_product
+from npu_runtime._mps_accel import as_product, epilogue_of
 from npu_runtime.metal_binding import bind, collapse
 
 
@@ -101,17 +102,20 @@ def test_a_later_run_makes_packs_and_compiles_nothing(
     groups = _mps_groups(program)
     steady = made_by(backend, lambda: executor.run(inputs, weights))
     products = sum(as_product(call) is not None for call in program.kernels)
-    assert products >= 2, "nothing here is left to MPS"
+    epilogues = sum(as_product(call) is not None and epilogue_of(call) is not None for call in program.kernels)
+    assert products == 3 and epilogues == 1
     assert steady.keys() == {"command_buffers", "encoders", "dispatches", "mps_products"}
     assert steady["command_buffers"] == 1
-    assert steady["dispatches"] + steady["mps_products"] == len(program.kernels)
+    assert steady["dispatches"] == len(program.kernels) - products + epilogues
     assert steady["mps_products"] == products
     assert steady["encoders"] <= 1 + groups, "an encoder is ended for MPS only"
 
 
 def _mps_groups(program: CompiledProgram) -> int:
     """Runs of neighbouring calls that MPS makes."""
-    by_mps = [as_product(call) is not None for call in program.kernels]
+    by_mps = []
+    for call in program.kernels:
+        by_mps += [True, False][: 1 + (epilogue_of(call) is not None)] if as_product(call) is not None else [False]
     return sum(now and not before for before, now in zip([False, *by_mps], by_mps, strict=False))
 
 
@@ -131,7 +135,7 @@ def test_command_buffers_hold_at_most_a_batch(
     executor = Executor(program, small)
     executor.run(inputs, weights)
     steady = made_by(small, lambda: executor.run(inputs, weights))
-    assert steady["command_buffers"] == -(-len(program.kernels) // 3)
+    assert steady["command_buffers"] == -(-(steady["dispatches"] + steady["mps_products"]) // 3)
 
 
 def test_a_profile_has_the_gpus_own_times(
@@ -218,6 +222,16 @@ def test_collapsing_keeps_every_element() -> None:
     merged = collapse([view, other])
     assert [v.shape for v in merged] == [(2, 12), (2, 12)]
     assert [v.strides for v in merged] == [(12, 1), (1, 2)] and merged[0].offset == 5
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-10), ("bfloat16", 2**-7)])
+def test_mps_makes_the_same_products_as_our_kernels(dtype: str, rounding: float) -> None:
+    """Up to one rounding: MPS stores the product before the epilogue reads it."""
+    api = metal_emulator.api()
+    backend = MetalBackend(api)
+    for case in metal_cases.matmul.CASES:
+        metal_harness.run_case(replace(case, atol=rounding), backend, dtype, 1)
+    assert backend.counters["mps_products"] >= 12
 
 
 @pytest.mark.parametrize("transpose", ["", "a", "b", "ab"])

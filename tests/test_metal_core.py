@@ -41,7 +41,8 @@ kernel void twice(device const float *x [[buffer(0)]], device float *out [[buffe
     }
 }
 
-kernel void four(device const half *x [[buffer(0)]], device half *out [[buffer(1)]], constant uint &start [[buffer(2)]]) {
+kernel void four(device const half *x [[buffer(0)]], device half *out [[buffer(1)]],
+                 constant uint &start [[buffer(2)]]) {
     *(device half4 *)(out + start) = *(device const half4 *)(x + start) + half4(1.0h);
 }
 
@@ -156,6 +157,16 @@ kernel void divergent_sum(device float *out [[buffer(0)]], uint i [[thread_index
     out[i] = value;
 }
 
+kernel void local_array(device float *out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+    float values[16] = {};
+    values[i] = 1.0;
+    out[i] = values[i];
+}
+
+kernel void divided(device int *out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+    out[i] = 100 / (20 - int(i));
+}
+
 kernel void counted(device atomic_uint *counter [[buffer(0)]], uint i [[thread_position_in_grid]]) {
     atomic_fetch_add_explicit(&counter[0], i, memory_order_relaxed);
 }
@@ -185,8 +196,8 @@ kernel void swapped(device const float *x [[buffer(0)]], device float *out [[buf
     out[i] = simd_shuffle_xor(x[i], 1);
 }
 
-kernel void product(device const half *a [[buffer(0)]], device const half *b [[buffer(1)]], device float *out [[buffer(2)]],
-                    uint i [[thread_index_in_threadgroup]]) {
+kernel void product(device const half *a [[buffer(0)]], device const half *b [[buffer(1)]],
+                    device float *out [[buffer(2)]], uint i [[thread_index_in_threadgroup]]) {
     threadgroup half tile[8][9];
     for (uint place = i; place < 64; place += 32) {
         tile[place / 8][place % 8] = b[place];
@@ -206,6 +217,94 @@ kernel void partial_matrix(device const half *a [[buffer(0)]], device float *out
     simdgroup_half8x8 matrix;
     simdgroup_load(matrix, a, 8);
     out[0] = float(matrix.thread_elements()[0]);
+}
+"""
+
+LANGUAGE = """
+template <typename T, uint N> inline T total(threadgroup const T *values) {
+    T sum = T(0);
+    for (uint i = 0; i < N; i++) {
+        sum += values[i];
+    }
+    return sum;
+}
+
+inline void fill(threadgroup float (&tile)[4][8], uint i, float value) {
+    tile[i / 8][i % 8] = value;
+    tile[i / 8][i % 8] += 1.0;
+}
+
+template <typename T>
+kernel void summed(device const T *x [[buffer(0)]], device T *out [[buffer(1)]], uint i [[thread_index_in_threadgroup]]) {
+    threadgroup T values[32];
+    values[i] = x[i];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    out[i] = total<T, 32>(values);
+}
+template [[host_name("summed_float")]] kernel void summed<float>(device const float *, device float *, uint);
+template [[host_name("summed_int")]] kernel void summed<int>(device const int *, device int *, uint);
+
+[[kernel]] void passed_on(device float *out [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
+    threadgroup float tile[4][8], other[32];
+    fill(tile, i, float(i));
+    other[i] = 1.0;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    threadgroup float *row = &tile[i / 8][0];
+    device float *target = out + i;
+    *target = row[7 - i % 8] + *(other + 31 - i);
+    *target -= 1.0;
+}
+
+[[kernel]] void vectors(device const float4 *x [[buffer(0)]], device float *out [[buffer(1)]], device half4 *narrow [[buffer(2)]],
+                        uint i [[thread_index_in_threadgroup]]) {
+    threadgroup float4 tile[32];
+    tile[i] = x[i].zwxy;
+    tile[i].x *= 2.0;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const float4 value = tile[31 - i];
+    out[i] = dot(value.xy, value.zw) + float(as_type<uint>(value.y) >> 31) + max(value.x, max(value.y, value.z));
+    narrow[i] = half4(select(value, -value, value < 0.0));
+    narrow[i].w = 1.0h;
+}
+
+kernel void positions(device uint *out [[buffer(0)]], uint3 grid [[thread_position_in_grid]],
+                      ushort2 group [[threadgroup_position_in_grid]], uint3 local [[thread_position_in_threadgroup]],
+                      uint3 size [[threads_per_threadgroup]], uint3 groups [[threadgroups_per_grid]],
+                      uint3 all [[threads_per_grid]], uint simds [[simdgroups_per_threadgroup]],
+                      uint index [[thread_index_in_threadgroup]]) {
+    device uint *mine = out + 8 * (grid.x + all.x * (grid.y + all.y * grid.z));
+    mine[0] = group.x;
+    mine[1] = group.y;
+    mine[2] = local.x + 10 * local.y + 100 * local.z;
+    mine[3] = size.x + 10 * size.y + 100 * size.z;
+    mine[4] = groups.x + 10 * groups.y + 100 * groups.z;
+    mine[5] = all.x + 10 * all.y + 100 * all.z;
+    mine[6] = simds;
+    mine[7] = index;
+}
+"""
+
+CONDITIONS = """
+struct Size {
+    uint n;
+    float limit;
+};
+inline float pick(device const float *x, uint i, constant Size &size) {
+    const float value = i >= size.n ? 0.0 : x[i];
+    return value < size.limit ? value : size.limit;
+}
+kernel void conditions(device const float *x [[buffer(0)]], device float *out [[buffer(1)]],
+                       constant Size &size [[buffer(2)]], uint i [[thread_position_in_grid]]) {
+    const int before = int(i) - 1;
+    if (i > 90 || i == 80) { return; }
+    for (uint k = 0; k < 2; k++) {
+        if (before >= 0 && (before < int(size.n))) {
+            out[i] = x[before];
+        }
+    }
+    if (i >= size.n) {
+        out[i] = pick(x, i, size);
+    }
 }
 """
 
@@ -360,10 +459,10 @@ def test_vectors_are_aligned(memory: Library) -> None:
 @pytest.mark.parametrize(
     "kernel, threads, what",
     [
-        ("racing", 32, r"race on threadgroup 'tile' \[\d+\]|read of threadgroup 'tile' \[\d+\], which no thread has written"),
+        ("racing", 32, r"race on threadgroup 'tile' \[\d+\]|read of threadgroup 'tile' \[\d+\], which no"),
         ("wrong_flags", 32, r"race on threadgroup 'tile' \[\d+\]"),
         ("across_simdgroups", 64, r"race on threadgroup 'tile' \[\d+\]|read of threadgroup 'tile' \[\d+\], which no"),
-        ("overwritten", 64, r"race on threadgroup 'total' \[0\]: .* by thread \d+ and .* by .*, with no barrier between"),
+        ("overwritten", 64, r"race on threadgroup 'total' \[0\]: .* by thread \d+ and .* by .*, with no barrier"),
         ("never_written", 32, r"read of threadgroup 'tile' \[31\], which no thread has written; thread 31"),
         ("wrong_row", 32, r"index \d+ of threadgroup array 'tile' is not below 8"),
         ("too_much", 1, r"threadgroup memory of 33024 bytes exceeds the 32768"),
@@ -409,13 +508,23 @@ def test_an_input_that_overlaps_the_output_races(memory: Library) -> None:
     "kernel, what",
     [
         ("divergent_barrier", "barrier in divergent flow: 40 of 64 threads wait at line \\d+, 24 have returned"),
-        ("two_barriers", "barrier in divergent flow: 32 of 64 threads wait at line \\d+, 0 have returned, 32 wait at line"),
+        ("two_barriers", "barrier in divergent flow: 32 of 64 threads wait at line \\d+, 0 have returned, 32 wait"),
         ("divergent_sum", "SIMD operation in divergent flow: 31 of 32 threads wait at line \\d+, 1 have returned"),
     ],
 )
 def test_divergent_flow_is_reported(memory: Library, kernel: str, what: str, seed: int) -> None:
     with pytest.raises(KernelFault, match=f"^{kernel}: {what}"):
         run(memory, kernel, floats(64), threads=64, seed=seed)
+
+
+def test_arrays_of_a_thread_are_bounds_checked(memory: Library) -> None:
+    message = fault(memory, "local_array", floats(32))
+    line = (HEADER + MEMORY).splitlines().index("    values[i] = 1.0;") + 1
+    assert message.startswith(f"local_array: index 16 is outside of the array at program_source:{line}; thread 16")
+
+
+def test_a_division_by_zero_is_reported(memory: Library) -> None:
+    assert "divided: division by zero" in fault(memory, "divided", np.zeros(32, np.int32))
 
 
 def test_atomics_are_no_race(memory: Library) -> None:
@@ -469,6 +578,44 @@ def test_simdgroup_matrices_need_a_whole_simdgroup(simd: Library) -> None:
     assert "in a SIMD group of 20 threads" in message
 
 
+@pytest.mark.parametrize("checks", [True, False], ids=["checked", "fast"])
+def test_templates_references_and_pointers_work(checks: bool) -> None:
+    library = compile_source(HEADER + LANGUAGE, {}, checks=checks)
+    assert sorted(library.functions) == ["passed_on", "positions", "summed_float", "summed_int", "vectors"]
+    for kernel, dtype in (("summed_float", np.float32), ("summed_int", np.int32)):
+        x, out = np.arange(32, dtype=dtype), np.zeros(32, dtype)
+        run(library, kernel, x, out, seed=1)
+        assert (out == x.sum()).all()
+    out = floats(32)
+    run(library, "passed_on", out, seed=1)
+    assert np.array_equal(out.reshape(4, 8), np.arange(32).reshape(4, 8)[:, ::-1] + 1)
+
+
+@pytest.mark.parametrize("checks", [True, False], ids=["checked", "fast"])
+def test_vectors_compute_by_component(checks: bool) -> None:
+    library = compile_source(HEADER + LANGUAGE, {}, checks=checks)
+    x = np.random.default_rng(0).standard_normal((32, 4)).astype(np.float32)
+    out, narrow = floats(32), np.zeros((32, 4), np.float16)
+    run(library, "vectors", x, out, narrow, seed=1)
+    value = (x[:, [2, 3, 0, 1]] * np.float32([2, 1, 1, 1]))[::-1]
+    expected = value[:, 0] * value[:, 2] + value[:, 1] * value[:, 3] + np.signbit(value[:, 1]) + value[:, :3].max(1)
+    assert np.allclose(out, expected, atol=1e-6)
+    assert np.array_equal(narrow[:, :3], np.abs(value[:, :3]).astype(np.float16))
+    assert (narrow[:, 3] == 1).all()
+
+
+def test_threads_know_their_positions() -> None:
+    library = compile_source(HEADER + LANGUAGE, {})
+    out = np.zeros((3, 5, 6, 8), np.uint32)
+    library.functions["positions"].dispatch((2, 2, 2), (4, 4, 2), bound(out), {}, seed=1, grid_threads=(6, 5, 3))
+    for (z, y, x), row in zip(np.ndindex(3, 5, 6), out.reshape(-1, 8), strict=True):
+        size = [min(4, 6 - x // 4 * 4), min(4, 5 - y // 4 * 4), min(2, 3 - z // 2 * 2)]
+        index = x % 4 + size[0] * (y % 4 + size[1] * (z % 2))
+        simdgroups = -(-size[0] * size[1] * size[2] // 32)
+        want = [x // 4, y // 4, x % 4 + 10 * (y % 4) + 100 * (z % 2), size[0] + 10 * size[1] + 100 * size[2], 222, 356]
+        assert row.tolist() == [*want, simdgroups, index]
+
+
 def test_a_library_lists_arguments_and_constants() -> None:
     library = compile_source(HEADER + GUARDED, {})
     function = library.functions["guarded"]
@@ -509,6 +656,36 @@ def test_barriers_and_guards_can_be_switched_off() -> None:
     run(library, "guarded", *arrays, constants={"limit": 5})
     assert "tile" in fault(library, "guarded", *arrays, mutant=1)
     assert "out-of-bounds read of device 'x' [30]" in fault(library, "guarded", *arrays, mutant=2)
+
+
+def test_a_guard_is_switched_off_to_where_it_does_not_stop_a_thread() -> None:
+    library = compile_source(HEADER + CONDITIONS, {}, mutants=True)
+    assert [(m.function, m.text) for m in library.mutants] == [
+        ("pick", "i >= size.n"),
+        ("conditions", "i > 90"),
+        ("conditions", "before >= 0"),
+        ("conditions", "before < int(size.n)"),
+        ("conditions", "i >= size.n"),
+    ]
+    x, size = np.arange(1, 65, dtype=np.float32), np.zeros(2, np.uint32)
+    size[0], size[1:].view(np.float32)[0] = 64, 100
+    want = np.concatenate([[0], x[:63], np.zeros(32)]).astype(np.float32)
+
+    def run_mutant(mutant: int, groups: int = 2) -> np.ndarray:
+        out = floats(96)
+        run(library, "conditions", x, out, size, groups=groups, mutant=mutant)
+        return out
+
+    assert np.array_equal(run_mutant(0, groups=3), want)
+    assert "out-of-bounds read of device 'x' [64]" in fault(
+        library, "conditions", x, floats(96), size, groups=3, mutant=1
+    )
+    assert np.array_equal(run_mutant(2, groups=3), want)
+    assert "out-of-bounds read of device 'x' [-1]" in fault(library, "conditions", x, floats(96), size, mutant=3)
+    assert "out-of-bounds read of device 'x' [64]" in fault(
+        library, "conditions", x, floats(96), size, groups=3, mutant=4
+    )
+    assert np.array_equal(run_mutant(5), want)
 
 
 def test_mutants_are_compiled_only_when_asked_for() -> None:
@@ -580,7 +757,7 @@ kernel void bad(device const float *x [[buffer(0)]], device float *out [[buffer(
 
 @needs_clang
 def test_the_syntax_check_accepts_what_the_emulator_runs() -> None:
-    for source in (MEMORY, SIMD, GUARDED):
+    for source in (MEMORY, SIMD, LANGUAGE, CONDITIONS, GUARDED):
         assert syntax.check(HEADER + source, {}) == ""
 
 

@@ -24,6 +24,24 @@ template <class To, class From> METAL_INLINE To pointer_cast(From from) { return
 
 #if defined(METAL_CHECKS)
 
+// The compiler checks a thread's own arrays where they are read, but lets one past the end pass as an address.
+template <size_t N, class I> METAL_INLINE void check_index(I index, const char *file, u32 line) {
+    if (__builtin_expect(static_cast<u64>(static_cast<i64>(index)) >= N, 0)) {
+        metal_scheduler->fault(&current(), "index %lld is outside of the array at %s:%u", static_cast<long long>(index),
+                               file, line);
+    }
+}
+template <class T, size_t N, class I>
+METAL_INLINE T &write(T (&array)[N], I index, const char *file = __builtin_FILE(), u32 line = __builtin_LINE()) {
+    check_index<N>(index, file, line);
+    return array[index];
+}
+template <class T, size_t N, class I>
+METAL_INLINE T &update(T (&array)[N], I index, const char *file = __builtin_FILE(), u32 line = __builtin_LINE()) {
+    check_index<N>(index, file, line);
+    return array[index];
+}
+
 constexpr u32 device_key(u32 group, u32 thread, u32 epoch) {
     return group << 18 | (thread & 0x3ff) << 8 | (epoch < 31 ? epoch : 31) << 3;
 }

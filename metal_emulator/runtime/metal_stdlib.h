@@ -4,6 +4,7 @@
 #include "limits.h"
 #include "math_functions.h"
 #include "memory.h"
+#include "sanitizer.h"
 #include "simd.h"
 #include "simdgroup_matrix.h"
 #include "types.h"

@@ -129,7 +129,7 @@ def take_constants(source: Source, items: Sequence[Item], attributes: Attributes
 def _function_constant(source: Source, item: Item, name: int, number: int) -> FunctionConstant:
     kind = source.original(item.start + 1, name)
     if kind not in CONSTANT_TYPES:
-        raise source.error(name, f"a function constant of type '{kind}'; the emulator knows {', '.join(CONSTANT_TYPES)}")
+        raise source.error(name, f"function constant of type '{kind}' is none of {', '.join(CONSTANT_TYPES)}")
     source.tokens[item.start].output = f"static bool metal_defined_{source.text(name)}; static"
     return FunctionConstant(source.text(name), number, kind)
 
@@ -160,7 +160,7 @@ def _instance(source: Source, item: Item, templates: Mapping[str, Item]) -> Kern
     names = [token.text[1:-1] for token in source.tokens[item.start : item.end] if token.kind == "string"]
     angle = next((i for i in range(item.start, item.end) if source.text(i) == "<"), item.end)
     if not names or angle == item.end or item.declares not in templates:
-        raise source.error(item.start, 'an instance of a kernel template needs [[host_name("…")]] and template arguments')
+        raise source.error(item.start, 'an instance of a kernel template has no [[host_name("…")]]')
     call = source.original(angle - 1, source.closing_angle(angle) + 1)
     return Kernel(names[0], call, item, templates[item.declares])
 
@@ -172,18 +172,20 @@ def read_parameters(source: Source, kernel: Kernel, attributes: Attributes) -> l
     for place, declaration in zip(own, declared, strict=True):
         given = attributes.get(place[1] - 1) or attributes.get(declaration[1] - 1, [])
         buffers = sum(parameter.argument.kind == "buffer" for parameter in result)
-        result.append(_read_parameter(source, kernel, place, {a[0].text: a for a in given if a}, buffers))
+        name = source.text(declaration[1] - 1)
+        result.append(_read_parameter(source, name, place, {a[0].text: a for a in given if a}, buffers))
     if kernel.item is not kernel.declaration:
         source.blank(kernel.item.start, kernel.item.end)
     return result
 
 
 def _read_parameter(
-    source: Source, kernel: Kernel, place: tuple[int, int], attributes: Mapping[str, list[Token]], buffers: int
+    source: Source, name: str, place: tuple[int, int], attributes: Mapping[str, list[Token]], buffers: int
 ) -> Parameter:
     start, end = place
     words = [source.text(index) for index in range(start, end)]
-    name, kind = words[-1], source.joined(start, end - 1)
+    # An instantiation may leave the name out.
+    kind = source.joined(start, end - 1 if words[-1] == name else end)
     if "threadgroup" in attributes:
         raise source.error(start, f"'{name}': declare threadgroup memory in the kernel; the emulator binds none")
     if "buffer" in attributes:
@@ -200,13 +202,13 @@ def _read_parameter(
         return Parameter(argument, f"metal_runtime::bound_buffer<{kind}>::make(launch.regions[{buffers}])")
     builtin = next((word for word in attributes if word in BUILTINS), None)
     if builtin is None:
-        raise source.error(start, f"argument '{name}' of kernel '{kernel.name}' has no attribute that the emulator knows")
+        raise source.error(start, f"argument '{name}' has no attribute that the emulator knows")
     value = f"metal_runtime::builtin_argument<{kind}>::make({BUILTINS[builtin]})"
     return Parameter(Argument(name, "builtin", -1, "", False, None), value)
 
 
 def describe(
-    kernel: Kernel, parameters: Sequence[Parameter], items: Sequence[Item], constants: Sequence[FunctionConstant]
+    kernel: Kernel, bound: Sequence[Parameter], items: Sequence[Item], constants: Sequence[FunctionConstant]
 ) -> KernelInfo:
     """What a pipeline needs to know about a kernel."""
     names_in: dict[str, set[str]] = {}
@@ -218,7 +220,7 @@ def describe(
         new = names_in.get(pending.pop(), set()) - reached
         reached |= new
         pending += new
-    arguments = tuple(parameter.argument for parameter in parameters)
+    arguments = tuple(parameter.argument for parameter in bound)
     used = {constant.name for constant in constants if constant.name in reached}
     used |= {argument.constant for argument in arguments if argument.constant}
     return KernelInfo(kernel.name, arguments, tuple(sorted(used)))
@@ -227,8 +229,8 @@ def describe(
 def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Constants) -> str:
     """What the loader looks up: an entry per kernel, and setters for the function constants."""
     lines = ['\n# 1 "entries"']
-    for index, (kernel, parameters) in enumerate(kernels):
-        values = ", ".join(parameter.value for parameter in parameters)
+    for index, (kernel, bound) in enumerate(kernels):
+        values = ", ".join(parameter.value for parameter in bound)
         lines.append(
             f'extern "C" void metal_entry_{index}(const metal_runtime::Launch &launch, '
             f"const metal_runtime::Thread &thread) {{ {kernel.call}({values}); }}"

@@ -36,8 +36,8 @@ class Mutant:
 def add_mutants(source: Source, items: Sequence[Item], not_guards: frozenset[tuple[str, int]]) -> tuple[Mutant, ...]:
     """Makes every barrier and bounds guard one that can be switched off; numbered from 1.
 
-    A guard is a comparison of indices in the condition of an `if` or a `?`. Switched off, it is as if the guard were not
-    there: true where it lets a thread go on (`i < n`), false where it makes one leave (`if (i >= n) return;`).
+    A guard is a comparison of indices in the condition of an `if` or a `?`. Switched off, it is as if the guard were
+    not there: true where it lets a thread go on (`i < n`), false where it makes one leave (`if (i >= n) return;`).
 
     Args:
         not_guards: (file, line) of lines whose comparisons are none.

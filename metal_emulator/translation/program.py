@@ -78,7 +78,8 @@ def _item(source: Source, start: int, end: int) -> Item:
         if token.text == "template" and source.text(index + 1) == "<":
             index = source.closing_angle(index + 1) + 1
             continue
-        following = source.text(index + 1)
+        is_next = index + 1 < end and not source.tokens[index + 1].in_attribute
+        following = source.text(index + 1) if is_next else ""
         if token.kind == "name" and (
             (following == "(" and token.text not in ("alignas", "decltype"))
             or (following in ("=", ";", "[") and token.text != "operator")
@@ -95,7 +96,7 @@ def parameters(source: Source, item: Item) -> list[tuple[int, int]]:
     opening = next(
         i
         for i in range(item.start, item.end)
-        if source.text(i) == "(" and not source.tokens[i].in_attribute and source.text(i - 1) not in ("alignas", "decltype")
+        if source.text(i) == "(" and not source.tokens[i].in_attribute and source.text(i - 1) != "alignas"
     )
     ranges, start, index = [], opening + 1, opening + 1
     end = source.tokens[opening].partner

@@ -141,7 +141,8 @@ class Source:
 
     def parse_type(self, index: int) -> tuple[str, bool, int]:
         """(type without const, whether it is const, index after it)."""
-        words, is_const = [], False
+        words: list[str] = []
+        is_const = False
         while True:
             text = self.text(index)
             if text in ("const", "volatile", "constexpr", "static"):

@@ -1,7 +1,7 @@
 """Rewrites preprocessed Metal source as C++, token by token, so that every line stays where it was.
 
-Address spaces become pointer types, threadgroup variables become arrays of the threadgroup, writes through pointers become
-calls that the runtime can check, attributes go, and every kernel gets an entry that binds its arguments.
+Address spaces become pointer types, threadgroup variables become arrays of the threadgroup, writes through pointers
+become calls that the runtime can check, attributes go, and every kernel gets an entry that binds its arguments.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from metal_emulator.translation.tokens import Source
 
 SWIZZLES = ("xy", "yz", "zw", "xz", "yw", "xyz", "yzw")
 _FLOAT = re.compile(r"(?i)(?:\d+\.\d*|\.\d+|\d+(?=e))(?:e[+-]?\d+)?")
-
-
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from npu_compiler.views import Shape, View, numel
 ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
 for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
     declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
+declare_kernel("linear_epilogue_kernel", "matmul.metal", "product bias? residual? -> out", activation=ACTIVATION)
 declare_kernel("gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I",
                activation=ACTIVATION)  # fmt: skip
 declare_kernel("batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f",

@@ -43,6 +43,16 @@ def gated_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(ACTIVATIONS[params["activation"]](gate) * up)
 
 
+@cpu_kernel("linear_epilogue_kernel")
+def linear_epilogue(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """out = act(product + bias) + residual: for devices whose matrix library has no epilogue of its own."""
+    result, *rest = (to_float(t) for t in inputs)
+    if params["has_bias"]:
+        result = result + rest.pop(0)
+    result = ACTIVATIONS[params["activation"]](result)
+    outputs[0].copy_(result + rest.pop(0) if params["has_residual"] else result)
+
+
 @cpu_kernel("batched_matmul_kernel")
 def batched_matmul(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""

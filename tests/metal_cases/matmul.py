@@ -1,4 +1,4 @@
-"""Matrix products. A bare product of one dtype goes to MPS, so tiled cases have an epilogue or mixed dtypes."""
+"""Matrix products."""
 
 from __future__ import annotations
 
@@ -102,6 +102,22 @@ RESIDUALS = [
     for n, activation in enumerate(ACTIVATIONS, start=1)
 ]
 
+EPILOGUES = [
+    Case(
+        "linear_epilogue_kernel", name,
+        [T((m, n), strides=(n + gap, 1)), *([T((n,), bias)] if bias else []), *([T((m, n), residual)] if residual else [])],
+        [T((m, n), strides=(n + gap, 1))],
+        {"has_bias": bool(bias), "has_residual": bool(residual), "activation": activation},
+    )
+    for name, m, n, gap, bias, residual, activation in [
+        ("one-element", 1, 1, 0, "compute", None, "none"),
+        ("everything", 7, 33, 3, "float32", "compute", "gelu"),
+        ("wide", 2, 257, 0, "compute", None, "relu"),
+        ("tall", 259, 3, 1, None, "compute", "silu"),
+        ("activation-only", 5, 31, 0, None, None, "sigmoid"),
+    ]
+]  # fmt: skip
+
 BATCHED = [
     batched("one-element", T((1, 1)), T((1, 1)), T((1, 1), "float32")),
     batched("no-terms", T((2, 3, 0)), T((2, 0, 5)), T((2, 3, 5))),
@@ -128,4 +144,4 @@ BATCHED = [
             T((33, 5), "int32", strides=(6, 1)), transpose_b=True),
 ]  # fmt: skip
 
-CASES = [*TILED, *VECTORS, *RESIDUALS, *BATCHED]
+CASES = [*TILED, *VECTORS, *RESIDUALS, *EPILOGUES, *BATCHED]
