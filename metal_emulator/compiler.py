@@ -154,7 +154,7 @@ class Function:
             _Position(*groups),
             _Position(*threads),
             _Position(*grid),
-            os.cpu_count() or 1,
+            _cores(),
             seed if self.library.checks else 0,
             ctypes.cast(report, ctypes.c_char_p),
             REPORT_BYTES,
@@ -305,6 +305,11 @@ def _compiler() -> str:
 def _cache_folder() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "npu-simulation" / "metal-emulator"
+
+
+def _cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

@@ -123,10 +123,14 @@ class MTLDevice(NSObject):
     ) -> tuple[MTLLibrary | None, NSError | None]:
         macros = options._macros if options else {}
         try:
-            core = compiler.compile_source(source, macros, checks=self._emulator.checks)
+            core = compiler.compile_source(
+                source, macros, checks=self._emulator.checks, mutants=self._emulator.mutants is not None
+            )
         except compiler.CompileError as failure:
             return None, NSError(LIBRARY_ERRORS, METAL["MTLLibraryErrorCompileFailure"], str(failure))
         self._emulator.libraries += 1
+        if self._emulator.mutants is not None:
+            self._emulator.mutants.extend(core.mutants)
         return MTLLibrary(self, core, source, macros), None
 
     @selector(Object("MTLFunction"), OUT_ERROR)

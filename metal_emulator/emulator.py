@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from metal_emulator.objc import MetalUsageError
 
 if TYPE_CHECKING:
-    from metal_emulator.compiler import KernelFault
+    from metal_emulator.compiler import KernelFault, Mutant
 
 
 @dataclass(kw_only=True)
@@ -40,6 +40,9 @@ class Emulator(Counters):
     `seed` shuffles threads, threadgroups and the dispatches between the barriers of a concurrent encoder. With
     `deferred`, a command buffer runs not at `commit()` but when something waits for it or a later one, which shows a
     missing `waitUntilCompleted()`. Both may be set at any time.
+
+    Where the device was made with `mutants`, the number `mutant` names a barrier or bounds guard of `mutants`, which
+    lists those of the libraries made so far, for every kernel to go without; 0 for none.
     """
 
     checks: bool
@@ -48,6 +51,8 @@ class Emulator(Counters):
     deferred: bool
     memory: int
     allocated: int = 0
+    mutants: list[Mutant] | None = None
+    mutant: int = 0
     last_fault: KernelFault | None = None
     _complaints: list[str] = field(default_factory=list)
     _outlived: list[tuple[mmap.mmap, str]] = field(default_factory=list)

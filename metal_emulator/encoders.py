@@ -209,7 +209,9 @@ class MTLComputeCommandEncoder(CommandEncoder):
         emulator.dispatches += 1
 
         def run() -> None:
-            core.dispatch(groups, threads, buffers, constants, seed=emulator.seed, grid_threads=grid)
+            core.dispatch(
+                groups, threads, buffers, constants, seed=emulator.seed, mutant=emulator.mutant, grid_threads=grid
+            )
 
         (self._unordered if self._concurrent else self._command_buffer._commands).append(run)
 

@@ -48,19 +48,22 @@ def api(
     memory: int | None = None,
     poison: bool = True,
     deferred: bool = False,
+    mutants: bool = False,
 ) -> MetalAPI:
     """An emulated Mac.
 
     Without `checks`, kernels run fast and unwatched. `seed` shuffles the order of threads; its default is the
     environment's METAL_EMULATOR_SEED, else 0. `memory` is the recommended working set in bytes, by default three
     quarters of the machine's memory. With `poison`, new buffers hold 0xFF bytes, since Metal promises no zeros.
-    `deferred` keeps command buffers from running before something waits for them.
+    `deferred` keeps command buffers from running before something waits for them. With `mutants`, kernels are compiled
+    such that any of their barriers and bounds guards can be taken away (`Emulator.mutant`).
     """
     emulator = Emulator(
         checks=checks,
         poison=poison,
         seed=int(os.environ.get(SEED_VARIABLE, "0")) if seed is None else seed,
         deferred=deferred,
+        mutants=[] if mutants else None,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 3 // 4 if memory is None else memory,
     )
     device = MTLDevice(emulator)

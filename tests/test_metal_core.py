@@ -235,7 +235,8 @@ inline void fill(threadgroup float (&tile)[4][8], uint i, float value) {
 }
 
 template <typename T>
-kernel void summed(device const T *x [[buffer(0)]], device T *out [[buffer(1)]], uint i [[thread_index_in_threadgroup]]) {
+kernel void summed(device const T *x [[buffer(0)]], device T *out [[buffer(1)]],
+                   uint i [[thread_index_in_threadgroup]]) {
     threadgroup T values[32];
     values[i] = x[i];
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -255,8 +256,8 @@ template [[host_name("summed_int")]] kernel void summed<int>(device const int *,
     *target -= 1.0;
 }
 
-[[kernel]] void vectors(device const float4 *x [[buffer(0)]], device float *out [[buffer(1)]], device half4 *narrow [[buffer(2)]],
-                        uint i [[thread_index_in_threadgroup]]) {
+[[kernel]] void vectors(device const float4 *x [[buffer(0)]], device float *out [[buffer(1)]],
+                        device half4 *narrow [[buffer(2)]], uint i [[thread_index_in_threadgroup]]) {
     threadgroup float4 tile[32];
     tile[i] = x[i].zwxy;
     tile[i].x *= 2.0;

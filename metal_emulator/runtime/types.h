@@ -129,6 +129,7 @@ template <class T, int N> struct vec;
     template <class U> METAL_INLINE explicit vec(const vec<U, N> &other) {                                          \
         for (int i = 0; i < N; ++i) data[i] = T(other.data[i]);                                                     \
     }                                                                                                               \
+    template <int... I> METAL_INLINE vec<T, sizeof...(I)> swizzle() const { return {data[I]...}; }                  \
     template <class I> METAL_INLINE T &operator[](I i) { return data[i]; }                                          \
     template <class I> METAL_INLINE const T &operator[](I i) const { return data[i]; }
 
@@ -152,8 +153,6 @@ template <class T> struct alignas(4 * sizeof(T)) vec<T, 3> {
     METAL_INLINE vec(T a, T b, T c) : data{a, b, c} {}
     METAL_INLINE vec(vec<T, 2> a, T b) : data{a.x, a.y, b} {}
     METAL_INLINE vec(T a, vec<T, 2> b) : data{a, b.x, b.y} {}
-    METAL_INLINE vec<T, 2> xy() const { return vec<T, 2>(x, y); }
-    METAL_INLINE vec<T, 2> yz() const { return vec<T, 2>(y, z); }
 };
 
 template <class T> struct alignas(4 * sizeof(T)) vec<T, 4> {
@@ -170,12 +169,6 @@ template <class T> struct alignas(4 * sizeof(T)) vec<T, 4> {
     METAL_INLINE vec(T a, T b, vec<T, 2> c) : data{a, b, c.x, c.y} {}
     METAL_INLINE vec(vec<T, 3> a, T b) : data{a.x, a.y, a.z, b} {}
     METAL_INLINE vec(T a, vec<T, 3> b) : data{a, b.x, b.y, b.z} {}
-    METAL_INLINE vec<T, 2> xy() const { return vec<T, 2>(x, y); }
-    METAL_INLINE vec<T, 2> zw() const { return vec<T, 2>(z, w); }
-    METAL_INLINE vec<T, 2> xz() const { return vec<T, 2>(x, z); }
-    METAL_INLINE vec<T, 2> yw() const { return vec<T, 2>(y, w); }
-    METAL_INLINE vec<T, 3> xyz() const { return vec<T, 3>(x, y, z); }
-    METAL_INLINE vec<T, 3> yzw() const { return vec<T, 3>(y, z, w); }
 };
 #undef METAL_VEC_COMMON
 

@@ -24,7 +24,7 @@ from metal_emulator.translation.mutants import Mutant, add_mutants
 from metal_emulator.translation.program import split_items, take_attributes
 from metal_emulator.translation.tokens import Source
 
-SWIZZLES = ("xy", "yz", "zw", "xz", "yw", "xyz", "yzw")
+_SWIZZLE = re.compile("[xyzw]{2,4}")
 _FLOAT = re.compile(r"(?i)(?:\d+\.\d*|\.\d+|\d+(?=e))(?:e[+-]?\d+)?")
 
 
@@ -87,7 +87,8 @@ def rewrite_numbers(source: Source) -> None:
 
 
 def rewrite_swizzles(source: Source) -> None:
-    """`v.xy` → `v.xy()`."""
+    """`v.zx` → `v.template swizzle<2, 0>()`."""
     for index, token in enumerate(source.tokens):
-        if token.text in SWIZZLES and source.text(index - 1) == "." and source.text(index + 1) != "(":
-            token.output = f"{token.text}()"
+        if source.text(index - 1) == "." and source.text(index + 1) != "(" and _SWIZZLE.fullmatch(token.text):
+            places = ", ".join(str("xyzw".index(name)) for name in token.text)
+            token.output = f"template swizzle<{places}>()"

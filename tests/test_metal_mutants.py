@@ -1,0 +1,16 @@
+"""No barrier and no bounds guard in the Metal kernels is there for nothing: without any one of them, a case fails."""
+
+from __future__ import annotations
+
+import pytest
+from metal_mutants import cases_by_file, judge
+
+FILES = cases_by_file()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_barrier_and_guard_is_missed(name: str) -> None:
+    verdicts = list(judge(FILES[name]))
+    assert verdicts or name.startswith(("elementwise", "add_relu")), "no barrier and no guard was found"
+    survivors = [v.mutant for v in verdicts if v.killer is None]
+    assert [f"{m.file}:{m.line} {m.function}: {m.kind} {m.text}" for m in survivors] == []
