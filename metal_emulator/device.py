@@ -55,7 +55,7 @@ class MTLDevice(NSObject):
 
     @selector()
     def name(self) -> str:
-        return "Metal emulator" if self._emulator.checks else "Metal emulator (fast)"
+        return "emulated GPU" if self._emulator.checks else "emulated GPU, unchecked"
 
     @selector()
     def hasUnifiedMemory(self) -> bool:

@@ -32,12 +32,16 @@ GUARD = 9  # elements behind the last one that must stay untouched
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5}
 
 
-def open_metal() -> tuple[MetalBackend, Any]:
-    """A backend that runs every kernel of ours, and what steers the emulator under it (None on a Mac)."""
+def open_metal(mps: bool) -> tuple[MetalBackend, Any]:
+    """The backend, and what steers the emulator under it (None on a Mac).
+
+    Args:
+        mps: Leave matrix products to MPS; else our kernels make them all.
+    """
     if ON_A_MAC:
-        return MetalBackend(mps=False), None
+        return MetalBackend(mps=mps), None
     api = metal_emulator.api(checks=True)
-    return MetalBackend(api, mps=False), api.emulator
+    return MetalBackend(api, mps=mps), api.emulator
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ir_builder import IRBuilder
+from metal_harness import open_metal
 from torch import nn
 from torch_ir import extract_ir
 
@@ -43,13 +45,8 @@ SHAPES = {"x": (1, 3, 8, 8), "cache": (6, 24), "at": (2,)}
 
 
 @pytest.fixture(scope="module")
-def api() -> metal_emulator.MetalAPI:
-    return metal_emulator.api(checks=True)
-
-
-@pytest.fixture(scope="module")
-def backend(api: metal_emulator.MetalAPI) -> MetalBackend:
-    return MetalBackend(api)
+def backend() -> MetalBackend:
+    return open_metal(mps=True)[0]
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +124,9 @@ def test_another_executor_of_the_same_program_finds_its_pipelines(
 
 
 def test_command_buffers_hold_at_most_a_batch(
-    model: Block, program: CompiledProgram, api: metal_emulator.MetalAPI, rng: np.random.Generator
+    model: Block, program: CompiledProgram, rng: np.random.Generator
 ) -> None:
-    small = MetalBackend(api)
+    small, _ = open_metal(mps=True)
     small.config = replace(METAL_GPU, max_dispatches_per_batch=3)
     inputs, weights = bound(program, small, rng), load_weights(model.state_dict(), program, small)
     executor = Executor(program, small)
@@ -156,7 +153,8 @@ def test_memory_is_refused_before_it_is_asked_for() -> None:
         NPUBuffer.zeros((1000, 1000), small)
 
 
-def test_a_fault_on_the_device_is_a_device_error_with_its_report(backend: MetalBackend) -> None:
+def test_a_fault_on_the_device_is_a_device_error_with_its_report() -> None:
+    backend = MetalBackend(metal_emulator.api())
     view = View("table", (5, 8), (8, 1), 0, "float16")
     call = KernelCall(
         "embedding_kernel", "embedding.metal", (view, View("ids", (1,), (1,), 0, "int32")),
@@ -198,6 +196,10 @@ def test_buffers_come_back_as_they_went_in(backend: MetalBackend, rng: np.random
 
 def test_the_device_is_there_by_name() -> None:
     assert isinstance(Device("metal-emulator").backend, MetalBackend)
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="here Metal is to be had")
+def test_elsewhere_than_on_a_mac_metal_says_what_it_needs() -> None:
     with pytest.raises(DeviceError, match="Metal needs macOS and pyobjc"):
         MetalBackend()
 
@@ -227,8 +229,7 @@ def test_collapsing_keeps_every_element() -> None:
 @pytest.mark.parametrize(("dtype", "rounding"), [("float16", 2**-10), ("bfloat16", 2**-7)])
 def test_mps_makes_the_same_products_as_our_kernels(dtype: str, rounding: float) -> None:
     """Up to one rounding: MPS stores the product before the epilogue reads it."""
-    api = metal_emulator.api()
-    backend = MetalBackend(api)
+    backend, _ = open_metal(mps=True)
     for case in metal_cases.matmul.CASES:
         metal_harness.run_case(replace(case, atol=rounding), backend, dtype, 1)
     assert backend.counters["mps_products"] >= 12
@@ -250,7 +251,7 @@ def test_batched_products_go_to_mps_in_either_layout(transpose: str) -> None:
         call.kernel, f"mps-{transpose}",
         [metal_harness.T(v.shape, strides=v.strides) for v in call.inputs], [metal_harness.T(out.shape)], params,
     )  # fmt: skip
-    metal_harness.run_case(case, MetalBackend(metal_emulator.api()), "float16", 1)
+    metal_harness.run_case(case, open_metal(mps=True)[0], "float16", 1)
 
 
 def test_a_shared_side_is_not_for_mps() -> None:

@@ -702,7 +702,7 @@ def test_mutants_are_compiled_only_when_asked_for() -> None:
         ("out[i] = erf(x[i]);", "erf"),
         ("out[i] = log1p(x[i]);", "log1p"),
         ("const double wide = 1.0; out[i] = float(wide);", "double"),
-        ("x[i] = 1.0;", "read-only"),
+        ("x[i] = 1.0;", "const"),
         ("threadgroup float tile[32]; device float *p = &tile[0]; p[i] = 1.0;", "threadgroup"),
         ("out[i] = value;", "value"),
     ],

@@ -17,7 +17,7 @@ THREAD_ORDERS = (1, 2, 3)
 
 @pytest.fixture(scope="module")
 def metal() -> tuple[MetalBackend, Any]:
-    return open_metal()
+    return open_metal(mps=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from npu_compiler import METAL_GPU
 from npu_compiler.codegen import KERNELS, KernelDecl
+from npu_runtime import metal_dispatch
+from npu_runtime.metal_binding import MAX_RANK
 from npu_runtime.metal_device import shader_source
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +99,25 @@ def test_function_constants_are_those_the_backend_sets(name: str) -> None:
     types = {f"{x}_type": "uint" for x in operands} | {f"has_{x}": "bool" for x in operands}
     known = {**BUILTIN_CONSTANTS, **flags, **types}
     assert [(kind, constant) for kind, constant, _ in found if known.get(constant) != kind] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "macro", "value"),
+    [
+        ("common.metal", "MAX_RANK", MAX_RANK),
+        ("common.metal", "SIMD_WIDTH", metal_dispatch.SIMD_WIDTH),
+        ("conv_bn_relu.metal", "BLOCK_CHANNELS", METAL_GPU.channel_tile),
+        ("conv_bn_relu.metal", "BLOCK_PIXELS", metal_dispatch.CONV_PIXELS),
+        ("conv_bn_relu.metal", "DIRECT_PIXELS", metal_dispatch.DIRECT_PIXELS),
+        ("fused_decode_attention.metal", "HELD_WIDTH", metal_dispatch.ATTENTION_WIDTH),
+        ("fused_decode_attention.metal", "WIDE_WIDTH", metal_dispatch.ATTENTION_SLICE),
+        ("fused_decode_attention.metal", "KEY_LANES", metal_dispatch.ATTENTION_KEY_LANES),
+        ("fused_decode_attention.metal", "PREFILL_GROUPS", metal_dispatch.ATTENTION_TILE // 8),
+    ],
+)
+def test_grids_and_kernels_agree_on_tiles(name: str, macro: str, value: int) -> None:
+    (defined,) = re.findall(rf"^#define {macro} (\d+)", shader_source(name), re.MULTILINE)
+    assert int(defined) == value
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")

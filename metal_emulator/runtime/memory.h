@@ -55,8 +55,8 @@ METAL_INLINE bool device_unordered(u32 mine, u32 other) {
     return (difference >> 8 & 0x3ff) != 0 && (difference >> 3 & 31) == 0 && (mine >> 3 & 31) != 31;
 }
 
-template <class Region> __attribute__((noinline)) void device_race(Region *region, u32 kind, i64 offset, u32 size,
-                                                                    u32 other_kind, u32 other) {
+inline __attribute__((noinline)) void device_race(const Region *region, u32 kind, i64 offset, u32 size, u32 other_kind,
+                                                  u32 other) {
     metal_scheduler->race(&current(), region, device_space::name, kind, offset, size, other_kind, other >> 18,
                           other >> 8 & 0x3ff);
 }
@@ -228,22 +228,10 @@ template <class Space, class T> struct checked_pointer {
     METAL_INLINE explicit operator bool() const { return address != 0; }
 };
 
-template <class Space, class T, class I> METAL_INLINE T &write(const checked_pointer<Space, T> &pointer, I index) {
+template <class Space, class T, class I> METAL_INLINE T &write(checked_pointer<Space, T> pointer, I index) {
     return *checked<Space, T>(pointer.region, pointer.at(index), WRITE);
 }
-template <class Space, class T, class I> METAL_INLINE T &write(checked_pointer<Space, T> &pointer, I index) {
-    return *checked<Space, T>(pointer.region, pointer.at(index), WRITE);
-}
-template <class Space, class T, class I> METAL_INLINE T &write(checked_pointer<Space, T> &&pointer, I index) {
-    return *checked<Space, T>(pointer.region, pointer.at(index), WRITE);
-}
-template <class Space, class T, class I> METAL_INLINE T &update(const checked_pointer<Space, T> &pointer, I index) {
-    return *checked<Space, T>(pointer.region, pointer.at(index), UPDATE);
-}
-template <class Space, class T, class I> METAL_INLINE T &update(checked_pointer<Space, T> &pointer, I index) {
-    return *checked<Space, T>(pointer.region, pointer.at(index), UPDATE);
-}
-template <class Space, class T, class I> METAL_INLINE T &update(checked_pointer<Space, T> &&pointer, I index) {
+template <class Space, class T, class I> METAL_INLINE T &update(checked_pointer<Space, T> pointer, I index) {
     return *checked<Space, T>(pointer.region, pointer.at(index), UPDATE);
 }
 template <class Space, class T> METAL_INLINE T &write(checked_pointer<Space, T> pointer) { return write(pointer, 0); }
@@ -279,22 +267,10 @@ template <class T, size_t N> struct threadgroup_view<T[N]> {
     }
 };
 
-template <class T, size_t N, class I> METAL_INLINE T &write(const threadgroup_view<T[N]> &view, I index) {
+template <class T, size_t N, class I> METAL_INLINE T &write(threadgroup_view<T[N]> view, I index) {
     return *checked<threadgroup_space, T>(view.region, view.at(index), WRITE);
 }
-template <class T, size_t N, class I> METAL_INLINE T &write(threadgroup_view<T[N]> &view, I index) {
-    return *checked<threadgroup_space, T>(view.region, view.at(index), WRITE);
-}
-template <class T, size_t N, class I> METAL_INLINE T &write(threadgroup_view<T[N]> &&view, I index) {
-    return *checked<threadgroup_space, T>(view.region, view.at(index), WRITE);
-}
-template <class T, size_t N, class I> METAL_INLINE T &update(const threadgroup_view<T[N]> &view, I index) {
-    return *checked<threadgroup_space, T>(view.region, view.at(index), UPDATE);
-}
-template <class T, size_t N, class I> METAL_INLINE T &update(threadgroup_view<T[N]> &view, I index) {
-    return *checked<threadgroup_space, T>(view.region, view.at(index), UPDATE);
-}
-template <class T, size_t N, class I> METAL_INLINE T &update(threadgroup_view<T[N]> &&view, I index) {
+template <class T, size_t N, class I> METAL_INLINE T &update(threadgroup_view<T[N]> view, I index) {
     return *checked<threadgroup_space, T>(view.region, view.at(index), UPDATE);
 }
 

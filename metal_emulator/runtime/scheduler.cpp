@@ -20,6 +20,8 @@
 namespace metal_runtime {
 namespace {
 
+constexpr u64 SMALL_LAUNCH = 512;
+
 enum ThreadState : u32 { READY, AT_BARRIER, AT_SIMD, FINISHED };
 
 struct Progress {
@@ -488,7 +490,10 @@ extern "C" int metal_run(metal_runtime::Launch *launch) {
         while (gcd(progress.stride, progress.group_count) != 1) ++progress.stride;
     }
     const std::vector<Span> spans = launch->checks ? shadow_written_memory(*launch) : std::vector<Span>();
-    const u64 workers = launch->workers < progress.group_count ? launch->workers : progress.group_count;
+    // Another core would take longer to wake than a small launch takes.
+    const u64 threads = progress.group_count * launch->threads.x * launch->threads.y * launch->threads.z;
+    const u64 most = threads < SMALL_LAUNCH ? 1 : launch->workers;
+    const u64 workers = most < progress.group_count ? most : progress.group_count;
     std::vector<std::thread> others;
     for (u64 i = 1; i < workers; ++i) others.emplace_back([&progress] { work(progress); });
     work(progress);
