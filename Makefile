@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test lint bench clean
+.PHONY: venv demo test lint mutants bench clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,9 @@ lint: venv
 	$(BIN)/mypy --strict npu_compiler npu_runtime metal_emulator || status=1; \
 	$(BIN)/python -m metal_emulator.syntax || status=1; \
 	{ set +x; } 2>/dev/null; exit $$status
+
+mutants: venv
+	$(BIN)/python tests/metal_mutants.py
 
 bench: venv
 	$(BIN)/npu-sim bench

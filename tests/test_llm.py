@@ -179,6 +179,18 @@ def test_steady_decoding_allocates_and_prepares_nothing(llama: Checkpoint) -> No
     assert after.pop("runs") == before.pop("runs") + 5 and after == before
 
 
+def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=METAL_DEVICE)
+    model.prefill([3, 1, 4])
+    model.decode(1)
+    counters = model.device.backend.counters
+    before = dict(counters)
+    model.decode(5)
+    steady = {name: count - before.get(name, 0) for name, count in counters.items() if count != before.get(name, 0)}
+    launches = len(model.decode_program.kernels)
+    assert steady == {"command_buffers": 1, "encoders": 1, "dispatches": launches}
+
+
 def test_both_programs_share_their_weights(llama: Checkpoint) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
     assert model._prefill_step is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import metal_cases.matmul
@@ -25,6 +26,7 @@ from npu_compiler.views import View, contiguous_strides
 from npu_runtime import DAGExecutor, Device, Executor, MetalBackend, NPUBuffer, Operand, Profiler, load_weights
 from npu_runtime._mps_accel import as_product, epilogue_of
 from npu_runtime.metal_binding import bind, collapse
+from npu_runtime.metal_device import MetalAPI, MetalDevice
 
 
 class Block(nn.Module):
@@ -215,6 +217,26 @@ def test_a_partitioned_graph_runs_its_device_part_on_metal(backend: MetalBackend
     x = rng.standard_normal((4, 4)).astype(np.float32)
     (result,) = dag.execute({plan.graph.inputs[0]: x}).values()
     np.testing.assert_allclose(result, Mixed()(torch.from_numpy(x)), rtol=2e-2, atol=2e-2)
+
+
+def test_pipelines_are_found_on_disk_by_the_next_process(tmp_path: Path) -> None:
+    archive = tmp_path / "pipelines" / "archive.metallib"
+    view = View("x", (3, 8), (8, 1), 0, "float16")
+    binding = bind(KernelCall("softmax_kernel", "softmax.metal", (view,), (view,), {"scale": 1.0}, "node"))
+
+    def start() -> metal_emulator.Emulator:
+        api = metal_emulator.api()
+        device = MetalDevice(MetalAPI(api.Metal, api.MPS, api.Foundation), METAL_GPU, archive)
+        device.pipeline("softmax.metal", "softmax_kernel", "float16", binding.constants, {})
+        device.save_archive()
+        return api.emulator
+
+    assert start().archive_hits == 0 and archive.exists()
+    assert start().archive_hits == 1
+    archive.write_bytes(b"from another system version")
+    assert start().archive_hits == 0
+    assert start().archive_hits == 1
+    assert [path.name for path in archive.parent.iterdir()] == [archive.name]
 
 
 def test_collapsing_keeps_every_element() -> None:

@@ -1,4 +1,4 @@
-// Switching between stacks: the callee-saved registers go on the stack that is left and come off the one that is entered.
+// Switching between stacks: callee-saved registers go on the stack that is left and come off the one that is entered.
 #pragma once
 
 #include "launch.h"

@@ -21,8 +21,8 @@ struct Position {
     u32 x, y, z;
 };
 
-// The last write and the last reads of two bytes of device memory, each as group:14 thread:10 epoch:5 several:1 bytes:2;
-// zero for none. Fields that overflow make a race go unseen, never seen where there is none.
+// The last write and the last reads of two bytes of device memory, each as
+// group:14 thread:10 epoch:5 several:1 bytes:2; zero for none. Fields that overflow make a race go unseen, never seen where there is none.
 struct DeviceCell {
     u32 write, read;
 };

@@ -14,7 +14,9 @@ struct device_space { static constexpr const char *name = "device"; };
 struct constant_space { static constexpr const char *name = "constant"; };
 struct threadgroup_space { static constexpr const char *name = "threadgroup"; };
 
-template <class A, class I> METAL_INLINE auto write(A &&base, I index) -> decltype((base[index])) { return base[index]; }
+template <class A, class I> METAL_INLINE auto write(A &&base, I index) -> decltype((base[index])) {
+    return base[index];
+}
 template <class A, class I> METAL_INLINE auto update(A &&base, I index) -> decltype((base[index])) {
     return base[index];
 }
@@ -150,7 +152,8 @@ template <> METAL_INLINE void record<threadgroup_space>(const Region *region, u3
 template <class Space, class T> METAL_INLINE T *checked(const Region *region, uptr address, u32 kind) {
     if (region == nullptr) return reinterpret_cast<T *>(address);
     const u64 offset = address - reinterpret_cast<uptr>(region->base);
-    if (__builtin_expect(offset >= region->length || region->length - offset < sizeof(T) || region->base == nullptr, 0)) {
+    const bool is_inside = offset < region->length && region->length - offset >= sizeof(T);
+    if (__builtin_expect(!is_inside || region->base == nullptr, 0)) {
         metal_scheduler->access_fault(&current(), region, Space::name, kind, static_cast<i64>(offset), sizeof(T), 0);
     }
     if (alignof(T) > 1 && __builtin_expect(address % alignof(T) != 0, 0)) {

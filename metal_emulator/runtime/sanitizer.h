@@ -1,5 +1,5 @@
-// What the compiler's own checks call: -fsanitize=bounds for arrays whose size it knows (locals and struct members), and
-// -fsanitize=integer-divide-by-zero. The layouts are those of the compilers' runtime library, which is not linked.
+// What the compiler's own checks call: -fsanitize=bounds for arrays whose size it knows (locals and struct members),
+// and -fsanitize=integer-divide-by-zero. The layouts are those of the compilers' runtime library, which is not linked.
 #pragma once
 
 #include "memory.h"
@@ -26,7 +26,8 @@ extern "C" void __ubsan_handle_out_of_bounds(metal_runtime::CheckedOperation *op
                            static_cast<long long>(index), operation->place.file, operation->place.line);
 }
 
-extern "C" void __ubsan_handle_divrem_overflow(metal_runtime::CheckedOperation *operation, unsigned long, unsigned long) {
+extern "C" void __ubsan_handle_divrem_overflow(metal_runtime::CheckedOperation *operation, unsigned long,
+                                               unsigned long) {
     metal_scheduler->fault(&metal_runtime::current(), "division by zero, or overflow of one, at %s:%u",
                            operation->place.file, operation->place.line);
 }

@@ -1,4 +1,5 @@
-// Runs a launch: every GPU thread is a fiber, a threadgroup's fibers take turns on one core, threadgroups spread over cores.
+// Runs a launch: every GPU thread is a fiber, a threadgroup's fibers take turns on one core, the threadgroups spread over
+// the cores.
 //
 // A thread that neither waits at a barrier nor in a SIMD operation runs to its end, and the next one starts on the same
 // stack. Faults abandon the threadgroup: nothing on a fiber's stack needs destroying.
@@ -193,9 +194,9 @@ const char *kind_name(u32 kind) { return kind == READ ? "read" : "write"; }
     } else {
         snprintf(other, sizeof other, "thread %u of another threadgroup", other_thread);
     }
+    const long long index = offset / static_cast<i64>(size);
     fault(thread, "race on %s '%s' [%lld]: %s by thread %u and %s by %s, with no barrier between", space, region->name,
-          static_cast<long long>(offset / static_cast<i64>(size)), kind_name(kind), thread->index, kind_name(other_kind),
-          other);
+          index, kind_name(kind), thread->index, kind_name(other_kind), other);
 }
 
 // Nothing can run although some threads wait: they wait for threads that returned or that wait elsewhere.

@@ -182,7 +182,8 @@ enum memory_order { memory_order_relaxed };
 
 template <class T> METAL_INLINE T *atomic_address(atomic<T> *pointer) { return &pointer->value; }
 #if defined(METAL_CHECKS)
-template <class Space, class T> METAL_INLINE T *atomic_address(metal_runtime::checked_pointer<Space, atomic<T>> pointer) {
+template <class Space, class T>
+METAL_INLINE T *atomic_address(metal_runtime::checked_pointer<Space, atomic<T>> pointer) {
     metal_runtime::Region unrecorded = *pointer.region;
     unrecorded.device_cells = nullptr;
     return reinterpret_cast<T *>(

@@ -30,7 +30,8 @@ template <class T, int C, int R> METAL_INLINE simdgroup_matrix<T, C, R> make_fil
 }
 
 template <class P>
-METAL_INLINE P simdgroup_element(P start, ulong elements_per_row, ulong2 origin, bool transpose, uint row, uint column) {
+METAL_INLINE P simdgroup_element(P start, ulong elements_per_row, ulong2 origin, bool transpose, uint row,
+                                 uint column) {
     const ulong across = transpose ? row : column;
     const ulong down = transpose ? column : row;
     return start + ((origin.y + down) * elements_per_row + origin.x + across);
@@ -77,7 +78,8 @@ inline void simdgroup_multiply_accumulate(simdgroup_matrix<D, 8, 8> &d, const si
         float values[2];
     };
     check_full_simdgroup(site);
-    const Operands operands{{a.elements[0], a.elements[1]}, {b.elements[0], b.elements[1]}, {c.elements[0], c.elements[1]}};
+    const Operands operands{
+        {a.elements[0], a.elements[1]}, {b.elements[0], b.elements[1]}, {c.elements[0], c.elements[1]}};
     const Result result = metal_runtime::collective<Result>(operands, site, [](Operands *lanes, Result *results, uint) {
         float left[8][8], right[8][8], sum[8][8];
         for (uint lane = 0; lane < 32; ++lane) {

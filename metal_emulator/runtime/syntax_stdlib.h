@@ -1,5 +1,5 @@
-// Declarations of what Metal's standard library has, for a syntax check by clang++ with distinct address spaces. half and
-// bfloat are builtin types of the AArch64 target, vectors are ext_vector_type, and nothing is defined.
+// Declarations of what Metal's standard library has, for a syntax check by clang++ with distinct address spaces. half
+// and bfloat are builtin types of the AArch64 target, vectors are ext_vector_type, and nothing is defined.
 #pragma once
 
 #define METAL_DEVICE __attribute__((address_space(1)))
