@@ -1,4 +1,4 @@
-"""Matrix products by `MPSMatrixMultiplication`; what rides on a linear's product becomes a dispatch of its own."""
+"""Matrix products by `MPSMatrixMultiplication`; what a linear does beyond its product is a dispatch of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import MetalCodegenTarget
 from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View
 from npu_runtime.metal_binding import collapse
@@ -26,7 +27,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Product:
-    """result = alpha · left · right, either side transposed."""
+    """result = alpha · left · right + beta · result, either side transposed."""
 
     left: Matrix
     right: Matrix
@@ -35,6 +36,7 @@ class Product:
     transpose_right: bool
     inner: int
     alpha: float
+    beta: float
 
 
 def as_product(call: KernelCall) -> Product | None:
@@ -61,12 +63,31 @@ def as_product(call: KernelCall) -> Product | None:
     (a, transpose_a), (b, transpose_b), (c, transpose_c) = (side for side in sides if side is not None)
     if transpose_c:
         return None
-    return Product(a, b, c, transpose_a, transpose_b, params["k"], alpha)
+    beta = 0.0 if bias_of(call) is None else 1.0
+    return Product(a, b, c, transpose_a, transpose_b, params["k"], alpha, beta)
+
+
+def bias_of(call: KernelCall) -> KernelCall | None:
+    """What writes a linear's bias to the output, for MPS to add the product to it; None where an epilogue has to.
+
+    MPS rounds such a sum once, an epilogue would round it twice. Before an activation or a residual PyTorch rounds too.
+    """
+    params, out = call.params, call.outputs[0]
+    if not params.get("has_bias") or params.get("has_residual") or params.get("activation", "none") != "none":
+        return None
+    bias = call.inputs[2].expand(out.shape)
+    if bias.dtype != out.dtype:
+        return None
+    kernel, source = MetalCodegenTarget().elementwise_kernel("copy_broadcast_kernel")
+    copied = {"op": "copy", "scalars": [None]}
+    return replace(call, kernel=kernel, source=source, inputs=(bias,), params=copied, flops=0)
 
 
 def epilogue_of(call: KernelCall) -> KernelCall | None:
-    """What is left of a linear once its product stands in the output; None for a bare product."""
+    """What is left of a linear once its product stands in the output, where anything is."""
     params = call.params
+    if bias_of(call) is not None:
+        return None
     if not params.get("has_bias") and not params.get("has_residual") and params.get("activation", "none") == "none":
         return None
     inputs = (call.outputs[0], *call.inputs[2:])
@@ -95,10 +116,16 @@ def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:
 def _fitting(
     view: View, rows: int, columns: int, row_stride: int, batch: tuple[int, int], transposed: bool
 ) -> tuple[Matrix, bool] | None:
-    """MPS counts a matrix as whole rows: one that begins within a longer row could end beyond its buffer."""
+    """MPS counts a matrix as whole rows: one that begins within a longer row could end beyond its buffer.
+
+    For the same reason matrices must be whole rows apart.
+    """
+    count, distance = batch
     stride = row_stride if rows > 1 else columns
     whole = stride == columns or (stride > columns and view.offset % stride == 0)
-    return (Matrix(view, rows, columns, stride, *batch), transposed) if whole else None
+    if not whole or (count > 1 and distance % stride):
+        return None
+    return Matrix(view, rows, columns, stride, count, distance), transposed
 
 
 class MPSLaunch:
@@ -113,7 +140,7 @@ class MPSLaunch:
         ]
         self._kernel = device.api.MPS.MPSMatrixMultiplication.alloc().initWithDevice_transposeLeft_transposeRight_resultRows_resultColumns_interiorColumns_alpha_beta_(  # noqa: E501
             device.handle, product.transpose_left, product.transpose_right, product.result.rows,
-            product.result.columns, product.inner, product.alpha, 0.0,
+            product.result.columns, product.inner, product.alpha, product.beta,
         )  # fmt: skip
         if product.result.count > 1:
             self._kernel.setBatchStart_(0)

@@ -18,7 +18,7 @@ from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import TensorSpec
 from npu_compiler.target_config import METAL_GPU, TargetConfig
-from npu_runtime._mps_accel import MPSLaunch, Product, as_product, epilogue_of
+from npu_runtime._mps_accel import MPSLaunch, Product, as_product, bias_of, epilogue_of
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape, Size3
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.metal_binding import HALVES, Binding, bind
@@ -80,7 +80,10 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """What of a call does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both in turn."""
+    """What of a call does not depend on memory: an MPS product, a dispatch of a kernel of ours, or both.
+
+    The dispatch comes first where the product is added to what it writes.
+    """
 
     product: Product | None
     dispatch: Dispatch | None
@@ -185,7 +188,7 @@ class MetalBackend(Backend):
         if known is not None:
             return known[1]
         product = as_product(call) if self._mps else None
-        rest = call if product is None else epilogue_of(call)
+        rest = call if product is None else bias_of(call) or epilogue_of(call)
         compiled = CompiledCall(product, None if rest is None else self._dispatch(rest))
         self.counters["packed"] += 1
         key = id(call)
@@ -204,11 +207,13 @@ class MetalBackend(Backend):
         compiled = self._compile(call)
         sources, results = [_place(x) for x in inputs], [_place(x) for x in outputs]
         work: list[ComputeLaunch | MPSLaunch] = []
-        if compiled.product is not None:
-            work.append(MPSLaunch(self._device, compiled.product, [*sources[:2], *results]))
-            sources = [*results, *sources[2:]]
-        if compiled.dispatch is not None:
-            work.append(ComputeLaunch(self._device, compiled.dispatch, [*sources, *results]))
+        product, dispatch = compiled.product, compiled.dispatch
+        if product is not None:
+            work.append(MPSLaunch(self._device, product, [*sources[:2], *results]))
+            sources = sources[2:] if product.beta else [*results, *sources[2:]]
+        if dispatch is not None:
+            kernel = ComputeLaunch(self._device, dispatch, [*sources, *results])
+            work.insert(0 if product is not None and product.beta else len(work), kernel)
         return MetalLaunch(self._device, work)
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:

@@ -24,23 +24,23 @@ from npu_compiler.codegen import KernelCall
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.views import View, contiguous_strides
 from npu_runtime import DAGExecutor, Device, Executor, MetalBackend, NPUBuffer, Operand, Profiler, load_weights
-from npu_runtime._mps_accel import as_product, epilogue_of
+from npu_runtime._mps_accel import as_product, bias_of, epilogue_of
 from npu_runtime.metal_binding import bind, collapse
 from npu_runtime.metal_device import MetalAPI, MetalDevice
 
 
 class Block(nn.Module):
-    """A convolution, plain products (for MPS), products with an epilogue, a softmax and an in-place cache."""
+    """A convolution, products for MPS (plain, with a bias, with an epilogue), a softmax and an in-place cache."""
 
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.first, self.second, self.third = nn.Linear(64, 16, False), nn.Linear(16, 24, False), nn.Linear(24, 5)
+        self.first, self.second, self.third = nn.Linear(64, 16), nn.Linear(16, 24, False), nn.Linear(24, 5)
 
     def forward(self, x: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.relu(self.conv(x)).flatten(2).squeeze(0)
         rows = self.second(self.first(rows))
-        return self.third(rows).softmax(-1), cache.index_copy(0, at, rows[:2])
+        return self.third(rows).relu().softmax(-1), cache.index_copy(0, at, rows[:2])
 
 
 SHAPES = {"x": (1, 3, 8, 8), "cache": (6, 24), "at": (2,)}
@@ -100,12 +100,12 @@ def test_a_later_run_makes_packs_and_compiles_nothing(
     assert not made_by(backend, lambda: executor.run(inputs, weights)).keys() & {"libraries", "pipelines", "packed"}
     groups = _mps_groups(program)
     steady = made_by(backend, lambda: executor.run(inputs, weights))
-    products = sum(as_product(call) is not None for call in program.kernels)
-    epilogues = sum(as_product(call) is not None and epilogue_of(call) is not None for call in program.kernels)
-    assert products == 3 and epilogues == 1
+    by_mps = [call for call in program.kernels if as_product(call) is not None]
+    products, biases, epilogues = len(by_mps), sum(map(bool, map(bias_of, by_mps))), sum(map(bool, map(epilogue_of, by_mps)))
+    assert (products, biases, epilogues) == (3, 1, 1)
     assert steady.keys() == {"command_buffers", "encoders", "dispatches", "mps_products"}
     assert steady["command_buffers"] == 1
-    assert steady["dispatches"] == len(program.kernels) - products + epilogues
+    assert steady["dispatches"] == len(program.kernels) - products + biases + epilogues
     assert steady["mps_products"] == products
     assert steady["encoders"] <= 1 + groups, "an encoder is ended for MPS only"
 
@@ -114,7 +114,10 @@ def _mps_groups(program: CompiledProgram) -> int:
     """Runs of neighbouring calls that MPS makes."""
     by_mps = []
     for call in program.kernels:
-        by_mps += [True, False][: 1 + (epilogue_of(call) is not None)] if as_product(call) is not None else [False]
+        if as_product(call) is None:
+            by_mps += [False]
+        else:
+            by_mps += [False] * (bias_of(call) is not None) + [True] + [False] * (epilogue_of(call) is not None)
     return sum(now and not before for before, now in zip([False, *by_mps], by_mps, strict=False))
 
 
@@ -274,6 +277,23 @@ def test_batched_products_go_to_mps_in_either_layout(transpose: str) -> None:
         [metal_harness.T(v.shape, strides=v.strides) for v in call.inputs], [metal_harness.T(out.shape)], params,
     )  # fmt: skip
     metal_harness.run_case(case, open_metal(mps=True)[0], "float16", 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_bias_and_a_product_by_mps_are_rounded_once(dtype: str) -> None:
+    for case in metal_cases.matmul.CASES:
+        if case.params.get("has_bias") and not case.params["has_residual"] and case.params["activation"] == "none":
+            metal_harness.run_case(case, open_metal(mps=True)[0], dtype, 1)
+
+
+def test_heads_that_share_rows_are_not_for_mps() -> None:
+    """MPS wants its matrices whole rows apart."""
+    heads, out = View("a", (6, 5, 3), (3, 18, 1), 0, "float16"), View("out", (6, 5, 5), (25, 5, 1), 0, "float16")
+    params = {"m": 5, "n": 5, "k": 3, "batch": 6, "transpose_b": 1, "scale": 1.0}
+    b = View("b", (6, 3, 5), (15, 5, 1), 0, "float16")
+    assert as_product(KernelCall("batched_matmul_kernel", "matmul.metal", (heads, b), (out,), params, "n")) is None
+    apart = replace(heads, strides=(90, 18, 1))
+    assert as_product(KernelCall("batched_matmul_kernel", "matmul.metal", (apart, b), (out,), params, "n")) is not None
 
 
 def test_a_shared_side_is_not_for_mps() -> None:

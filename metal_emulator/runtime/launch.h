@@ -22,7 +22,7 @@ struct Position {
 };
 
 // The last write and the last reads of two bytes of device memory, each as
-// group:14 thread:10 epoch:5 several:1 bytes:2; zero for none. Fields that overflow make a race go unseen, never seen where there is none.
+// group:14 thread:10 epoch:5 several:1 bytes:2; zero for none. A field that overflows hides races, and invents none.
 struct DeviceCell {
     u32 write, read;
 };

@@ -1,5 +1,5 @@
-// Runs a launch: every GPU thread is a fiber, a threadgroup's fibers take turns on one core, the threadgroups spread over
-// the cores.
+// Runs a launch: every GPU thread is a fiber, a threadgroup's fibers take turns on one core, and threadgroups spread
+// over the cores.
 //
 // A thread that neither waits at a barrier nor in a SIMD operation runs to its end, and the next one starts on the same
 // stack. Faults abandon the threadgroup: nothing on a fiber's stack needs destroying.

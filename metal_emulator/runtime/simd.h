@@ -28,7 +28,8 @@ namespace metal_runtime {
 
 // Gives every lane the result that `combine(values, results, count)` makes of all lanes' values.
 template <class R, class T, class Combine> inline R collective(T value, u32 site, Combine combine) {
-    static_assert(sizeof(T) <= sizeof(Thread::exchange) && sizeof(R) <= sizeof(Thread::exchange), "exchange size");
+    constexpr size_t most = sizeof(Thread::exchange);
+    static_assert(sizeof(T) <= most && sizeof(R) <= most, "too large for a lane to hand over");
     Thread &self = current();
     __builtin_memcpy(self.exchange, &value, sizeof(T));
     if (metal_scheduler->simd_arrive(&self, site)) {

@@ -53,7 +53,7 @@ METAL_INLINE u16 half_bits_in_software(float value) {
     if (magnitude > 0x7f800000) return static_cast<u16>(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
     if (magnitude >= 0x477ff000) return static_cast<u16>(sign | 0x7c00);
     if (magnitude < 0x38800000) {
-        // Adding 0.5 shifts a subnormal half's bits to the bottom of the mantissa and rounds them as float addition does.
+        // Adding 0.5 shifts a subnormal half's bits to the bottom of the mantissa and rounds them as additions do.
         return static_cast<u16>(sign | (bit_cast<u32>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000));
     }
     return static_cast<u16>(sign | ((magnitude + 0xfff + (magnitude >> 13 & 1) - 0x38000000) >> 13));

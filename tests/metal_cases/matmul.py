@@ -105,8 +105,9 @@ RESIDUALS = [
 EPILOGUES = [
     Case(
         "linear_epilogue_kernel", name,
-        [T((m, n), strides=(n + gap, 1)), *([T((n,), bias)] if bias else []), *([T((m, n), residual)] if residual else [])],
-        [T((m, n), strides=(n + gap, 1))],
+        [product := T((m, n), strides=(n + gap, 1)), *[T((n,), x) for x in (bias,) if x],
+         *[T((m, n), x) for x in (residual,) if x]],
+        [product],
         {"has_bias": bool(bias), "has_residual": bool(residual), "activation": activation},
     )
     for name, m, n, gap, bias, residual, activation in [
