@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from metal_emulator.compiler import CompileError, compile_source
-from metal_emulator.sources import resolve_includes
+from metal_kernels import resolve_includes
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,7 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import metal_kernels
-from metal_emulator.sources import RUNTIME, resolve_includes
+from metal_emulator.sources import RUNTIME
+from metal_kernels import resolve_includes
 
 VARIANTS: tuple[Mapping[str, str], ...] = ({}, {"USE_BFLOAT": "1"}, {"USE_FLOAT": "1"})
 MACROS = {

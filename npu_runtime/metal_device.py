@@ -10,15 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from metal_kernels import shader_source
 from npu_compiler.errors import DeviceError
 from npu_compiler.target_config import TargetConfig
 
-_INCLUDE = re.compile(r'^#include "(\w+\.metal)"$', re.MULTILINE)
 _CONSTANT = re.compile(r"^constant\s+(bool|uint)\s+(\w+)\s*\[\[function_constant\(\d+\)\]\]", re.MULTILINE)
 _SMALLEST_BUFFER = 16
 
@@ -47,25 +45,6 @@ def load_api() -> MetalAPI:
             f"Metal needs macOS and pyobjc ({error}); on a Mac: pip install 'npu-simulation[metal]'"
         ) from error
     return MetalAPI(Metal, MetalPerformanceShaders, Foundation)
-
-
-@cache
-def shader_source(filename: str) -> str:
-    """A file of `metal_kernels` with the files that it includes put in place, each once."""
-    seen: set[str] = set()
-
-    def read(name: str) -> str:
-        text = (files("metal_kernels") / name).read_text(encoding="utf-8")
-
-        def include(match: re.Match[str]) -> str:
-            if match[1] in seen:
-                return ""
-            seen.add(match[1])
-            return read(match[1])
-
-        return _INCLUDE.sub(include, text)
-
-    return read(filename)
 
 
 class MetalDevice:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 ALLOWED: dict[str, set[str]] = {
     "npu_compiler": set(),
     "cuda_compiler": {"npu_compiler"},
-    "npu_runtime": {"npu_compiler"},
+    "npu_runtime": {"npu_compiler", "metal_kernels"},
     "cuda_runtime": {"npu_compiler", "npu_runtime"},
     "metal_kernels": set(),
     "metal_emulator": {"metal_kernels"},

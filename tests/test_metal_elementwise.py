@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from metal_emulator.syntax import VARIANTS, check
-from npu_runtime.metal_device import shader_source
+from metal_kernels import shader_source
 from npu_runtime.metal_elementwise import elementwise_macro
 
 FILES = ("add_relu.metal", "elementwise.metal", "elementwise_extended.metal", "elementwise_broadcast.metal")

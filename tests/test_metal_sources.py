@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from metal_kernels import shader_source
 from npu_compiler import METAL_GPU
 from npu_compiler.codegen import KERNELS, KernelDecl
 from npu_runtime import metal_dispatch
 from npu_runtime.metal_binding import MAX_RANK
-from npu_runtime.metal_device import shader_source
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path.name for path in (ROOT / "metal_kernels").glob("*.metal"))
