@@ -127,6 +127,25 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
     return True
 
 
+def collapse(size: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
+    """Drops dimensions of size 1 and merges neighbours that every operand can walk as one."""
+    merged: list[int] = []
+    merged_strides: list[list[int]] = [[] for _ in strides]
+    for dim, length in enumerate(size):
+        if length == 1:
+            continue
+        step = [stride[dim] for stride in strides]
+        if merged and all(own[-1] == length * inner for own, inner in zip(merged_strides, step, strict=True)):
+            merged[-1] *= length
+            for own, inner in zip(merged_strides, step, strict=True):
+                own[-1] = inner
+            continue
+        merged.append(length)
+        for own, inner in zip(merged_strides, step, strict=True):
+            own.append(inner)
+    return merged, merged_strides
+
+
 def reshape_strides(shape: Shape, strides: Shape, new_shape: Sequence[int]) -> Shape | None:
     """Strides that show (shape, strides) as new_shape, or None if no strides can.
 

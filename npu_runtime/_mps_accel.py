@@ -8,8 +8,7 @@ from typing import Any
 from npu_compiler.codegen import KernelCall
 from npu_compiler.codegen_core import MetalCodegenTarget
 from npu_compiler.dtypes import itemsize
-from npu_compiler.views import View
-from npu_runtime.metal_binding import collapse
+from npu_compiler.views import View, collapse
 from npu_runtime.metal_device import CommandEncoder, MetalDevice
 
 
@@ -96,11 +95,10 @@ def epilogue_of(call: KernelCall) -> KernelCall | None:
 
 def _batches(view: View) -> tuple[int, int] | None:
     """(count, distance) of the matrices in a view, or None where they are not evenly spaced or one is repeated."""
-    lead = View(view.buffer, view.shape[:-2], view.strides[:-2], 0, view.dtype)
-    merged = collapse([lead])[0]
-    if merged.rank > 1 or (merged.numel > 1 and merged.strides[0] == 0):
-        return None
-    return merged.numel, merged.strides[0]
+    shape, (strides,) = collapse(view.shape[:-2], view.strides[:-2])
+    if not shape:
+        return 1, 0
+    return (shape[0], strides[0]) if len(shape) == 1 and strides[0] else None
 
 
 def _matrix(view: View, batch: tuple[int, int]) -> tuple[Matrix, bool] | None:

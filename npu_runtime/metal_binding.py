@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from npu_compiler.codegen import KERNELS, KernelCall, KernelDecl
 from npu_compiler.elementwise import ELEMENTWISE, ELEMENTWISE_DECL, elementwise_params
 from npu_compiler.errors import DeviceError
-from npu_compiler.views import View
+from npu_compiler.views import View, collapse
 
 MAX_RANK = 8
 HALVES = ("float16", "bfloat16")
@@ -54,7 +54,7 @@ def bind(call: KernelCall) -> Binding:
 
 def _bind_elementwise(call: KernelCall) -> Binding:
     """Element-wise operands walk in step, so dimensions that all of them can walk as one are merged."""
-    views = collapse([*call.inputs, *call.outputs])
+    views = collapse_views([*call.inputs, *call.outputs])
     if call.kernel.endswith("_broadcast_kernel"):
         views = [_at_least_rank(view, 2) for view in views]
     op = ELEMENTWISE[call.params["op"]]
@@ -115,27 +115,12 @@ def pack_geometry(view: View | None) -> bytes:
     return struct.pack(f"<{1 + 2 * MAX_RANK}I", view.rank, *view.shape, *[1] * spare, *view.strides, *[0] * spare)
 
 
-def collapse(views: Sequence[View]) -> list[View]:
-    """The same elements in the same order in as few dimensions as all the views (of one shape) can share.
-
-    Sizes of 1 are dropped; neighbouring dimensions are merged where every view steps through them evenly.
-    """
-    shape: list[int] = []
-    strides: list[list[int]] = []
-    for size, *steps in zip(views[0].shape, *(view.strides for view in views), strict=True):
-        if size == 1:
-            continue
-        if shape and all(outer == size * inner for outer, inner in zip(strides[-1], steps, strict=True)):
-            shape[-1] *= size
-            strides[-1] = steps
-        else:
-            shape.append(size)
-            strides.append(steps)
-    shape, strides = shape or [1], strides or [[1] * len(views)]
-    return [
-        replace(view, shape=tuple(shape), strides=tuple(steps[index] for steps in strides))
-        for index, view in enumerate(views)
-    ]
+def collapse_views(views: Sequence[View]) -> list[View]:
+    """The same elements in the same order in as few dimensions, at least one, as all the views (of one shape) share."""
+    shape, strides = collapse(views[0].shape, *(view.strides for view in views))
+    if not shape:
+        shape, strides = [1], [[1] for _ in views]
+    return [replace(view, shape=tuple(shape), strides=tuple(own)) for view, own in zip(views, strides, strict=True)]
 
 
 def _at_least_rank(view: View, rank: int) -> View:

@@ -25,7 +25,7 @@ from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.views import View, contiguous_strides
 from npu_runtime import DAGExecutor, Device, Executor, MetalBackend, NPUBuffer, Operand, Profiler, load_weights
 from npu_runtime._mps_accel import as_product, bias_of, epilogue_of
-from npu_runtime.metal_binding import bind, collapse
+from npu_runtime.metal_binding import bind, collapse_views
 from npu_runtime.metal_device import MetalAPI, MetalDevice
 
 
@@ -246,8 +246,8 @@ def test_pipelines_are_found_on_disk_by_the_next_process(tmp_path: Path) -> None
 def test_collapsing_keeps_every_element() -> None:
     view = View("x", (2, 1, 3, 4), (12, 7, 4, 1), 5, "float16")
     other = View("y", (2, 1, 3, 4), (1, 0, 8, 2), 0, "float16")
-    assert [v.shape for v in collapse([view])] == [(24,)]
-    merged = collapse([view, other])
+    assert [v.shape for v in collapse_views([view])] == [(24,)]
+    merged = collapse_views([view, other])
     assert [v.shape for v in merged] == [(2, 12), (2, 12)]
     assert [v.strides for v in merged] == [(12, 1), (1, 2)] and merged[0].offset == 5
 

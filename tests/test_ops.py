@@ -14,15 +14,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_ir
+from metal_harness import open_metal
 from torch import nn
 
 from npu_compiler import compile, get_supported_ops, is_op_supported, partition, read_ir
 from npu_compiler.ops import find_op
-from npu_runtime import CPUBackend, DAGExecutor, Executor, load_weights
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, load_weights
 from npu_runtime.cpu_backend import tensor_to_numpy
 
 A = torch.ops.aten
-BACKENDS = (CPUBackend(native=False), CPUBackend(native=True))
+CPUS = (CPUBackend(native=False), CPUBackend(native=True))
+
+
+@pytest.fixture(scope="module")
+def backends() -> tuple[Backend, ...]:
+    return (*CPUS, open_metal(mps=True)[0])
 
 
 @pytest.fixture(autouse=True)
@@ -717,13 +723,15 @@ def ids(cases: list[Case]) -> Any:
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @ids(CASES)
-def test_op_runs_on_the_device_and_equals_pytorch(case: Case, variant: Variant, seed: int) -> None:
+def test_op_runs_on_the_device_and_equals_pytorch(
+    case: Case, variant: Variant, backends: tuple[Backend, ...], seed: int
+) -> None:
     ir = extract(case, variant.model)
     args = arguments(case, variant)
     reference = expected(case, args)
     program = compile(ir, compute_dtype=variant.compute)
     inputs, weights = feeds(case, args, read_ir(ir).inputs)
-    for backend in BACKENDS:
+    for backend in backends:
         buffers = load_weights(weights, program, backend)
         results = Executor(program, backend).run({spec.name: inputs[spec.name] for spec in program.input_specs}, buffers)
         for spec, want in zip(program.output_specs, reference, strict=True):
@@ -737,7 +745,7 @@ def test_op_is_one_device_partition(case: Case, seed: int) -> None:
     assert not plan.reasons
     assert [part.device for part in plan.partitions] in (["npu"], [])
     args = arguments(case, variant)
-    executor = DAGExecutor(plan, BACKENDS[0])
+    executor = DAGExecutor(plan, CPUS[0])
     inputs, weights = feeds(case, args, plan.graph.inputs)
     executor.load_weights(weights)
     for got, want in zip(executor.execute(inputs).values(), expected(case, args), strict=True):
@@ -750,7 +758,7 @@ def test_op_that_the_device_refuses_runs_on_the_cpu(case: Case, seed: int) -> No
     plan = partition(extract(case, variant.model), compute_dtype="float32")
     assert plan.reasons
     args = arguments(case, variant)
-    executor = DAGExecutor(plan, BACKENDS[1])
+    executor = DAGExecutor(plan, CPUS[1])
     inputs, weights = feeds(case, args, plan.graph.inputs)
     executor.load_weights(weights)
     for got, want in zip(executor.execute(inputs).values(), expected(case, args), strict=True):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from npu_compiler.views import collapse
 from npu_runtime.native.bindings import NativeLaunch, available, launch
-from npu_runtime.native.shapes import collapse
 
 _MAX_DIMS = 8
 _INDEX_DTYPES = (torch.int32, torch.int64)

@@ -6,9 +6,9 @@ import ctypes
 
 import torch
 
+from npu_compiler.views import collapse
 from npu_runtime.native.bindings import DTYPES, NativeLaunch, View, available, launch
 from npu_runtime.native.linear import ACTIVATIONS
-from npu_runtime.native.shapes import collapse
 
 _ALONE, _ADD, _MULTIPLY = range(3)
 
