@@ -160,6 +160,7 @@ class ExecutionPlan:
         calls: The calls of every run, in order.
         donations: Output name → the input whose buffer it updates in place.
         unused_weights: `state_dict` keys that the model has but the program does not need.
+        sources: Source text by the name that calls give as their `source`, for targets that generate kernels.
     """
 
     prologue: list[KernelCall]
@@ -173,6 +174,7 @@ class ExecutionPlan:
     donations: dict[str, str]
     arena_bytes: int = 0
     unused_weights: tuple[str, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 class CodegenTarget(ABC):
@@ -195,6 +197,10 @@ class CodegenTarget(ABC):
     @abstractmethod
     def shader_source(self, filename: str) -> str:
         """The path or package resource of a source file."""
+
+    def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """What this target does with the calls before memory is planned: fuse them, generate their sources."""
+        return plan
 
 
 class MetalCodegenTarget(CodegenTarget):

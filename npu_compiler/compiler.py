@@ -95,7 +95,7 @@ def compile(
     check_constraints(graph)
     for _, stage in stages(dtype, target, disabled_fusions)[len(_NORMALIZE) :]:
         graph = stage(graph)
-    plan = generate_execution_plan(graph, target, source_shapes)
+    plan = target.finish(generate_execution_plan(graph, target, source_shapes))
     plan = plan_memory(plan, target.config.buffer_alignment)
     plan.unused_weights = tuple(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})

@@ -23,7 +23,7 @@ from npu_compiler.views import View
 from npu_compiler.weight_recipe import WeightTransformRecipe
 
 MAGIC = b"NPUBIN"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER = ("name", "target", "compute_dtype", "compiler_version")
 
 
@@ -132,6 +132,7 @@ def _to_dict(header: Mapping[str, str], plan: ExecutionPlan) -> dict[str, Any]:
         "donations": plan.donations,
         "arena_bytes": plan.arena_bytes,
         "unused_weights": plan.unused_weights,
+        "sources": plan.sources,
     }
 
 
@@ -162,6 +163,7 @@ def _plan_from_dict(data: Mapping[str, Any]) -> ExecutionPlan:
         donations=dict(data["donations"]),
         arena_bytes=data["arena_bytes"],
         unused_weights=tuple(data["unused_weights"]),
+        sources=dict(data["sources"]),
     )
 
 
@@ -200,7 +202,7 @@ _PROGRAM: Any = {
     "buffers": [_BUFFER], "inputs": [_SPEC], "outputs": [_SPEC], "output_views": _MapOf(_VIEW),
     "weights": [{"spec": _SPEC, "recipe": _RECIPE, "source_shapes": _MapOf(_SIZES)}],
     "constants": _MapOf({"dtype": str, "shape": _SIZES, "data": bytes}),
-    "donations": _MapOf(str), "arena_bytes": int, "unused_weights": [str],
+    "donations": _MapOf(str), "arena_bytes": int, "unused_weights": [str], "sources": _MapOf(str),
 }  # fmt: skip
 
 

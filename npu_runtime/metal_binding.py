@@ -75,13 +75,17 @@ def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> B
         constants[f"{operand.name}_type"] = _TYPES[view.dtype] if view is not None else 0
         if operand.optional:
             constants[f"has_{operand.name}"] = int(view is not None)
-    constants.update(decl.variant(call.params))
+    try:
+        constants.update(decl.variant(call.params))
+        params = decl.pack(call.params)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise DeviceError(f"kernel '{call.kernel}' (node '{call.node}') has unusable parameters: {error}") from error
     constants["vectorized"] = int(all(map(_is_vectorizable, present)))
     constants["contiguous"] = int(all(view.is_contiguous for view in present))
     return Binding(
         call,
         tuple(operands),
-        decl.pack(call.params),
+        params,
         b"".join(map(pack_geometry, operands)),
         constants,
     )

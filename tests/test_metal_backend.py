@@ -181,6 +181,13 @@ def test_an_unknown_kernel_is_named(backend: MetalBackend) -> None:
         backend.compile([KernelCall("fft_kernel", "fft.metal", (view,), (view,), {}, "node")])
 
 
+@pytest.mark.parametrize("params", [{}, {"scale": "a"}, {"scale": [1.0, 2.0]}])
+def test_parameters_that_do_not_fit_the_kernel_are_refused(params: dict[str, Any]) -> None:
+    view = View("x", (4,), (1,), 0, "float16")
+    with pytest.raises(DeviceError, match=r"'softmax_kernel' \(node 'node'\) has unusable parameters"):
+        bind(KernelCall("softmax_kernel", "softmax.metal", (view,), (view,), params, "node"))
+
+
 def test_what_32_bits_cannot_address_is_refused() -> None:
     huge = View("x", (2**17, 2**16), (2**16, 1), 0, "float16")
     call = KernelCall("softmax_kernel", "softmax.metal", (huge,), (huge,), {"scale": 1.0}, "node")

@@ -150,7 +150,7 @@ def test_files_of_another_kind_or_version_are_refused(body: dict[str, Any], tmp_
     refused(MAGIC, "truncated or corrupted")
     refused(MAGIC + bytes(msgpack.packb({"a": 1})), "not the expected array")
     refused(MAGIC + bytes(msgpack.packb([FORMAT_VERSION, b"", "text"])), "not the expected array")
-    refused(sealed(body, version=99), "has format version 99; this runtime reads version 1: compile it again")
+    refused(sealed(body, version=99), "has format version 99; this runtime reads version 2: compile it again")
     refused(sealed([1, 2]), "is not a valid program")
     refused(MAGIC + b"\x91" * 100_000, "truncated or corrupted")
     refused(MAGIC + b"\xdd\xff\xff\xff\xff", "truncated or corrupted")

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import npu_compiler
 from npu_compiler import PartitionPlan, is_op_supported, partition
-from npu_runtime import CPUBackend, DAGExecutor, Executor, NPUBuffer
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, NPUBuffer
 from npu_runtime.weight_loader import load_weights, to_numpy
+from tests.metal_harness import METAL_DEVICE
 from tests.numerics import assert_design6
 from tests.zoo import ZOO
 
@@ -58,8 +59,15 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in both}
 
 
-def run_partitioned(plan: PartitionPlan, weights: dict[str, Tensor], samples: Samples) -> list[Arrays]:
-    executor = DAGExecutor(plan, CPUBackend())
+@cache
+def metal() -> Backend:
+    return Device(METAL_DEVICE).backend
+
+
+def run_partitioned(
+    plan: PartitionPlan, weights: dict[str, Tensor], samples: Samples, backend: Backend | None = None
+) -> list[Arrays]:
+    executor = DAGExecutor(plan, backend or CPUBackend())
     executor.load_weights(weights)
     names = plan.graph.inputs
     return [list(executor.execute(dict(zip(names, map(to_numpy, sample), strict=True))).values()) for sample in samples]
@@ -113,6 +121,7 @@ def test_agrees_with_pytorch(name: str, seed: int) -> None:
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
     plan = partition(ir)
     check(run_partitioned(plan, weights_of(model), samples), reference, half, seed)
+    check(run_partitioned(plan, weights_of(model), samples, metal()), reference, half, seed)
     if name not in PARTLY_ON_CPU:
         check(run_compiled(ir, weights_of(model), samples), reference, half, seed)
 
@@ -139,6 +148,7 @@ def test_bfloat16_models_agree_in_their_own_dtype(name: str, seed: int) -> None:
     assert plan.compute_dtype == "bfloat16"
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.bfloat16, samples)
     check(run_partitioned(plan, weights_of(model), samples), reference, half, seed)
+    check(run_partitioned(plan, weights_of(model), samples, metal()), reference, half, seed)
 
 
 @pytest.mark.parametrize("name", SPLIT)
