@@ -143,8 +143,8 @@ class MTLDevice(NSObject):
     @selector(Object("MTLComputePipelineDescriptor"), PIPELINE_OPTIONS, OUT_ERROR, OUT_ERROR)
     def newComputePipelineStateWithDescriptor_options_reflection_error_(
         self, descriptor: MTLComputePipelineDescriptor, options: int, reflection: None, error: None
-    ) -> tuple[MTLComputePipelineState | None, None, NSError | None]:
-        """The pipeline, its reflection (none without the options that ask for it) and the error."""
+    ) -> tuple[MTLComputePipelineState | None, NSError | None]:
+        """The pipeline and the error; pyobjc's metadata makes no result of the reflection."""
         if descriptor._function is None:
             method = "newComputePipelineStateWithDescriptor_options_reflection_error_"
             self._fail(method, "the descriptor has no compute function")
@@ -152,12 +152,12 @@ class MTLDevice(NSObject):
         hit = any(specialized.key in archive._keys for archive in descriptor._archives)
         if options and not hit:
             miss = METAL["MTLBinaryArchiveErrorInvalidFile"]
-            return None, None, NSError(ARCHIVE_ERRORS, miss, f"no archive holds {specialized.core.name}")
+            return None, NSError(ARCHIVE_ERRORS, miss, f"no archive holds {specialized.core.name}")
         self._emulator.archive_hits += hit
         self._emulator.pipelines += 1
         limits = descriptor._max_threads, descriptor._whole_simdgroups
         pipeline = MTLComputePipelineState(self, specialized, descriptor._label, *limits)
-        return pipeline, None, None
+        return pipeline, None
 
     @selector(Object("MTLBinaryArchiveDescriptor"), OUT_ERROR)
     def newBinaryArchiveWithDescriptor_error_(

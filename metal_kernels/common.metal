@@ -12,8 +12,8 @@ typedef half compute_t;
 #endif
 typedef vec<compute_t, 4> compute4_t;
 
-// How an operand is stored. Every operand `x` has a function constant `x_type` that says which, so that a pipeline holds
-// one load and one store and no branch.
+// How an operand is stored. Every operand `x` has a function constant `x_type` that says which, so that a pipeline
+// holds one load and one store and no branch.
 #define TYPE_COMPUTE 0
 #define TYPE_FLOAT 1
 #define TYPE_INT 2
@@ -215,13 +215,16 @@ inline float activate(float x, uint activation) {
 
 #define FRAGMENT 8  // edge of a simdgroup_matrix
 
-// A block of ROWS × COLUMNS fragments of a product, which one SIMD group accumulates in registers.
+// A block of ROWS × COLUMNS fragments of a product, which one SIMD group accumulates in registers: all loops over them
+// are unrolled, since what is indexed by a variable would go to memory.
 template <uint ROWS, uint COLUMNS>
 struct ProductBlock {
     simdgroup_float8x8 sums[ROWS][COLUMNS];
 
     void clear() {
+#pragma unroll
         for (uint row = 0; row < ROWS; row++) {
+#pragma unroll
             for (uint column = 0; column < COLUMNS; column++) {
                 sums[row][column] = make_filled_simdgroup_matrix<float, FRAGMENT, FRAGMENT>(0.0f);
             }
@@ -237,9 +240,11 @@ struct ProductBlock {
         for (uint k = 0; k < depth; k += FRAGMENT) {
             simdgroup_float8x8 a[ROWS];
             simdgroup_float8x8 b[COLUMNS];
+#pragma unroll
             for (uint row = 0; row < ROWS; row++) {
                 simdgroup_load(a[row], left + row * FRAGMENT * left_stride + k, left_stride);
             }
+#pragma unroll
             for (uint column = 0; column < COLUMNS; column++) {
                 if (transposed) {
                     simdgroup_load(
@@ -249,7 +254,9 @@ struct ProductBlock {
                     simdgroup_load(b[column], right + k * right_stride + column * FRAGMENT, right_stride);
                 }
             }
+#pragma unroll
             for (uint row = 0; row < ROWS; row++) {
+#pragma unroll
                 for (uint column = 0; column < COLUMNS; column++) {
                     simdgroup_multiply_accumulate(sums[row][column], a[row], b[column], sums[row][column]);
                 }
@@ -258,8 +265,10 @@ struct ProductBlock {
     }
 
     // Row-major, without gaps.
-    void store(threadgroup float *block) const {
+    void store(threadgroup float *block) {
+#pragma unroll
         for (uint row = 0; row < ROWS; row++) {
+#pragma unroll
             for (uint column = 0; column < COLUMNS; column++) {
                 const uint stride = COLUMNS * FRAGMENT;
                 simdgroup_store(sums[row][column], block + row * FRAGMENT * stride + column * FRAGMENT, stride);

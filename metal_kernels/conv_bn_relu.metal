@@ -108,6 +108,7 @@ inline void convolve_directly(
     const uint first = block.x * DIRECT_PIXELS * threads + thread_index;
     Pixel pixel[DIRECT_PIXELS];
     float sum[DIRECT_PIXELS];
+#pragma unroll
     for (uint i = 0; i < DIRECT_PIXELS; i++) {
         pixel[i] = pixel_at(min(first + i * threads, pixels - 1), output, params);
         sum[i] = 0.0f;
@@ -119,6 +120,7 @@ inline void convolve_directly(
             for (uint kx = 0; kx < filter.shape[3]; kx++) {
                 const float factor = load(weight, weight_type, weight_index);
                 weight_index++;
+#pragma unroll
                 for (uint i = 0; i < DIRECT_PIXELS; i++) {
                     const int row = pixel[i].row + int(ky * params.dilation[0]);
                     const int column = pixel[i].column + int(kx * params.dilation[1]);
@@ -128,6 +130,7 @@ inline void convolve_directly(
         }
         plane += plane_size;
     }
+#pragma unroll
     for (uint i = 0; i < DIRECT_PIXELS; i++) {
         if (first + i * threads < pixels) {
             finish(sum[i], bias, residual, out, views, block.z, channel, pixel[i]);
@@ -135,8 +138,8 @@ inline void convolve_directly(
     }
 }
 
-// Where term k of the sums finds its input: the plane of its channel, from the group's first on, and row and column from
-// the window's corner. Terms beyond `depth` lie in the padding of every window.
+// Where term k of the sums finds its input: the plane of its channel, from the group's first on, and row and column
+// from the window's corner. Terms beyond `depth` lie in the padding of every window.
 inline int3 tap_of(
     uint k, uint depth, constant Strided &input, constant Strided &filter, constant Conv2dParams &params
 ) {

@@ -311,6 +311,11 @@ struct PrefillMemory {
     threadgroup uint *votes;
 };
 
+// A query's NaN must not reach the other queries of its SIMD group, where products multiply it by 0; its total keeps it.
+inline float zero_for_nan(float value) {
+    return isnan(value) ? 0.0f : value;
+}
+
 template <typename T>
 inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, PrefillMemory memory, Place place) {
     const uint row = place.lane / ROW_LANES;
@@ -401,14 +406,14 @@ inline void attend_tile(Problem problem, uint tile_index, threadgroup T *tile, P
         float weight_sum = 0.0f;
         for (uint i = 0; i < ROW_KEYS; i++) {
             const float weight = exp(logits[i] - largest);
-            scores[row * SCORE_STRIDE + part + i * ROW_LANES] = weight;
+            scores[row * SCORE_STRIDE + part + i * ROW_LANES] = zero_for_nan(weight);
             weight_sum += weight;
         }
         weight_sum += simd_shuffle_xor(weight_sum, 1);
         weight_sum += simd_shuffle_xor(weight_sum, 2);
         total = total * shrink + weight_sum;
         if (part == 0) {
-            shrink_matrix[row * 9] = shrink;
+            shrink_matrix[row * 9] = zero_for_nan(shrink);
         }
         // The keys have been read, the weights written.
         threadgroup_barrier(mem_flags::mem_threadgroup);

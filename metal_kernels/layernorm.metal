@@ -85,7 +85,7 @@ template <typename Values>
 inline void normalize(
     Values values, uint count, uint wide, float eps, threadgroup uint *sums, threadgroup uint *squares, Place place
 ) {
-    float4 sum = 0.0f;
+    float4 sum = float4(0.0f);
     for (uint i = place.thread_index(); i < wide; i += place.thread_count()) {
         sum += values.four_at(4 * i);
     }

@@ -318,32 +318,38 @@ inline void dot_rows(
     uint thread_index, uint threads, uint simdgroup, uint lane
 ) {
     float sums[ROWS];
+#pragma unroll
     for (uint row = 0; row < ROWS; row++) {
         sums[row] = 0.0f;
     }
     uint scalar_start = 0;
     if (vectorized) {
         float4 quads[ROWS];
+#pragma unroll
         for (uint row = 0; row < ROWS; row++) {
             quads[row] = float4(0.0f);
         }
         scalar_start = k / 4 * 4;
         for (uint i = 4 * thread_index; i < scalar_start; i += 4 * threads) {
             const float4 value = load4(x, x_type, i);
+#pragma unroll
             for (uint row = 0; row < ROWS; row++) {
                 quads[row] = fma(value, load4(weight, weight_type, starts[row] + i), quads[row]);
             }
         }
+#pragma unroll
         for (uint row = 0; row < ROWS; row++) {
             sums[row] = (quads[row].x + quads[row].y) + (quads[row].z + quads[row].w);
         }
     }
     for (uint i = scalar_start + thread_index; i < k; i += threads) {
         const float value = load(x, x_type, i);
+#pragma unroll
         for (uint row = 0; row < ROWS; row++) {
             sums[row] = fma(value, load(weight, weight_type, starts[row] + i), sums[row]);
         }
     }
+#pragma unroll
     for (uint row = 0; row < ROWS; row += 4) {
         const float4 total = simd_sum(float4(sums[row], sums[row + 1], sums[row + 2], sums[row + 3]));
         if (lane == 0) {

@@ -10,7 +10,7 @@ from npu_compiler.codegen_core import CodegenTarget, KernelCall, distinct_bytes
 from npu_compiler.dtypes import saturate
 from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec
-from npu_compiler.views import Shape, View, contiguous_strides
+from npu_compiler.views import MAX_RANK, Shape, View, collapse, contiguous_strides
 
 
 @dataclass
@@ -118,7 +118,14 @@ class Lowering:
         self.emit(name, inputs, [out], merged, flops=out.numel, source=source)
 
     def copy(self, source: View, out: View) -> None:
-        """Copy elements (same shape, broadcast allowed), converting the dtype."""
+        """Copy elements (same shape, broadcast allowed), converting the dtype; slice by slice beyond MAX_RANK."""
+        source = source.expand(out.shape)
+        dims, _ = collapse(out.shape, source.strides, out.strides)
+        if len(dims) > MAX_RANK:
+            dim = min((dim for dim, size in enumerate(out.shape) if size > 1), key=out.shape.__getitem__)
+            for index in range(out.shape[dim]):
+                self.copy(source.select(dim, index), out.select(dim, index))
+            return
         self.elementwise("copy", [source], out)
 
     def contiguous(self, view: View) -> View:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 Shape = tuple[int, ...]
+MAX_RANK = 8  # of a tensor, and of what a kernel walks
 
 
 @dataclass(frozen=True)

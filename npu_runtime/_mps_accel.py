@@ -62,30 +62,31 @@ def as_product(call: KernelCall) -> Product | None:
     (a, transpose_a), (b, transpose_b), (c, transpose_c) = (side for side in sides if side is not None)
     if transpose_c:
         return None
-    beta = 0.0 if bias_of(call) is None else 1.0
+    beta = 0.0 if addend_of(call) is None else 1.0
     return Product(a, b, c, transpose_a, transpose_b, params["k"], alpha, beta)
 
 
-def bias_of(call: KernelCall) -> KernelCall | None:
-    """What writes a linear's bias to the output, for MPS to add the product to it; None where an epilogue has to.
+def addend_of(call: KernelCall) -> KernelCall | None:
+    """What writes a linear's bias or residual to the output, for MPS to add the product to it.
 
-    MPS rounds such a sum once, an epilogue would round it twice. Before an activation or a residual PyTorch rounds too.
+    MPS rounds such a sum once, where an epilogue would round it twice. None where there is nothing to add, or more
+    than a sum: PyTorch itself rounds before an activation, and between a bias and a residual.
     """
     params, out = call.params, call.outputs[0]
-    if not params.get("has_bias") or params.get("has_residual") or params.get("activation", "none") != "none":
+    if len(call.inputs) != 3 or params.get("activation", "none") != "none":
         return None
-    bias = call.inputs[2].expand(out.shape)
-    if bias.dtype != out.dtype:
+    addend = call.inputs[2].expand(out.shape)
+    if addend.dtype != out.dtype:
         return None
     kernel, source = MetalCodegenTarget().elementwise_kernel("copy_broadcast_kernel")
     copied = {"op": "copy", "scalars": [None]}
-    return replace(call, kernel=kernel, source=source, inputs=(bias,), params=copied, flops=0)
+    return replace(call, kernel=kernel, source=source, inputs=(addend,), params=copied, flops=0)
 
 
 def epilogue_of(call: KernelCall) -> KernelCall | None:
     """What is left of a linear once its product stands in the output, where anything is."""
     params = call.params
-    if bias_of(call) is not None:
+    if addend_of(call) is not None:
         return None
     if not params.get("has_bias") and not params.get("has_residual") and params.get("activation", "none") == "none":
         return None

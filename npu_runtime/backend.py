@@ -7,11 +7,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen import CodegenTarget, KernelCall, MetalCodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
@@ -131,6 +132,11 @@ class Backend(ABC):
     def device(self) -> str:
         """What the device is, in words."""
 
+    @property
+    def target(self) -> CodegenTarget:
+        """What to compile programs for this device with; by default the op-level target."""
+        return MetalCodegenTarget()
+
     @abstractmethod
     def allocate_buffer(
         self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
@@ -141,8 +147,15 @@ class Backend(ABC):
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A zero-filled buffer of a storage dtype."""
 
-    def compile(self, calls: Iterable[KernelCall]) -> None:  # noqa: B027  (a device may have nothing to compile)
-        """Do all that can be done for calls before their memory is known; an executor asks once, at init."""
+    def compile(  # noqa: B027  (a device may have nothing to compile)
+        self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Do all that can be done for calls before their memory is known; an executor asks once, at init.
+
+        Args:
+            sources: The program's source texts by the name that calls give as their `source`, where the target
+                generates kernels.
+        """
 
     @abstractmethod
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:

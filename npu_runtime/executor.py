@@ -43,7 +43,7 @@ class Executor:
             )
         plan = program.plan
         self._specs = {spec.name: spec for spec in plan.inputs}
-        self.backend.compile([*plan.prologue, *plan.calls])
+        self.backend.compile([*plan.prologue, *plan.calls], plan.sources)
         self._memory: dict[str, DeviceBuffer] = {}
         self._allocate_owned()
         self._weights: Mapping[str, DeviceBuffer] | None = None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import TensorSpec
 from npu_compiler.target_config import METAL_GPU, TargetConfig
-from npu_runtime._mps_accel import MPSLaunch, Product, as_product, bias_of, epilogue_of
+from npu_runtime._mps_accel import MPSLaunch, Product, addend_of, as_product, epilogue_of
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape, Size3
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.metal_binding import HALVES, Binding, bind
@@ -177,7 +178,7 @@ class MetalBackend(Backend):
         buffer._bytes()[:] = 0
         return buffer
 
-    def compile(self, calls: Iterable[KernelCall]) -> None:
+    def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         """Make the pipelines and pack the parameters of a program's calls, those that fix a library's dtype first."""
         for call in sorted(calls, key=lambda call: _half(call) is None):
             self._compile(call)
@@ -188,7 +189,7 @@ class MetalBackend(Backend):
         if known is not None:
             return known[1]
         product = as_product(call) if self._mps else None
-        rest = call if product is None else bias_of(call) or epilogue_of(call)
+        rest = call if product is None else addend_of(call) or epilogue_of(call)
         compiled = CompiledCall(product, None if rest is None else self._dispatch(rest))
         self.counters["packed"] += 1
         key = id(call)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from npu_compiler.codegen import KERNELS, KernelCall, KernelDecl
 from npu_compiler.elementwise import ELEMENTWISE, ELEMENTWISE_DECL, elementwise_params
 from npu_compiler.errors import DeviceError
-from npu_compiler.views import View, collapse
+from npu_compiler.views import MAX_RANK, View, collapse
 
-MAX_RANK = 8
 HALVES = ("float16", "bfloat16")
 _TYPES = {"float16": 0, "bfloat16": 0, "float32": 1, "int32": 2, "bool": 3}
 _MAX_ELEMENTS = 2**32  # kernels count elements in 32 bits

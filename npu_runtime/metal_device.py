@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,17 @@ _SMALLEST_BUFFER = 16
 
 @dataclass(frozen=True)
 class MetalAPI:
-    """The framework modules that the backend calls."""
+    """The framework modules that the backend calls.
+
+    Attributes:
+        autorelease_pool: What a run happens in. Command buffers and encoders are autoreleased: without a pool for each
+            run, a process that goes on and on would keep all of them.
+    """
 
     Metal: Any
     MPS: Any
     Foundation: Any
+    autorelease_pool: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def load_api() -> MetalAPI:
@@ -40,11 +47,15 @@ def load_api() -> MetalAPI:
         import Foundation
         import Metal
         import MetalPerformanceShaders
+        import objc
     except ImportError as error:
         raise DeviceError(
             f"Metal needs macOS and pyobjc ({error}); on a Mac: pip install 'npu-simulation[metal]'"
         ) from error
-    return MetalAPI(Metal, MetalPerformanceShaders, Foundation)
+    # pyobjc knows nothing of this method's `const void *`, and would take an address instead of bytes.
+    value = {"type": b"^v", "type_modifier": b"n", "c_array_of_variable_length": True}
+    objc.registerMetaDataForSelector(b"NSObject", b"setConstantValue:type:withName:", {"arguments": {2: value}})
+    return MetalAPI(Metal, MetalPerformanceShaders, Foundation, objc.autorelease_pool)
 
 
 class MetalDevice:
@@ -60,8 +71,11 @@ class MetalDevice:
         self.handle = api.Metal.MTLCreateSystemDefaultDevice()
         if self.handle is None:
             raise DeviceError("this machine has no Metal device")
+        if not self.handle.supportsFamily_(api.Metal.MTLGPUFamilyApple7):
+            raise DeviceError(f"{self.name} lacks SIMD-group matrices; Metal kernels need an Apple M1 or later")
         self.queue = self.handle.newCommandQueue()
-        self._macros = {"TILE": config.matmul_tile, "VEC_TPG": config.max_threadgroup_1d}
+        self._macros = {"TILE": str(config.matmul_tile), "VEC_TPG": str(config.max_threadgroup_1d)}
+        self._threads = config.max_threadgroup_1d
         self._libraries: dict[tuple[str, str], Any] = {}
         self._pipelines: dict[tuple[Any, ...], Any] = {}
         self._archive = PipelineArchive(self, archive) if archive is not None else None
@@ -120,14 +134,16 @@ class MetalDevice:
     def _library(self, filename: str, dtype: str, macros: Mapping[str, str]) -> Any:
         key = (filename, dtype)
         if key not in self._libraries:
-            defined: dict[str, int | str] = {**self._macros, **macros}
-            defined.update({"bfloat16": {"USE_BFLOAT": 1}, "float32": {"USE_FLOAT": 1}}.get(dtype, {}))
+            defined = {**self._macros, **macros}
+            defined.update({"bfloat16": {"USE_BFLOAT": "1"}, "float32": {"USE_FLOAT": "1"}}.get(dtype, {}))
+            # Not by setPreprocessorMacros_: it hands them on as compiler flags, where spaces in a value may split it.
+            defines = "".join(f"#define {name} {value}\n" for name, value in defined.items())
             options = self.api.Metal.MTLCompileOptions.alloc().init()
-            options.setPreprocessorMacros_(defined)
             options.setLanguageVersion_(self.api.Metal.MTLLanguageVersion3_1)
             # Masks hold infinities, and NaN has to stay NaN.
             options.setFastMathEnabled_(False)
-            library, error = self.handle.newLibraryWithSource_options_error_(shader_source(filename), options, None)
+            source = defines + shader_source(filename)
+            library, error = self.handle.newLibraryWithSource_options_error_(source, options, None)
             self._libraries[key] = _require(library, filename, error)
             self.counters["libraries"] += 1
         return self._libraries[key]
@@ -140,15 +156,20 @@ class MetalDevice:
             values.setConstantValue_type_withName_(value.to_bytes(4, "little"), Metal.MTLDataTypeUInt, name)
 
     def _make_pipeline(self, function: Any, label: str) -> Any:
-        descriptor = self.api.Metal.MTLComputePipelineDescriptor.alloc().init()
+        Metal = self.api.Metal
+        descriptor = Metal.MTLComputePipelineDescriptor.alloc().init()
         descriptor.setComputeFunction_(function)
         descriptor.setLabel_(label)
+        # A kernel that uses many registers could be given fewer threads than it is dispatched with.
+        descriptor.setMaxTotalThreadsPerThreadgroup_(self._threads)
+        make = self.handle.newComputePipelineStateWithDescriptor_options_reflection_error_
         if self._archive is not None:
             self._archive.attach(descriptor)
-        result = self.handle.newComputePipelineStateWithDescriptor_options_reflection_error_(
-            descriptor, self.api.Metal.MTLPipelineOptionNone, None, None
-        )
-        pipeline = _require(result[0], f"pipeline of '{label}'", result[-1])
+            pipeline, *_ = make(descriptor, Metal.MTLPipelineOptionFailOnBinaryArchiveMiss, None, None)
+            if pipeline is not None:
+                return pipeline
+        pipeline, *_, error = make(descriptor, Metal.MTLPipelineOptionNone, None, None)
+        _require(pipeline, f"pipeline of '{label}'", error)
         if self._archive is not None:
             self._archive.add(descriptor)
         return pipeline
@@ -167,6 +188,10 @@ class MetalDevice:
         Raises:
             DeviceError: a command buffer failed, with Metal's message.
         """
+        with self.api.autorelease_pool():
+            return self._run(encode, batch)
+
+    def _run(self, encode: Sequence[Callable[[CommandEncoder], None]], batch: int) -> float:
         buffers = []
         for start in range(0, len(encode), batch):
             encoder = CommandEncoder(self)

@@ -1,17 +1,23 @@
 """Devices that combine packages which may not know of each other; registered as entry points in pyproject.toml."""
 
+from npu_compiler.errors import DeviceError
 from npu_runtime import Backend, MetalBackend
+from npu_runtime.native.build import find_compiler
 
 
 def metal_emulator() -> Backend:
     """The Metal backend on the emulator, every access checked."""
-    import metal_emulator
-
-    return MetalBackend(metal_emulator.api(checks=True))
+    return _emulated(checks=True)
 
 
 def metal_emulator_fast() -> Backend:
     """The same without the checks."""
+    return _emulated(checks=False)
+
+
+def _emulated(checks: bool) -> Backend:
     import metal_emulator
 
-    return MetalBackend(metal_emulator.api(checks=False))
+    if find_compiler() is None:
+        raise DeviceError("the Metal emulator needs a C++ compiler (looked for $CXX, c++, g++ and clang++)")
+    return MetalBackend(metal_emulator.api(checks=checks))

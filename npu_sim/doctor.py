@@ -55,17 +55,8 @@ def _devices() -> dict[str, dict[str, Any]]:
         except Exception as error:  # a broken driver raises whatever it likes; doctor must outlive it
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             found[name] = {"usable": False, "reason": reason}
-    for name, reason in (("metal", _no_metal()), ("cuda", _no_cuda())):
-        found.setdefault(name, {"usable": False, "reason": reason})
+    found.setdefault("cuda", {"usable": False, "reason": _no_cuda()})
     return found
-
-
-def _no_metal() -> str:
-    if platform.system() != "Darwin":
-        return f"Metal is Apple's; this is {platform.system()}"
-    if importlib.util.find_spec("Metal") is None:
-        return "pyobjc is missing: pip install 'npu-simulation[metal]'"
-    return "this version registers no Metal device"
 
 
 def _no_cuda() -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen import CodegenTarget, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.ir_reader import IRGraph, TensorSpec
@@ -39,6 +40,10 @@ class RecordingBackend(Backend):
     def device(self) -> str:
         return self.inner.device
 
+    @property
+    def target(self) -> CodegenTarget:
+        return self.inner.target
+
     def allocate_buffer(
         self, data: np.ndarray, alloc_shape: tuple[int, ...] | None = None, spec: TensorSpec | None = None
     ) -> DeviceBuffer:
@@ -48,6 +53,9 @@ class RecordingBackend(Backend):
         self, shape: tuple[int, ...], dtype: str, alloc_shape: tuple[int, ...] | None = None
     ) -> DeviceBuffer:
         return self.inner.allocate_zeros(shape, dtype, alloc_shape)
+
+    def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.inner.compile(calls, sources)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         launch = self.inner.prepare(call, inputs, outputs)

@@ -156,7 +156,8 @@ class _Verification:
         self.expected: list[tuple[Arrays, Arrays]] = []
 
     def _compile(self, disabled: Collection[str]) -> Any:
-        return compile(self.graph, compute_dtype=self.dtype, disabled_fusions=disabled)
+        target = self.device.backend.target
+        return compile(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
 
     def report(self) -> VerifyReport:
         for index, arrays in enumerate(self.inputs):
@@ -215,7 +216,8 @@ class _Verification:
     def _locate(self, disabled: Collection[str]) -> Culprit | None:
         """The first departing kernel over all sets of inputs, of the program without the disabled fusions."""
         program = self._compile(disabled)
-        *_, (_, final) = trace_stages(self.graph, compute_dtype=self.dtype, disabled_fusions=disabled)
+        target = self.device.backend.target
+        *_, (_, final) = trace_stages(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
         loaded = load_weights(self.weights, program, self.device, strict=False)
         order = {node.name: index for index, node in enumerate(final.nodes)}
         found = []

@@ -248,8 +248,8 @@ class Classifier:
 
         self.model = find_model(name)
         state = model_weights(self.model, weights)
-        self.program = compile_cached(extract_model_ir(self.model), compute_dtype)
         self._device = device if isinstance(device, Device) else Device(device) if device else Device()
+        self.program = compile_cached(extract_model_ir(self.model), compute_dtype, self._device.backend.target)
         self._executor = Executor(self.program, self._device)
         self._weights = load_weights(state, self.program, self._device)
 

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 
 import metal_emulator
-from npu_compiler.codegen import KERNELS, KernelCall, MetalCodegenTarget
+from npu_compiler.codegen import KERNELS, BufferAllocation, ExecutionPlan, KernelCall, MetalCodegenTarget
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.elementwise import ELEMENTWISE
+from npu_compiler.memory_planner import plan_memory
 from npu_compiler.views import View, contiguous_strides
-from npu_runtime import MetalBackend, Operand
+from npu_runtime import Backend, DeviceBuffer, MetalBackend, Operand
 from npu_runtime.cpu_backend import numpy_to_tensor
 from npu_runtime.cpu_kernels import reference_launch
 
@@ -92,7 +93,7 @@ def all_cases() -> list[Case]:
     return [case for name in modules for case in importlib.import_module(f"metal_cases.{name}").CASES]
 
 
-def run_case(case: Case, backend: MetalBackend, dtype: str, seed: int) -> None:
+def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
     """Run a case once.
 
     Raises:
@@ -113,10 +114,8 @@ def run_case(case: Case, backend: MetalBackend, dtype: str, seed: int) -> None:
     else:
         reference_launch(call, sources, reference)()
 
-    backend.compile([call])
     buffers = [backend.allocate_buffer(m.data) for m in (*ins, *outs)]
-    operands = [Operand(b, m.view, 0, False) for b, m in zip(buffers, (*ins, *outs), strict=True)]
-    backend.prepare(call, operands[: len(ins)], operands[len(ins) :])()
+    _run(call, backend, {m.view.buffer: b for m, b in zip((*ins, *outs), buffers, strict=True)})
 
     for memory, buffer in zip(ins, buffers, strict=False):
         assert _same_bits(buffer.to_numpy(), memory.data), f"input {memory.view.buffer} was written to"
@@ -127,6 +126,26 @@ def run_case(case: Case, backend: MetalBackend, dtype: str, seed: int) -> None:
             f"{np.flatnonzero(~memory.used)[_bits(got[~memory.used]) != _bits(memory.data[~memory.used])][:8]}"
         )
         _compare(got[memory.used], want[memory.used], case.atol, memory.view)
+
+
+def _run(call: KernelCall, backend: Backend, memory: dict[str, DeviceBuffer]) -> None:
+    """Run one call as its device's target turns it into kernels, temporary buffers included."""
+    written = {view.buffer for view in call.outputs}
+    buffers = {
+        name: BufferAllocation(name, "output" if name in written else "input", buffer.alloc_shape, buffer.dtype)
+        for name, buffer in memory.items()
+    }
+    plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
+    plan = plan_memory(backend.target.finish(plan), backend.config.buffer_alignment)
+    backend.compile(plan.calls, plan.sources)
+    arena = backend.allocate_zeros((max(plan.arena_bytes, 1),), "uint8")
+
+    def operand(view: View) -> Operand:
+        return Operand(memory.get(view.buffer, arena), view, plan.buffers[view.buffer].offset, False)
+
+    for part in plan.calls:
+        backend.prepare(part, [operand(v) for v in part.inputs], [operand(v) for v in part.outputs])()
+    backend.synchronize()
 
 
 class _Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from metal_kernels import shader_source
 from npu_runtime.cpu_kernels import CPU_KERNELS
 from npu_sim.cli import app
 
@@ -114,6 +116,8 @@ WRONG = [
     (["run", "tiny.npubin", "-w", "bad.json"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "x.npy"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "tpu"], "unknown device 'tpu'; here are"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--fast"], "--fast goes with --device metal-emulator"),
+    (["verify", "tiny.json", "-w", "weights.npz", "--device", "cpu", "--fast"], "--fast goes with --device metal-em"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x.npy"], "write name=file.npy"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "y=x.npy"], "there is no input 'y'; the inputs are x"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=absent.npy"], "no such file: 'absent.npy'"),
@@ -238,6 +242,55 @@ def test_verify_passes_and_fails_with_exit_code_1(folder: Path, monkeypatch: pyt
     assert "softmax_kernel of node 'softmax'" in bad.stdout and "seeds 5 to 7" in bad.stderr
 
 
+@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=["checked", "fast"])
+def test_a_program_runs_on_the_metal_emulator(folder: Path, fast: list[str]) -> None:
+    options = ["-w", "tiny.safetensors", "-i", "x=x.npy", "--json"]
+    on_cpu = json.loads(invoke(folder, "run", "tiny.npubin", *options, "--device", "cpu").stdout)
+    options += ["--device", "metal-emulator", *fast]
+    emulated = json.loads(invoke(folder, "run", "tiny.npubin", *options).stdout)
+    assert emulated["device"] == ("metal-emulator-fast" if fast else "metal-emulator")
+    assert emulated["outputs"][0]["max"] == pytest.approx(on_cpu["outputs"][0]["max"], rel=2e-3)
+    profiled = json.loads(invoke(folder, "profile", "tiny.npubin", *options, "--runs", "1").stdout)
+    assert profiled["description"].startswith("Metal, emulated GPU")
+    assert {row["name"] for row in profiled["kernels"]} == {"matmul_kernel", "softmax_kernel"}
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="this is a Mac")
+@pytest.mark.parametrize("command", ["run", "profile", "verify"])
+def test_metal_elsewhere_than_on_a_mac_is_one_sentence(folder: Path, command: str) -> None:
+    model = "tiny.json" if command == "verify" else "tiny.npubin"
+    result = invoke(folder, command, model, "-w", "tiny.safetensors", "--device", "metal", "--seed", "1")
+    assert result.exit_code == 2
+    (message,) = (line for line in result.stderr.splitlines() if "random inputs" not in line)
+    assert message.startswith("error: Metal needs macOS and pyobjc")
+
+
+def test_verify_finds_a_wrong_metal_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["verify", "tiny.json", "-w", "tiny.safetensors", "--seed", "5", "--device", "metal-emulator"]
+    assert invoke(folder, *arguments).exit_code == 0
+
+    def wrong(filename: str) -> str:
+        return shader_source(filename).replace("form.of(", "1.5f * form.of(")
+
+    assert wrong("softmax.metal") != shader_source("softmax.metal")
+    monkeypatch.setattr("npu_runtime.metal_device.shader_source", wrong)
+    bad = invoke(folder, *arguments)
+    assert bad.exit_code == 1
+    assert "softmax_kernel of node 'softmax'" in bad.stdout
+
+
+def test_verify_reports_what_a_metal_kernel_does_wrong_in_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(filename: str) -> str:
+        return shader_source(filename).replace("(out, out_type, base + ", "(out, out_type, 9996 + base + ")
+
+    monkeypatch.setattr("npu_runtime.metal_device.shader_source", wrong)
+    result = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--device", "metal-emulator")
+    assert result.exit_code == 1
+    assert "softmax_kernel: out-of-bounds write of device 'out'" in result.stdout
+
+
 def test_extract_then_verify(folder: Path, tmp_path: Path) -> None:
     ir, weights = str(tmp_path / "scaled.json"), str(tmp_path / "scaled.safetensors")
     source = str(folder / "model_for_cli_test.py")
@@ -284,9 +337,18 @@ def test_doctor_says_what_there_is_and_why_not(folder: Path) -> None:
     facts = json.loads(invoke(folder, "doctor", "--json").stdout)
     assert facts["devices"]["cpu"]["usable"] is True
     assert all(device["usable"] or device["reason"] for device in facts["devices"].values())
-    assert {"metal", "cuda"} <= facts["devices"].keys()
+    assert {"metal", "metal-emulator", "metal-emulator-fast", "cuda"} <= facts["devices"].keys()
+    assert facts["devices"]["metal-emulator"] == {"usable": True, "description": "Metal, emulated GPU"}
     assert facts["native_kernels"]["built"] or facts["native_kernels"]["reason"]
     assert "cache:" in invoke(folder, "doctor").stdout
+
+
+def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_sim.devices.find_compiler", lambda: None)
+    facts = json.loads(invoke(folder, "doctor", "--json").stdout)
+    assert "needs a C++ compiler" in facts["devices"]["metal-emulator"]["reason"]
 
 
 def test_version_and_help_in_a_real_process(folder: Path) -> None:

@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "npu_compiler": set(),
     "cuda_compiler": {"npu_compiler"},
     "npu_runtime": {"npu_compiler", "metal_kernels"},
-    "cuda_runtime": {"npu_compiler", "npu_runtime"},
+    "cuda_runtime": {"npu_compiler", "npu_runtime", "cuda_compiler"},
     "metal_kernels": set(),
     "metal_emulator": {"metal_kernels"},
 }

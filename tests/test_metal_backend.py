@@ -24,7 +24,7 @@ from npu_compiler.codegen import KernelCall
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.views import View, contiguous_strides
 from npu_runtime import DAGExecutor, Device, Executor, MetalBackend, NPUBuffer, Operand, Profiler, load_weights
-from npu_runtime._mps_accel import as_product, bias_of, epilogue_of
+from npu_runtime._mps_accel import addend_of, as_product, epilogue_of
 from npu_runtime.metal_binding import bind, collapse_views
 from npu_runtime.metal_device import MetalAPI, MetalDevice
 
@@ -102,11 +102,11 @@ def test_a_later_run_makes_packs_and_compiles_nothing(
     steady = made_by(backend, lambda: executor.run(inputs, weights))
     by_mps = [call for call in program.kernels if as_product(call) is not None]
     products = len(by_mps)
-    biases, epilogues = (sum(part(call) is not None for call in by_mps) for part in (bias_of, epilogue_of))
-    assert (products, biases, epilogues) == (3, 1, 1)
+    addends, epilogues = (sum(part(call) is not None for call in by_mps) for part in (addend_of, epilogue_of))
+    assert (products, addends, epilogues) == (3, 1, 1)
     assert steady.keys() == {"command_buffers", "encoders", "dispatches", "mps_products"}
     assert steady["command_buffers"] == 1
-    assert steady["dispatches"] == len(program.kernels) - products + biases + epilogues
+    assert steady["dispatches"] == len(program.kernels) - products + addends + epilogues
     assert steady["mps_products"] == products
     assert steady["encoders"] <= 1 + groups, "an encoder is ended for MPS only"
 
@@ -118,7 +118,7 @@ def _mps_groups(program: CompiledProgram) -> int:
         if as_product(call) is None:
             by_mps += [False]
         else:
-            by_mps += [False] * (bias_of(call) is not None) + [True] + [False] * (epilogue_of(call) is not None)
+            by_mps += [False] * (addend_of(call) is not None) + [True] + [False] * (epilogue_of(call) is not None)
     return sum(now and not before for before, now in zip([False, *by_mps], by_mps, strict=False))
 
 
@@ -287,15 +287,24 @@ def test_batched_products_go_to_mps_in_either_layout(transpose: str) -> None:
     metal_harness.run_case(case, open_metal(mps=True)[0], "float16", 1)
 
 
+@pytest.mark.parametrize("shape", [(32,), (16, 32)], ids=["bias", "residual"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_bias_and_a_product_by_mps_are_rounded_once(backend: MetalBackend, seed: int, dtype: str) -> None:
+def test_a_product_by_mps_and_what_is_added_are_rounded_once(
+    backend: MetalBackend, seed: int, dtype: str, shape: tuple[int, ...]
+) -> None:
     g = IRBuilder()
-    g.output(g("aten.linear.default", g.input("x", 16, 8), g.weight("w", 32, 8), g.weight("b", 32), name="y"))
+    x, w, y = g.input("x", 16, 8), g.weight("w", 32, 8), g.input("y", *shape)
+    if len(shape) == 1:
+        g.output(g("aten.linear.default", x, w, y, name="out"))
+    else:
+        g.output(g("aten.add.Tensor", g("aten.linear.default", x, w), y, name="out"))
     program = compile(g.ir(), compute_dtype=dtype)
-    x, w, b = (torch.randn(shape).to(getattr(torch, dtype)).float() for shape in ((16, 8), (32, 8), (32,)))
-    weights = load_weights({"w": w, "b": b}, program, backend)
-    ours = Executor(program, backend).run({"x": x.numpy()}, weights)["y"].to_numpy().astype(np.float32)
-    once = nn.functional.linear(x, w, b).to(getattr(torch, dtype)).float().numpy()
+    assert len(program.kernels) == 1
+    values = [torch.randn(size).to(getattr(torch, dtype)).float() for size in ((16, 8), shape, (32, 8))]
+    weights = load_weights({"w": values[2]}, program, backend)
+    feeds = dict(zip("xy", (value.numpy() for value in values), strict=False))
+    ours = Executor(program, backend).run(feeds, weights)["out"].to_numpy().astype(np.float32)
+    once = (values[0] @ values[2].T + values[1]).to(getattr(torch, dtype)).float().numpy()
     assert (ours == once).mean() > 0.99
 
 

@@ -758,7 +758,7 @@ def test_an_archive_remembers_pipelines(tmp_path: Path) -> None:
     found, error = archive(mac, path)
     assert error is None
     descriptor.setBinaryArchives_([found])
-    assert make(descriptor, only_archived, None, None)[2] is None and mac.emulator.archive_hits == 1
+    assert make(descriptor, only_archived, None, None)[1] is None and mac.emulator.archive_hits == 1
     descriptor.setComputeFunction_(mac.function(power=3))
     assert make(descriptor, only_archived, None, None)[0] is None
     path.write_text("no archive")

@@ -10,8 +10,8 @@ import pytest
 from metal_kernels import shader_source
 from npu_compiler import METAL_GPU
 from npu_compiler.codegen import KERNELS, KernelDecl
+from npu_compiler.views import MAX_RANK
 from npu_runtime import metal_dispatch
-from npu_runtime.metal_binding import MAX_RANK
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path.name for path in (ROOT / "metal_kernels").glob("*.metal"))

@@ -496,6 +496,8 @@ case("stack", lambda x, y: (torch.stack([x, y]), torch.stack([x, y], -1), torch.
 case("stack-0d", lambda x, y: torch.stack([x, y]), f(), f())
 case("repeat", lambda x: (x.repeat(2, 3), x.repeat(2, 1, 1), x.tile(2), x.tile(1, 2, 2), torch.tile(x, (2, 2))), f(3, 4))
 case("repeat-zero", lambda x: x.repeat(0, 2), f(3, 4))
+case("repeat-rank8", lambda x: (x.permute(7, 6, 5, 4, 3, 2, 1, 0).repeat(2, 1, 1, 2, 1, 1, 3, 1), x.transpose(0, 7).repeat_interleave(2, 2)),
+     f(2, 3, 1, 2, 1, 2, 2, 3))  # fmt: skip
 case("repeat_interleave", lambda x: (x.repeat_interleave(2, 1), x.repeat_interleave(3), x.repeat_interleave(2, -2)), f(3, 4))
 refused("repeat_interleave-tensor", lambda x, n: torch.repeat_interleave(x, n, 0, output_size=6), f(3, 4), Arg((3,), lambda s: torch.tensor([1, 2, 3])))
 case("roll", lambda x: (x.roll(1, 0), x.roll((1, -2), (0, 1)), x.roll(5), x.roll(-1, -1), x.roll(7, 1)), f(3, 4))

@@ -15,6 +15,7 @@ import pytest
 import torch
 import toy_backend
 from ir_builder import IRBuilder
+from metal_harness import open_metal
 from safetensors.torch import save_file
 from torch import nn
 from torch_ir import extract_ir
@@ -36,6 +37,9 @@ from npu_runtime import (
 )
 
 BACKEND = CPUBackend(native=False)
+EVERY_BACKEND = pytest.mark.parametrize(
+    "backend", [BACKEND, ToyBackend(), open_metal(mps=True)[0]], ids=["cpu", "toy", "metal"]
+)
 
 
 def small_cnn() -> nn.Module:
@@ -165,24 +169,26 @@ def test_a_later_run_allocates_nothing_and_prepares_nothing() -> None:
     assert backend.counters - asked == Counter(launched=3 * len(program.kernels))
 
 
-def test_another_input_buffer_has_only_its_users_prepared_again() -> None:
+@EVERY_BACKEND
+def test_another_input_buffer_has_only_its_users_prepared_again(backend: Backend) -> None:
     program = compile(layers().ir())
-    executor, weights = Executor(program, BACKEND), load_weights(state(), program, BACKEND)
-    inputs, other = buffers(program, BACKEND, 0), buffers(program, BACKEND, 1)
+    executor, weights = Executor(program, backend), load_weights(state(), program, backend)
+    inputs, other = buffers(program, backend, 0), buffers(program, backend, 1)
     executor.run(inputs, weights)
     users = [call for call in program.kernels if any(view.buffer == "y" for view in call.inputs)]
     before = executor.counters.copy()
     mixed = executor.run({**inputs, "y": other["y"]}, weights)["out"].to_numpy()
     assert 0 < len(users) < len(program.kernels)
     assert delta(executor, before) == {"runs": 1, "prepared": len(users), "sequences": 1}
-    fresh = Executor(program, BACKEND).run({**inputs, "y": other["y"]}, weights)["out"].to_numpy()
+    fresh = Executor(program, backend).run({**inputs, "y": other["y"]}, weights)["out"].to_numpy()
     np.testing.assert_array_equal(mixed, fresh)
 
 
-def test_new_content_in_the_same_buffer_needs_no_preparation() -> None:
+@EVERY_BACKEND
+def test_new_content_in_the_same_buffer_needs_no_preparation(backend: Backend) -> None:
     program = compile(layers().ir(), compute_dtype="float32")
-    executor, weights = Executor(program, BACKEND), load_weights(state(), program, BACKEND)
-    inputs = buffers(program, BACKEND, 0)
+    executor, weights = Executor(program, backend), load_weights(state(), program, backend)
+    inputs = buffers(program, backend, 0)
     first = executor.run(inputs, weights)["out"].to_numpy()
     before = executor.counters.copy()
     inputs["y"].write(inputs["y"].to_numpy() + 1)
@@ -190,11 +196,12 @@ def test_new_content_in_the_same_buffer_needs_no_preparation() -> None:
     assert delta(executor, before) == {"runs": 1}
 
 
-def test_other_weights_are_taken_up_even_in_the_same_dict_and_equal_ones_cost_nothing() -> None:
+@EVERY_BACKEND
+def test_other_weights_are_taken_up_even_in_the_same_dict_and_equal_ones_cost_nothing(backend: Backend) -> None:
     program = compile(layers().ir())
-    executor = Executor(program, BACKEND)
-    weights, other = (load_weights(state(scale=scale), program, BACKEND) for scale in (1.0, 3.0))
-    inputs = buffers(program, BACKEND, 0)
+    executor = Executor(program, backend)
+    weights, other = (load_weights(state(scale=scale), program, backend) for scale in (1.0, 3.0))
+    inputs = buffers(program, backend, 0)
     first = executor.run(inputs, weights)["out"].to_numpy()
     before = executor.counters.copy()
     executor.run(inputs, dict(weights))
@@ -205,15 +212,37 @@ def test_other_weights_are_taken_up_even_in_the_same_dict_and_equal_ones_cost_no
     np.testing.assert_array_equal(executor.run(inputs, weights)["out"].to_numpy(), changed)
 
 
-def test_a_program_without_weights_runs_its_prologue_once() -> None:
+@EVERY_BACKEND
+def test_a_program_without_weights_runs_its_prologue_once(backend: Backend) -> None:
     program = compile(layers(0).ir())
     assert program.plan.prologue and not program.weight_specs
-    executor, inputs = Executor(program, BACKEND), buffers(program, BACKEND, 0)
+    executor, inputs = Executor(program, backend), buffers(program, backend, 0)
     executor.run(inputs)
     before = executor.counters.copy()
     executor.run(inputs)
     executor.run(inputs, {})
     assert delta(executor, before) == {"runs": 2}
+
+
+@EVERY_BACKEND
+def test_executors_share_weights_and_take_turns_with_donated_caches(backend: Backend) -> None:
+    g = IRBuilder()
+    cache, at, x = g.input("cache", 4, 8), g.input("at", 1, dtype="int64"), g.input("x", 1, 8)
+    row = g("aten.linear.default", x, g.weight("w0", 8, 8))
+    g.output(g("aten.index_copy.default", cache, 0, at, row, name="new"))
+    program = compile(g.ir(), compute_dtype="float32")
+    assert program.plan.donations == {"new": "cache"}
+    weights, rows = load_weights(state(1), program, backend), np.eye(8, dtype=np.float32)
+    executors = [Executor(program, backend) for _ in range(2)]
+    caches = [NPUBuffer.zeros((4, 8), backend, "float32") for _ in range(2)]
+    wanted = np.zeros((2, 4, 8), np.float32)
+    for turn, (runner, chosen) in enumerate([(0, 0), (0, 1), (1, 0), (0, 0), (1, 1)]):
+        position, data = turn % 4, rows[turn : turn + 1]
+        made = executors[runner].run({"cache": caches[chosen], "at": np.array([position]), "x": data}, weights)
+        assert made["new"] is caches[chosen]
+        wanted[chosen, position] = data[0] @ state(1)["w0"].T
+        for buffer, content in zip(caches, wanted, strict=True):
+            np.testing.assert_allclose(buffer.to_numpy(), content, rtol=1e-5)
 
 
 # the backend interface
@@ -242,8 +271,6 @@ def test_the_abstract_classes_cannot_be_made() -> None:
 
 
 # buffers
-
-EVERY_BACKEND = pytest.mark.parametrize("backend", [BACKEND, ToyBackend()], ids=["cpu", "toy"])
 
 
 @EVERY_BACKEND
@@ -405,12 +432,13 @@ def test_a_weight_that_the_program_folded_away_is_known() -> None:
 # profiles
 
 
-def test_a_profile_as_table_and_json() -> None:
+@EVERY_BACKEND
+def test_a_profile_as_table_and_json(backend: Backend) -> None:
     program, profiler = compile(layers().ir()), Profiler()
-    executor, weights = Executor(program, BACKEND), load_weights(state(), program, BACKEND)
-    plain = executor.run(buffers(program, BACKEND, 0), weights)["out"].to_numpy()
+    executor, weights = Executor(program, backend), load_weights(state(), program, backend)
+    plain = executor.run(buffers(program, backend, 0), weights)["out"].to_numpy()
     for _ in range(2):
-        profiled = executor.run(buffers(program, BACKEND, 0), weights, profiler)["out"].to_numpy()
+        profiled = executor.run(buffers(program, backend, 0), weights, profiler)["out"].to_numpy()
     np.testing.assert_array_equal(profiled, plain)
     data = json.loads(json.dumps(profiler.to_dict()))
     counts = Counter(call.kernel for call in program.kernels)
@@ -428,9 +456,10 @@ def test_an_empty_profile_prints() -> None:
     assert len(Profiler().report().split("\n")) == 2
 
 
-def test_a_plans_profile_knows_transfers_and_cpu_partitions() -> None:
+@EVERY_BACKEND
+def test_a_plans_profile_knows_transfers_and_cpu_partitions(backend: Backend) -> None:
     plan = partition(layers().ir(), lambda op: "softmax" not in op)
-    dag, profiler = DAGExecutor(plan, BACKEND), Profiler()
+    dag, profiler = DAGExecutor(plan, backend), Profiler()
     dag.load_weights(state())
     dag.execute({"x": np.ones((2, 8), np.float32), "y": np.ones((2, 8), np.float32)}, profiler)
     data = profiler.to_dict()

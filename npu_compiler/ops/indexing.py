@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from npu_compiler.codegen_core import declare_kernel, distinct_bytes
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
-from npu_compiler.ops.registry import MAX_RANK, register_op
-from npu_compiler.views import View, broadcast_shapes
+from npu_compiler.ops.registry import register_op
+from npu_compiler.views import MAX_RANK, View, broadcast_shapes
 
 declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
 declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")

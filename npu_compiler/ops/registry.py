@@ -9,13 +9,12 @@ from typing import Any, TypeAlias
 from npu_compiler.dtypes import INT32_MAX, INT32_MIN
 from npu_compiler.ir_reader import IRGraph, OpNode, base_op
 from npu_compiler.lowering import Lowering
-from npu_compiler.views import View
+from npu_compiler.views import MAX_RANK, View
 
 Scalar: TypeAlias = float | int | bool | str
 LowerFn: TypeAlias = Callable[[Lowering, OpNode], None]
 SupportFn: TypeAlias = Callable[[OpNode, IRGraph], str | None]
 
-MAX_RANK = 8
 NARROW_INTS = frozenset({"int8", "int16", "uint8"})
 UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
 

@@ -40,11 +40,14 @@ def find_target(name: str) -> Any:
     Raises:
         InputError: there is none.
     """
+    from cuda_compiler import CUDACodegenTarget
     from npu_compiler import MetalCodegenTarget
     from npu_compiler.errors import InputError
 
+    if name in ("cuda", "cuda_gpu"):
+        return CUDACodegenTarget()
     if name not in ("cpu", "metal", "metal_gpu"):
-        raise InputError(f"unknown target '{name}'; there is metal_gpu (for Metal and the CPU device alike)")
+        raise InputError(f"unknown target '{name}'; there are metal_gpu (for Metal and the CPU device) and cuda_gpu")
     return MetalCodegenTarget()
 
 

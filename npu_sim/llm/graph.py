@@ -13,7 +13,7 @@ from npu_sim.cache import cached_program, source_digest
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint
 
 if TYPE_CHECKING:
-    from npu_compiler import CompiledProgram
+    from npu_compiler import CodegenTarget, CompiledProgram
 
 
 class _IndexedCache:
@@ -139,7 +139,7 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     return found
 
 
-def compile_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> "CompiledProgram":
+def compile_graph(checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
     """The compiled prefill or decode program, from the cache of programs where it is there.
 
     Raises InputError where the model cannot be traced or compiled.
@@ -153,7 +153,9 @@ def compile_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> "Co
     key = [config, checkpoint.dtype, tokens, cache_length, versions, source_digest("npu_sim.llm")]
     name = f"{checkpoint.config.model_type}-{'decode' if tokens == 1 else 'prefill'}"
     try:
-        return cached_program(name, key, lambda: extract_graph(checkpoint, tokens, cache_length), checkpoint.dtype)
+        return cached_program(
+            name, key, lambda: extract_graph(checkpoint, tokens, cache_length), checkpoint.dtype, target
+        )
     except InputError:
         raise
     except NPUError as error:

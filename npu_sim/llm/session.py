@@ -86,8 +86,11 @@ class LanguageModel:
         self.checkpoint = checkpoint
         self.chunk, self.cache_length = _lengths(checkpoint, cache_length, chunk)
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
-        self.prefill_program = compile_graph(checkpoint, self.chunk, self.cache_length) if self.chunk > 1 else None
-        self.decode_program = compile_graph(checkpoint, 1, self.cache_length)
+        target = self.device.backend.target
+        self.prefill_program = (
+            compile_graph(checkpoint, self.chunk, self.cache_length, target) if self.chunk > 1 else None
+        )
+        self.decode_program = compile_graph(checkpoint, 1, self.cache_length, target)
         state = state_with_buffers(checkpoint)
         shared: dict[str, DeviceBuffer] = {}
         self._kv = {

@@ -61,6 +61,15 @@ def cached(queries: int, keys: int, width: int, dtype: str = "compute") -> tuple
     return q, k, v
 
 
+def with_special_rows(queries: int, width: int) -> np.ndarray:
+    """Queries of which one holds NaN and one scores ±inf."""
+    rows = np.cos(np.arange(queries * width)).reshape(queries, width)
+    rows[3, 0] = np.nan
+    rows[5] = 0.0
+    rows[5, 0] = inf
+    return rows
+
+
 CASES = [
     attention("one-key", 1, 1, 8),
     attention("keys-of-one-stream", 1, 3, 64),
@@ -126,4 +135,6 @@ CASES = [
     attention("tile-mixed-types", 9, 9, 16, inputs=(T((1, 2, 9, 16), "float32"), T((1, 2, 9, 16)), T((1, 2, 9, 16)))),
     attention("tile-large-scores", 9, 70, 16, inputs=(T((1, 2, 9, 16), values=(-40.0, 40.0)),
               T((1, 2, 70, 16), values=(-40.0, 40.0)), T((1, 2, 70, 16)))),
+    attention("tile-special-queries", 9, 100, 16, inputs=(T((1, 2, 9, 16), values=with_special_rows(9, 16)),
+              T((1, 2, 100, 16)), T((1, 2, 100, 16)))),
 ]  # fmt: skip

@@ -1,0 +1,161 @@
+"""Which element-wise calls become one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from cuda_compiler.op_classify import is_elementwise
+from npu_compiler.codegen_core import KernelCall
+from npu_compiler.views import Shape, View, collapse
+
+MAX_CALLS = 64
+MAX_READS = 24
+_WINDOW = 48  # how many calls back a partner may be
+
+
+class Place(NamedTuple):
+    """Which element is where: equal for views that walk the same elements in the same row-major order."""
+
+    buffer: str
+    dtype: str
+    offset: int
+    sizes: Shape
+    strides: Shape
+
+    @property
+    def end(self) -> int:
+        return self.offset + sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True)) + 1
+
+
+@lru_cache(maxsize=16384)
+def place_of(view: View) -> Place:
+    """A view's place: sizes of 1 dropped, neighbours merged."""
+    sizes, (strides,) = collapse(view.shape, view.strides)
+    return Place(view.buffer, view.dtype, view.offset, tuple(sizes), tuple(strides))
+
+
+@dataclass(eq=False)
+class Group:
+    """Calls that run as one kernel, in order; a call that is not element-wise is alone.
+
+    Attributes:
+        reads: What it reads that it has not itself written, each place once.
+        writes: What it writes, each place once.
+    """
+
+    calls: list[KernelCall]
+    reads: list[View] = field(default_factory=list)
+    writes: list[View] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.read_buffers = {view.buffer for view in self.reads}
+        self.written_buffers = {view.buffer for view in self.writes}
+        self.is_elementwise = is_elementwise(self.calls[0])
+        self.numel = self.calls[0].outputs[0].numel
+
+    def conflicts(self, other: Group) -> bool:
+        """Whether the order of the two matters."""
+        return not (
+            self.written_buffers.isdisjoint(other.read_buffers)
+            and self.written_buffers.isdisjoint(other.written_buffers)
+            and self.read_buffers.isdisjoint(other.written_buffers)
+        )
+
+    def is_related(self, earlier: Group) -> bool:
+        """Whether one kernel would read less memory than two: a value passes between them, or both read one."""
+        if not self.read_buffers.isdisjoint(earlier.written_buffers):
+            return True
+        shared = self.read_buffers & earlier.read_buffers
+        return bool(shared) and not {place_of(view) for view in self.reads if view.buffer in shared}.isdisjoint(
+            place_of(view) for view in earlier.reads if view.buffer in shared
+        )
+
+
+def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
+    """Fuse greedily: each element-wise call joins the nearest group that it shares a value with.
+
+    Given:  t = a * b;  m = x @ w;  u = t + m;  v = gelu(u)
+    Result: m = x @ w;  (t = a * b; u = t + m; v = gelu(u))
+
+    The call moves up to the group, or the group down to the call, if nothing between them touches the same buffers in a
+    way whose order matters; buffers are compared by name. A group walks its elements once, in one order, so all of its
+    calls have the same number of elements, and what they share lies at the same place.
+    """
+    groups: list[Group] = []
+    for call in calls:
+        groups.append(Group([call], list(dict.fromkeys(call.inputs)), list(call.outputs)))
+        if groups[-1].is_elementwise:
+            _absorb(groups, len(groups) - 1)
+    return groups
+
+
+def _absorb(groups: list[Group], index: int) -> None:
+    """Merge the group at `index` with earlier ones, as long as there are any that it fuses with."""
+    while (found := _partner(groups, index)) is not None:
+        at, merged, moves_up = found
+        groups[at if moves_up else index] = merged
+        del groups[index if moves_up else at]
+        index = at if moves_up else index - 1
+
+
+def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
+    """The nearest group to merge with: its index, the merged group, and whether that goes to the earlier place."""
+    group = groups[index]
+    may_move_up = True
+    for at in range(index - 1, max(-1, index - 1 - _WINDOW), -1):
+        other = groups[at]
+        if other.is_elementwise and other.numel == group.numel and group.is_related(other):
+            if may_move_up or not any(other.conflicts(between) for between in groups[at + 1 : index]):
+                merged = merge(other, group)
+                if merged is not None:
+                    return at, merged, may_move_up
+        may_move_up = may_move_up and not group.conflicts(other)
+    return None
+
+
+def merge(first: Group, second: Group) -> Group | None:
+    """One group that does what the two do in turn; None where a thread would need what another one wrote.
+
+    Each thread reads, computes and writes its own elements. So what is written must be read, or written again, at the
+    same place or not at all; views of the same buffer at other places must not overlap.
+    """
+    calls = first.calls + second.calls
+    if len(calls) > MAX_CALLS:
+        return None
+    reads: dict[Place, View] = {}
+    writes: dict[Place, View] = {}
+    for call in calls:
+        for view in call.inputs:
+            place = place_of(view)
+            if any(_overlap(place, written) for written in writes if written != place):
+                return None
+            if place not in writes:
+                reads[place] = view
+        for view in call.outputs:
+            place = place_of(view)
+            if any(_overlap(place, other) for other in (*writes, *reads) if other != place):
+                return None
+            writes[place] = view
+    if len(reads) > MAX_READS:
+        return None
+    return Group(calls, list(reads.values()), list(writes.values()))
+
+
+def _overlap(a: Place, b: Place) -> bool:
+    """Whether the memory between the first and the last elements of two places meets."""
+    return a.buffer == b.buffer and (a.dtype != b.dtype or (a.offset < b.end and b.offset < a.end))
+
+
+def describe_groups(groups: Sequence[Group]) -> str:
+    """One line per group: its calls, what it reads and what it writes."""
+    return "\n".join(_lines(groups))
+
+
+def _lines(groups: Sequence[Group]) -> Iterator[str]:
+    for group in groups:
+        names = " + ".join(str(call.params.get("op", call.kernel)) for call in group.calls)
+        reads, writes = (" ".join(sorted({view.buffer for view in views})) for views in (group.reads, group.writes))
+        yield f"{names}: {reads} -> {writes}"

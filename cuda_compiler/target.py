@@ -1,0 +1,74 @@
+"""`CUDACodegenTarget`: op-level calls in, calls of generated kernels and their sources out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import cuda_compiler.compute_rules
+import cuda_compiler.movement_rules  # noqa: F401  (they register their templates)
+from cuda_compiler.cuda_codegen import generate_elementwise
+from cuda_compiler.cuda_templates import Specializer, template_text
+from cuda_compiler.subgraph_analyzer import Group, find_groups
+from npu_compiler.codegen_core import ExecutionPlan, KernelCall, MetalCodegenTarget
+from npu_compiler.target_config import TargetConfig
+
+CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)
+
+
+class CUDACodegenTarget(MetalCodegenTarget):
+    """Fuses element-wise calls and specializes all others; the sources travel in the program."""
+
+    config = CUDA_GPU
+
+    def shader_source(self, filename: str) -> str:
+        return template_text(filename)
+
+    def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """Given `mul` → `add` → `softmax_kernel`, the result is `fused_mul_add` → a specialized `softmax_kernel`.
+
+        Buffers that only lived between the calls of one fused kernel disappear.
+        """
+        make = Specializer(frozenset(plan.buffers))
+        kept = {view.buffer for view in plan.output_views.values()}
+        prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
+        read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
+        prologue = _generate(prologue_groups, plan, make, read_later)
+        calls = _generate(groups, plan, make, kept)
+        touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
+        buffers = {
+            name: buffer
+            for name, buffer in plan.buffers.items()
+            if buffer.kind not in ("arena", "persistent") or name in touched
+        }
+        return replace(
+            plan, prologue=prologue, calls=calls, buffers={**buffers, **make.temporaries}, sources=dict(make.sources)
+        )
+
+
+def _generate(
+    groups: list[Group], plan: ExecutionPlan, make: Specializer, read_later: Iterable[str]
+) -> list[KernelCall]:
+    """The calls of generated kernels for a list of groups.
+
+    Args:
+        read_later: Buffers that are read after the last group.
+    """
+    readers: dict[str, set[int]] = {name: {-1} for name in read_later}
+    for index, group in enumerate(groups):
+        for view in group.reads:
+            readers.setdefault(view.buffer, set()).add(index)
+    calls: list[KernelCall] = []
+    for index, group in enumerate(groups):
+        if not group.is_elementwise:
+            calls += make.expand(group.calls[0])
+            continue
+        stored = [
+            view
+            for view in group.writes
+            if plan.buffers[view.buffer].kind not in ("arena", "persistent")
+            or readers.get(view.buffer, set()) - {index}
+        ]
+        if stored:
+            calls.append(generate_elementwise(group, stored, make))
+    return calls

@@ -1,0 +1,161 @@
+// What every generated source begins with: 16-bit types, loads and stores of one element or of a vector, warp sums.
+// It includes nothing, so that NVRTC and nvcc take it alike, from sm_70 on.
+
+#define INFINITY_F __int_as_float(0x7f800000)
+#define NAN_F __int_as_float(0x7fffffff)
+#define WARP 32
+
+// 16-bit floats are storage only: arithmetic is in float.
+struct alignas(2) f16 {
+    unsigned short bits;
+};
+
+struct alignas(2) bf16 {
+    unsigned short bits;
+};
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(int value) { return float(value); }
+__device__ __forceinline__ float to_float(bool value) { return float(value); }
+__device__ __forceinline__ float to_float(bf16 value) { return __uint_as_float(unsigned(value.bits) << 16); }
+__device__ __forceinline__ float to_float(f16 value) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+    return result;
+}
+
+__device__ __forceinline__ int to_int(int value) { return value; }
+__device__ __forceinline__ int to_int(bool value) { return int(value); }
+template <typename T>
+__device__ __forceinline__ int to_int(T value) { return int(to_float(value)); }
+
+// A value as type T stores it: rounded to nearest even; true where it is not 0.
+template <typename T>
+__device__ __forceinline__ T from(float value) { return T(value); }
+template <>
+__device__ __forceinline__ bool from<bool>(float value) { return value != 0.0f; }
+template <>
+__device__ __forceinline__ f16 from<f16>(float value) {
+    f16 result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+    return result;
+}
+template <>
+__device__ __forceinline__ bf16 from<bf16>(float value) {
+    bf16 result;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(value));
+#else
+    const unsigned bits = __float_as_uint(value);
+    const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    result.bits = (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
+#endif
+    return result;
+}
+
+template <typename T>
+__device__ __forceinline__ T from(int value) { return from<T>(float(value)); }
+template <>
+__device__ __forceinline__ int from<int>(int value) { return value; }
+template <>
+__device__ __forceinline__ bool from<bool>(int value) { return value != 0; }
+
+template <typename T>
+struct is_float { static constexpr bool value = true; };
+template <>
+struct is_float<int> { static constexpr bool value = false; };
+template <>
+struct is_float<bool> { static constexpr bool value = false; };
+
+// Between two element types; integers do not pass through floats.
+template <typename To, typename From>
+__device__ __forceinline__ To convert(From value) {
+    if constexpr (is_float<From>::value) {
+        return from<To>(to_float(value));
+    } else {
+        return from<To>(to_int(value));
+    }
+}
+
+// What stands where an index was out of range, which a GPU cannot report: NaN, or 0 in integers.
+template <typename T>
+__device__ __forceinline__ T missing() {
+    if constexpr (is_float<T>::value) {
+        return from<T>(NAN_F);
+    } else {
+        return T(0);
+    }
+}
+
+// N elements side by side, moved in accesses of up to 16 bytes; the address is a multiple of N elements.
+template <typename T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
+    T item[N];
+};
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> load_pack(const T *data) {
+    return *reinterpret_cast<const Pack<T, N> *>(data);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_pack(T *data, const Pack<T, N> &pack) {
+    *reinterpret_cast<Pack<T, N> *>(data) = pack;
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void load_floats(float (&values)[N], const T *data) {
+    const Pack<T, N> pack = load_pack<N>(data);
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        values[i] = to_float(pack.item[i]);
+    }
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_floats(T *data, const float (&values)[N]) {
+    Pack<T, N> pack;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        pack.item[i] = from<T>(values[i]);
+    }
+    store_pack<N>(data, pack);
+}
+
+__device__ __forceinline__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Where element `index`, counted row-major over the first `dims` dimensions of V, starts.
+template <typename V, int dims>
+__device__ __forceinline__ index_t leading_offset(index_t index) {
+    index_t offset = 0;
+#pragma unroll
+    for (int dim = dims - 1; dim >= 0; dim--) {
+        const index_t size = V::size(dim);
+        offset += index % size * V::stride(dim);
+        index /= size;
+    }
+    return offset;
+}
+
+// Over a whole warp; every lane gets the result.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        value += __shfl_xor_sync(0xffffffffu, value, step);
+    }
+    return value;
+}
+
+// The larger one; NaN if either is, as in PyTorch.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    return a > b || a != a ? a : b;
+}
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        value = max_nan(value, __shfl_xor_sync(0xffffffffu, value, step));
+    }
+    return value;
+}

@@ -1,0 +1,197 @@
+// Convolutions over NCHW with their epilogue. Batch normalization is folded into weight and bias by the compiler.
+
+#kernel direct_conv2d_kernel conv2d_kernel
+// act(value + bias + residual) in float, rounded once.
+__device__ __forceinline__ float finish(
+    float value, const Bias::type *bias, const Residual::type *residual, index_t channel, index_t residual_place
+) {
+    if constexpr (Bias::present) {
+        value += to_float(bias[channel * Bias::stride(0)]);
+    }
+    if constexpr (Residual::present) {
+        value += to_float(residual[residual_place]);
+    }
+    return activate(value);
+}
+
+template <typename View>
+__device__ __forceinline__ index_t place(unsigned image, unsigned channel, unsigned pixel) {
+    constexpr unsigned columns = unsigned(Out::size(3));
+    return image * View::stride(0) + channel * View::stride(1) + pixel / columns * View::stride(2) +
+        pixel % columns * View::stride(3);
+}
+
+// An element of an input plane, zero in the padding around it; negative places are large unsigned ones.
+__device__ __forceinline__ float input_at(const X::type *plane, int row, int column) {
+    if (unsigned(row) >= X::size(2) || unsigned(column) >= X::size(3)) {
+        return 0.0f;
+    }
+    return to_float(plane[unsigned(row) * X::stride(2) + unsigned(column) * X::stride(3)]);
+}
+
+constexpr unsigned PIXELS = unsigned(Out::size(2) * Out::size(3));
+constexpr unsigned GROUP_CHANNELS = unsigned(Out::size(1)) / param::groups;
+constexpr unsigned WINDOW = unsigned(Weight::size(2) * Weight::size(3));
+constexpr unsigned DEPTH = unsigned(Weight::size(1)) * WINDOW;
+
+// Where an output pixel's window begins in the input, possibly in the padding.
+__device__ __forceinline__ int first_row(unsigned pixel) {
+    return int(pixel / unsigned(Out::size(3)) * param::stride(0)) - param::padding(0);
+}
+
+__device__ __forceinline__ int first_column(unsigned pixel) {
+    return int(pixel % unsigned(Out::size(3)) * param::stride(1)) - param::padding(2);
+}
+
+#kernel direct_conv2d_kernel
+// A thread per output element: for groups so narrow that a matrix product would multiply zeros, depthwise ones above
+// all.
+KERNEL(direct_conv2d_kernel) {
+    const unsigned pixel = blockIdx.x * THREADS + threadIdx.x;
+    if (pixel >= PIXELS) {
+        return;
+    }
+    const unsigned channel = blockIdx.y;
+    const int row = first_row(pixel);
+    const int column = first_column(pixel);
+    const Weight::type *factor = weight + channel * Weight::stride(0);
+    const X::type *plane =
+        x + blockIdx.z * X::stride(0) + channel / GROUP_CHANNELS * unsigned(Weight::size(1)) * X::stride(1);
+    float sum = 0.0f;
+    for (unsigned c = 0; c < Weight::size(1); c++) {
+#pragma unroll
+        for (int ky = 0; ky < int(Weight::size(2)); ky++) {
+#pragma unroll
+            for (int kx = 0; kx < int(Weight::size(3)); kx++) {
+                const float value =
+                    input_at(plane, row + ky * int(param::dilation(0)), column + kx * int(param::dilation(1)));
+                sum = fmaf(to_float(*factor++), value, sum);
+            }
+        }
+        plane += X::stride(1);
+    }
+    const index_t residual_place = place<Residual>(blockIdx.z, channel, pixel);
+    out[place<Out>(blockIdx.z, channel, pixel)] =
+        from<Out::type>(finish(sum, bias, residual, channel, residual_place));
+}
+
+#kernel conv2d_kernel
+// A group's convolution as a matrix product, weight[channels, DEPTH] · patches[DEPTH, pixels]: a block of THREADS makes
+// BLOCK × BLOCK outputs, BLOCK_K terms at a time; a thread makes 4 × 4 of them.
+constexpr unsigned BLOCK = 64;
+constexpr unsigned BLOCK_K = 16;
+constexpr unsigned CHANNEL_BLOCKS = (GROUP_CHANNELS + BLOCK - 1) / BLOCK;
+
+KERNEL(conv2d_kernel) {
+    // A row is staged 4 floats longer than it is, so that a column's elements lie in different banks.
+    __shared__ float factors[BLOCK_K][BLOCK + 4];
+    __shared__ float patches[BLOCK_K][BLOCK + 4];
+    const unsigned group = blockIdx.y / CHANNEL_BLOCKS;
+    const unsigned first_channel = blockIdx.y % CHANNEL_BLOCKS * BLOCK;
+    const unsigned first_pixel = blockIdx.x * BLOCK;
+    const X::type *image = x + blockIdx.z * X::stride(0) + group * unsigned(Weight::size(1)) * X::stride(1);
+
+    const unsigned staged_pixel = threadIdx.x % BLOCK;
+    const unsigned source_pixel = min(first_pixel + staged_pixel, PIXELS - 1);
+    const int row = first_row(source_pixel);
+    const int column = first_column(source_pixel);
+    const unsigned own_channel = threadIdx.x / 16 * 4;
+    const unsigned own_pixel = threadIdx.x % 16 * 4;
+    float sums[4][4] = {};
+    for (unsigned k = 0; k < DEPTH; k += BLOCK_K) {
+        for (unsigned i = threadIdx.x; i < BLOCK * BLOCK_K; i += THREADS) {
+            const unsigned channel = first_channel + i / BLOCK_K;
+            const unsigned term = k + i % BLOCK_K;
+            float value = 0.0f;
+            if (channel < GROUP_CHANNELS && term < DEPTH) {
+                value = to_float(weight[(group * GROUP_CHANNELS + channel) * Weight::stride(0) + term]);
+            }
+            factors[i % BLOCK_K][i / BLOCK_K] = value;
+        }
+        for (unsigned i = threadIdx.x / BLOCK; i < BLOCK_K; i += THREADS / BLOCK) {
+            const unsigned term = k + i;
+            float value = 0.0f;
+            if (term < DEPTH) {
+                const unsigned tap = term % WINDOW;
+                const int ky = int(tap / unsigned(Weight::size(3)) * param::dilation(0));
+                const int kx = int(tap % unsigned(Weight::size(3)) * param::dilation(1));
+                value = input_at(image + term / WINDOW * X::stride(1), row + ky, column + kx);
+            }
+            patches[i][staged_pixel] = value;
+        }
+        __syncthreads();
+#pragma unroll
+        for (unsigned i = 0; i < BLOCK_K; i++) {
+            float left[4];
+            float right[4];
+#pragma unroll
+            for (unsigned j = 0; j < 4; j++) {
+                left[j] = factors[i][own_channel + j];
+                right[j] = patches[i][own_pixel + j];
+            }
+#pragma unroll
+            for (unsigned a = 0; a < 4; a++) {
+#pragma unroll
+                for (unsigned b = 0; b < 4; b++) {
+                    sums[a][b] = fmaf(left[a], right[b], sums[a][b]);
+                }
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (unsigned a = 0; a < 4; a++) {
+#pragma unroll
+        for (unsigned b = 0; b < 4; b++) {
+            const unsigned channel = first_channel + own_channel + a;
+            const unsigned pixel = first_pixel + own_pixel + b;
+            if (channel < GROUP_CHANNELS && pixel < PIXELS) {
+                const unsigned whole_channel = group * GROUP_CHANNELS + channel;
+                const index_t residual_place = place<Residual>(blockIdx.z, whole_channel, pixel);
+                out[place<Out>(blockIdx.z, whole_channel, pixel)] =
+                    from<Out::type>(finish(sums[a][b], bias, residual, whole_channel, residual_place));
+            }
+        }
+    }
+}
+
+#kernel conv_transpose2d_kernel
+// One output element: the sum over the input pixels whose window it lies in. weight is [I, O/groups, kh, kw].
+KERNEL(conv_transpose2d_kernel) {
+    const index_t element = blockIdx.x * index_t(THREADS) + threadIdx.x;
+    if (element >= Out::numel) {
+        return;
+    }
+    constexpr unsigned group_outputs = unsigned(Weight::size(1));
+    constexpr unsigned group_inputs = unsigned(X::size(1)) / param::groups;
+    const unsigned out_column = unsigned(element % Out::size(3));
+    const unsigned out_row = unsigned(element / Out::size(3) % Out::size(2));
+    const unsigned plane = unsigned(element / Out::size(3) / Out::size(2));
+    const unsigned channel = plane % unsigned(Out::size(1));
+    const unsigned group = channel / group_outputs;
+    const X::type *image = x + plane / unsigned(Out::size(1)) * X::stride(0) + group * group_inputs * X::stride(1);
+    const Weight::type *corner =
+        weight + group * group_inputs * Weight::stride(0) + channel % group_outputs * Weight::stride(1);
+    float sum = 0.0f;
+    if constexpr (Bias::present) {
+        sum = to_float(bias[channel * Bias::stride(0)]);
+    }
+    for (unsigned ky = 0; ky < Weight::size(2); ky++) {
+        // Before the first row it is a large number, as is its quotient.
+        const unsigned scaled_row = out_row + unsigned(param::padding(0)) - ky * param::dilation(0);
+        const unsigned row = scaled_row / param::stride(0);
+        for (unsigned kx = 0; kx < Weight::size(3); kx++) {
+            const unsigned scaled_column = out_column + unsigned(param::padding(1)) - kx * param::dilation(1);
+            const unsigned column = scaled_column / param::stride(1);
+            const bool meets = row * param::stride(0) == scaled_row && column * param::stride(1) == scaled_column;
+            if (meets && row < X::size(2) && column < X::size(3)) {
+                const X::type *value = image + row * X::stride(2) + column * X::stride(3);
+                const Weight::type *factor = corner + ky * Weight::stride(2) + kx * Weight::stride(3);
+                for (unsigned c = 0; c < group_inputs; c++) {
+                    sum = fmaf(to_float(value[c * X::stride(1)]), to_float(factor[c * Weight::stride(0)]), sum);
+                }
+            }
+        }
+    }
+    out[Out::offset(element)] = from<Out::type>(sum);
+}

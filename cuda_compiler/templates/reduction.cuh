@@ -1,0 +1,104 @@
+// Reductions over a team: `team_warps` warps of a block that work on one row. A block has `teams` of them; more than one
+// only where a team is a single warp, so that a team may leave before the others.
+
+constexpr float FLOAT_MAX = 3.402823466e38f;
+
+struct Place {
+    int lane;
+    int warp;  // within the team
+    index_t row;
+
+    __device__ __forceinline__ Place()
+        : lane(threadIdx.x % WARP), warp(threadIdx.x / WARP % team_warps),
+          row(index_t(blockIdx.x) * teams + threadIdx.x / WARP / team_warps) {}
+
+    __device__ __forceinline__ int thread() const { return warp * WARP + lane; }
+    __device__ __forceinline__ static constexpr int threads() { return team_warps * WARP; }
+};
+
+struct Sum {
+    template <typename T>
+    __device__ __forceinline__ static T of(T a, T b) { return a + b; }
+};
+
+struct Product {
+    template <typename T>
+    __device__ __forceinline__ static T of(T a, T b) { return a * b; }
+};
+
+// Floats among them are never NaN: those that may be are compared as ordered integers.
+struct Max {
+    template <typename T>
+    __device__ __forceinline__ static T of(T a, T b) { return a > b ? a : b; }
+};
+
+struct Min {
+    template <typename T>
+    __device__ __forceinline__ static T of(T a, T b) { return a < b ? a : b; }
+};
+
+template <typename Op, typename T>
+__device__ __forceinline__ T reduce_warp(T value) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        value = Op::of(value, __shfl_xor_sync(0xffffffffu, value, step));
+    }
+    return value;
+}
+
+// The reduction of every thread's value, in every thread of the team.
+template <typename Op, typename T>
+__device__ __forceinline__ T reduce_team(T value, T identity, Place place) {
+    value = reduce_warp<Op>(value);
+    if constexpr (team_warps > 1) {
+        __shared__ T partial[team_warps];
+        __syncthreads();  // an earlier reduction may still be read
+        if (place.lane == 0) {
+            partial[place.warp] = value;
+        }
+        __syncthreads();
+        value = reduce_warp<Op>(place.lane < team_warps ? partial[place.lane] : identity);
+    }
+    return value;
+}
+
+__device__ __forceinline__ float reduce_sum(float value, Place place) {
+    return reduce_team<Sum>(value, 0.0f, place);
+}
+
+// The running maximum of some values and the sum of exp(value - maximum), in one pass. The maximum starts finite, so
+// that -inf contributes 0 and not NaN; a maximum of +inf makes the sum NaN, as do NaN values.
+struct ExpSum {
+    float largest = -FLOAT_MAX;
+    float total = 0.0f;
+
+    __device__ __forceinline__ void add(float value) {
+        rescale(fmaxf(largest, value));
+        total += expf(value - largest);
+    }
+
+    template <int N>
+    __device__ __forceinline__ void add(const float (&values)[N]) {
+        float greatest = largest;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            greatest = fmaxf(greatest, values[i]);
+        }
+        rescale(greatest);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            total += expf(values[i] - largest);
+        }
+    }
+
+    __device__ __forceinline__ void rescale(float reference) {
+        total *= expf(largest - reference);
+        largest = reference;
+    }
+
+    // Over all threads of the team, in every one.
+    __device__ __forceinline__ void reduce(Place place) {
+        rescale(reduce_team<Max>(largest, -FLOAT_MAX, place));
+        total = reduce_sum(total, place);
+    }
+};

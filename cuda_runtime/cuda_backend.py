@@ -1,0 +1,301 @@
+"""`CUDABackend`: an NVIDIA GPU. Kernels come with the program as CUDA C; the products it leaves open go to cuBLAS."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cuda_compiler import CUDA_GPU, CUDACodegenTarget
+from cuda_runtime.cublas import CUBLAS_GEMM, Cublas
+from cuda_runtime.cuda_device import CUDADevice
+from cuda_runtime.dlpack import carrier, retag
+from cuda_runtime.kernel_cache import KernelCache
+from npu_compiler.codegen import CodegenTarget, KernelCall
+from npu_compiler.dtypes import itemsize, numpy_dtype
+from npu_compiler.errors import DeviceError
+from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.target_config import TargetConfig
+from npu_compiler.views import numel
+from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.buffer import pack_array, storage_name
+from npu_runtime.native.build import cache_folder
+
+_STORED = ("float16", "bfloat16", "float32", "int32", "bool", "uint8")
+
+
+class CUDABuffer(DeviceBuffer):
+    """Memory on the GPU; `native_handle` is a CuPy array of its bytes.
+
+    Copies are in order with everything that the backend runs, so a buffer can be read right after a run.
+    """
+
+    def __init__(
+        self, device: CUDADevice, shape: Shape, alloc_shape: Shape | None, dtype: str, native_handle: Any = None
+    ) -> None:
+        super().__init__(shape, alloc_shape, dtype, native_handle)
+        self._device = device
+        if native_handle is None:
+            self.native_handle = device.allocate(self.size_bytes, f"{dtype}{list(self.alloc_shape)}")
+
+    def _download(self) -> np.ndarray:
+        data: np.ndarray = self._device.download(self.native_handle).view(numpy_dtype(self.dtype))
+        return data.reshape(self.alloc_shape)
+
+    def _upload(self, data: np.ndarray) -> None:
+        self._device.upload(self.native_handle, data)
+
+    def _clone(self) -> CUDABuffer:
+        return CUDABuffer(
+            self._device, self.shape, self.alloc_shape, self.dtype, self._device.clone(self.native_handle)
+        )
+
+    def array(self) -> Any:
+        """The data as a CuPy array of `shape` that shares this memory; bool as uint8, bfloat16 as uint16."""
+        with self._device.active("cannot view memory"):
+            whole = self.native_handle.view(carrier(self.dtype)).reshape(self.alloc_shape)
+            return whole[tuple(slice(size) for size in self.shape)]
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        """A capsule that shares this memory; the consumer's stream waits for what runs now."""
+        self.check_current()
+        array = self.array()
+        with self._device.active("cannot export memory"):
+            return retag(array.__dlpack__(**kwargs), self.dtype)
+
+    def __dlpack_device__(self) -> tuple[Any, int]:
+        device: tuple[Any, int] = self.native_handle.__dlpack_device__()
+        return device
+
+
+class CUDALaunch:
+    """A prepared kernel or product; calling it runs it alone.
+
+    Args:
+        start: Enqueues it.
+        keep: Objects that must live as long as it may be started: the memory it works on, the arguments it points to.
+    """
+
+    def __init__(self, device: CUDADevice, call: KernelCall, start: Callable[[], object], keep: object) -> None:
+        self._device = device
+        self._name = f"kernel '{call.kernel}' of node '{call.node}' does not start"
+        self._start = start
+        self._keep = keep
+
+    def enqueue(self) -> None:
+        """Put it on the stream, which the caller has made the current one."""
+        try:
+            self._start()
+        except self._device.failures as error:
+            raise DeviceError(f"{self._name}: {error}") from error
+
+    def __call__(self) -> None:
+        with self._device.active(self._name):
+            self.enqueue()
+        self._device.counters["launches"] += 1
+
+
+class GraphSequence:
+    """Launches in order: the first call runs them one by one, the second captures a CUDA graph, the rest replay it.
+
+    A list that is run once is not worth a graph. And in a first run CUDA and cuBLAS may still load code, which not
+    every version of them can do during a capture.
+    """
+
+    def __init__(self, device: CUDADevice, launches: Sequence[CUDALaunch]) -> None:
+        self._device = device
+        self._launches = tuple(launches)
+        self._has_run = False
+        self._graph: Any = None
+
+    def __call__(self) -> None:
+        with self._device.active("the program does not start"):
+            if not self._has_run:
+                self._enqueue()
+                self._device.counters["launches"] += len(self._launches)
+                self._has_run = True
+                return
+            if self._graph is None:
+                self._graph = self._capture()
+            self._graph.launch(self._device.stream)
+        self._device.counters["graph_launches"] += 1
+
+    def _enqueue(self) -> None:
+        for launch in self._launches:
+            launch.enqueue()
+
+    def _capture(self) -> Any:
+        stream = self._device.stream
+        stream.begin_capture()
+        try:
+            self._enqueue()
+        except BaseException:
+            with suppress(*self._device.failures):
+                stream.end_capture()  # else the stream takes no more work
+            raise
+        self._device.counters["captures"] += 1
+        return stream.end_capture()
+
+
+class CUDABackend(Backend):
+    """Runs programs compiled for `cuda_gpu` on an NVIDIA GPU.
+
+    Args:
+        device_id: Which GPU, counted from 0.
+
+    Attributes:
+        counters: What was allocated, copied, compiled, captured and launched so far (see `CUDADevice.counters`).
+
+    Raises:
+        DeviceError: CuPy is missing, or there is no such GPU.
+    """
+
+    config: TargetConfig = CUDA_GPU
+
+    def __init__(self, device_id: int = 0) -> None:
+        self._device = CUDADevice(device_id)
+        self._sources: dict[str, str] = {}
+        self._modules: dict[str, Any] = {}
+
+    @property
+    def device(self) -> str:
+        return f"CUDA, {self._device.name}"
+
+    @property
+    def target(self) -> CodegenTarget:
+        return CUDACodegenTarget()
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self._device.counters
+
+    @cached_property
+    def _cache(self) -> KernelCache:
+        try:
+            nvrtc = self._device.cupy.cuda.nvrtc
+            return KernelCache(nvrtc, self._device.arch, cache_folder() / "cuda", self.counters)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            raise DeviceError(
+                f"NVRTC, CUDA's run-time compiler, does not load ({error}); it comes with the CUDA toolkit, or with: "
+                "pip install 'cupy-cuda13x[ctk]'"
+            ) from error
+
+    @cached_property
+    def _cublas(self) -> Cublas:
+        return Cublas(self._device)
+
+    def allocate_buffer(
+        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
+    ) -> CUDABuffer:
+        if spec is None:
+            spec = TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
+        stored = pack_array(data, spec)
+        buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, spec.storage or spec.dtype)
+        buffer._upload(stored)
+        return buffer
+
+    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
+        if dtype not in _STORED:
+            raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(_STORED))}")
+        buffer = CUDABuffer(self._device, shape, alloc_shape, dtype)
+        self._device.clear(buffer.native_handle)
+        return buffer
+
+    def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Compile the sources that the calls need, all at once, unless that was done before.
+
+        Raises:
+            DeviceError: a source is missing, does not compile, or is another than the one known by its name.
+        """
+        needed: dict[str, str] = {}
+        for call in calls:
+            if call.kernel == CUBLAS_GEMM:
+                _ = self._cublas  # its handle and workspace are not to be made while a graph is captured
+                continue
+            text = sources.get(call.source, self._sources.get(call.source))
+            if text is None:
+                raise DeviceError(f"the program holds no source '{call.source}' for kernel '{call.kernel}'")
+            if self._sources.get(call.source, text) != text:
+                raise DeviceError(f"two programs give different kernel sources the name '{call.source}'")
+            if call.source not in self._modules:
+                needed[call.source] = text
+        for name, image in self._cache.images(needed).items():
+            module = self._device.cupy.cuda.function.Module()
+            with self._device.active(f"kernel source '{name}' does not load"):
+                module.load(image)
+            self._modules[name] = module
+            self._sources[name] = needed[name]
+
+    def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> CUDALaunch:
+        operands = [*inputs, *outputs]
+        addresses = [_address(operand) for operand in operands]
+        memory = [operand.memory.native_handle for operand in operands]
+        if call.kernel == CUBLAS_GEMM:
+            a, b, out = addresses
+            return CUDALaunch(self._device, call, self._cublas.gemm(call, a, b, out), memory)
+        grid, block, shared = call.params["grid"], call.params["block"], call.params["shared"]
+        if 0 in grid:
+            return CUDALaunch(self._device, call, _do_nothing, None)
+        function = self._function(call, numel(block), shared)
+        arguments = np.array(addresses, np.uint64)
+        places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
+        start = partial(
+            self._device.driver.launchKernel, function.ptr, *grid, *block, shared, self._device.stream.ptr,
+            places.ctypes.data, 0,
+        )  # fmt: skip
+        return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
+
+    def _function(self, call: KernelCall, threads: int, shared: int) -> Any:
+        """A call's kernel, made ready for its block size and shared memory.
+
+        Raises:
+            DeviceError: the source has no such kernel, or the GPU cannot run it with so many threads or so much memory.
+        """
+        name = f"kernel '{call.kernel}' of source '{call.source}'"
+        if call.source not in self._modules:
+            raise DeviceError(f"{name} was not compiled: Backend.compile() comes before prepare()")
+        driver = self._device.driver
+        with self._device.active(f"{name} cannot be used"):
+            function = self._modules[call.source].get_function(call.kernel)
+            # Asking for an attribute makes CUDA load the code now, which it otherwise puts off to the first launch.
+            limit = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function.ptr)
+            allowed = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            if shared > driver.funcGetAttribute(allowed, function.ptr):
+                driver.funcSetAttribute(function.ptr, allowed, shared)
+        if threads > limit:
+            raise DeviceError(f"{name} is launched with {threads} threads a block, but its registers allow {limit}")
+        return function
+
+    def sequence(self, launches: Sequence[Launch]) -> Launch:
+        """One CUDA graph launch."""
+        return GraphSequence(self._device, [launch for launch in launches if isinstance(launch, CUDALaunch)])
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def timed(self, launch: Launch) -> float:
+        event = self._device.cupy.cuda.Event
+        with self._device.active("cannot time a launch"):
+            start, end = event(), event()
+            start.record(self._device.stream)
+            launch()
+            end.record(self._device.stream)
+            end.synchronize()
+            milliseconds: float = self._device.cupy.cuda.get_elapsed_time(start, end)
+        return milliseconds / 1000
+
+
+def _address(operand: Operand) -> int:
+    """Where the first element of an operand lies."""
+    view = operand.view
+    first = view.offset * itemsize(view.dtype) if view.numel else 0
+    return int(operand.memory.native_handle.data.ptr) + operand.byte_offset + first
+
+
+def _do_nothing() -> None:
+    """What a kernel with an empty grid does."""

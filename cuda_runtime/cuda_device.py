@@ -1,0 +1,182 @@
+"""One NVIDIA GPU through CuPy: its stream, its memory, and copies between it and the host."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.errors import DeviceError
+
+_GIB = 2**30
+_STAGING_BYTES = 8 * 2**20
+_STAGING_SLOTS = 4
+_FAILED = "the GPU failed, perhaps in a kernel launched earlier (CUDA_LAUNCH_BLOCKING=1 in the environment shows which)"
+
+
+def load_cupy() -> Any:
+    """CuPy, which is the only way from here to CUDA.
+
+    Raises:
+        DeviceError: it is not installed, or does not load.
+    """
+    try:
+        import cupy
+    except ImportError as error:
+        raise DeviceError(
+            f"the CUDA device needs CuPy ({error}); install it with: pip install 'npu-simulation[cuda13]' "
+            "(or [cuda12] for a CUDA 12 driver)"
+        ) from error
+    return cupy
+
+
+class CUDADevice:
+    """A GPU and the one stream on which everything of a backend happens, in order.
+
+    Attributes:
+        counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, and what the kernel
+            cache counts.
+        arch: Compute capability as CUDA writes it: 90 is 9.0.
+        failures: The exceptions that CuPy raises when CUDA reports an error.
+
+    Raises:
+        DeviceError: no CuPy, no GPU, or none of this number.
+    """
+
+    def __init__(self, device_id: int = 0) -> None:
+        self.cupy = load_cupy()
+        cuda = self.cupy.cuda
+        self.runtime, self.driver = cuda.runtime, cuda.driver
+        self.failures: tuple[type[Exception], ...] = (self.runtime.CUDARuntimeError, self.driver.CUDADriverError)
+        self.counters: Counter[str] = Counter()
+        self._gpu = cuda.Device(self._checked(device_id))
+        self.properties: dict[str, Any] = self.runtime.getDeviceProperties(device_id)
+        self.arch = 10 * int(self.properties["major"]) + int(self.properties["minor"])
+        with self._gpu:
+            self.stream = cuda.Stream(non_blocking=True)
+        self._staging: Staging | None = None
+        self._staging_lock = threading.Lock()
+
+    def _checked(self, device_id: int) -> int:
+        try:
+            count = self.runtime.getDeviceCount()
+        except self.failures as error:
+            raise DeviceError(f"no NVIDIA GPU is usable here: {error}") from error
+        if not 0 <= device_id < count:
+            raise DeviceError(f"there is no GPU {device_id}: this machine has {count}, counted from 0")
+        return device_id
+
+    @property
+    def name(self) -> str:
+        memory = self.properties["totalGlobalMem"] / _GIB
+        return f"{self.properties['name'].decode()}, compute capability {self.arch / 10}, {memory:.1f} GiB"
+
+    @contextmanager
+    def active(self, doing: str) -> Iterator[None]:
+        """This GPU and its stream as the current ones; what CUDA reports inside becomes a `DeviceError`."""
+        try:
+            with self._gpu, self.stream:
+                yield
+        except self.failures as error:
+            raise DeviceError(f"{doing}: {error}") from error
+
+    def synchronize(self) -> None:
+        with self.active(_FAILED):
+            self.stream.synchronize()
+
+    def allocate(self, size: int, what: str) -> Any:
+        """Uninitialized memory as a CuPy array of `size` bytes, aligned to 256 or more.
+
+        Args:
+            what: What it is for, should there be too little.
+        """
+        with self.active(f"cannot allocate {what}"):
+            try:
+                memory = self.cupy.ndarray((size,), np.uint8)
+            except self.cupy.cuda.memory.OutOfMemoryError as error:
+                free, total = self.runtime.memGetInfo()
+                raise DeviceError(
+                    f"out of memory: {what} takes {_amount(size)}, but {_amount(free)} of the GPU's {_amount(total)} "
+                    "are free"
+                ) from error
+        self.counters["allocations"] += 1
+        return memory
+
+    def clear(self, memory: Any) -> None:
+        if memory.nbytes:
+            with self.active("cannot clear memory"):
+                self.runtime.memsetAsync(memory.data.ptr, 0, memory.nbytes, self.stream.ptr)
+
+    def clone(self, memory: Any) -> Any:
+        copied = self.allocate(memory.nbytes, "a copy")
+        if memory.nbytes:
+            with self.active("cannot copy memory"):
+                kind = self.runtime.memcpyDeviceToDevice
+                self.runtime.memcpyAsync(copied.data.ptr, memory.data.ptr, memory.nbytes, kind, self.stream.ptr)
+        return copied
+
+    def upload(self, memory: Any, data: np.ndarray) -> None:
+        """Copy an array's bytes to the front of `memory`; the array may be changed as soon as this returns."""
+        self.counters["uploads"] += 1
+        source = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        with self.active(_FAILED), self._staging_lock:
+            if self._staging is None:
+                self._staging = Staging(self)
+            self._staging.copy(memory.data.ptr, source)
+
+    def download(self, memory: Any) -> np.ndarray:
+        """The bytes of `memory`, after all that was enqueued before."""
+        self.counters["downloads"] += 1
+        result = np.empty(memory.nbytes, np.uint8)
+        if result.size:
+            with self.active(_FAILED):
+                kind = self.runtime.memcpyDeviceToHost
+                self.runtime.memcpyAsync(result.ctypes.data, memory.data.ptr, result.nbytes, kind, self.stream.ptr)
+                self.stream.synchronize()
+        return result
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Pinned memory, and the event after which the GPU has read it."""
+
+    memory: np.ndarray
+    read: Any
+
+
+class Staging:
+    """A ring of pinned buffers: while the GPU reads one, the host fills the next.
+
+    A copy from memory that is not pinned goes through a buffer of the driver's anyway, and blocks the host until then.
+    """
+
+    def __init__(self, device: CUDADevice) -> None:
+        self._device = device
+        cuda = device.cupy.cuda
+        slots = []
+        for _ in range(_STAGING_SLOTS):
+            pinned = cuda.alloc_pinned_memory(_STAGING_BYTES)
+            slots.append(_Slot(np.frombuffer(pinned, np.uint8, _STAGING_BYTES), cuda.Event(disable_timing=True)))
+        self._ring = itertools.cycle(slots)
+
+    def copy(self, target: int, source: np.ndarray) -> None:
+        """Enqueue a copy of bytes to a device address."""
+        runtime, stream = self._device.runtime, self._device.stream
+        for start in range(0, source.size, _STAGING_BYTES):
+            part = source[start : start + _STAGING_BYTES]
+            slot = next(self._ring)
+            slot.read.synchronize()
+            slot.memory[: part.size] = part
+            kind = runtime.memcpyHostToDevice
+            runtime.memcpyAsync(target + start, slot.memory.ctypes.data, part.size, kind, stream.ptr)
+            slot.read.record(stream)
+
+
+def _amount(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB // 100 else f"{size} bytes"

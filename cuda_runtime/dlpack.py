@@ -1,0 +1,32 @@
+"""DLPack capsules of dtypes that an array library exports only as integers of the same size."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+_CODES = {"bool": 6, "bfloat16": 4}
+_CARRIERS: dict[str, np.dtype] = {"bool": np.dtype(np.uint8), "bfloat16": np.dtype(np.uint16)}
+
+# The byte of DLDataType.code: in a DLManagedTensor, a data pointer, a DLDevice and ndim come before it; in a
+# DLManagedTensorVersioned, four more words (version, manager_ctx, deleter, flags) before those.
+_CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
+
+
+def carrier(dtype: str) -> np.dtype:
+    """The dtype under which to export memory of a storage dtype."""
+    known = _CARRIERS.get(dtype)
+    return np.dtype(dtype) if known is None else known
+
+
+def retag(capsule: Any, dtype: str) -> Any:
+    """The capsule of an array of `carrier(dtype)`, now saying what it really holds."""
+    if dtype in _CODES:
+        name_of, pointer_of = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
+        name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        name = name_of(capsule)
+        ctypes.c_uint8.from_address(pointer_of(capsule, name) + _CODE_OFFSETS[name]).value = _CODES[dtype]
+    return capsule

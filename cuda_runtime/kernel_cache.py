@@ -1,0 +1,106 @@
+"""Kernel sources to GPU code by NVRTC, in parallel, kept on disk from one process to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.compiled_program import write_atomically
+from npu_compiler.errors import DeviceError
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_OPTIONS = ("--std=c++17", "--generate-line-info")
+
+
+class KernelCache:
+    """Compiles for one architecture.
+
+    The code is a cubin where this NVRTC knows the architecture. For a newer GPU it is PTX of the newest architecture
+    that it does know, which the driver finishes.
+
+    Args:
+        nvrtc: CuPy's module of that name.
+        arch: Compute capability; 90 is 9.0.
+        counters: Counts `kernels_compiled` and `kernel_cache_hits`.
+
+    Raises:
+        DeviceError: this NVRTC is too new for the GPU.
+    """
+
+    def __init__(self, nvrtc: Any, arch: int, folder: Path, counters: Counter[str]) -> None:
+        self._nvrtc, self._folder, self._counters = nvrtc, folder, counters
+        known = [int(other) for other in nvrtc.getSupportedArchs()]
+        self._is_ptx = arch not in known
+        usable = max((other for other in known if other <= arch), default=None)
+        if usable is None:
+            version = ".".join(map(str, nvrtc.getVersion()))
+            raise DeviceError(
+                f"NVRTC {version} makes no code for compute capability {arch / 10}, only for {min(known) / 10} and up; "
+                "install CuPy for an older CUDA"
+            )
+        self._options = (f"--gpu-architecture={'compute' if self._is_ptx else 'sm'}_{usable}", *_OPTIONS)
+
+    def images(self, sources: Mapping[str, str]) -> dict[str, bytes]:
+        """Source name → code that the driver loads.
+
+        Args:
+            sources: Source name → CUDA C.
+
+        Raises:
+            DeviceError: a source does not compile.
+        """
+        if not sources:
+            return {}
+        with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as pool:
+            return dict(zip(sources, pool.map(self._image, *zip(*sources.items(), strict=True)), strict=True))
+
+    def path(self, text: str) -> Path:
+        """Where the code of a source is kept: all that decides it is in the name."""
+        content = "\0".join((text, *self._options, *map(str, self._nvrtc.getVersion())))
+        return self._folder / f"{hashlib.sha256(content.encode()).hexdigest()}.{'ptx' if self._is_ptx else 'cubin'}"
+
+    def _image(self, name: str, text: str) -> bytes:
+        path = self.path(text)
+        image = _read(path)
+        if image is not None:
+            self._counters["kernel_cache_hits"] += 1
+            return image
+        image = self._compile(name, text)
+        self._counters["kernels_compiled"] += 1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, image + hashlib.sha256(image).digest())
+        except OSError:
+            pass  # a cache that cannot be written costs the next start time, nothing else
+        return image
+
+    def _compile(self, name: str, text: str) -> bytes:
+        program = self._nvrtc.createProgram(text, f"{name}.cu", (), ())
+        try:
+            self._nvrtc.compileProgram(program, self._options)
+            if not self._is_ptx:
+                return bytes(self._nvrtc.getCUBIN(program))
+            ptx = self._nvrtc.getPTX(program)
+            return ptx.encode() if isinstance(ptx, str) else bytes(ptx)
+        except self._nvrtc.NVRTCError as error:
+            log = self._nvrtc.getProgramLog(program).strip()
+            raise DeviceError(
+                f"kernel source '{name}' does not compile for {self._options[0]}: {error}\n{log}"
+            ) from error
+        finally:
+            self._nvrtc.destroyProgram(program)
+
+
+def _read(path: Path) -> bytes | None:
+    """What was kept there, or None where there is nothing or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    image, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return image if image and hashlib.sha256(image).digest() == digest else None

@@ -1,0 +1,93 @@
+"""Compiles generated CUDA sources without a GPU: with NVRTC (`pip install nvidia-cuda-nvrtc-cu12`), else with nvcc."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ARCHITECTURES = (70, 80, 90)
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL | None:
+    candidates = []
+    for package in ("nvidia.cuda_nvrtc", "nvidia.cu13"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+            candidates += [str(path) for path in sorted(Path(folder, "lib").glob("libnvrtc.so.*"))]
+    candidates += [name for name in [ctypes.util.find_library("nvrtc")] if name]
+    for candidate in candidates:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    return None
+
+
+def architectures() -> tuple[int, ...]:
+    """What of `ARCHITECTURES` the compiler found here knows; skips the test where there is none."""
+    if (library := _nvrtc()) is not None:
+        count = ctypes.c_int()
+        assert library.nvrtcGetNumSupportedArchs(ctypes.byref(count)) == 0
+        known = (ctypes.c_int * count.value)()
+        assert library.nvrtcGetSupportedArchs(known) == 0
+        return tuple(arch for arch in ARCHITECTURES if arch in set(known))
+    if shutil.which("nvcc") is not None:
+        listed = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+        return tuple(arch for arch in ARCHITECTURES if f"compute_{arch}\n" in listed)
+    pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc-cu12) or nvcc")
+
+
+def compile_sources(sources: Mapping[str, str], archs: tuple[int, ...] | None = None) -> None:
+    """Compile every source to machine code for every architecture.
+
+    Raises:
+        AssertionError: one does not compile; with the compiler's log.
+    """
+    archs = architectures() if archs is None else archs
+    compile_one = _with_nvrtc if _nvrtc() is not None else _with_nvcc
+    with ThreadPoolExecutor() as pool:
+        logs = list(pool.map(lambda job: compile_one(*job), [(text, a) for text in sources.values() for a in archs]))
+    failed = [log for log in logs if log]
+    assert not failed, f"{len(failed)} of {len(logs)} do not compile, the first:\n{failed[0]}"
+
+
+def _with_nvrtc(text: str, arch: int) -> str:
+    library = _nvrtc()
+    assert library is not None
+    program = ctypes.c_void_p()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{arch}".encode())
+    try:
+        if library.nvrtcCompileProgram(program, 1, options) == 0:
+            return ""
+        size = ctypes.c_size_t()
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        return f"sm_{arch}: {log.value.decode(errors='replace')}\n{text}"
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _with_nvcc(text: str, arch: int) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.cu")
+        source.write_text(text)
+        cubin = str(source.with_suffix(".cubin"))
+        command = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-cubin", "-o", cubin, str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    return "" if done.returncode == 0 else f"sm_{arch}: {done.stderr}\n{text}"

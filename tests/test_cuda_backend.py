@@ -1,0 +1,623 @@
+"""`CUDABackend`: memory, kernels, products, graphs, errors. Without a GPU, what needs one skips with the reason."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch_ir import extract_ir
+
+from cuda_compiler import CUDACodegenTarget
+from cuda_runtime import CUDABackend
+from cuda_runtime.cublas import Cublas
+from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
+from cuda_runtime.cuda_device import CUDADevice
+from cuda_runtime.dlpack import carrier, retag
+from cuda_runtime.kernel_cache import KernelCache
+from npu_compiler import CompiledProgram, DeviceError, TensorSpec, compile, partition
+from npu_compiler.codegen import KernelCall
+from npu_compiler.dtypes import numpy_dtype
+from npu_compiler.views import View, contiguous_strides
+from npu_runtime import CPUBackend, DAGExecutor, Executor, NPUBuffer, Operand, Profiler, load_weights
+
+
+def gpu_problem() -> str:
+    """Why no GPU can be used here; empty where one can."""
+    try:
+        CUDADevice()
+    except DeviceError as error:
+        return str(error)
+    return ""
+
+
+PROBLEM = gpu_problem()
+
+
+def on_gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)(test))
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CUDABackend]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield CUDABackend()
+
+
+def view(name: str, shape: Sequence[int], dtype: str = "float32", offset: int = 0) -> View:
+    return View(name, tuple(shape), contiguous_strides(tuple(shape)), offset, dtype)
+
+
+def since(before: Counter[str], counters: Counter[str]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in counters.items() if count != before[name]}
+
+
+def test_without_cupy_the_package_imports_and_opening_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['cupy'] = None\n"
+        "from cuda_runtime import CUDABackend\n"
+        "try: CUDABackend()\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("DeviceError the CUDA device needs CuPy")
+    assert "pip install 'npu-simulation[cuda13]'" in done.stdout
+
+
+class NVRTCError(RuntimeError):
+    pass
+
+
+class FakeNVRTC:
+    """Compiles to the options and the text; refuses what holds "syntax error"."""
+
+    NVRTCError = NVRTCError
+
+    def __init__(self, version: tuple[int, int] = (13, 0), archs: tuple[int, ...] = (75, 80, 90)) -> None:
+        self.version, self.archs = version, archs
+        self.programs: dict[int, list[str]] = {}
+        self.made = 0
+
+    def getVersion(self) -> tuple[int, int]:
+        return self.version
+
+    def getSupportedArchs(self) -> tuple[int, ...]:
+        return self.archs
+
+    def createProgram(self, text: str, name: str, headers: tuple[()], names: tuple[()]) -> int:
+        self.made += 1
+        self.programs[self.made] = [text, name, ""]
+        return self.made
+
+    def compileProgram(self, program: int, options: Sequence[str]) -> None:
+        text, name, _ = self.programs[program]
+        if "syntax error" in text:
+            self.programs[program][2] = f"{name}(1): error: expected a declaration\n"
+            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)")
+        self.programs[program][2] = " ".join(options) + text
+
+    def getCUBIN(self, program: int) -> bytes:
+        return b"cubin " + self.programs[program][2].encode()
+
+    def getPTX(self, program: int) -> bytes:
+        return b"ptx " + self.programs[program][2].encode()
+
+    def getProgramLog(self, program: int) -> str:
+        return self.programs[program][2]
+
+    def destroyProgram(self, program: int) -> None:
+        del self.programs[program]
+
+
+def cache(folder: Path, arch: int = 90, **nvrtc: Any) -> tuple[KernelCache, FakeNVRTC, Counter[str]]:
+    fake, counters = FakeNVRTC(**nvrtc), Counter[str]()
+    return KernelCache(fake, arch, folder, counters), fake, counters
+
+
+SOURCES = {f"k{index}": f"text {index}" for index in range(5)}
+
+
+def test_code_is_compiled_once_and_found_again_by_the_next_process(tmp_path: Path) -> None:
+    first, fake, counters = cache(tmp_path / "new" / "folder")
+    images = first.images(SOURCES)
+    assert list(images) == list(SOURCES)
+    assert images["k3"].startswith(b"cubin --gpu-architecture=sm_90") and images["k3"].endswith(b"text 3")
+    assert counters == {"kernels_compiled": 5} and not fake.programs, "every NVRTC program is destroyed"
+    second, fake, counters = cache(tmp_path / "new" / "folder")
+    assert second.images(SOURCES) == images
+    assert counters == {"kernel_cache_hits": 5} and fake.made == 0
+
+
+@pytest.mark.parametrize("other", [{"arch": 80}, {"version": (12, 9)}, {"archs": (75, 80)}])
+def test_code_for_another_architecture_or_by_another_compiler_is_not_taken(tmp_path: Path, other: Any) -> None:
+    cache(tmp_path)[0].images(SOURCES)
+    again, _, counters = cache(tmp_path, **other)
+    again.images(SOURCES)
+    assert counters == {"kernels_compiled": 5}
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: bytes | None) -> None:
+    first, _, _ = cache(tmp_path)
+    images = first.images(SOURCES)
+    path = first.path(SOURCES["k2"])
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if damage is None else damage)
+    again, _, counters = cache(tmp_path)
+    assert again.images(SOURCES) == images
+    assert counters == {"kernels_compiled": 1, "kernel_cache_hits": 4}
+    assert path.read_bytes() == content
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    images = cache(tmp_path / "file" / "folder")[0].images(SOURCES)
+    assert len(images) == 5
+
+
+def test_a_gpu_that_nvrtc_does_not_know_gets_ptx_of_the_newest_older_one(tmp_path: Path) -> None:
+    made = cache(tmp_path, arch=120)[0].images(SOURCES)
+    assert made["k0"].startswith(b"ptx --gpu-architecture=compute_90 ")
+    with pytest.raises(
+        DeviceError, match=r"NVRTC 13\.0 makes no code for compute capability 7\.0, only for 7\.5 and up"
+    ):
+        cache(tmp_path, arch=70)
+
+
+def test_a_source_that_does_not_compile_is_reported_with_the_compilers_log(tmp_path: Path) -> None:
+    broken, fake, _ = cache(tmp_path)
+    with pytest.raises(DeviceError, match=r"(?s)'bad' does not compile for .*sm_90.*bad\.cu\(1\): error: expected"):
+        broken.images({**SOURCES, "bad": "syntax error"})
+    assert not fake.programs and not broken.path("syntax error").exists()
+
+
+def read_matrix(address: int, rows: int, columns: int, ld: int, op: int) -> np.ndarray:
+    """op(M) of a column-major float32 matrix in host memory; rows and columns are those of op(M)."""
+    stored = (columns, rows) if op else (rows, columns)
+    whole = np.ctypeslib.as_array(
+        ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), ((stored[1] - 1) * ld + stored[0],)
+    )
+    matrix = np.lib.stride_tricks.as_strided(whole, stored, (4, 4 * ld))
+    return matrix.T if op else matrix
+
+
+class HostBlas:
+    """cuBLAS's column-major products of float32 matrices, in host memory, by NumPy."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: 0
+
+    def cublasGemmEx(
+        self, handle: Any, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, kind_a: int, lda: int, b: int,
+        kind_b: int, ldb: int, beta: int, c: int, kind_c: int, ldc: int, compute: int, algorithm: int,
+    ) -> int:  # fmt: skip
+        return self.cublasGemmStridedBatchedEx(
+            handle, ta, tb, m, n, k, alpha, a, kind_a, lda, 0, b, kind_b, ldb, 0, beta, c, kind_c, ldc, 0, 1, compute,
+            algorithm,
+        )  # fmt: skip
+
+    def cublasGemmStridedBatchedEx(
+        self, handle: Any, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, kind_a: int, lda: int,
+        step_a: int, b: int, kind_b: int, ldb: int, step_b: int, beta: int, c: int, kind_c: int, ldc: int, step_c: int,
+        batch: int, compute: int, algorithm: int,
+    ) -> int:  # fmt: skip
+        if lda < (k if ta else m) or ldb < (n if tb else k) or ldc < m:
+            return 7
+        scale, keep = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
+        for index in range(batch):
+            left = read_matrix(a + 4 * step_a * index, m, k, lda, ta)
+            right = read_matrix(b + 4 * step_b * index, k, n, ldb, tb)
+            out = read_matrix(c + 4 * step_c * index, m, n, ldc, 0)
+            out[...] = scale * (left @ right) + keep * out
+        return 0
+
+    def cublasGetStatusString(self, status: int) -> bytes:
+        return f"status {status}".encode()
+
+
+class FakeDevice:
+    """Enough of a `CUDADevice` for what only enqueues."""
+
+    arch = 90
+    failures = (ArithmeticError,)
+
+    def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self.log: list[str] = []
+        self.stream = FakeStream(self.log)
+
+    @contextmanager
+    def active(self, doing: str) -> Iterator[None]:
+        yield
+
+    def allocate(self, size: int, what: str) -> Any:
+        return SimpleNamespace(data=SimpleNamespace(ptr=0))
+
+
+class FakeStream:
+    """Between begin_capture and end_capture, what is logged goes to the graph instead."""
+
+    ptr = 0
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.before: list[str] | None = None
+
+    def begin_capture(self) -> None:
+        assert self.before is None
+        self.before = self.log.copy()
+
+    def end_capture(self) -> Any:
+        assert self.before is not None
+        captured = self.log[len(self.before) :]
+        self.log[:], self.before = self.before, None
+        return SimpleNamespace(launch=lambda stream: self.log.append(f"graph of {captured}"))
+
+
+GEMMS = [
+    pytest.param(ta, tb, batch, pad, id=f"{'NT'[ta]}{'NT'[tb]}-batch{batch}-pad{pad}")
+    for ta in (False, True) for tb in (False, True) for batch in (1, 3) for pad in (0, 2)
+]  # fmt: skip
+
+
+def gemm_case(
+    ta: bool, tb: bool, batch: int, pad: int, rng: np.random.Generator
+) -> tuple[dict[str, Any], list[np.ndarray], np.ndarray]:
+    """Parameters of a product of 5x7x4, its padded memory (a, b, out), and what out must become."""
+    m, k, n = 5, 7, 4
+    shapes = [(k, m) if ta else (m, k), (n, k) if tb else (k, n), (m, n)]
+    memory = [rng.standard_normal((batch, rows, columns + pad)).astype(np.float32) for rows, columns in shapes]
+    a, b, out = (whole[:, :, : whole.shape[2] - pad] for whole in memory)
+    params = {
+        "m": m, "n": n, "k": k, "trans_a": ta, "trans_b": tb, "lda": shapes[0][1] + pad, "ldb": shapes[1][1] + pad,
+        "ldc": n + pad, "batch": batch, "stride_a": memory[0][0].size, "stride_b": memory[1][0].size,
+        "stride_c": memory[2][0].size, "alpha": 0.5, "beta": 1.0,
+    }  # fmt: skip
+    expected = memory[2].copy()
+    expected[:, :, :n] = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b) + out
+    return params, memory, expected
+
+
+@pytest.mark.parametrize(("ta", "tb", "batch", "pad"), GEMMS)
+def test_row_major_products_are_what_the_column_major_library_is_asked_for(
+    ta: bool, tb: bool, batch: int, pad: int, rng: np.random.Generator
+) -> None:
+    params, memory, expected = gemm_case(ta, tb, batch, pad, rng)
+    names = zip(("a", "b", "out"), memory, strict=True)
+    a, b, out = (view(name, array.shape) for name, array in names)
+    device: Any = FakeDevice()
+    call = KernelCall("cublas_gemm", "", (a, b), (out,), params, "node")
+    Cublas(device, HostBlas()).gemm(call, *(array.ctypes.data for array in memory))()
+    np.testing.assert_allclose(memory[2], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_that_cublas_refuses_is_a_device_error_with_its_words(rng: np.random.Generator) -> None:
+    params, memory, _ = gemm_case(False, False, 1, 0, rng)
+    views = [view(name, array.shape) for name, array in zip(("a", "b", "out"), memory, strict=True)]
+    call = KernelCall("cublas_gemm", "", tuple(views[:2]), (views[2],), {**params, "lda": 1}, "node")
+    device: Any = FakeDevice()
+    with pytest.raises(DeviceError, match="cuBLAS failed at a product of 5x7x4: status 7"):
+        Cublas(device, HostBlas()).gemm(call, *(array.ctypes.data for array in memory))()
+
+
+def launches(device: Any, *names: str) -> list[CUDALaunch]:
+    call = KernelCall("k", "", (), (), {}, "node")
+    return [CUDALaunch(device, call, lambda name=name: device.log.append(name), None) for name in names]
+
+
+def test_a_sequence_runs_plainly_then_captures_then_replays() -> None:
+    device = FakeDevice()
+    sequence: Any = GraphSequence(device, launches(device, "a", "b"))  # type: ignore[arg-type]
+    for _ in range(3):
+        sequence()
+    assert device.log == ["a", "b", "graph of ['a', 'b']", "graph of ['a', 'b']"]
+    assert device.counters == {"launches": 2, "captures": 1, "graph_launches": 2}
+
+
+def test_a_failure_during_a_capture_ends_it_and_names_the_kernel() -> None:
+    device = FakeDevice()
+    calls: list[int] = []
+
+    def second_time_fails() -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError("invalid argument")
+
+    bad = CUDALaunch(device, KernelCall("bad_kernel", "", (), (), {}, "the node"), second_time_fails, None)  # type: ignore[arg-type]
+    sequence = GraphSequence(device, [*launches(device, "a"), bad])  # type: ignore[arg-type]
+    sequence()
+    with pytest.raises(DeviceError, match="kernel 'bad_kernel' of node 'the node' does not start: invalid argument"):
+        sequence()
+    assert device.stream.before is None, "the stream is still capturing"
+    sequence()
+    assert device.log == ["a", "graph of ['a']"]
+
+
+@pytest.mark.parametrize(("dtype", "values"), [("bfloat16", [1.5, -3.0]), ("bool", [True, False]), ("int32", [7, -1])])
+@pytest.mark.parametrize("options", [{}, {"max_version": (1, 0)}], ids=["unversioned", "versioned"])
+def test_a_capsule_says_what_it_holds(dtype: str, values: list[Any], options: dict[str, Any]) -> None:
+    class Exporter:
+        memory = np.array(values).astype(numpy_dtype(dtype))
+
+        def __dlpack__(self, **_: Any) -> Any:
+            return retag(self.memory.view(carrier(dtype)).__dlpack__(**options), dtype)
+
+        def __dlpack_device__(self) -> Any:
+            return self.memory.view(carrier(dtype)).__dlpack_device__()
+
+    tensor = torch.from_dlpack(Exporter())
+    assert str(tensor.dtype) == f"torch.{dtype}"
+    assert tensor.tolist() == values
+
+
+def test_a_plan_is_compiled_for_the_backend_that_runs_it() -> None:
+    assert CUDABackend.config == CUDACodegenTarget.config
+    assert CUDABackend.config.name == "cuda_gpu"
+    assert CPUBackend().target.config == CPUBackend.config
+
+
+def test_a_program_for_cuda_is_refused_elsewhere() -> None:
+    program = CompiledProgram("p", "cuda_gpu", "float16", block_program().plan)
+    with pytest.raises(DeviceError, match="compiled for 'cuda_gpu', but this device runs 'metal_gpu'"):
+        Executor(program, CPUBackend())
+
+
+@on_gpu
+def test_the_device_has_a_name_and_wrong_numbers_are_refused(backend: CUDABackend) -> None:
+    assert backend.device.startswith("CUDA, ") and "GiB" in backend.device
+    with pytest.raises(DeviceError, match=r"there is no GPU 99: this machine has \d+, counted from 0"):
+        CUDABackend(99)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4, 5)])
+def test_arrays_come_back_as_they_went(
+    backend: CUDABackend, rng: np.random.Generator, dtype: str, shape: tuple[int, ...]
+) -> None:
+    data = rng.integers(0, 2, shape) if dtype == "bool" else 10 * rng.standard_normal(shape)
+    data = np.asarray(data).astype(numpy_dtype(dtype))
+    buffer = backend.allocate_buffer(data)
+    copied = buffer.copy()
+    np.testing.assert_array_equal(buffer.to_numpy(), data)
+    buffer.write(np.zeros_like(data))
+    np.testing.assert_array_equal(copied.to_numpy(), data)
+    assert not buffer.to_numpy().any()
+    assert not backend.allocate_zeros(shape, dtype).to_numpy().any()
+
+
+@on_gpu
+def test_an_upload_may_be_larger_than_the_staging_memory_and_its_source_changed_at_once(
+    backend: CUDABackend, rng: np.random.Generator
+) -> None:
+    data = rng.integers(0, 2**31, 30_000_001).astype(np.int32)
+    expected = data.copy()
+    buffer = backend.allocate_buffer(data)
+    data[:] = 0
+    np.testing.assert_array_equal(buffer.to_numpy(), expected)
+
+
+@on_gpu
+def test_padding_is_added_and_removed(backend: CUDABackend, rng: np.random.Generator) -> None:
+    data = rng.standard_normal((1, 3, 2, 2)).astype(np.float32)
+    spec = TensorSpec("x", data.shape, "float32", "float16", (1, 8, 2, 2))
+    buffer = backend.allocate_buffer(data, spec=spec)
+    np.testing.assert_allclose(buffer.to_numpy(spec), data, rtol=1e-3)
+    np.testing.assert_allclose(buffer.array().get(), data, rtol=1e-3)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "bool"])
+def test_dlpack_shares_the_memory(backend: CUDABackend, dtype: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch was built without CUDA")
+    buffer = backend.allocate_buffer(np.array([[1, 0, 1], [0, 1, 1]]).astype(numpy_dtype(dtype)))
+    tensor = torch.from_dlpack(buffer)
+    assert str(tensor.dtype) == f"torch.{dtype}" and tensor.shape == (2, 3)
+    tensor[0, 1] = 1
+    torch.cuda.synchronize()
+    assert buffer.to_numpy()[0, 1] == 1
+    del buffer
+    assert tensor.float().sum().item() == 5, "the tensor keeps the memory"
+
+
+@on_gpu
+def test_running_out_of_memory_says_what_was_asked_and_what_is_free(backend: CUDABackend) -> None:
+    with pytest.raises(
+        DeviceError, match=r"out of memory: float32\[.*\] takes \d+\.\d\d GiB, but .* of the GPU's .* free"
+    ):
+        backend.allocate_zeros((2**20, 2**20), "float32")
+    with pytest.raises(DeviceError, match="does not store int64"):
+        backend.allocate_zeros((1,), "int64")
+    assert not backend.allocate_zeros((4,), "float32").to_numpy().any()
+
+
+TWICE = """
+extern "C" __global__ void twice(const float *x, float *out) {
+    extern __shared__ float staged[];
+    staged[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    out[threadIdx.x] = 2 * staged[threadIdx.x];
+}
+"""
+
+
+def twice(shared: int = 128, block: int = 32, source: str = "twice", **views: View) -> KernelCall:
+    x, out = views.get("x", view("x", (32,))), views.get("out", view("out", (32,)))
+    return KernelCall("twice", source, (x,), (out,), {"grid": [1, 1, 1], "block": [block, 1, 1], "shared": shared}, "n")
+
+
+@on_gpu
+@pytest.mark.parametrize("shared", [128, 100_000])
+def test_a_kernel_sees_the_first_elements_of_its_views(
+    backend: CUDABackend, rng: np.random.Generator, shared: int
+) -> None:
+    data = rng.standard_normal(100).astype(np.float32)
+    x, out = backend.allocate_buffer(data), backend.allocate_zeros((100,), "float32")
+    call = twice(shared, x=view("x", (32,), offset=3), out=view("out", (32,), offset=5))
+    backend.compile([call], {"twice": TWICE})
+    backend.prepare(call, [Operand(x, call.inputs[0], 40, False)], [Operand(out, call.outputs[0], 80, False)])()
+    expected = np.zeros(100, np.float32)
+    expected[25:57] = 2 * data[13:45]
+    np.testing.assert_array_equal(out.to_numpy(), expected)
+
+
+@on_gpu
+def test_sequences_replay_as_one_graph_and_times_are_the_devices(backend: CUDABackend) -> None:
+    buffers = [backend.allocate_buffer(np.full(32, value, np.float32)) for value in (1, 0, 0)]
+    call = twice()
+    backend.compile([call], {"twice": TWICE})
+    steps = [
+        backend.prepare(call, [Operand(a, call.inputs[0], 0, False)], [Operand(b, call.outputs[0], 0, False)])
+        for a, b in zip(buffers, buffers[1:], strict=False)
+    ]
+    sequence = backend.sequence(steps)
+    for value, made in [(1, {"launches": 2}), (3, {"captures": 1, "graph_launches": 1}), (5, {"graph_launches": 1})]:
+        buffers[0].write(np.full(32, value, np.float32))
+        before = backend.counters.copy()
+        sequence()
+        assert since(before, backend.counters) == made
+        assert (buffers[2].to_numpy() == 4 * value).all()
+    assert 0 < backend.timed(steps[0]) < 1
+    backend.synchronize()
+
+
+@on_gpu
+def test_kernels_that_cannot_be_had_are_device_errors(backend: CUDABackend) -> None:
+    backend.compile([twice()], {"twice": TWICE})
+    backend.compile([twice()])
+    operands = [Operand(backend.allocate_zeros((32,), "float32"), view(name, (32,)), 0, False) for name in ("x", "out")]
+    with pytest.raises(DeviceError, match="holds no source 'absent' for kernel 'twice'"):
+        backend.compile([twice(source="absent")], {"twice": TWICE})
+    with pytest.raises(DeviceError, match="two programs give different kernel sources the name 'twice'"):
+        backend.compile([twice()], {"twice": TWICE + "// another"})
+    with pytest.raises(DeviceError, match=r"(?s)'broken' does not compile.*broken\.cu\(1\): error"):
+        backend.compile([twice(source="broken")], {"broken": "nonsense"})
+    with pytest.raises(DeviceError, match="kernel 'twice' of source 'empty' cannot be used"):
+        call = twice(source="empty")
+        backend.compile([call], {"empty": "// nothing"})
+        backend.prepare(call, operands[:1], operands[1:])
+    with pytest.raises(DeviceError, match="kernel 'twice' of source 'twice' is launched with 4096 threads a block"):
+        backend.prepare(twice(block=4096), operands[:1], operands[1:])
+    with pytest.raises(DeviceError, match="kernel 'twice' of source 'twice' cannot be used"):
+        backend.prepare(twice(shared=2**24), operands[:1], operands[1:])
+
+
+@on_gpu
+@pytest.mark.parametrize(("ta", "tb", "batch", "pad"), GEMMS)
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32")])
+def test_products_by_cublas(
+    backend: CUDABackend, ta: bool, tb: bool, batch: int, pad: int, dtypes: tuple[str, str], rng: np.random.Generator
+) -> None:
+    params, memory, _ = gemm_case(ta, tb, batch, pad, rng)
+    for array in memory[:2]:
+        array[:] = np.round(8 * array) / 8  # exact in 16 bits
+    a, b, out = (whole[:, :, : whole.shape[2] - pad] for whole in memory)
+    expected = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b)
+    kinds = (dtypes[0], dtypes[0], dtypes[1])
+    views = [view(name, array.shape, kind) for name, array, kind in zip("abo", memory, kinds, strict=True)]
+    call = KernelCall("cublas_gemm", "", tuple(views[:2]), (views[2],), {**params, "beta": 0.0}, "node")
+    backend.compile([call])
+    buffers = [
+        backend.allocate_buffer(array.astype(numpy_dtype(kind))) for array, kind in zip(memory, kinds, strict=True)
+    ]
+    operands = [Operand(buffer, at, 0, False) for buffer, at in zip(buffers, views, strict=True)]
+    sequence = backend.sequence([backend.prepare(call, operands[:2], operands[2:])])
+    before = buffers[2].to_numpy()
+    for _ in range(3):
+        buffers[2].write(before)
+        sequence()
+        got = buffers[2].to_numpy()
+        np.testing.assert_allclose(got[:, :, :4].astype(np.float32), expected, rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(got[:, :, 4:], before[:, :, 4:])
+
+
+class Block(nn.Module):
+    """A convolution, products, a softmax and an in-place cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.first, self.second, self.third = nn.Linear(64, 16), nn.Linear(16, 24, False), nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor, cache: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.relu(self.conv(x)).flatten(2).squeeze(0)
+        rows = self.second(self.first(rows))
+        return self.third(rows).relu().softmax(-1), cache.index_copy(0, at, rows[:2])
+
+
+def block_ir() -> Any:
+    with torch.device("meta"), torch.no_grad():
+        inputs = (torch.empty(1, 3, 8, 8), torch.empty(6, 24), torch.empty(2, dtype=torch.int64))
+        return extract_ir(Block().eval(), inputs, model_name="block")
+
+
+def block_program(backend: CUDABackend | None = None) -> CompiledProgram:
+    return compile(block_ir(), backend.target if backend is not None else None)
+
+
+def block_inputs(rng: np.random.Generator) -> list[np.ndarray]:
+    return [
+        rng.standard_normal((1, 3, 8, 8)).astype(np.float32),
+        rng.standard_normal((6, 24)).astype(np.float32),
+        np.array([4, 1]),
+    ]
+
+
+@on_gpu
+def test_a_program_runs_updates_its_cache_in_place_and_settles_to_one_graph_launch(
+    backend: CUDABackend, rng: np.random.Generator
+) -> None:
+    model, program, values = Block().eval(), block_program(backend), block_inputs(rng)
+    named = dict(zip((spec.name for spec in program.input_specs), values, strict=True))
+    weights = load_weights(model.state_dict(), program, backend)
+    specs = {spec.name: spec for spec in program.input_specs}
+    inputs = {name: NPUBuffer.from_numpy(value, backend, spec=specs[name]) for name, value in named.items()}
+    executor = Executor(program, backend)
+    with torch.no_grad():
+        expected = model(*map(torch.from_numpy, values))
+    for repeat in range(3):
+        before = backend.counters.copy()
+        results = list(executor.run(inputs, weights).values())
+        made = since(before, backend.counters)
+        assert results[1] is list(inputs.values())[1]
+        for got, want in zip(results, expected, strict=True):
+            np.testing.assert_allclose(got.to_numpy().astype(np.float32), want, atol=5e-3)
+        assert repeat < 2 or made == {"graph_launches": 1}, "a steady run is one graph launch and nothing else"
+
+
+@on_gpu
+def test_a_profile_has_every_kernel_with_the_devices_time(backend: CUDABackend, rng: np.random.Generator) -> None:
+    program, profiler = block_program(backend), Profiler()
+    weights = load_weights(Block().state_dict(), program, backend)
+    names = (spec.name for spec in program.input_specs)
+    Executor(program, backend).run(dict(zip(names, block_inputs(rng), strict=True)), weights, profiler)
+    assert set(profiler.kernels) == {call.kernel for call in program.kernels}
+    assert all(0 < entry.seconds < 1 for entry in profiler.kernels.values())
+
+
+@on_gpu
+def test_a_partitioned_graph_runs_its_device_parts_here(backend: CUDABackend, rng: np.random.Generator) -> None:
+    model, values = Block().eval(), block_inputs(rng)
+    plan = partition(block_ir(), is_supported=lambda op: "softmax" not in op)
+    assert {part.device for part in plan.partitions} == {"npu", "cpu"}
+    runner = DAGExecutor(plan, backend)
+    runner.load_weights(model.state_dict())
+    with torch.no_grad():
+        expected = model(*map(torch.from_numpy, values))
+    for _ in range(3):
+        outputs = runner.execute(dict(zip(plan.graph.inputs, values, strict=True)))
+        for got, want in zip(outputs.values(), expected, strict=True):
+            np.testing.assert_allclose(got, want, atol=5e-3)
