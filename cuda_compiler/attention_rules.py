@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuda_compiler.cuda_templates import WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.cuda_templates import MAX_GRID, WARP, Specializer, groups, template_rule, vector_width
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
@@ -15,6 +15,7 @@ _BLOCK_ROWS = 16  # of a warp's product
 _BLOCK_KEYS = 16
 _FILLING_BLOCKS = 264  # two for each multiprocessor of a large GPU
 _WIDEST = 128  # whose sums a warp holds in registers
+_RESIDENT = 2  # blocks of a multiprocessor, which leaves a thread all the registers that it needs
 _SLICE = 512  # dimensions of a result that a block of the plain kernel makes
 
 
@@ -32,23 +33,21 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         blocks = batch * kv_heads * rows * groups(v.shape[3], width)
         return [make.kernel(call, "attention.cu", function="attention_plain", inputs=inputs, outputs={"out": out},
                             grid=(blocks, 1, 1), block=(threads, 1, 1), constants={"slice": width})]  # fmt: skip
-    if queries > FEW_QUERIES:
+    row_blocks = groups(rows, _BLOCK_ROWS)
+    if queries > FEW_QUERIES or max(batch, kv_heads * row_blocks) > MAX_GRID[1]:
         blocks = batch * kv_heads * groups(rows, _WARPS * _BLOCK_ROWS)
         return [make.kernel(call, "attention.cu", function="attention_tiled", inputs=inputs, outputs={"out": out},
-                            grid=(blocks, 1, 1), block=(threads, 1, 1))]  # fmt: skip
-    row_blocks = groups(rows, _BLOCK_ROWS)
-    splits = min(
-        groups(keys, _WARPS * _BLOCK_KEYS), groups(_FILLING_BLOCKS, batch * kv_heads * row_blocks)
-    )
+                            grid=(blocks, 1, 1), block=(threads, 1, 1), resident=_RESIDENT)]  # fmt: skip
+    splits = min(groups(keys, _WARPS * _BLOCK_KEYS), groups(_FILLING_BLOCKS, batch * kv_heads * row_blocks))
     grid, constants = (splits, kv_heads * row_blocks, batch), {"splits": splits}
     if splits == 1:
         return [make.kernel(call, "attention.cu", function="attention_once", inputs=inputs, outputs={"out": out},
-                            grid=grid, block=(threads, 1, 1), constants=constants)]  # fmt: skip
+                            grid=grid, block=(threads, 1, 1), constants=constants, resident=_RESIDENT)]  # fmt: skip
     sums = make.temporary(call.node, (batch, kv_heads, rows, splits, v.shape[3]), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
     split = make.kernel(call, "attention.cu", function="attention_split", inputs=inputs,
                         outputs={"sums": sums, "stats": stats}, grid=grid, block=(threads, 1, 1),
-                        constants=constants)  # fmt: skip
+                        constants=constants, resident=_RESIDENT)  # fmt: skip
     combine = make.kernel(call, "attention.cu", function="attention_combine", inputs={"sums": sums, "stats": stats},
                           outputs={"out": out}, grid=(batch * kv_heads * rows, 1, 1),
                           block=(groups(v.shape[3], WARP) * WARP, 1, 1), constants=constants)  # fmt: skip

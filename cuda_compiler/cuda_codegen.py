@@ -112,8 +112,10 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
         arguments.append(f"const {TYPES[view.dtype]} *{alone}in{index}")
         _read(body, view, index, width)
     outputs = {place_of(view): index for index, view in enumerate(stored)}
+    last_read = {place_of(view): index for index, call in enumerate(group.calls) for view in call.inputs}
     for index, call in enumerate(group.calls):
-        _compute(body, call, index, place_of(call.outputs[0]) in outputs)
+        place = place_of(call.outputs[0])
+        _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
     for view in stored:
         index = outputs[place_of(view)]
         arguments.append(f"{TYPES[view.dtype]} *out{index}")
@@ -165,7 +167,12 @@ def _read(body: _Body, view: View, index: int, width: int) -> None:
     body.values[place] = (f"x{index}", kind == "int")
 
 
-def _compute(body: _Body, call: KernelCall, index: int, is_stored: bool) -> None:
+def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
+    """Append a call's computation.
+
+    Args:
+        rounds: Round a 16-bit result here, so that all readers see what is stored, in this kernel or another.
+    """
     op = ELEMENTWISE[call.params["op"]]
     scalars = list(call.params["scalars"])
     inputs = [body.values[place_of(view)] for view in call.inputs]
@@ -190,8 +197,7 @@ def _compute(body: _Body, call: KernelCall, index: int, is_stored: bool) -> None
         result = f"from<int>({result})"
     elif out.dtype == "bool":
         result = f"int(from<bool>({result}))"
-    elif is_stored and out.dtype in HALF_DTYPES:
-        # All readers of a stored value see the same one, whether in this kernel or in another.
+    elif rounds and out.dtype in HALF_DTYPES:
         result = f"to_float(from<{TYPES[out.dtype]}>({result}))"
     body.lane.append(f"const {'float' if is_float(out.dtype) else 'int'} v{index} = {result};")
     body.values[place_of(out)] = (f"v{index}", not is_float(out.dtype))

@@ -75,6 +75,7 @@ class Specializer:
         inputs: Mapping[str, View | None] | None = None,
         outputs: Mapping[str, View | None] | None = None,
         constants: Mapping[str, bool | int | float] | None = None,
+        resident: int = 1,
     ) -> KernelCall:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
@@ -85,6 +86,8 @@ class Specializer:
             function: The kernel's name; by default the call's.
             inputs, outputs: Operand name → view, None for an absent optional one; by default the declaration's.
             constants: Further `constexpr`s, by name.
+            resident: Blocks that a multiprocessor should hold at a time, which bounds a thread's registers. Where it is
+                1, the compiler prefers many threads to many loads on their way.
         """
         function = function or call.kernel
         decl = KERNELS.get(call.kernel)
@@ -95,7 +98,7 @@ class Specializer:
             views = dict(zip(declared, bound, strict=True))
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
-        source = self._source(call, decl, file, function, block, inputs, outputs, constants or {})
+        source = self._source(call, decl, file, function, block, resident, inputs, outputs, constants or {})
         launch = {"grid": check_grid(grid, call), "block": list(block), "shared": shared}
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch)
@@ -113,6 +116,7 @@ class Specializer:
         file: str,
         function: str,
         block: Size3,
+        resident: int,
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
         constants: Mapping[str, bool | int | float],
@@ -122,7 +126,9 @@ class Specializer:
             (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared_buffers))
             for name, view in (*inputs.items(), *outputs.items())
         ]
-        key = repr((call.kernel, file, function, block, geometry, len(inputs), dict(call.params), dict(constants)))
+        key = repr(
+            (call.kernel, file, function, block, resident, geometry, len(inputs), dict(call.params), dict(constants))
+        )
         if key not in self._made:
             fields = decl.fields if decl is not None else {}
             parts = [
@@ -130,7 +136,7 @@ class Specializer:
                 *(_operand_struct(name, view) for name, view in (*inputs.items(), *outputs.items())),
                 _parameters(fields, call.params),
                 *(f"constexpr {_typed(name, value)};\n" for name, value in constants.items()),
-                _signature(inputs, outputs, shared_buffers, block),
+                _signature(inputs, outputs, shared_buffers, block, resident),
                 _kernel_text(file, function),
             ]
             views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]
@@ -315,7 +321,11 @@ def _shared_buffers(inputs: Mapping[str, View | None], outputs: Mapping[str, Vie
 
 
 def _signature(
-    inputs: Mapping[str, View | None], outputs: Mapping[str, View | None], shared_buffers: set[str], block: Size3
+    inputs: Mapping[str, View | None],
+    outputs: Mapping[str, View | None],
+    shared_buffers: set[str],
+    block: Size3,
+    resident: int,
 ) -> str:
     arguments = []
     for side, const in ((inputs, "const "), (outputs, "")):
@@ -324,9 +334,10 @@ def _signature(
                 alone = "" if view.buffer in shared_buffers else "__restrict__ "
                 arguments.append(f"{const}{TYPES[view.dtype]} *{alone}{name}")
     threads = block[0] * block[1] * block[2]
+    bounds = f"{threads}" if resident == 1 else f"{threads}, {resident}"
     return (
         f"constexpr int THREADS = {threads};\n"
-        f'#define KERNEL(name) extern "C" __global__ void __launch_bounds__({threads}) name({", ".join(arguments)})\n'
+        f'#define KERNEL(name) extern "C" __global__ void __launch_bounds__({bounds}) name({", ".join(arguments)})\n'
     )
 
 

@@ -1,4 +1,4 @@
-"""Template rules of matrix products: our own kernels for few rows, cuBLAS for many, and a general kernel for the rest."""
+"""Template rules of matrix products: our own kernels for few rows, cuBLAS for many, a general kernel for the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from npu_compiler.dtypes import is_float, itemsize
 from npu_compiler.views import View, collapse, numel
 
 VECTOR_ROWS = 8  # up to so many rows a product is bound by the bandwidth of reading the weight
-_WARPS = 8
+_WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
 _FILLING_WARPS = 132 * 16  # enough to keep the memory of a large GPU busy
 _LOADS = 8  # 16-byte loads of the weight that a thread has on their way
 _TILE = 64
@@ -41,9 +41,7 @@ def _operands(call: KernelCall) -> dict[str, View | None]:
     return {name: bound.get(name) for name in ("x", "weight", "bias", "residual")}
 
 
-def _matvec(
-    make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View
-) -> KernelCall:
+def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View) -> KernelCall:
     n, k = call.params["n"], call.params["k"]
     gated = call.kernel == "gated_matmul_vec_kernel"
     outputs = {"out": call.outputs[0]}
@@ -74,13 +72,16 @@ def _matvec_along_terms(
     splits = 1
     while splits < _WARPS and n // columns * splits < _FILLING_WARPS and packs // (WARP * splits) >= 4:
         splits *= 2
-    steps = max(1, k // (splits * WARP * pack))
-    loads = terms * columns
-    unrolled = steps if steps * loads <= 3 * _LOADS // 2 else max(1, _LOADS // loads)
+    unrolled = _unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
     return make.kernel(call, "matvec.cu", function="matvec", inputs=inputs, outputs={"out": call.outputs[0]},
                        grid=(groups(n, _WARPS // splits * columns), 1, 1), block=(_WARPS * WARP, 1, 1),
-                       constants=constants)  # fmt: skip
+                       constants=constants, resident=8 if call.params["m"] == 1 else 4)  # fmt: skip
+
+
+def _unrolled(steps: int, most: int) -> int:
+    """How many of a loop's steps to make at a time: a divisor, where there is a large one."""
+    return max((count for count in range(most // 2 + 1, most + 1) if steps % count == 0), default=most)
 
 
 def _power_of_two(count: int) -> int:
@@ -97,9 +98,7 @@ def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return [_tiled(make, call, "tiled_batched", {"left": a, "right": b.transpose(-1, -2)}, out)]
 
 
-def _tiled(
-    make: Specializer, call: KernelCall, function: str, inputs: dict[str, View | None], out: View
-) -> KernelCall:
+def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str, View | None], out: View) -> KernelCall:
     *batch, m, n = out.shape
     blocks = numel(batch) * groups(m, _TILE) * groups(n, _TILE)
     return make.kernel(call, "matmul.cu", function=function, inputs=inputs, outputs={"out": out},

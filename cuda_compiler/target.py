@@ -8,7 +8,7 @@ from dataclasses import replace
 import cuda_compiler.compute_rules
 import cuda_compiler.movement_rules  # noqa: F401  (they register their templates)
 from cuda_compiler.cuda_codegen import generate_elementwise
-from cuda_compiler.cuda_templates import Specializer, template_text
+from cuda_compiler.cuda_templates import Specializer
 from cuda_compiler.subgraph_analyzer import Group, find_groups
 from npu_compiler.codegen_core import ExecutionPlan, KernelCall, MetalCodegenTarget
 from npu_compiler.target_config import TargetConfig
@@ -22,7 +22,7 @@ class CUDACodegenTarget(MetalCodegenTarget):
     config = CUDA_GPU
 
     def shader_source(self, filename: str) -> str:
-        return template_text(filename)
+        return f"cuda_compiler/templates/{filename}"
 
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Given `mul` → `add` → `softmax_kernel`, the result is `fused_mul_add` → a specialized `softmax_kernel`.

@@ -1,13 +1,10 @@
-"""Compiles generated CUDA sources without a GPU: with NVRTC (`pip install nvidia-cuda-nvrtc-cu12`), else with nvcc."""
+"""Compiles generated CUDA sources without a GPU, with NVRTC (`pip install nvidia-cuda-nvrtc-cu12`)."""
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
 import importlib.util
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -45,10 +42,7 @@ def architectures() -> tuple[int, ...]:
         known = (ctypes.c_int * count.value)()
         assert library.nvrtcGetSupportedArchs(known) == 0
         return tuple(arch for arch in ARCHITECTURES if arch in set(known))
-    if shutil.which("nvcc") is not None:
-        listed = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
-        return tuple(arch for arch in ARCHITECTURES if f"compute_{arch}\n" in listed)
-    pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc-cu12) or nvcc")
+    pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc-cu12)")
 
 
 def compile_sources(sources: Mapping[str, str], archs: tuple[int, ...] | None = None) -> None:
@@ -58,9 +52,8 @@ def compile_sources(sources: Mapping[str, str], archs: tuple[int, ...] | None = 
         AssertionError: one does not compile; with the compiler's log.
     """
     archs = architectures() if archs is None else archs
-    compile_one = _with_nvrtc if _nvrtc() is not None else _with_nvcc
     with ThreadPoolExecutor() as pool:
-        logs = list(pool.map(lambda job: compile_one(*job), [(text, a) for text in sources.values() for a in archs]))
+        logs = list(pool.map(lambda job: _with_nvrtc(*job), [(text, a) for text in sources.values() for a in archs]))
     failed = [log for log in logs if log]
     assert not failed, f"{len(failed)} of {len(logs)} do not compile, the first:\n{failed[0]}"
 
@@ -81,13 +74,3 @@ def _with_nvrtc(text: str, arch: int) -> str:
         return f"sm_{arch}: {log.value.decode(errors='replace')}\n{text}"
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _with_nvcc(text: str, arch: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.cu")
-        source.write_text(text)
-        cubin = str(source.with_suffix(".cubin"))
-        command = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "-cubin", "-o", cubin, str(source)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"sm_{arch}: {done.stderr}\n{text}"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_gpu import PROBLEM
 from torch import nn
 from torch_ir import extract_ir
 
@@ -22,7 +23,6 @@ from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend
 from cuda_runtime.cublas import Cublas
 from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
-from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
 from npu_compiler import CompiledProgram, DeviceError, TensorSpec, compile, partition
@@ -30,18 +30,6 @@ from npu_compiler.codegen import KernelCall
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.views import View, contiguous_strides
 from npu_runtime import CPUBackend, DAGExecutor, Executor, NPUBuffer, Operand, Profiler, load_weights
-
-
-def gpu_problem() -> str:
-    """Why no GPU can be used here; empty where one can."""
-    try:
-        CUDADevice()
-    except DeviceError as error:
-        return str(error)
-    return ""
-
-
-PROBLEM = gpu_problem()
 
 
 def on_gpu(test: Any) -> Any:

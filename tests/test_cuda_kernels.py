@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from cuda_gpu import PROBLEM, cuda_backends
 from metal_harness import DTYPES, Case, all_cases, run_case
+from test_cuda_templates import CASES
+
+from cuda_runtime import CUDABackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)]
 
 
 @pytest.fixture(scope="module")
-def backend() -> Any:
-    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"no NVIDIA GPU: {error}")
-    from cuda_runtime import CUDABackend
-
-    return CUDABackend()
+def backend() -> CUDABackend:
+    (device,) = cuda_backends()
+    return device
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.id)
-def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, backend: Any) -> None:
+@pytest.mark.parametrize("case", [*all_cases(), *CASES], ids=lambda case: case.id)
+def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, backend: CUDABackend) -> None:
     run_case(case, backend, dtype, 1)

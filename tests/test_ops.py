@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_ir
+from cuda_gpu import cuda_backends
 from metal_harness import open_metal
 from torch import nn
 
@@ -28,7 +29,7 @@ CPUS = (CPUBackend(native=False), CPUBackend(native=True))
 
 @pytest.fixture(scope="module")
 def backends() -> tuple[Backend, ...]:
-    return (*CPUS, open_metal(mps=True)[0])
+    return (*CPUS, open_metal(mps=True)[0], *cuda_backends())
 
 
 @pytest.fixture(autouse=True)
@@ -731,9 +732,11 @@ def test_op_runs_on_the_device_and_equals_pytorch(
     ir = extract(case, variant.model)
     args = arguments(case, variant)
     reference = expected(case, args)
-    program = compile(ir, compute_dtype=variant.compute)
+    op_level = compile(ir, compute_dtype=variant.compute)
     inputs, weights = feeds(case, args, read_ir(ir).inputs)
     for backend in backends:
+        shared = backend.config.name == op_level.target
+        program = op_level if shared else compile(ir, backend.target, compute_dtype=variant.compute)
         buffers = load_weights(weights, program, backend)
         results = Executor(program, backend).run({spec.name: inputs[spec.name] for spec in program.input_specs}, buffers)
         for spec, want in zip(program.output_specs, reference, strict=True):

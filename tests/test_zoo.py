@@ -19,6 +19,7 @@ import npu_compiler
 from npu_compiler import PartitionPlan, is_op_supported, partition
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, NPUBuffer
 from npu_runtime.weight_loader import load_weights, to_numpy
+from tests.cuda_gpu import cuda_backends
 from tests.metal_harness import METAL_DEVICE
 from tests.numerics import assert_design6
 from tests.zoo import ZOO
@@ -60,8 +61,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @cache
-def metal() -> Backend:
-    return Device(METAL_DEVICE).backend
+def gpus() -> tuple[Backend, ...]:
+    return (Device(METAL_DEVICE).backend, *cuda_backends())
 
 
 def run_partitioned(
@@ -121,7 +122,8 @@ def test_agrees_with_pytorch(name: str, seed: int) -> None:
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
     plan = partition(ir)
     check(run_partitioned(plan, weights_of(model), samples), reference, half, seed)
-    check(run_partitioned(plan, weights_of(model), samples, metal()), reference, half, seed)
+    for backend in gpus():
+        check(run_partitioned(plan, weights_of(model), samples, backend), reference, half, seed)
     if name not in PARTLY_ON_CPU:
         check(run_compiled(ir, weights_of(model), samples), reference, half, seed)
 
@@ -148,7 +150,8 @@ def test_bfloat16_models_agree_in_their_own_dtype(name: str, seed: int) -> None:
     assert plan.compute_dtype == "bfloat16"
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.bfloat16, samples)
     check(run_partitioned(plan, weights_of(model), samples), reference, half, seed)
-    check(run_partitioned(plan, weights_of(model), samples, metal()), reference, half, seed)
+    for backend in gpus():
+        check(run_partitioned(plan, weights_of(model), samples, backend), reference, half, seed)
 
 
 @pytest.mark.parametrize("name", SPLIT)

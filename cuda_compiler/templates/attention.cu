@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply(
 #else
     // GPUs before Ampere: the same sums from the same fragments, which the lanes hand to each other.
     const int lane = threadIdx.x % WARP;
-#pragma unroll
+#pragma unroll 1
     for (int part = 0; part < 4; part++) {
         const int row_lane = (lane & ~3) | part;
 #pragma unroll
@@ -532,18 +532,32 @@ __device__ __forceinline__ void copy_tile(
     }
 }
 
-// The first tile from `tile` on with a key that some row of the block attends to, or `tiles`.
-__device__ __forceinline__ int attended_tile(const Problem &problem, int first_row, int tile, int tiles) {
+// Notes of every tile whether some row of the block attends to any of its keys.
+__device__ __forceinline__ void find_attended(
+    const Problem &problem, int first_row, int last_row, int tiles, bool *attended
+) {
+    constexpr int step = Mask::stride(1) == 0 ? sharing : 1;  // heads with the same mask need one look
+    static_assert(tile_keys == WARP, "a lane looks at one key");
+    const int lane = threadIdx.x % WARP;
+    for (int tile = threadIdx.x / WARP; tile < tiles; tile += warps) {
+        bool found = false;
+#pragma unroll 8
+        for (int row = first_row / step * step; row <= last_row; row += step) {
+            found |= problem.bias(row, tile * tile_keys + lane) != -INFINITY_F;
+        }
+        found = __any_sync(0xffffffffu, found);
+        if (lane == 0) {
+            attended[tile] = found;
+        }
+    }
+    __syncthreads();
+}
+
+// The first attended tile from `tile` on, or `tiles`.
+__device__ __forceinline__ int attended_tile(const bool *attended, int tile, int tiles) {
     if constexpr (Mask::present) {
-        for (; tile < tiles; tile++) {
-            float bias[2][4];
-            bool attended = false;
-            for (int part = 0; part < tile_keys; part += block_keys) {
-                attended |= biases(problem, first_row, tile * tile_keys + part, bias);
-            }
-            if (__syncthreads_or(attended)) {
-                return tile;
-            }
+        while (tile < tiles && !attended[tile]) {
+            tile++;
         }
     }
     return tile;
@@ -551,6 +565,7 @@ __device__ __forceinline__ int attended_tile(const Problem &problem, int first_r
 
 KERNEL(attention_tiled) {
     __shared__ Stage stages[2];
+    __shared__ bool attended[(keys + tile_keys - 1) / tile_keys];
     const int lane = threadIdx.x % WARP;
     // The last rows have the most keys where attention is causal: they begin first.
     const int row_block = row_blocks - 1 - int(blockIdx.x % row_blocks);
@@ -560,9 +575,12 @@ KERNEL(attention_tiled) {
     const int last_row = smaller(row_block * tile_rows + tile_rows, rows) - 1;
     const int reach = param::causal ? smaller(keys, Problem::query_of(last_row) + 1) : keys;
     const int tiles = (reach + tile_keys - 1) / tile_keys;
+    if constexpr (Mask::present) {
+        find_attended(problem, row_block * tile_rows, last_row, tiles, attended);
+    }
     State state;
     state.start(problem, first_row);
-    int tile = attended_tile(problem, first_row, 0, tiles);
+    int tile = attended_tile(attended, 0, tiles);
     int turn = 0;
     if (tile < tiles) {
         copy_tile<chunks * 32>(stages[0].k, problem.k, K::stride(2), tile * tile_keys, width);
@@ -570,7 +588,7 @@ KERNEL(attention_tiled) {
     }
     end_of_copies();
     while (tile < tiles) {
-        const int next = attended_tile(problem, first_row, tile + 1, tiles);
+        const int next = attended_tile(attended, tile + 1, tiles);
         if (next < tiles) {
             Stage &stage = stages[1 - turn];
             copy_tile<chunks * 32>(stage.k, problem.k, K::stride(2), next * tile_keys, width);
@@ -583,8 +601,8 @@ KERNEL(attention_tiled) {
 #pragma unroll 1
         for (int part = 0; part < tile_keys; part += block_keys) {
             float bias[2][4];
-            const bool attended = biases(problem, first_row, tile * tile_keys + part, bias);
-            if (__any_sync(0xffffffffu, attended)) {
+            const bool concerned = biases(problem, first_row, tile * tile_keys + part, bias);
+            if (__any_sync(0xffffffffu, concerned)) {
                 state.add(stage.k[part], key_stage, stage.v[part], value_stage, block_keys, bias);
             }
         }

@@ -1,0 +1,255 @@
+"""The CUDA templates that compute: what calls become, that their sources compile, and that registers suffice.
+
+What they compute is compared with the CPU device where there is a GPU (`test_cuda_kernels.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import cuda_toolchain
+import numpy as np
+import pytest
+import torch
+from metal_cases import attention as attention_cases
+from metal_cases import matmul as matmul_cases
+from metal_harness import Case, T
+
+from cuda_compiler.cuda_templates import Specializer
+from npu_compiler.codegen_core import KernelCall
+from npu_compiler.dtypes import itemsize
+from npu_compiler.views import View, contiguous_strides
+from npu_runtime.cpu_kernels import reference_launch
+
+
+def call_of(case: Case, dtype: str = "bfloat16") -> KernelCall:
+    """A case's call, its operands in buffers `in0`, …, `out0`, …"""
+
+    def views(prefix: str, operands: Sequence[T]) -> tuple[View, ...]:
+        return tuple(
+            View(
+                f"{prefix}{index}", t.shape, contiguous_strides(t.shape) if t.strides is None else tuple(t.strides),
+                t.offset, dtype if t.dtype == "compute" else t.dtype,
+            )
+            for index, t in enumerate(operands)
+        )  # fmt: skip
+
+    return KernelCall(case.kernel, "", views("in", case.inputs), views("out", case.outputs), case.params, case.name)
+
+
+def expand(case: Case, dtype: str = "bfloat16") -> tuple[list[KernelCall], Specializer]:
+    make = Specializer()
+    return make.expand(call_of(case, dtype)), make
+
+
+def names(case: Case, dtype: str = "bfloat16") -> list[str]:
+    return [call.kernel for call in expand(case, dtype)[0]]
+
+
+def linear(m: int, n: int, k: int, **options: object) -> Case:
+    kernel = str(options.pop("kernel", "matmul_vec_kernel" if m == 1 else "matmul_kernel"))
+    name = "-".join(str(part) for part in (m, n, k, *options.items())).translate(str.maketrans("", "", "()', "))
+    return matmul_cases.linear(kernel, name, m, n, k, **options)  # type: ignore[arg-type]
+
+
+def cached(queries: int, keys: int, attended: int, *, heads: int = 12, width: int = 128, dtype: str = "bool") -> Case:
+    """Grouped-query attention to the first keys of a cache, under a mask that all heads share."""
+    allowed = np.broadcast_to(np.arange(keys) < attended, (1, heads, queries, keys))
+    values = allowed if dtype == "bool" else np.where(allowed, 0.0, -math.inf)
+    mask = T((1, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
+    return attention_cases.attention(
+        f"cache-{queries}-{attended}-of-{keys}-{dtype}", queries, keys, width, heads=(heads, heads // 6), mask=mask
+    )
+
+
+def holes(queries: int, keys: int, hole: int) -> Case:
+    """Attention that leaves out every second run of `hole` keys."""
+    values = np.broadcast_to(np.where(np.arange(keys) // hole % 2, 0.0, -math.inf), (1, 4, queries, keys))
+    mask = T((1, 4, queries, keys), "float32", (queries * keys, 0, keys, 1), values=values)
+    return attention_cases.attention(f"holes-{queries}-{keys}", queries, keys, 64, heads=(4, 2), mask=mask)
+
+
+# The shapes of Qwen2.5-1.5B.
+QWEN_PRODUCTS = [
+    linear(1, 2048, 1536, bias="compute"),
+    linear(1, 1536, 1536, residual="compute"),
+    linear(1, 8960, 1536, kernel="gated_matmul_vec_kernel", activation="silu"),
+    linear(1, 1536, 8960, residual="compute"),
+    linear(1, 151936, 1536),
+    linear(4, 2048, 1536, bias="compute"),
+    linear(8, 1536, 8960, residual="compute"),
+]
+QWEN_ATTENTION = [
+    cached(1, 2048, 200),
+    cached(1, 32768, 200),
+    cached(4, 2048, 200, dtype="compute"),
+    cached(128, 2048, 128),
+    attention_cases.attention("prefill", 2048, 2048, 128, heads=(12, 2), causal=True),
+]
+
+# What the cases that all devices share are too small for; for the device at hand, in `test_cuda_kernels.py`.
+CASES = [
+    cached(1, 600, 530),
+    cached(1, 700, 3, heads=6, width=64),
+    cached(4, 300, 290, heads=6, width=64, dtype="compute"),
+    cached(2, 300, 0),
+    cached(40, 200, 110, heads=6),
+    holes(20, 300, 70),
+    holes(2, 2100, 70),
+    attention_cases.attention("batches-of-few-queries", 1, 200, 128, heads=(8, 2), batch=3),
+    attention_cases.attention("causal-eight", 8, 200, 96, heads=(4, 2), causal=True),
+    attention_cases.attention("causal-shared-heads", 70, 70, 80, heads=(6, 2), causal=True, batch=2),
+    attention_cases.attention("special-many-keys", 1, 140, 64, inputs=(
+        T((1, 2, 1, 64)), T((1, 2, 140, 64)), T((1, 2, 140, 64), values="special"))),
+    *(linear(m, 70, 1100, bias="compute", residual="compute", activation="silu") for m in range(2, 10)),
+    *(linear(m, 72, 300, kernel="matmul_notrans_kernel", bias="float32") for m in (2, 8, 9)),
+    linear(1, 37, 4104, kernel="gated_matmul_vec_kernel", bias="compute", activation="gelu_tanh"),
+    linear(1, 40000, 64, bias="compute"),
+    *(linear(33, 70, 40, **addends) for addends in (
+        {"bias": "compute"}, {"residual": "compute"}, {"bias": "float32"}, {"activation": "silu"},
+        {"bias": "compute", "residual": "compute"}, {"residual": "compute", "out": "float32"})),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sources_compile(dtype: str) -> None:
+    sources = {}
+    for case in (*QWEN_PRODUCTS[2:], *QWEN_ATTENTION[2:]):
+        sources.update(expand(case, dtype)[1].sources)
+    cuda_toolchain.compile_sources(sources)
+
+
+@pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], QWEN_ATTENTION[0]], ids=lambda case: case.name)
+def test_registers_suffice(case: Case, tmp_path: Path) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    for name, text in expand(case)[1].sources.items():
+        source = tmp_path / f"{name}.cu"
+        source.write_text(text)
+        options = ["-std=c++17", "-arch=sm_90", "-cubin", "--resource-usage", "-o", str(tmp_path / "out")]
+        done = subprocess.run(["nvcc", *options, source], capture_output=True, text=True, check=True)
+        assert set(re.findall(r"(\d+) bytes spill", done.stderr)) == {"0"}, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        (linear(1, 16, 64, bias="compute"), ["matvec"]),
+        (linear(8, 16, 64), ["matvec"]),
+        (linear(8, 16, 64, kernel="matmul_notrans_kernel"), ["matvec_notrans"]),
+        (linear(9, 16, 64), ["cublas_gemm"]),
+        (linear(9, 16, 64, out="float32"), ["cublas_gemm"]),
+        (linear(9, 16, 64, bias="compute"), ["linear_epilogue", "cublas_gemm"]),
+        (linear(9, 16, 64, bias="float32"), ["cublas_gemm", "linear_epilogue"]),
+        (linear(9, 16, 64, activation="relu"), ["cublas_gemm", "linear_epilogue"]),
+        (linear(9, 16, 64, x="float32"), ["tiled_linear"]),
+        (linear(9, 16, 0, bias="compute"), ["tiled_linear"]),
+        (cached(8, 64, 9), ["attention_once"]),
+        (cached(8, 65, 9), ["attention_split", "attention_combine"]),
+        (cached(9, 64, 9), ["attention_tiled"]),
+        (attention_cases.attention("odd", 1, 64, 20), ["attention_plain"]),
+        (attention_cases.attention("wide", 1, 64, 136), ["attention_plain"]),
+    ],
+)
+def test_forms(case: Case, wanted: list[str]) -> None:
+    assert names(case) == wanted
+
+
+def test_float32_attention_does_without_tensor_cores() -> None:
+    assert names(cached(1, 64, 9), "float32") == ["attention_plain"]
+
+
+@pytest.mark.parametrize("case", QWEN_PRODUCTS, ids=lambda case: case.name)
+def test_products_of_few_rows_fill_the_gpu(case: Case) -> None:
+    (call,), _ = expand(case)
+    warps = call.params["grid"][0] * call.params["block"][0] // 32
+    assert warps >= 132 * 16
+
+
+def test_long_caches_are_split_over_all_multiprocessors() -> None:
+    split, _ = expand(cached(1, 32768, 200))[0]
+    assert math.prod(split.params["grid"]) == 264
+
+
+def test_equal_geometry_shares_a_source() -> None:
+    make = Specializer()
+    calls = [make.expand(call_of(cached(1, 2048, attended))) for attended in (1, 2000)]
+    assert [call.source for call in calls[0]] == [call.source for call in calls[1]] == list(make.sources)
+    assert len(make.temporaries) == 4
+
+
+def test_partials_are_temporaries() -> None:
+    (split, combine), make = expand(cached(1, 2048, 5))
+    assert split.outputs == combine.inputs
+    assert {view.buffer for view in split.outputs} == set(make.temporaries)
+    assert make.temporaries[split.outputs[0].buffer].alloc_shape == (1, 2, 6, 32, 128)
+
+
+def strided(
+    memory: dict[str, torch.Tensor], view: View, shape: tuple[int, ...], strides: Sequence[int]
+) -> torch.Tensor:
+    return memory[view.buffer].as_strided(shape, tuple(strides), view.offset)
+
+
+def multiply_as_cublas(call: KernelCall, memory: dict[str, torch.Tensor]) -> None:
+    """out = alpha · a · b + beta · out, from the parameters and the views' first elements alone."""
+    p = call.params
+    (a, b), out = call.inputs, call.outputs[0]
+    sides = []
+    for name, view, shape in (("a", a, (p["m"], p["k"])), ("b", b, (p["k"], p["n"]))):
+        steps = (1, p[f"ld{name}"]) if p[f"trans_{name}"] else (p[f"ld{name}"], 1)
+        sides.append(strided(memory, view, (p["batch"], *shape), (p[f"stride_{name}"], *steps)))
+    target = strided(memory, out, (p["batch"], p["m"], p["n"]), (p["stride_c"], p["ldc"], 1))
+    target.copy_(p["alpha"] * (sides[0] @ sides[1]) + (p["beta"] * target if p["beta"] else 0))
+
+
+def random_memory(views: Sequence[View]) -> dict[str, torch.Tensor]:
+    def elements(view: View) -> int:
+        return 1 + view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+
+    generator = torch.Generator().manual_seed(7)
+    return {view.buffer: torch.randn(elements(view), generator=generator) for view in views if 0 not in view.shape}
+
+
+PRODUCTS = [*matmul_cases.TILED, *matmul_cases.BATCHED]
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PRODUCTS if names(case, "float32") == ["cublas_gemm"]], ids=lambda case: case.id
+)
+def test_cublas_parameters_mean_the_product(case: Case) -> None:
+    call = call_of(case, "float32")
+    (product,) = Specializer().expand(call)
+    memory = random_memory((*call.inputs, *call.outputs))
+    expected = {name: data.clone() for name, data in memory.items()}
+    views = [[strided(expected, v, v.shape, v.strides) for v in side] for side in (call.inputs, call.outputs)]
+    reference_launch(call, *views)()
+    multiply_as_cublas(product, memory)
+    for name, data in expected.items():
+        torch.testing.assert_close(memory[name], data, rtol=1e-5, atol=1e-5)
+
+
+def test_cublas_gets_no_integers() -> None:
+    integers = [case for case in PRODUCTS if "integers" in case.name]
+    assert integers
+    assert "cublas_gemm" not in {name for case in integers for name in names(case)}
+
+
+def test_addends_of_the_results_dtype_lie_beneath_the_product() -> None:
+    (beneath, product), _ = expand(linear(33, 70, 40, residual="compute"))
+    assert beneath.outputs == product.outputs
+    assert [view.buffer for view in beneath.inputs] == ["in2"]
+    assert product.params["beta"] == 1.0
+
+
+def test_results_are_rounded_once() -> None:
+    (product, epilogue), make = expand(linear(33, 70, 40, bias="compute", residual="compute"))
+    assert product.outputs[0].dtype == "float32"
+    assert make.temporaries[product.outputs[0].buffer].size_bytes == 33 * 70 * itemsize("float32")
+    assert product.outputs[0] in epilogue.inputs
