@@ -22,7 +22,7 @@ test: venv
 lint: venv
 	@status=0; set -x; \
 	$(BIN)/ruff check . || status=1; \
-	$(BIN)/mypy --strict npu_compiler npu_runtime metal_emulator || status=1; \
+	$(BIN)/mypy --strict npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator || status=1; \
 	$(BIN)/python -m metal_emulator.syntax || status=1; \
 	{ set +x; } 2>/dev/null; exit $$status
 
