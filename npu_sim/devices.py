@@ -21,3 +21,10 @@ def _emulated(checks: bool) -> Backend:
     if find_compiler() is None:
         raise DeviceError("the Metal emulator needs a C++ compiler (looked for $CXX, c++, g++ and clang++)")
     return MetalBackend(metal_emulator.api(checks=checks))
+
+
+def cuda() -> Backend:
+    """The first NVIDIA GPU."""
+    from cuda_runtime import CUDABackend
+
+    return CUDABackend()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 REQUIRED = ("torch", "pytorch-ir", "numpy", "ml_dtypes", "msgpack", "safetensors", "pillow")
@@ -55,16 +52,7 @@ def _devices() -> dict[str, dict[str, Any]]:
         except Exception as error:  # a broken driver raises whatever it likes; doctor must outlive it
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             found[name] = {"usable": False, "reason": reason}
-    found.setdefault("cuda", {"usable": False, "reason": _no_cuda()})
     return found
-
-
-def _no_cuda() -> str:
-    if not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg")) and sys.platform != "win32":
-        return "no NVIDIA GPU or driver here"
-    if importlib.util.find_spec("cupy") is None:
-        return "CuPy is missing: pip install 'npu-simulation[cuda12]' (or cuda13)"
-    return "this version registers no CUDA device"
 
 
 def _native() -> dict[str, Any]:

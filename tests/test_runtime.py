@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from collections import Counter
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from npu_runtime import (
     load_weights,
     register_device,
 )
+from npu_runtime.device import PLUGINS
 
 BACKEND = CPUBackend(native=False)
 EVERY_BACKEND = pytest.mark.parametrize(
@@ -246,6 +248,12 @@ def test_executors_share_weights_and_take_turns_with_donated_caches(backend: Bac
 
 
 # the backend interface
+
+
+def test_every_device_that_a_package_registers_can_be_loaded() -> None:
+    found = entry_points(group=PLUGINS)
+    assert {"metal-emulator", "metal-emulator-fast", "cuda"} <= found.names
+    assert all(callable(point.load()) for point in found)
 
 
 def test_a_toy_device_in_under_150_lines_runs_a_model_through_the_same_executor(seed: int) -> None:
