@@ -63,6 +63,12 @@ class T:
     offset: int = 0
     values: Any = None
 
+    def view(self, buffer: str, compute: str) -> View:
+        """The operand in a buffer of its own, with `compute` as the dtype under test."""
+        strides = self.strides if self.strides is not None else contiguous_strides(self.shape)
+        dtype = compute if self.dtype == "compute" else self.dtype
+        return View(buffer, self.shape, tuple(strides), self.offset, dtype)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -93,6 +99,15 @@ def all_cases() -> list[Case]:
     return [case for name in modules for case in importlib.import_module(f"metal_cases.{name}").CASES]
 
 
+def call_of(case: Case, compute: str) -> KernelCall:
+    """A case's call, its operands in buffers `in0`, …, `out0`, …"""
+    inputs, outputs = (
+        tuple(t.view(f"{stem}{index}", compute) for index, t in enumerate(operands))
+        for stem, operands in (("in", case.inputs), ("out", case.outputs))
+    )
+    return KernelCall(case.kernel, _source(case), inputs, outputs, _with_defaults(case), case.name)
+
+
 def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
     """Run a case once.
 
@@ -103,14 +118,12 @@ def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
     rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
     ins = [_Memory(f"in{i}", t, dtype, rng, poison=False) for i, t in enumerate(case.inputs)]
     outs = [_Memory(f"out{i}", t, dtype, rng, poison=t.values is None) for i, t in enumerate(case.outputs)]
-    params = _with_defaults(case)
-    views = (tuple(m.view for m in ins), tuple(m.view for m in outs))
-    call = KernelCall(case.kernel, _source(case), *views, params, case.name)
+    call = call_of(case, dtype)
     expected = [m.data.copy() for m in outs]
     reference = [_window(data, m.view) for data, m in zip(expected, outs, strict=True)]
     sources = [_window(m.data.copy(), m.view) for m in ins]
     if case.reference is not None:
-        case.reference(sources, reference, params)
+        case.reference(sources, reference, call.params)
     else:
         reference_launch(call, sources, reference)()
 
@@ -156,9 +169,8 @@ class _Memory:
     """
 
     def __init__(self, name: str, operand: T, compute: str, rng: np.random.Generator, poison: bool) -> None:
-        dtype = compute if operand.dtype == "compute" else operand.dtype
-        strides = operand.strides if operand.strides is not None else contiguous_strides(operand.shape)
-        self.view = View(name, operand.shape, tuple(strides), operand.offset, dtype)
+        self.view = operand.view(name, compute)
+        dtype, strides = self.view.dtype, self.view.strides
         steps = zip(operand.shape, strides, strict=True)
         last = operand.offset + sum((size - 1) * stride for size, stride in steps) if 0 not in operand.shape else 0
         raw = np.full((last + 1 + GUARD) * numpy_dtype(dtype).itemsize, 0xFF, np.uint8)

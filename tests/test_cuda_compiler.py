@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from cuda_toolchain import compile_sources
 from ir_builder import IRBuilder
-from metal_harness import Case, T, all_cases
+from metal_harness import all_cases, call_of
 
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
@@ -18,7 +16,6 @@ from cuda_compiler.op_classify import classify
 from cuda_compiler.subgraph_analyzer import MAX_CALLS, describe_groups, find_groups
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.views import View, contiguous_strides
 
 TARGET = CUDACodegenTarget()
@@ -269,24 +266,6 @@ def test_qwen_needs_few_sources_whatever_its_depth_and_they_compile(tokens: int)
     two, three = (npu_compiler.compile(step_graph(tokens, layers), target=TARGET).plan.sources for layers in (2, 3))
     assert two == three and len(two) < 25
     compile_sources(two)
-
-
-def call_of(case: Case, dtype: str) -> KernelCall:
-    def views(stem: str, operands: Sequence[T]) -> tuple[View, ...]:
-        return tuple(
-            View(
-                f"{stem}{index}",
-                t.shape,
-                t.strides if t.strides is not None else contiguous_strides(t.shape),
-                t.offset,
-                dtype if t.dtype == "compute" else t.dtype,
-            )
-            for index, t in enumerate(operands)
-        )
-
-    attrs = ELEMENTWISE[case.params["op"]].attrs if "op" in case.params else {}
-    params = {**attrs, **case.params}
-    return KernelCall(case.kernel, "", views("in", case.inputs), views("out", case.outputs), params, case.id)
 
 
 @pytest.mark.slow

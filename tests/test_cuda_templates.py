@@ -18,28 +18,13 @@ import pytest
 import torch
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
-from metal_harness import Case, T
+from metal_harness import Case, T, call_of
 
 from cuda_compiler.cuda_templates import Specializer
 from npu_compiler.codegen_core import KernelCall
 from npu_compiler.dtypes import itemsize
-from npu_compiler.views import View, contiguous_strides
+from npu_compiler.views import View
 from npu_runtime.cpu_kernels import reference_launch
-
-
-def call_of(case: Case, dtype: str = "bfloat16") -> KernelCall:
-    """A case's call, its operands in buffers `in0`, …, `out0`, …"""
-
-    def views(prefix: str, operands: Sequence[T]) -> tuple[View, ...]:
-        return tuple(
-            View(
-                f"{prefix}{index}", t.shape, contiguous_strides(t.shape) if t.strides is None else tuple(t.strides),
-                t.offset, dtype if t.dtype == "compute" else t.dtype,
-            )
-            for index, t in enumerate(operands)
-        )  # fmt: skip
-
-    return KernelCall(case.kernel, "", views("in", case.inputs), views("out", case.outputs), case.params, case.name)
 
 
 def expand(case: Case, dtype: str = "bfloat16") -> tuple[list[KernelCall], Specializer]:
@@ -179,7 +164,7 @@ def test_long_caches_are_split_over_all_multiprocessors() -> None:
 
 def test_equal_geometry_shares_a_source() -> None:
     make = Specializer()
-    calls = [make.expand(call_of(cached(1, 2048, attended))) for attended in (1, 2000)]
+    calls = [make.expand(call_of(cached(1, 2048, attended), "bfloat16")) for attended in (1, 2000)]
     assert [call.source for call in calls[0]] == [call.source for call in calls[1]] == list(make.sources)
     assert len(make.temporaries) == 4
 
