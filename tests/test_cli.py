@@ -373,7 +373,7 @@ def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
 def test_ctrl_c_exits_with_130(folder: Path) -> None:
     running = process(folder, "generate", "smollm2", stdin=subprocess.PIPE)
     assert running.stdin is not None
-    time.sleep(4)  # a busy machine takes that long to import what `main` needs
+    time.sleep(1.5)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
