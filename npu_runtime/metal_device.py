@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ def load_api() -> MetalAPI:
     value = {"type": b"^v", "type_modifier": b"n", "c_array_of_variable_length": True}
     objc.registerMetaDataForSelector(b"NSObject", b"setConstantValue:type:withName:", {"arguments": {2: value}})
     return MetalAPI(Metal, MetalPerformanceShaders, Foundation, objc.autorelease_pool)
+
+
+@cache
+def _constant_kinds(filename: str) -> dict[str, str]:
+    """Function constant → its type, of a shader file."""
+    return {name: kind for kind, name in _CONSTANT.findall(shader_source(filename))}
 
 
 class MetalDevice:
@@ -117,7 +124,7 @@ class MetalDevice:
         """
         if dtype is None:
             dtype = next((known for name, known in self._libraries if name == filename), "float32")
-        kinds = {name: kind for kind, name in _CONSTANT.findall(shader_source(filename))}
+        kinds = _constant_kinds(filename)
         chosen = tuple((name, constants[name]) for name in kinds if name in constants)
         key = (filename, function, dtype, chosen)
         if key not in self._pipelines:
