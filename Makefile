@@ -2,7 +2,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test lint mutants bench clean
+.PHONY: venv demo test lint mutants cuda-sources cuda-sanitize bench clean
 
 venv: $(STAMP)
 
@@ -28,6 +28,12 @@ lint: venv
 
 mutants: venv
 	$(BIN)/python tests/metal_mutants.py
+
+cuda-sources: venv
+	$(BIN)/python -W ignore tests/cuda_sources.py
+
+cuda-sanitize: venv
+	$(BIN)/python tests/cuda_sanitize.py
 
 bench: venv
 	$(BIN)/npu-sim bench

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 Step = Callable[[], object]
 
@@ -57,3 +59,120 @@ def module_step(model: torch.nn.Module, x: torch.Tensor, compiled: bool) -> Step
             return call(x)
 
     return step
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def attend_grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def attend_expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def attend_prompt(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Causal attention over as many cache rows as there are queries, which is right at position 0 only."""
+    rows = q.shape[2]
+    return F.scaled_dot_product_attention(q, k[:, :, :rows], v[:, :, :rows], is_causal=True, enable_gqa=True)
+
+
+# The ways in which SDPA takes grouped queries over a cache: which is fastest depends on shape and version.
+ATTENTION: dict[str, Attend] = {"grouped": attend_grouped, "expanded": attend_expanded, "prompt": attend_prompt}
+
+
+class StaticLanguageModel(nn.Module):
+    """A Llama-like model as one writes it for `torch.compile`: fused QKV and gate+up, SDPA, a static KV cache.
+
+    forward: ids [1, T], positions [T] → float32 logits [vocab] of the last token; the cache, which `prepare` makes,
+    is updated in place.
+
+    Args:
+        config: Of transformers.
+        state: Hugging Face parameter name → tensor, and `model.rotary_emb.inv_freq`; the dtype is that of the weights.
+    """
+
+    def __init__(self, config: Any, state: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        table = state["model.embed_tokens.weight"]
+        self.attend, self.eps = attend_expanded, config.rms_norm_eps
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.register_buffer("embedding", table)
+        self.register_buffer("lm_head", table if config.tie_word_embeddings else state["lm_head.weight"])
+        self.register_buffer("norm", state["model.norm.weight"])
+        self.register_buffer("inv_freq", state["model.rotary_emb.inv_freq"].to(table.device, torch.float32))
+        self.layers = nn.ModuleList(_layer(state, f"model.layers.{i}.") for i in range(config.num_hidden_layers))
+
+    def prepare(self, cache_length: int, attend: Attend) -> None:
+        """Give it a new cache and a way to attend: q [1, heads, T, D], the caches [1, KV heads, S, D] and a mask
+        [1, 1, T, S] → [1, heads, T, D]."""
+        self.attend = attend
+        for layer in self.layers:
+            for name in "kv":
+                shape = (1, self.kv_heads, cache_length, self.head_dim)
+                layer.register_buffer(name, self.embedding.new_zeros(shape))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = F.embedding(ids, self.embedding)
+        angles = positions[:, None].float() * self.inv_freq
+        rotation = torch.cat([angles, angles], -1).cos().to(x.dtype), torch.cat([angles, angles], -1).sin().to(x.dtype)
+        rows = torch.arange(self.layers[0].k.shape[2], device=positions.device)
+        mask = (rows <= positions[:, None])[None, None]
+        for layer in self.layers:
+            x = x + self._attention(layer, self._normed(x, layer.norm_in), positions, rotation, mask)
+            gate, up = F.linear(self._normed(x, layer.norm_mid), layer.gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, layer.down)
+        return F.linear(self._normed(x[0, -1], self.norm), self.lm_head).float()
+
+    def _attention(
+        self, layer: Any, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        heads = [self.heads, self.kv_heads, self.kv_heads]
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(1, x.shape[1], sum(heads), self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split(heads, dim=1)
+        q, k = _rotated(q, *rotation), _rotated(k, *rotation)
+        layer.k.index_copy_(2, positions, k)
+        layer.v.index_copy_(2, positions, v)
+        attended = self.attend(q, layer.k, layer.v, mask)
+        return F.linear(attended.transpose(1, 2).flatten(2), layer.out)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def _layer(state: Mapping[str, Tensor], prefix: str) -> nn.Module:
+    parts = [f"{prefix}self_attn.{letter}_proj" for letter in "qkv"]
+    layer = nn.Module()
+    layer.register_buffer("qkv", torch.cat([state[f"{part}.weight"] for part in parts]))
+    biased = f"{parts[0]}.bias" in state
+    layer.register_buffer("qkv_bias", torch.cat([state[f"{part}.bias"] for part in parts]) if biased else None)
+    layer.register_buffer("out", state[f"{prefix}self_attn.o_proj.weight"])
+    layer.register_buffer("gate_up", torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
+    layer.register_buffer("down", state[f"{prefix}mlp.down_proj.weight"])
+    layer.register_buffer("norm_in", state[f"{prefix}input_layernorm.weight"])
+    layer.register_buffer("norm_mid", state[f"{prefix}post_attention_layernorm.weight"])
+    return layer
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+@torch.no_grad()
+def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: bool = False) -> Callable[..., Tensor]:
+    """`torch.compile` as one tunes it for static shapes, after a first call.
+
+    Args:
+        freezing: Have it take the weights for constants, which lets it fold BatchNorms into convolutions. It keeps a
+            copy of them.
+    """
+    made: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
+    with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):
+        made(*inputs)
+    return made

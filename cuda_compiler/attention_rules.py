@@ -2,59 +2,152 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
 from cuda_compiler.cuda_templates import MAX_GRID, WARP, Specializer, groups, template_rule, vector_width
-from npu_compiler.codegen_core import KERNELS, KernelCall
+from npu_compiler.codegen_core import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
 
 FEW_QUERIES = 8
+BLOCK_ROWS = 16  # of a warp's product
+BLOCK_KEYS = 16
 _WARPS = 4
-_BLOCK_ROWS = 16  # of a warp's product
-_BLOCK_KEYS = 16
+_STAGES = 2  # tiles of keys that a warp has in shared memory
 _FILLING_BLOCKS = 264  # two for each multiprocessor of a large GPU
+_ENOUGH_BLOCKS = 64  # to leave the keys of 16 rows to one block, which saves adding up
 _WIDEST = 128  # whose sums a warp holds in registers
 _RESIDENT = 2  # blocks of a multiprocessor, which leaves a thread all the registers that it needs
+_COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of a result that a block of the plain kernel makes
+_TILE_WARPS = 4
+_TILES = ((128, 32), (64, 64))  # rows of a block and keys that it takes at a time; the more rows the better
+_ENOUGH_TILES = 96  # blocks; with fewer, too much of a large GPU would idle
+_SURVEY_THREADS = 256
+_SURVEY_RESIDENT = 4
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The views of a call: q [B, H, T, D], k [B, KV, S, D], v [B, KV, S, Dv], mask [B, H, T, S], out [B, H, T, Dv].
+
+    Attributes:
+        problems: Pairs of a batch and a KV head.
+        rows: Queries of one problem.
+    """
+
+    q: View
+    k: View
+    v: View
+    mask: View | None
+    out: View
+
+    @property
+    def problems(self) -> int:
+        return self.k.shape[0] * self.k.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.q.shape[2] * (self.q.shape[1] // self.k.shape[1])
+
+    @property
+    def inputs(self) -> Mapping[str, View | None]:
+        return {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
 
 
 @template_rule("attention_kernel")
 def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     q, k, v, mask, out = KERNELS[call.kernel].bind(call)
     assert q is not None and k is not None and v is not None and out is not None
-    inputs = {"q": q, "k": k, "v": v, "mask": mask}
-    batch, heads, queries, _ = q.shape
-    kv_heads, keys = k.shape[1], k.shape[2]
-    rows = queries * (heads // kv_heads)
-    threads = _WARPS * WARP
-    if not _suits_tensor_cores(q, k, v):
-        width = min(v.shape[3], _SLICE)
-        blocks = batch * kv_heads * rows * groups(v.shape[3], width)
-        return [make.kernel(call, "attention.cu", function="attention_plain", inputs=inputs, outputs={"out": out},
-                            grid=(blocks, 1, 1), block=(threads, 1, 1), constants={"slice": width})]  # fmt: skip
-    row_blocks = groups(rows, _BLOCK_ROWS)
-    if queries > FEW_QUERIES or max(batch, kv_heads * row_blocks) > MAX_GRID[1]:
-        blocks = batch * kv_heads * groups(rows, _WARPS * _BLOCK_ROWS)
-        return [make.kernel(call, "attention.cu", function="attention_tiled", inputs=inputs, outputs={"out": out},
-                            grid=(blocks, 1, 1), block=(threads, 1, 1), resident=_RESIDENT)]  # fmt: skip
-    splits = min(groups(keys, _WARPS * _BLOCK_KEYS), groups(_FILLING_BLOCKS, batch * kv_heads * row_blocks))
-    grid, constants = (splits, kv_heads * row_blocks, batch), {"splits": splits}
-    if splits == 1:
-        return [make.kernel(call, "attention.cu", function="attention_once", inputs=inputs, outputs={"out": out},
-                            grid=grid, block=(threads, 1, 1), constants=constants, resident=_RESIDENT)]  # fmt: skip
-    sums = make.temporary(call.node, (batch, kv_heads, rows, splits, v.shape[3]), "float32")
+    operands = _Operands(q, k, v, mask, out)
+    rows, problems = operands.rows, operands.problems
+    if not suits_tensor_cores(q, k, v):
+        return _plain(make, call, operands)
+    for tile_rows, tile_keys in _TILES:
+        if rows >= tile_rows and problems * groups(rows, tile_rows) >= _ENOUGH_TILES:
+            return _tiled(make, call, operands, tile_rows, tile_keys)
+    if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
+        return _tiled(make, call, operands, *_TILES[-1])
+    return _split(make, call, operands)
+
+
+def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
+    """A block per query and up to `_SLICE` dimensions of its result."""
+    value_width = operands.v.shape[3]
+    width = min(value_width, _SLICE)
+    blocks = operands.problems * operands.rows * groups(value_width, width)
+    return [make.kernel(call, "attention.cu", function="attention_plain", inputs=operands.inputs,
+                        outputs={"out": operands.out}, grid=(blocks, 1, 1), block=(_WARPS * WARP, 1, 1),
+                        constants={"slice": width})]  # fmt: skip
+
+
+def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
+    """Blocks of 16 rows whose warps share out the keys; several blocks per 16 rows where that fills the GPU."""
+    batch, kv_heads, keys, width = operands.k.shape
+    rows, value_width, out = operands.rows, operands.v.shape[3], {"out": operands.out}
+    row_blocks = groups(rows, BLOCK_ROWS)
+    blocks = operands.problems * row_blocks
+    if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
+        warps = 2 * _WARPS
+        return [make.kernel(call, "attention.cu", function="attention_once", inputs=operands.inputs, outputs=out,
+                            grid=(1, kv_heads * row_blocks, batch), block=(warps * WARP, 1, 1),
+                            shared=split_memory(rows, width, value_width, warps, 1),
+                            constants={"stages": 1})]  # fmt: skip
+    splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
+    sums = make.temporary(call.node, (batch, kv_heads, rows, splits, value_width), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
-    split = make.kernel(call, "attention.cu", function="attention_split", inputs=inputs,
-                        outputs={"sums": sums, "stats": stats}, grid=grid, block=(threads, 1, 1),
-                        constants=constants, resident=_RESIDENT)  # fmt: skip
-    combine = make.kernel(call, "attention.cu", function="attention_combine", inputs={"sums": sums, "stats": stats},
-                          outputs={"out": out}, grid=(batch * kv_heads * rows, 1, 1),
-                          block=(groups(v.shape[3], WARP) * WARP, 1, 1), constants=constants)  # fmt: skip
+    partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
+    split = make.kernel(call, "attention.cu", function="attention_split", inputs=operands.inputs, outputs=partial,
+                        grid=(splits, kv_heads * row_blocks, batch), block=(_WARPS * WARP, 1, 1),
+                        shared=split_memory(rows, width, value_width), constants={**constants, "stages": _STAGES},
+                        resident=_RESIDENT)  # fmt: skip
+    combine = make.kernel(call, "attention.cu", function="attention_combine", inputs=partial, outputs=out,
+                          grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
+                          block=(_COMBINE_THREADS, 1, 1), constants=constants)  # fmt: skip
     return [split, replace(combine, flops=0, bytes_moved=0)]
 
 
-def _suits_tensor_cores(q: View, k: View, v: View) -> bool:
+def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
+    """Bytes of `SplitMemory` in `attention_split.cuh`."""
+    padded = groups(width, 32) * 32, groups(value_width, 64) * 64
+    tiles = stages * BLOCK_KEYS * sum(padded) * 2
+    found = (3 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * padded[1] // 32 * 33) * 4
+    return warps * max(tiles, found)
+
+
+def _tiled(
+    make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
+) -> list[KernelCall]:
+    """Blocks of many rows that share tiles of keys; before, a look at the mask tells which of these they need."""
+    batch, kv_heads, keys, width = operands.k.shape
+    mask, row_blocks = operands.mask, groups(operands.rows, tile_rows)
+    constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
+    calls, verdicts = [], None
+    if mask is not None:
+        looks = (batch if mask.strides[0] else 1, kv_heads if mask.strides[1] else 1, row_blocks)
+        verdicts = make.temporary(call.node, (*looks, groups(keys, tile_keys)), "int32")
+        survey = make.kernel(call, "attention_tiled.cu", function="attention_survey", inputs=operands.inputs,
+                             outputs={"verdicts": verdicts}, grid=(prod(looks), 1, 1), block=(_SURVEY_THREADS, 1, 1),
+                             constants=constants, resident=_SURVEY_RESIDENT)  # fmt: skip
+        calls.append(replace(survey, flops=0, bytes_moved=distinct_bytes(mask)))
+    tiled = make.kernel(call, "attention_tiled.cu", function="attention_tiled",
+                        inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
+                        grid=(operands.problems * row_blocks, 1, 1), block=(_TILE_WARPS * WARP, 1, 1),
+                        shared=_tile_memory(width, operands.v.shape[3], tile_rows, tile_keys),
+                        constants=constants, resident=_RESIDENT)  # fmt: skip
+    return [*calls, tiled]
+
+
+def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:
+    """Bytes of `Memory` in `attention_tiled.cu`."""
+    key_row, value_row = (2 * (groups(each, 16) * 16 + 8) for each in (width, value_width))
+    held_queries = tile_rows if tile_rows > _TILE_WARPS * BLOCK_ROWS else 1
+    return 2 * tile_keys * (key_row + value_row) + held_queries * key_row
+
+
+def suits_tensor_cores(q: View, k: View, v: View) -> bool:
     """16-bit operands of one type whose rows are whole 16-byte pieces, and narrow enough for registers."""
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
     widths = (q.shape[3], v.shape[3])

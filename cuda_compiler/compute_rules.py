@@ -16,6 +16,10 @@ _MOST_WARPS = 32
 _MANY_ROWS = 1024  # from here on rows fill the GPU; fewer threads to each have more to do
 _TEAMS = 4
 _HELD_PACKS = 4
+_EXTREMES = ("max_kernel", "min_kernel", "argmax_kernel", "argmin_kernel")
+_FEW_ROWS = 32
+_LONG_ROW = 16384
+_CHUNKS = 128  # of a long row
 
 
 def shared_pack(views: Iterable[View], most: int = 8) -> int:
@@ -49,8 +53,31 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
     call = replace(call, inputs=(x,), outputs=(out,), params={**call.params, "reduce_dims": len(inner)})
     pack = min(vector_width(x), 16 // itemsize(x.dtype)) if len(inner) == 1 else 1
+    if call.kernel in _EXTREMES and out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1]:
+        if inner[0] >= _LONG_ROW:
+            return [_extreme_of_long_rows(make, call, pack)]
     constants, grid, block = _teams(out.numel, numel(inner) // pack)
     return [make.kernel(call, "reduce.cu", grid=grid, block=block, constants=constants)]
+
+
+def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> KernelCall:
+    """One block to a row would leave the rest of the GPU idle."""
+    (x,), (out,) = call.inputs, call.outputs
+    x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
+    rows, width = x.shape
+    chunk = WARP * pack * groups(groups(width, _CHUNKS), WARP * pack)
+    chunks, warps = groups(width, chunk), min(chunk // pack // WARP, 8)
+    stem = call.outputs[0].buffer
+    outputs = {
+        "best": make.temporary(stem, (rows, chunks), "int32"), "index": make.temporary(stem, (rows, chunks), "int32"),
+        "done": make.counter(stem), "out": out,
+    }  # fmt: skip
+    constants = {
+        "chunk": chunk, "pack": pack, "least": "min" in call.kernel, "wants_index": call.kernel.startswith("arg"),
+        "team_warps": warps, "teams": 1,
+    }  # fmt: skip
+    return make.kernel(call, "long_rows.cu", function="extreme_of_long_rows", grid=(chunks, rows, 1),
+                       block=(warps * WARP, 1, 1), inputs={"x": x}, outputs=outputs, constants=constants)  # fmt: skip
 
 
 @template_rule("softmax_kernel", "log_softmax_kernel", "masked_softmax_kernel")

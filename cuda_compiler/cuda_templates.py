@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from npu_compiler.codegen_core import KERNELS, BufferAllocation, KernelCall, KernelDecl
+from npu_compiler.codegen_core import KERNELS, BufferAllocation, BufferKind, KernelCall, KernelDecl
 from npu_compiler.dtypes import as_int32
 from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.errors import NPUError
@@ -36,7 +36,7 @@ class Specializer:
 
     Attributes:
         sources: Source text by name, a hash of the text.
-        temporaries: Arena buffers that the rules asked for, by name.
+        temporaries: Buffers that the rules asked for, by name.
         taken: Names of the program's buffers.
     """
 
@@ -57,10 +57,17 @@ class Specializer:
 
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
         """A row-major arena buffer for a value between two kernels of one call."""
+        return self._buffer(stem, "arena", shape, dtype)
+
+    def counter(self, stem: str) -> View:
+        """One int32 that is 0 when the program is loaded and keeps its value from run to run."""
+        return self._buffer(stem, "persistent", (1,), "int32")
+
+    def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
         index = len(self.temporaries)
         while (name := f"{stem}.cuda{index}") in self.taken or name in self.temporaries:
             index += 1
-        self.temporaries[name] = BufferAllocation(name, "arena", shape, dtype)
+        self.temporaries[name] = BufferAllocation(name, kind, shape, dtype)
         return View(name, shape, contiguous_strides(shape), 0, dtype)
 
     def kernel(
@@ -76,6 +83,7 @@ class Specializer:
         outputs: Mapping[str, View | None] | None = None,
         constants: Mapping[str, bool | int | float] | None = None,
         resident: int = 1,
+        cluster: int = 1,
     ) -> KernelCall:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
@@ -88,6 +96,7 @@ class Specializer:
             constants: Further `constexpr`s, by name.
             resident: Blocks that a multiprocessor should hold at a time, which bounds a thread's registers. Where it is
                 1, the compiler prefers many threads to many loads on their way.
+            cluster: Neighbouring blocks along z that see each other's shared memory, on GPUs that have clusters.
         """
         function = function or call.kernel
         decl = KERNELS.get(call.kernel)
@@ -98,7 +107,7 @@ class Specializer:
             views = dict(zip(declared, bound, strict=True))
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
-        source = self._source(call, decl, file, function, block, resident, inputs, outputs, constants or {})
+        source = self._source(call, decl, file, function, block, resident, cluster, inputs, outputs, constants or {})
         launch = {"grid": check_grid(grid, call), "block": list(block), "shared": shared}
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch)
@@ -117,6 +126,7 @@ class Specializer:
         function: str,
         block: Size3,
         resident: int,
+        cluster: int,
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
         constants: Mapping[str, bool | int | float],
@@ -126,22 +136,35 @@ class Specializer:
             (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared_buffers))
             for name, view in (*inputs.items(), *outputs.items())
         ]
-        key = repr(
-            (call.kernel, file, function, block, resident, geometry, len(inputs), dict(call.params), dict(constants))
-        )
+        shape = (block, resident, cluster)
+        key = repr((call.kernel, file, function, shape, geometry, len(inputs), dict(call.params), dict(constants)))
         if key not in self._made:
-            fields = decl.fields if decl is not None else {}
             parts = [
                 template_text("common.cuh"),
-                *(_operand_struct(name, view) for name, view in (*inputs.items(), *outputs.items())),
-                _parameters(fields, call.params),
-                *(f"constexpr {_typed(name, value)};\n" for name, value in constants.items()),
-                _signature(inputs, outputs, shared_buffers, block, resident),
-                _kernel_text(file, function),
+                specialized(call, decl, inputs, outputs, constants),
+                _signature(inputs, outputs, shared_buffers, block, resident, cluster),
+                kernel_text(file, function),
             ]
             views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]
             self._made[key] = self.add_source(index_type(views) + "\n".join(parts))
         return self._made[key]
+
+
+def specialized(
+    call: KernelCall,
+    decl: KernelDecl | None,
+    inputs: Mapping[str, View | None],
+    outputs: Mapping[str, View | None],
+    constants: Mapping[str, bool | int | float],
+) -> str:
+    """What a template's text refers to: a struct for each operand, the call's parameters and further constants."""
+    return "\n".join(
+        [
+            *(_operand_struct(name, view) for name, view in (*inputs.items(), *outputs.items())),
+            _parameters(decl.fields if decl is not None else {}, call.params),
+            *(f"constexpr {_typed(name, value)};\n" for name, value in constants.items()),
+        ]
+    )
 
 
 Rule: TypeAlias = Callable[[Specializer, KernelCall], list[KernelCall]]
@@ -326,6 +349,7 @@ def _signature(
     shared_buffers: set[str],
     block: Size3,
     resident: int,
+    cluster: int,
 ) -> str:
     arguments = []
     for side, const in ((inputs, "const "), (outputs, "")):
@@ -335,9 +359,11 @@ def _signature(
                 arguments.append(f"{const}{TYPES[view.dtype]} *{alone}{name}")
     threads = block[0] * block[1] * block[2]
     bounds = f"{threads}" if resident == 1 else f"{threads}, {resident}"
+    attributes = f"CLUSTER({cluster}) " if cluster > 1 else ""
+    attributes += f"__launch_bounds__({bounds})"
     return (
         f"constexpr int THREADS = {threads};\n"
-        f'#define KERNEL(name) extern "C" __global__ void __launch_bounds__({bounds}) name({", ".join(arguments)})\n'
+        f'#define KERNEL(name) extern "C" __global__ void {attributes} name({", ".join(arguments)})\n'
     )
 
 
@@ -349,7 +375,7 @@ def template_text(file: str) -> str:
 
 
 @cache
-def _kernel_text(file: str, function: str) -> str:
+def kernel_text(file: str, function: str) -> str:
     """What of a template concerns one kernel: all before the first `#kernel` line, and the parts that name it."""
     head, *parts = template_text(file).split("\n#kernel ")
     chosen = [rest for names, _, rest in (part.partition("\n") for part in parts) if function in names.split()]

@@ -26,12 +26,33 @@ def _linear(make: Specializer, call: KernelCall) -> list[KernelCall]:
     assert x is not None and weight is not None
     if call.params["m"] <= VECTOR_ROWS:
         return [_matvec(make, call, inputs, x, weight)]
-    out = call.outputs[0]
-    product = gemm(call, x, weight.transpose(0, 1), out)
-    if product is None:
-        operands = {"left": x, "right": weight, "bias": inputs["bias"], "residual": inputs["residual"]}
+    return _many_rows(make, call, x, weight.transpose(0, 1), inputs["bias"], inputs["residual"])
+
+
+def _many_rows(
+    make: Specializer, call: KernelCall, a: View, b: View, bias: View | None, residual: View | None
+) -> list[KernelCall]:
+    """out = act(a · b + bias) + residual by cuBLAS, alone where it can add all that there is to add.
+
+    Otherwise the product stays in float32 until all is added, so that the result is rounded once.
+    """
+    out, activation = call.outputs[0], call.params["activation"]
+    if gemm(call, a, b, out) is None:
+        operands = {"left": a, "right": b.transpose(0, 1), "bias": bias, "residual": residual}
         return [_tiled(make, call, "tiled_linear", operands, out)]
-    return _with_epilogue(make, call, product, inputs["bias"], inputs["residual"])
+    if activation == "none" or residual is None and _cublas_activates(activation, out.dtype):
+        product = gemm(call, a, b, out, bias=bias, residual=residual, activation=activation)
+        if product is not None:
+            return [product]
+    between = out if out.dtype == "float32" else make.temporary(call.node, out.shape, "float32")
+    product = gemm(call, a, b, between)
+    assert product is not None
+    return [product, _epilogue(make, call, between, bias, residual, out)]
+
+
+def _cublas_activates(activation: str, dtype: str) -> bool:
+    """Whether cuBLAS has an activation; its tanh is off by some 1e-6, which only a 16-bit result hides."""
+    return activation == "relu" or activation == "gelu_tanh" and dtype != "float32"
 
 
 def _operands(call: KernelCall) -> dict[str, View | None]:
@@ -108,34 +129,12 @@ def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str,
 @template_rule("linear_epilogue_kernel")
 def _linear_epilogue(make: Specializer, call: KernelCall) -> list[KernelCall]:
     product, bias, residual, out = KERNELS[call.kernel].bind(call)
-    assert out is not None
+    assert product is not None and out is not None
     return [_epilogue(make, call, product, bias, residual, out)]
 
 
-def _with_epilogue(
-    make: Specializer, call: KernelCall, product: KernelCall, bias: View | None, residual: View | None
-) -> list[KernelCall]:
-    """A cuBLAS product with bias, activation and residual.
-
-    One addend of the result's dtype is what the product is added to, exactly. Otherwise the product stays in float32
-    until all is added, so that the result is rounded once.
-    """
-    out = call.outputs[0]
-    addends = [view for view in (bias, residual) if view is not None]
-    activated = call.params["activation"] != "none"
-    if not addends and not activated:
-        return [product]
-    if len(addends) == 1 and not activated and out.dtype in ("float32", addends[0].dtype):
-        beneath = _epilogue(make, call, None, bias, residual, out)
-        return [beneath, replace(product, params={**product.params, "beta": 1.0})]
-    between = out if out.dtype == "float32" else make.temporary(call.node, out.shape, "float32")
-    params = {**product.params, "ldc": max(1, between.strides[0] if between.shape[0] > 1 else between.shape[1])}
-    product = replace(product, outputs=(between,), params=params)
-    return [product, _epilogue(make, call, between, bias, residual, out)]
-
-
 def _epilogue(
-    make: Specializer, call: KernelCall, product: View | None, bias: View | None, residual: View | None, out: View
+    make: Specializer, call: KernelCall, product: View, bias: View | None, residual: View | None, out: View
 ) -> KernelCall:
     views = [view for view in (product, bias, residual, out) if view is not None]
     pack = min(8, *(vector_width(view) for view in views))
@@ -149,15 +148,38 @@ def _epilogue(
     return replace(made, flops=0, bytes_moved=0) if call.kernel != "linear_epilogue_kernel" else made
 
 
-def gemm(call: KernelCall, a: View, b: View, out: View, alpha: float = 1.0) -> KernelCall | None:
-    """out[…, M, N] = alpha · a[…, M, K] · b[…, K, N] as a cuBLAS call; None where cuBLAS does not take the operands."""
-    if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32") or 0 in a.shape:
+def gemm(
+    call: KernelCall,
+    a: View,
+    b: View,
+    out: View,
+    alpha: float = 1.0,
+    bias: View | None = None,
+    residual: View | None = None,
+    activation: str = "none",
+) -> KernelCall | None:
+    """out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]) as a cuBLAS call.
+
+    None where cuBLAS does not take the operands: matrices must have rows or columns that are packed, and where there is
+    more to do than the product, aligned; addends must have the result's dtype.
+    """
+    if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32"):
+        return None
+    if 0 in (*a.shape, *b.shape) or any(view is not None and view.dtype != out.dtype for view in (bias, residual)):
+        return None
+    if bias is not None and (_leading(out) is None or _leading(bias.unsqueeze(0)) is None):
+        return None
+    beneath = out if residual is None else residual
+    is_plain = bias is None and residual is None and activation == "none"
+    if not is_plain and not all(_is_aligned(view) for view in (a, b, beneath, out)):
         return None
     if _leading(out) is None:
-        a, b, out = b.transpose(-1, -2), a.transpose(-1, -2), out.transpose(-1, -2)
-    batch, strides = collapse(out.shape[:-2], a.strides[:-2], b.strides[:-2], out.strides[:-2])
-    ldc = _leading(out)
-    if ldc is None or len(batch) > 1:
+        a, b = b.transpose(-1, -2), a.transpose(-1, -2)
+        out, beneath = out.transpose(-1, -2), beneath.transpose(-1, -2)
+    lead = out.shape[:-2]
+    batch, strides = collapse(lead, *(view.strides[: len(lead)] for view in (a, b, beneath, out)))
+    ldc, ldr = _leading(out), _leading(beneath)
+    if ldc is None or ldr is None or len(batch) > 1:
         return None
     sides: dict[str, Any] = {}
     for name, view in (("a", a), ("b", b)):
@@ -166,12 +188,19 @@ def gemm(call: KernelCall, a: View, b: View, out: View, alpha: float = 1.0) -> K
         if leading is None:
             return None
         sides |= {f"trans_{name}": plain is None, f"ld{name}": leading}
-    steps = {f"stride_{name}": step[0] if step else 0 for name, step in zip("abc", strides, strict=True)}
+    steps = {f"stride_{name}": step[0] if step else 0 for name, step in zip("abrc", strides, strict=True)}
     params = {
-        "m": out.shape[-2], "n": out.shape[-1], "k": a.shape[-1], "ldc": ldc, "batch": numel(batch), "alpha": alpha,
-        "beta": 0.0, **sides, **steps,
+        "m": out.shape[-2], "n": out.shape[-1], "k": a.shape[-1], "ldc": ldc, "ldr": ldr, "batch": numel(batch),
+        "alpha": alpha, "activation": activation, "has_bias": bias is not None, "has_residual": residual is not None,
+        **sides, **steps,
     }  # fmt: skip
-    return replace(call, kernel="cublas_gemm", source="", inputs=(a, b), outputs=(out,), params=params)
+    inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
+    return replace(call, kernel="cublas_gemm", source="", inputs=inputs, outputs=(out,), params=params)
+
+
+def _is_aligned(matrix: View) -> bool:
+    """Whether each row, or each column, begins at a multiple of 16 bytes."""
+    return max(map(vector_width, (matrix, matrix.transpose(-1, -2)))) * itemsize(matrix.dtype) >= 16
 
 
 def _leading(matrix: View) -> int | None:

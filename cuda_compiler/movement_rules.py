@@ -1,4 +1,4 @@
-"""What the calls that move elements, pool or convolve become."""
+"""What the calls that move elements become."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View
 
 _BLOCK = 256
-_CONV_BLOCK = 64  # channels and pixels of a block of the matrix form
 
 
 def _per_element(make: Specializer, call: KernelCall, file: str) -> list[KernelCall]:
@@ -24,22 +23,6 @@ def _tensor_op(make: Specializer, call: KernelCall) -> list[KernelCall]:
 @template_rule("gather_kernel", "index_select_kernel", "index_kernel")
 def _pick(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return _per_element(make, call, "indexing.cu")
-
-
-@template_rule("upsample_nearest_kernel", "upsample_bilinear_kernel")
-def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_element(make, call, "upsample.cu")
-
-
-@template_rule("max_pool2d_kernel", "avg_pool2d_kernel")
-def _pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_element(make, call, "pool.cu")
-
-
-@template_rule("adaptive_avg_pool2d_kernel")
-def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    grid = (groups(call.outputs[0].numel, _BLOCK // WARP), 1, 1)
-    return [make.kernel(call, "pool.cu", grid=grid, block=(_BLOCK, 1, 1))]
 
 
 @template_rule("embedding_kernel")
@@ -72,20 +55,3 @@ def _common_vector(*views: View) -> int:
     while views[0].shape[-1] % width:
         width //= 2
     return width
-
-
-@template_rule("conv2d_kernel")
-def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    images, channels, rows, columns = call.outputs[0].shape
-    pixels, count = rows * columns, call.params["groups"]
-    if call.params["direct"]:
-        block = min(_BLOCK, WARP * groups(pixels, WARP))
-        grid = (groups(pixels, block), channels, images)
-        return [make.kernel(call, "conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))]
-    grid = (groups(pixels, _CONV_BLOCK), count * groups(channels // count, _CONV_BLOCK), images)
-    return [make.kernel(call, "conv.cu", grid=grid, block=(_BLOCK, 1, 1))]
-
-
-@template_rule("conv_transpose2d_kernel")
-def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_element(make, call, "conv.cu")

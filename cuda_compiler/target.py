@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import cuda_compiler.compute_rules
+import cuda_compiler.conv_rules
 import cuda_compiler.movement_rules  # noqa: F401  (they register their templates)
+from cuda_compiler.channels_last import lay_channels_last
 from cuda_compiler.cuda_codegen import generate_elementwise
 from cuda_compiler.cuda_templates import Specializer
+from cuda_compiler.resident import RESIDENT, form_resident_kernels
 from cuda_compiler.subgraph_analyzer import Group, find_groups
 from npu_compiler.codegen_core import ExecutionPlan, KernelCall, MetalCodegenTarget
 from npu_compiler.target_config import TargetConfig
@@ -17,9 +20,20 @@ CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)
 
 
 class CUDACodegenTarget(MetalCodegenTarget):
-    """Fuses element-wise calls and specializes all others; the sources travel in the program."""
+    """Fuses element-wise calls and specializes all others; the sources travel in the program.
+
+    Args:
+        shared_memory: Bytes that a block may have on the GPU that is meant; by default Hopper's.
+    """
 
     config = CUDA_GPU
+
+    def __init__(self, shared_memory: int = 227 * 1024) -> None:
+        self.shared_memory = shared_memory
+
+    @property
+    def key(self) -> str:
+        return f"{self.config.name} with {self.shared_memory} bytes of shared memory"
 
     def shader_source(self, filename: str) -> str:
         return f"cuda_compiler/templates/{filename}"
@@ -29,8 +43,10 @@ class CUDACodegenTarget(MetalCodegenTarget):
 
         Buffers that only lived between the calls of one fused kernel disappear.
         """
+        plan = lay_channels_last(plan)
         make = Specializer(frozenset(plan.buffers))
         kept = {view.buffer for view in plan.output_views.values()}
+        plan = replace(plan, calls=form_resident_kernels(plan, make, self.shared_memory))
         prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
         read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
         prologue = _generate(prologue_groups, plan, make, read_later)
@@ -38,12 +54,10 @@ class CUDACodegenTarget(MetalCodegenTarget):
         touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
         buffers = {
             name: buffer
-            for name, buffer in plan.buffers.items()
+            for name, buffer in {**plan.buffers, **make.temporaries}.items()
             if buffer.kind not in ("arena", "persistent") or name in touched
         }
-        return replace(
-            plan, prologue=prologue, calls=calls, buffers={**buffers, **make.temporaries}, sources=dict(make.sources)
-        )
+        return replace(plan, prologue=prologue, calls=calls, buffers=buffers, sources=dict(make.sources))
 
 
 def _generate(
@@ -61,7 +75,8 @@ def _generate(
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
         if not group.is_elementwise:
-            calls += make.expand(group.calls[0])
+            call = group.calls[0]
+            calls += [call] if call.kernel == RESIDENT else make.expand(call)
             continue
         stored = [
             view

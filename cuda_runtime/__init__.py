@@ -1,4 +1,4 @@
-"""The CUDA device: kernels through NVRTC, matrix products through cuBLAS, a run as one CUDA graph launch."""
+"""The CUDA device: kernels through NVRTC, matrix products through cuBLASLt, a run as one CUDA graph launch."""
 
 from cuda_runtime.cuda_backend import CUDABackend, CUDABuffer
 

@@ -1,4 +1,4 @@
-"""`CUDABackend`: an NVIDIA GPU. Kernels come with the program as CUDA C; the products it leaves open go to cuBLAS."""
+"""`CUDABackend`: an NVIDIA GPU. Kernels come with the program as CUDA C; the products it leaves open go to cuBLASLt."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import Any
 import numpy as np
 
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
-from cuda_runtime.cublas import CUBLAS_GEMM, Cublas
+from cuda_compiler.conv_rules import CONVOLUTION
+from cuda_runtime.cublaslt import CUBLAS_GEMM
 from cuda_runtime.cuda_device import CUDADevice
+from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
+from cuda_runtime.overlapping import overlapping_launch
+from cuda_runtime.tuned_convolutions import TunedConvolutions
+from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler.codegen import CodegenTarget, KernelCall
 from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
@@ -24,7 +29,7 @@ from npu_compiler.target_config import TargetConfig
 from npu_compiler.views import numel
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.buffer import pack_array, storage_name
-from npu_runtime.native.build import cache_folder
+from npu_runtime.cache_folder import cache_folder
 
 _STORED = ("float16", "bfloat16", "float32", "int32", "bool", "uint8")
 
@@ -156,6 +161,7 @@ class CUDABackend(Backend):
     """
 
     config: TargetConfig = CUDA_GPU
+    runs_ahead = 4
 
     def __init__(self, device_id: int = 0) -> None:
         self._device = CUDADevice(device_id)
@@ -168,7 +174,7 @@ class CUDABackend(Backend):
 
     @property
     def target(self) -> CodegenTarget:
-        return CUDACodegenTarget()
+        return CUDACodegenTarget(int(self._device.properties["sharedMemPerBlockOptin"]))
 
     @property
     def counters(self) -> Counter[str]:
@@ -186,8 +192,12 @@ class CUDABackend(Backend):
             ) from error
 
     @cached_property
-    def _cublas(self) -> Cublas:
-        return Cublas(self._device)
+    def _products(self) -> TunedProducts:
+        return TunedProducts(self._device, cache_folder() / "cuda")
+
+    @cached_property
+    def _convolutions(self) -> TunedConvolutions:
+        return TunedConvolutions(self._device, cache_folder() / "cuda", self._start, open_cudnn(self._device))
 
     def allocate_buffer(
         self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
@@ -199,6 +209,19 @@ class CUDABackend(Backend):
         buffer._upload(stored)
         return buffer
 
+    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> CUDABuffer:
+        """Each part is uploaded to its place, if it needs no cast or padding: joining them on the host costs a copy."""
+        stored = numpy_dtype(spec.storage or spec.dtype)
+        whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
+        if len(parts) == 1 or any(part.dtype != stored for part in parts) or whole != (spec.alloc_shape or spec.shape):
+            return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
+        buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, stored.name)
+        start = 0
+        for part in parts:
+            self._device.upload(buffer.native_handle[start : start + part.nbytes], part)
+            start += part.nbytes
+        return buffer
+
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
         if dtype not in _STORED:
             raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(_STORED))}")
@@ -206,17 +229,34 @@ class CUDABackend(Backend):
         self._device.clear(buffer.native_handle)
         return buffer
 
+    def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:
+        """In pinned memory of the host, which kernels write through the bus: a run needs no copy to show its result."""
+        memory, host = self._device.allocate_visible(numel(shape) * itemsize(dtype))
+        seen = host.view(numpy_dtype(dtype)).reshape(shape)
+        return CUDABuffer(self._device, shape, None, dtype, memory), lambda: seen
+
+    def marker(self) -> Callable[[], None]:
+        return self._device.marker()
+
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Compile the sources that the calls need, all at once, unless that was done before.
+        """Compile the sources that the calls need, all at once, and tune the products, unless that was done before.
 
         Raises:
             DeviceError: a source is missing, does not compile, or is another than the one known by its name.
         """
         needed: dict[str, str] = {}
+        products: list[KernelCall] = []
+        convolutions: list[KernelCall] = []
+        kernels: list[KernelCall] = []
         for call in calls:
             if call.kernel == CUBLAS_GEMM:
-                _ = self._cublas  # its handle and workspace are not to be made while a graph is captured
-                continue
+                products.append(call)
+            elif CONVOLUTION in call.params:
+                convolutions.append(call)
+                kernels += self._convolutions.kernels(call)
+            else:
+                kernels.append(call)
+        for call in kernels:
             text = sources.get(call.source, self._sources.get(call.source))
             if text is None:
                 raise DeviceError(f"the program holds no source '{call.source}' for kernel '{call.kernel}'")
@@ -230,23 +270,64 @@ class CUDABackend(Backend):
                 module.load(image)
             self._modules[name] = module
             self._sources[name] = needed[name]
+        if products:
+            self._products.tune(products)
+        if convolutions:
+            self._convolutions.tune(convolutions)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> CUDALaunch:
         operands = [*inputs, *outputs]
         addresses = [_address(operand) for operand in operands]
         memory = [operand.memory.native_handle for operand in operands]
         if call.kernel == CUBLAS_GEMM:
-            a, b, out = addresses
-            return CUDALaunch(self._device, call, self._cublas.gemm(call, a, b, out), memory)
+            return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
+        if call.params.get("resident"):
+            return self._prepare_resident(call, addresses, memory)
+        if CONVOLUTION in call.params:
+            form = self._convolutions.form(call)
+            if not isinstance(form, KernelCall):
+                return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
+            call = form
+        return CUDALaunch(self._device, call, self._start(call, addresses), memory)
+
+    def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
+        """What enqueues a kernel on operands at these addresses, inputs first."""
         grid, block, shared = call.params["grid"], call.params["block"], call.params["shared"]
         if 0 in grid:
-            return CUDALaunch(self._device, call, _do_nothing, None)
+            return _do_nothing
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
+        stream, pointers = self._device.stream.ptr, places.ctypes.data
+        if call.params.get("overlapping") and self._device.arch >= 90:
+            launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, stream, pointers)
+        else:
+            launch = partial(
+                self._device.driver.launchKernel, function.ptr, *grid, *block, shared, stream, pointers, 0
+            )
+
+        def start(keep: object = (function, arguments, places)) -> None:
+            launch()
+
+        return start
+
+    def _prepare_resident(self, call: KernelCall, addresses: list[int], memory: list[Any]) -> CUDALaunch:
+        """A kernel with a block on every multiprocessor, all running at the same time, that takes its operands as one
+        struct and uses all the shared memory that a block may have."""
+        block, least = call.params["block"], call.params["shared"]
+        properties, driver = self._device.properties, self._device.driver
+        function = self._function(call, numel(block), least)
+        with self._device.active(f"kernel '{call.kernel}' cannot be used"):
+            taken = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
+            shared = int(properties["sharedMemPerBlockOptin"]) - taken
+            driver.funcSetAttribute(
+                function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, max(shared, least)
+            )
+        arguments = np.array(addresses, np.uint64)
+        places = np.array([arguments.ctypes.data], np.uint64)
         start = partial(
-            self._device.driver.launchKernel, function.ptr, *grid, *block, shared, self._device.stream.ptr,
-            places.ctypes.data, 0,
+            driver.launchCooperativeKernel, function.ptr, int(properties["multiProcessorCount"]), 1, 1, *block,
+            max(shared, least), self._device.stream.ptr, places.ctypes.data,
         )  # fmt: skip
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 
@@ -278,16 +359,33 @@ class CUDABackend(Backend):
     def synchronize(self) -> None:
         self._device.synchronize()
 
+    @cached_property
+    def _hold(self) -> Callable[[], object]:
+        call = KernelCall("hold", "hold", (), (), {"grid": [1, 1, 1], "block": [1, 1, 1], "shared": 0}, "hold")
+        self.compile([call], {"hold": _HOLD})
+        return self._start(call, ())
+
     def timed(self, launch: Launch) -> float:
-        event = self._device.cupy.cuda.Event
+        """By events around it. The GPU is held up until all is enqueued, else it would wait for the host in between."""
+        event, hold = self._device.cupy.cuda.Event, self._hold
         with self._device.active("cannot time a launch"):
             start, end = event(), event()
+            hold()
             start.record(self._device.stream)
             launch()
             end.record(self._device.stream)
             end.synchronize()
             milliseconds: float = self._device.cupy.cuda.get_elapsed_time(start, end)
         return milliseconds / 1000
+
+
+_HOLD = """
+extern "C" __global__ void hold() {
+    for (int i = 0; i < 100; i++) {
+        __nanosleep(1000);
+    }
+}
+"""
 
 
 def _address(operand: Operand) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import DeviceError
+from npu_runtime.pieces import in_pieces
 
 _GIB = 2**30
-_STAGING_BYTES = 8 * 2**20
-_STAGING_SLOTS = 4
+_STAGING_BYTES = 4 * 2**20
+_STAGING_SLOTS = 16
 _FAILED = "the GPU failed, perhaps in a kernel launched earlier (CUDA_LAUNCH_BLOCKING=1 in the environment shows which)"
 
 
@@ -40,8 +41,8 @@ class CUDADevice:
     """A GPU and the one stream on which everything of a backend happens, in order.
 
     Attributes:
-        counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, and what the kernel
-            cache counts.
+        counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
+            what the kernel cache counts.
         arch: Compute capability as CUDA writes it: 90 is 9.0.
         failures: The exceptions that CuPy raises when CUDA reports an error.
 
@@ -108,6 +109,30 @@ class CUDADevice:
         self.counters["allocations"] += 1
         return memory
 
+    def allocate_visible(self, size: int) -> tuple[Any, np.ndarray]:
+        """Zeroed pinned host memory, as the GPU's kernels and as the host see it."""
+        cuda = self.cupy.cuda
+        with self.active("cannot allocate pinned memory"):
+            pinned = cuda.alloc_pinned_memory(size)
+            address = cuda.UnownedMemory(pinned.ptr, size, pinned, self._gpu.id)
+            memory = self.cupy.ndarray((size,), np.uint8, cuda.MemoryPointer(address, 0))
+        host = np.frombuffer(pinned, np.uint8, size)
+        host[:] = 0
+        self.counters["allocations"] += 1
+        return memory, host
+
+    def marker(self) -> Callable[[], None]:
+        """A place on the stream; calling it waits until the GPU is past it."""
+        with self.active(_FAILED):
+            event = self.cupy.cuda.Event(disable_timing=True)
+            event.record(self.stream)
+
+        def wait() -> None:
+            with self.active(_FAILED):
+                event.synchronize()
+
+        return wait
+
     def clear(self, memory: Any) -> None:
         if memory.nbytes:
             with self.active("cannot clear memory"):
@@ -125,10 +150,11 @@ class CUDADevice:
         """Copy an array's bytes to the front of `memory`; the array may be changed as soon as this returns."""
         self.counters["uploads"] += 1
         source = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        with self.active(_FAILED), self._staging_lock:
+        with self._staging_lock:
             if self._staging is None:
-                self._staging = Staging(self)
-            self._staging.copy(memory.data.ptr, source)
+                with self.active("cannot allocate pinned memory"):
+                    self._staging = Staging(self)
+        self._staging.copy(memory.data.ptr, source)
 
     def download(self, memory: Any) -> np.ndarray:
         """The bytes of `memory`, after all that was enqueued before."""
@@ -151,31 +177,41 @@ class _Slot:
 
 
 class Staging:
-    """A ring of pinned buffers: while the GPU reads one, the host fills the next.
+    """Pinned buffers through which uploads go: while the GPU reads some, threads of the host fill others.
 
-    A copy from memory that is not pinned goes through a buffer of the driver's anyway, and blocks the host until then.
+    A copy from memory that is not pinned goes through a buffer of the driver's anyway, and one thread of the host is
+    slower than the bus.
     """
 
     def __init__(self, device: CUDADevice) -> None:
         self._device = device
         cuda = device.cupy.cuda
-        slots = []
-        for _ in range(_STAGING_SLOTS):
-            pinned = cuda.alloc_pinned_memory(_STAGING_BYTES)
-            slots.append(_Slot(np.frombuffer(pinned, np.uint8, _STAGING_BYTES), cuda.Event(disable_timing=True)))
-        self._ring = itertools.cycle(slots)
+        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        pinned = cuda.alloc_pinned_memory(_STAGING_SLOTS * _STAGING_BYTES)
+        whole = np.frombuffer(pinned, np.uint8, _STAGING_SLOTS * _STAGING_BYTES)
+        for memory in np.split(whole, _STAGING_SLOTS):
+            self._free.put(_Slot(memory, cuda.Event(disable_timing=True)))
 
     def copy(self, target: int, source: np.ndarray) -> None:
         """Enqueue a copy of bytes to a device address."""
+
+        def copy_piece(piece: slice) -> None:
+            with self._device.active(_FAILED):
+                self._copy_piece(target + piece.start, source[piece])
+
+        in_pieces(copy_piece, source.size, _STAGING_BYTES)
+
+    def _copy_piece(self, target: int, source: np.ndarray) -> None:
         runtime, stream = self._device.runtime, self._device.stream
-        for start in range(0, source.size, _STAGING_BYTES):
-            part = source[start : start + _STAGING_BYTES]
-            slot = next(self._ring)
+        slot = self._free.get()
+        try:
             slot.read.synchronize()
-            slot.memory[: part.size] = part
+            slot.memory[: source.size] = source
             kind = runtime.memcpyHostToDevice
-            runtime.memcpyAsync(target + start, slot.memory.ctypes.data, part.size, kind, stream.ptr)
+            runtime.memcpyAsync(target, slot.memory.ctypes.data, source.size, kind, stream.ptr)
             slot.read.record(stream)
+        finally:
+            self._free.put(slot)
 
 
 def _amount(size: int) -> str:

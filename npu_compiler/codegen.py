@@ -144,9 +144,11 @@ def _reads_through_alias(graph: IRGraph, source: str, index: int) -> bool:
 
     aliases = {source}
     for position, node in enumerate(graph.nodes):
-        if position >= index and any(name in aliases - {source} for name in node.inputs):
+        if aliases.isdisjoint(node.inputs):
+            continue
+        if position >= index and not (aliases - {source}).isdisjoint(node.inputs):
             return True
-        if (is_alias(node) or node.base in ("aten.to", "npu.cast")) and any(name in aliases for name in node.inputs):
+        if is_alias(node) or node.base in ("aten.to", "npu.cast"):
             aliases.update(node.outputs)
     return any(name in aliases for name in graph.outputs)
 

@@ -182,6 +182,11 @@ class CodegenTarget(ABC):
 
     config: TargetConfig
 
+    @property
+    def key(self) -> str:
+        """What tells apart targets whose programs differ, for caches."""
+        return self.config.name
+
     @abstractmethod
     def elementwise_kernel(self, kernel_name: str) -> tuple[str, str]:
         """(kernel, source file) of an element-wise kernel."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ class IRGraph:
         return iter(self.nodes)
 
 
+@cache
 def base_op(op_type: str) -> str:
     """`aten.add` of `aten.add.Tensor`; other names unchanged, but for the built-in `getitem`."""
     if op_type == "<built-in function getitem>":

@@ -1,15 +1,30 @@
 """Online: buffers, weights, executors and the CPU device."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from npu_runtime.backend import Backend, DeviceBuffer, Operand
 from npu_runtime.buffer import NPUBuffer
-from npu_runtime.cpu_backend import CPUBackend
-from npu_runtime.cpu_fallback import execute_cpu_partition
-from npu_runtime.dag_executor import DAGExecutor
 from npu_runtime.device import Device, available_devices, register_device
 from npu_runtime.executor import Executor
 from npu_runtime.metal_backend import MetalBackend
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import load_weights
+
+if TYPE_CHECKING:
+    from npu_runtime.cpu_backend import CPUBackend
+    from npu_runtime.cpu_fallback import execute_cpu_partition
+    from npu_runtime.dag_executor import DAGExecutor
+
+# They work with torch, whose import takes longer than a second start on another device does without it.
+_WITH_TORCH = {"CPUBackend": "cpu_backend", "DAGExecutor": "dag_executor", "execute_cpu_partition": "cpu_fallback"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'npu_runtime' has no attribute '{name}'")
+    return getattr(import_module(f"npu_runtime.{_WITH_TORCH[name]}"), name)
+
 
 __all__ = [
     "Backend",

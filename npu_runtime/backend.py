@@ -126,6 +126,8 @@ class Backend(ABC):
     """A device. `prepare` is called once per kernel call and set of buffers; what it returns is called every run."""
 
     config: TargetConfig
+    runs_ahead = 1
+    """How many runs it pays to launch before the first one's result is looked at; 1 where a launch is all of a run."""
 
     @property
     @abstractmethod
@@ -143,9 +145,25 @@ class Backend(ABC):
     ) -> DeviceBuffer:
         """Upload an array; with a spec, checked, cast and padded as it says."""
 
+    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
+        """Upload arrays that follow each other along the first dimension of what the spec describes."""
+        return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
+
     @abstractmethod
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A zero-filled buffer of a storage dtype."""
+
+    def allocate_visible(self, shape: Shape, dtype: str) -> tuple[DeviceBuffer, Callable[[], np.ndarray]]:
+        """A zero-filled buffer for small results, and a function by which the host looks at it at any time.
+
+        Looking waits for nothing: what a run wrote is sure to be there once a `marker` of after it was waited for.
+        """
+        buffer = self.allocate_zeros(shape, dtype)
+        return buffer, buffer.to_numpy
+
+    def marker(self) -> Callable[[], None]:
+        """A place in the order of what is launched; calling it waits until everything before has finished."""
+        return self.synchronize
 
     def compile(  # noqa: B027  (a device may have nothing to compile)
         self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})

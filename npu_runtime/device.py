@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import platform
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -25,17 +26,21 @@ def _metal() -> Backend:
     return MetalBackend()
 
 
-def _plugin(name: str) -> Callable[[], Backend] | None:
+def _plugin(name: str) -> Callable[..., Backend] | None:
     """A device that an installed package offers under the entry point group `npu_simulation.devices`."""
     found = entry_points(group=PLUGINS, name=name)
     return next(iter(found)).load() if found else None
 
 
-_FACTORIES: dict[str, Callable[[], Backend]] = {"cpu": _cpu, "metal": _metal}
+_FACTORIES: dict[str, Callable[..., Backend]] = {"cpu": _cpu, "metal": _metal}
 
 
-def register_device(name: str, factory: Callable[[], Backend]) -> None:
-    """Make a device available to `Device(name)` and to `npu-sim --device name`."""
+def register_device(name: str, factory: Callable[..., Backend]) -> None:
+    """Make a device available to `Device(name)` and to `npu-sim --device name`.
+
+    Args:
+        factory: Called without arguments; if it has a parameter, also with a number, for `name:number`.
+    """
     _FACTORIES[name] = factory
 
 
@@ -44,8 +49,19 @@ def available_devices() -> list[str]:
     return sorted(_FACTORIES.keys() | entry_points(group=PLUGINS).names)
 
 
+def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Backend:
+    if not (number.isascii() and number.isdigit()):
+        raise DeviceError(f"'{name}' names no device: a number follows the colon, counted from 0")
+    if not inspect.signature(factory).parameters:
+        raise DeviceError(f"'{name}' names no device: '{name.partition(':')[0]}' is only one, without a number")
+    return factory(int(number))
+
+
 class Device:
     """A device by name, or the best one here: Metal on a Mac where it is installed, else the CPU.
+
+    Args:
+        name: Where a machine has several of a kind, with a number after a colon: `:1` is the second.
 
     Raises:
         DeviceError: no such device, or it is not usable on this machine.
@@ -55,11 +71,12 @@ class Device:
         if name is None:
             on_mac = platform.system() == "Darwin" and importlib.util.find_spec("Metal") is not None
             name = "metal" if on_mac else "cpu"
-        factory = _FACTORIES.get(name) or _plugin(name)
+        kind, colon, number = name.partition(":")
+        factory = _FACTORIES.get(kind) or _plugin(kind)
         if factory is None:
             raise DeviceError(f"unknown device '{name}'; here are {', '.join(available_devices())}")
         self.name = name
-        self.backend: Backend = factory()
+        self.backend: Backend = _numbered(factory, name, number) if colon else factory()
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}: {self.backend.device})"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.dtypes import saturating_cast
+from npu_compiler.dtypes import numpy_dtype, saturating_cast
 from npu_compiler.errors import WeightError
 from npu_compiler.graph_optimizer import WeightTransformRecipe
 from npu_compiler.weight_recipe import apply_recipe
 from npu_runtime.backend import Backend, DeviceBuffer
 from npu_runtime.buffer import as_backend
+from npu_runtime.pieces import in_pieces
 
 if TYPE_CHECKING:
     from npu_runtime.device import Device
@@ -55,8 +59,8 @@ def load_weights(
             state = {key: to_numpy(with_state[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in with_state}
             problems += [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
             if not problems:
-                value = saturating_cast(apply_recipe(weight.recipe, state), spec.storage)
-                buffers[name] = backend.allocate_buffer(value, spec=spec)
+                parts = [cast_weight(part, spec.storage) for part in _parts(weight.recipe, state)]
+                buffers[name] = backend.allocate_joined(parts, spec)
                 if cache is not None:
                     cache[shared] = buffers[name]
         if progress is not None:
@@ -64,6 +68,12 @@ def load_weights(
     if problems:
         raise weight_error(f"program '{program.name}'", problems)
     return buffers
+
+
+def _parts(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The arrays that follow each other along the weight's first dimension."""
+    joined = recipe.op == "concat" and recipe.params["axis"] == 0
+    return [apply_recipe(part, state) for part in (recipe.args if joined else (recipe,))]
 
 
 def weight_error(model: str, problems: list[str]) -> WeightError:
@@ -96,15 +106,43 @@ def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterato
         yield f"not a number: '{key}' holds NaN"
 
 
-_EXPONENT = {"float16": (np.uint16, 0x7C00, 0x7FFF), "bfloat16": (np.uint16, 0x7F80, 0x7FFF)}
+_INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
+_PIECE = 2**20  # elements
 
 
 def holds_nan(array: np.ndarray) -> bool:
-    """Whether any element is NaN; 16-bit floats are checked by their bits, which is faster than widening them."""
-    if array.dtype.name in _EXPONENT:
-        word, infinity, mask = _EXPONENT[array.dtype.name]
-        return bool(((array.view(word) & mask) > infinity).any())
-    return array.dtype.kind == "f" and bool(np.isnan(array).any())
+    """Whether any element is NaN.
+
+    Of the 16-bit floats, read as integers, NaNs are those above +inf, and with the sign those above -inf: two maxima
+    find them, without a temporary array.
+    """
+    flat = array.reshape(-1)
+    if array.dtype.name in _INFINITY:
+        infinity = _INFINITY[array.dtype.name]
+
+        def above(piece: slice) -> bool:
+            words = flat[piece].view(np.uint16)
+            return bool(words.view(np.int16).max() > infinity or words.max() > infinity + 0x8000)
+
+        return any(in_pieces(above, flat.size, _PIECE))
+    return array.dtype.kind == "f" and any(
+        in_pieces(lambda piece: bool(np.isnan(flat[piece]).any()), flat.size, _PIECE)
+    )
+
+
+def cast_weight(array: np.ndarray, dtype: str) -> np.ndarray:
+    """`saturating_cast`, by several threads."""
+    target = numpy_dtype(dtype)
+    if array.dtype == target:
+        return array
+    source, result = array.reshape(-1), np.empty(array.shape, target)
+    flat = result.reshape(-1)
+
+    def cast(piece: slice) -> None:
+        flat[piece] = saturating_cast(source[piece], dtype)
+
+    in_pieces(cast, source.size, _PIECE)
+    return result
 
 
 def to_numpy(value: Any) -> np.ndarray:
@@ -118,26 +156,58 @@ def to_numpy(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
+_STORED = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
 class MappedCheckpoint(Mapping[str, np.ndarray]):
-    """A safetensors file, or a folder of them, mapped: a tensor is read when asked for."""
+    """A safetensors file, or a folder of them, mapped: a tensor's bytes are read when they are used.
+
+    Raises:
+        WeightError: there is no such file, or it is no safetensors file.
+    """
 
     def __init__(self, path: Path) -> None:
-        import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
         from safetensors import SafetensorError, safe_open
 
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise WeightError(f"no weights at '{path}': give a .safetensors file or a folder that holds some")
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         for file in files:
             try:
-                opened = safe_open(str(file), framework="pt")
-                self._where.update(dict.fromkeys(opened.keys(), opened))
+                with safe_open(str(file), framework="np"):
+                    pass  # it checks the header, which is what tells a damaged file
+                self._map(file)
             except (SafetensorError, OSError) as error:
                 raise WeightError(f"'{file}' is not a readable safetensors file: {error}") from error
 
+    def without(self, unwanted: Callable[[str], bool]) -> MappedCheckpoint:
+        """The same without some of its tensors."""
+        kept = copy.copy(self)
+        kept._where = {key: place for key, place in self._where.items() if not unwanted(key)}
+        return kept
+
+    def _map(self, file: Path) -> None:
+        """A header of JSON, its length before it as 8 bytes, and then the data, to which its offsets refer."""
+        with file.open("rb") as opened:
+            whole = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+        start = 8 + int(whole[:8].view("<u8")[0])
+        header = json.loads(whole[8:start].tobytes())
+        header.pop("__metadata__", None)
+        self._where.update({key: (whole[start:], entry) for key, entry in header.items()})
+
     def __getitem__(self, key: str) -> np.ndarray:
-        return to_numpy(self._where[key].get_tensor(key))
+        data, entry = self._where[key]
+        if entry["dtype"] not in _STORED:
+            raise WeightError(f"'{key}' is stored as {entry['dtype']}; what can be read is {', '.join(_STORED)}")
+        dtype = numpy_dtype(_STORED[entry["dtype"]])
+        content = data[slice(*entry["data_offsets"])]
+        if content.ctypes.data % dtype.itemsize:
+            content = content.copy()
+        return content.view(dtype).reshape(entry["shape"])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import NPUError
+from npu_runtime.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram
@@ -42,9 +43,7 @@ def cached_program(
     import npu_compiler
 
     target = target or npu_compiler.MetalCodegenTarget()
-    folder = Path(os.environ.get("NPU_SIM_CACHE") or Path.home() / ".cache" / "npu-simulation")
-    content = json.dumps([key, target.config.name, compute_dtype, _compiler_digest()], sort_keys=True, default=str)
-    path = folder / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:20]}.npubin"
+    path = _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
     if path.is_file():
         try:
             return npu_compiler.CompiledProgram.load(path)
@@ -52,11 +51,36 @@ def cached_program(
             pass  # written by another version or damaged: compile again
     program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         program.save(path)
     except (OSError, NPUError) as error:
         warnings.warn(f"the compiled program is not cached: {error}", stacklevel=3)
     return program
+
+
+def cached_facts(name: str, key: Any, find: Callable[[], Any]) -> Any:
+    """What `find()` returned when it was last asked with this key, as JSON keeps it (tuples become lists, …).
+
+    Args:
+        key: Whatever decides the facts, as JSON can hold it.
+    """
+    path = _place(name, key, "json")
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        pass  # not there, or damaged: find them again
+    text = json.dumps(find())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text.encode())
+    except OSError:
+        pass  # finding them again at the next start takes time, nothing else
+    return json.loads(text)
+
+
+def _place(name: str, key: Any, suffix: str) -> Path:
+    content = json.dumps(key, sort_keys=True, default=str)
+    return cache_folder() / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:20]}.{suffix}"
 
 
 @cache

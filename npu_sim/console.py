@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -31,21 +33,70 @@ class ErrorReporting(TyperGroup):
         return super().parse_args(ctx, [arg for i, arg in enumerate(args) if arg != "--debug" or i > end])
 
     def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:
-            raise
-        except Exception as error:
-            message = describe_error(error)
-            if message is None:
+        with _Interrupts() as interrupts:
+            try:
+                result = super().invoke(ctx)
+            except BrokenPipeError:
                 raise
-            if ctx.obj["debug"]:
-                traceback.print_exc()
-            print(f"error: {message}", file=sys.stderr)
-            raise typer.Exit(EXIT_ERROR) from None
+            except (Exception, KeyboardInterrupt) as error:
+                if not interrupts.seen and not isinstance(error, KeyboardInterrupt):
+                    _report(error, with_traceback=ctx.obj["debug"])
+                interrupts.seen = True
+            if interrupts.seen:
+                print("interrupted", file=sys.stderr)
+                # Once KeyboardInterrupt has passed through an exec, CPython remembers it and dies of the signal at its
+                # end; the next exec makes it forget.
+                exec("")
+                raise typer.Exit(EXIT_INTERRUPTED)
+            return result
+
+
+class _Interrupts:
+    """Remembers Ctrl-C while a command runs, and raises `KeyboardInterrupt` again until the command ends.
+
+    Libraries turn that exception into errors of their own, or swallow it: in an import that may fail, in a finalizer,
+    in a callback from C.
+
+    Attributes:
+        seen: Whether it was pressed.
+    """
+
+    _PATIENCE = 1.0  # seconds that the command has for its end
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._interrupt) for number in self._signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handlers and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    @staticmethod
+    def _signals() -> list[signal.Signals]:
+        return [signal.SIGINT, *([signal.SIGALRM] if hasattr(signal, "setitimer") else [])]
+
+    def _interrupt(self, *_: object) -> None:
+        self.seen = True
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, self._PATIENCE)
+        raise KeyboardInterrupt
+
+
+def _report(error: Exception, *, with_traceback: bool) -> NoReturn:
+    message = describe_error(error)
+    if message is None:
+        raise error
+    if with_traceback:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(EXIT_ERROR) from None
 
 
 def describe_error(error: Exception) -> str | None:

@@ -2,7 +2,6 @@
 
 from npu_compiler.errors import DeviceError
 from npu_runtime import Backend, MetalBackend
-from npu_runtime.native.build import find_compiler
 
 
 def metal_emulator() -> Backend:
@@ -17,14 +16,15 @@ def metal_emulator_fast() -> Backend:
 
 def _emulated(checks: bool) -> Backend:
     import metal_emulator
+    from npu_runtime.native.build import find_compiler
 
     if find_compiler() is None:
         raise DeviceError("the Metal emulator needs a C++ compiler (looked for $CXX, c++, g++ and clang++)")
     return MetalBackend(metal_emulator.api(checks=checks))
 
 
-def cuda() -> Backend:
-    """The first NVIDIA GPU."""
+def cuda(device_id: int = 0) -> Backend:
+    """An NVIDIA GPU."""
     from cuda_runtime import CUDABackend
 
-    return CUDABackend()
+    return CUDABackend(device_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -17,6 +18,7 @@ OPTIONAL = {
     "pyobjc-framework-MetalPerformanceShaders": "matrix products on the Metal device (macOS)",
     "cupy-cuda12x": "the CUDA device, CUDA 12",
     "cupy-cuda13x": "the CUDA device, CUDA 13",
+    "nvidia-cudnn-frontend": "fast convolutions on the CUDA device",
 }
 
 
@@ -30,6 +32,7 @@ def examine() -> dict[str, Any]:
         "packages": {name: _installed(name) for name in REQUIRED},
         "optional": {name: {"version": _installed(name), "for": purpose} for name, purpose in OPTIONAL.items()},
         "devices": _devices(),
+        "cuda": _cuda(),
         "native_kernels": _native(),
         "cache": _cache(),
     }
@@ -55,6 +58,12 @@ def _devices() -> dict[str, dict[str, Any]]:
     return found
 
 
+def _cuda() -> list[dict[str, Any]]:
+    from cuda_runtime.components import components
+
+    return [asdict(component) for component in components()]
+
+
 def _native() -> dict[str, Any]:
     from npu_runtime import native
     from npu_runtime.native.build import find_compiler
@@ -65,7 +74,7 @@ def _native() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    from npu_runtime.native.build import cache_folder
+    from npu_runtime.cache_folder import cache_folder
 
     folder = cache_folder()
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
@@ -86,6 +95,8 @@ def report(facts: dict[str, Any]) -> str:
     lines.append("devices")
     for name, device in facts["devices"].items():
         lines.append(f"  {name}: {device['description'] if device['usable'] else 'not usable: ' + device['reason']}")
+    lines.append("CUDA")
+    lines += [f"  {part['name']}: {part['version'] or 'missing: ' + part['problem']}" for part in facts["cuda"]]
     native, cache = facts["native_kernels"], facts["cache"]
     lines.append(f"native kernels: {'built with ' + str(native['compiler']) if native['built'] else native['reason']}")
     lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, settings
 
-from npu_runtime import CPUBackend, native
+from npu_runtime import Backend, CPUBackend, Device, native
 
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
 
@@ -60,3 +61,12 @@ NATIVE = [
 def cpu(request: pytest.FixtureRequest) -> CPUBackend:
     """The CPU device, once with torch kernels only and once with the native ones."""
     return CPUBackend(native=request.param)
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """Every device here in turn: the CPU with torch kernels only, and the GPU where there is one.
+
+    What runs on it is compiled with `target=backend.target`.
+    """
+    return CPUBackend(native=False) if request.param == "cpu" else Device(request.param).backend

@@ -1,6 +1,10 @@
-"""Whether an NVIDIA GPU can be used here, and the CUDA device on it."""
+"""Whether an NVIDIA GPU can be used here, and what tests run on where it can."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
 
 from cuda_runtime import CUDABackend
 from cuda_runtime.cuda_device import CUDADevice
@@ -17,6 +21,8 @@ def gpu_problem() -> str:
 
 
 PROBLEM = gpu_problem()
+# The devices by name, as parameters of a test: the CPU, and the GPU where there is one.
+DEVICES: list[Any] = ["cpu"] if PROBLEM else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def cuda_backends() -> tuple[CUDABackend, ...]:

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 
 import metal_emulator
-from npu_compiler.codegen import KERNELS, BufferAllocation, ExecutionPlan, KernelCall, MetalCodegenTarget
+from npu_compiler.codegen import (
+    KERNELS,
+    BufferAllocation,
+    CodegenTarget,
+    ExecutionPlan,
+    KernelCall,
+    MetalCodegenTarget,
+)
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.memory_planner import plan_memory
@@ -53,8 +60,9 @@ class T:
         dtype: `compute` (the 16-bit dtype under test), `float32`, `int32` or `bool`.
         strides, offset: In elements; row-major from 0 by default.
         values: `normal`, `positive` (0.1 to 2), `special` (infinities, NaN, zeros of both signs among normal values),
-            `small` (integers -8 to 8), (low, high) for uniform values (integers: high excluded), or the values
-            themselves. For an output: what is there before; None leaves it poisoned.
+            `small` (integers -8 to 8), (low, high) for uniform values (integers: high excluded), the values
+            themselves, or what makes one of these from the operand's dtype. For an output: what is there before; None
+            leaves it poisoned.
     """
 
     shape: tuple[int, ...]
@@ -109,10 +117,10 @@ def call_of(case: Case, compute: str) -> KernelCall:
 
 
 def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
-    """Run a case once.
+    """Run a case twice, with poison in all memory that it has to write first.
 
     Raises:
-        AssertionError: memory differs from the reference's.
+        AssertionError: memory differs from the reference's, or from run to run.
         DeviceError: the emulator found a fault.
     """
     rng = np.random.default_rng([seed, zlib.crc32(case.id.encode())])
@@ -128,37 +136,71 @@ def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
         reference_launch(call, sources, reference)()
 
     buffers = [backend.allocate_buffer(m.data) for m in (*ins, *outs)]
-    _run(call, backend, {m.view.buffer: b for m, b in zip((*ins, *outs), buffers, strict=True)})
+    inputs, outputs = buffers[: len(ins)], buffers[len(ins) :]
+    run = _prepare(call, backend, {m.view.buffer: b for m, b in zip((*ins, *outs), buffers, strict=True)})
+    run()
+    results = [buffer.to_numpy() for buffer in outputs]
+    for memory, buffer in zip(outs, outputs, strict=True):
+        buffer.write(memory.data)
+    run()
 
-    for memory, buffer in zip(ins, buffers, strict=False):
+    for memory, buffer in zip(ins, inputs, strict=True):
         assert _same_bits(buffer.to_numpy(), memory.data), f"input {memory.view.buffer} was written to"
-    for memory, want, buffer in zip(outs, expected, buffers[len(ins) :], strict=True):
-        got = buffer.to_numpy()
+    for memory, want, got, buffer in zip(outs, expected, results, outputs, strict=True):
         assert _same_bits(got[~memory.used], memory.data[~memory.used]), (
             f"{memory.view.buffer}: memory outside the view was written to, at elements "
             f"{np.flatnonzero(~memory.used)[_bits(got[~memory.used]) != _bits(memory.data[~memory.used])][:8]}"
         )
         _compare(got[memory.used], want[memory.used], case.atol, memory.view)
+        assert _same_bits(buffer.to_numpy(), got), f"{memory.view.buffer} differs from run to run"
 
 
-def _run(call: KernelCall, backend: Backend, memory: dict[str, DeviceBuffer]) -> None:
-    """Run one call as its device's target turns it into kernels, temporary buffers included."""
-    written = {view.buffer for view in call.outputs}
+def plan_of(call: KernelCall, target: CodegenTarget) -> ExecutionPlan:
+    """One call as a target turns it into kernels, temporary buffers included."""
     buffers = {
-        name: BufferAllocation(name, "output" if name in written else "input", buffer.alloc_shape, buffer.dtype)
-        for name, buffer in memory.items()
+        view.buffer: BufferAllocation(view.buffer, kind, (_extent(view),), view.dtype)
+        for kind, views in (("input", call.inputs), ("output", call.outputs))
+        for view in views
     }
     plan = ExecutionPlan([], [call], buffers, [], [], {}, {}, {}, {})
-    plan = plan_memory(backend.target.finish(plan), backend.config.buffer_alignment)
+    return plan_memory(target.finish(plan), target.config.buffer_alignment)
+
+
+def _prepare(call: KernelCall, backend: Backend, memory: dict[str, DeviceBuffer]) -> Callable[[], None]:
+    """What runs one call with its temporary buffers poisoned."""
+    plan = plan_of(call, backend.target)
     backend.compile(plan.calls, plan.sources)
-    arena = backend.allocate_zeros((max(plan.arena_bytes, 1),), "uint8")
+    poison = np.full(max(plan.arena_bytes, 1), 0xFF, np.uint8)
+    arena = backend.allocate_zeros(poison.shape, "uint8")
+    persistent = {
+        buffer.name: backend.allocate_zeros(buffer.alloc_shape, buffer.dtype)
+        for buffer in plan.buffers.values()
+        if buffer.kind == "persistent"
+    }
+    memory = {**memory, **persistent}
 
     def operand(view: View) -> Operand:
         return Operand(memory.get(view.buffer, arena), view, plan.buffers[view.buffer].offset, False)
 
-    for part in plan.calls:
-        backend.prepare(part, [operand(v) for v in part.inputs], [operand(v) for v in part.outputs])()
-    backend.synchronize()
+    launches = [
+        backend.prepare(part, [operand(v) for v in part.inputs], [operand(v) for v in part.outputs])
+        for part in plan.calls
+    ]
+
+    def run() -> None:
+        arena._upload(poison)
+        for launch in launches:
+            launch()
+        backend.synchronize()
+
+    return run
+
+
+def _extent(view: View) -> int:
+    """Elements of an operand's memory, gaps and guard included."""
+    steps = zip(view.shape, view.strides, strict=True)
+    last = view.offset + sum((size - 1) * stride for size, stride in steps) if 0 not in view.shape else 0
+    return last + 1 + GUARD
 
 
 class _Memory:
@@ -171,9 +213,7 @@ class _Memory:
     def __init__(self, name: str, operand: T, compute: str, rng: np.random.Generator, poison: bool) -> None:
         self.view = operand.view(name, compute)
         dtype, strides = self.view.dtype, self.view.strides
-        steps = zip(operand.shape, strides, strict=True)
-        last = operand.offset + sum((size - 1) * stride for size, stride in steps) if 0 not in operand.shape else 0
-        raw = np.full((last + 1 + GUARD) * numpy_dtype(dtype).itemsize, 0xFF, np.uint8)
+        raw = np.full(_extent(self.view) * numpy_dtype(dtype).itemsize, 0xFF, np.uint8)
         self.data = raw.view(numpy_dtype(dtype))
         index = np.arange(self.data.size)
         inner = np.lib.stride_tricks.as_strided(
@@ -186,7 +226,8 @@ class _Memory:
 
 
 def _values(operand: T, dtype: str, rng: np.random.Generator) -> np.ndarray:
-    shape, kind = operand.shape, operand.values
+    shape = operand.shape
+    kind = operand.values(dtype) if callable(operand.values) else operand.values
     if kind is None:
         kind = {"int32": "small", "bool": (0, 2)}.get(dtype, "normal")
     if isinstance(kind, tuple) and len(kind) == 2 and not isinstance(kind[0], (tuple, list)):

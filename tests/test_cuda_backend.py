@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,11 @@ from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend
-from cuda_runtime.cublas import Cublas
+from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
 from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
+from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler import CompiledProgram, DeviceError, TensorSpec, compile, partition
 from npu_compiler.codegen import KernelCall
 from npu_compiler.dtypes import numpy_dtype
@@ -181,38 +183,97 @@ def read_matrix(address: int, rows: int, columns: int, ld: int, op: int) -> np.n
     return matrix.T if op else matrix
 
 
-class HostBlas:
-    """cuBLAS's column-major products of float32 matrices, in host memory, by NumPy."""
+class HostLt:
+    """cuBLASLt's column-major products of float32 matrices, in host memory, by NumPy.
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: 0
+    Descriptors are numbered. An algorithm's first byte is its number, and its tile; it offers as many as one asks for.
 
-    def cublasGemmEx(
-        self, handle: Any, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, kind_a: int, lda: int, b: int,
-        kind_b: int, ldb: int, beta: int, c: int, kind_c: int, ldc: int, compute: int, algorithm: int,
-    ) -> int:  # fmt: skip
-        return self.cublasGemmStridedBatchedEx(
-            handle, ta, tb, m, n, k, alpha, a, kind_a, lda, 0, b, kind_b, ldb, 0, beta, c, kind_c, ldc, 0, 1, compute,
-            algorithm,
-        )  # fmt: skip
+    Attributes:
+        tries: The algorithms that were run.
+        broken: Those that do not run.
+    """
 
-    def cublasGemmStridedBatchedEx(
-        self, handle: Any, ta: int, tb: int, m: int, n: int, k: int, alpha: int, a: int, kind_a: int, lda: int,
-        step_a: int, b: int, kind_b: int, ldb: int, step_b: int, beta: int, c: int, kind_c: int, ldc: int, step_c: int,
-        batch: int, compute: int, algorithm: int,
-    ) -> int:  # fmt: skip
-        if lda < (k if ta else m) or ldb < (n if tb else k) or ldc < m:
-            return 7
-        scale, keep = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
-        for index in range(batch):
-            left = read_matrix(a + 4 * step_a * index, m, k, lda, ta)
-            right = read_matrix(b + 4 * step_b * index, k, n, ldb, tb)
-            out = read_matrix(c + 4 * step_c * index, m, n, ldc, 0)
-            out[...] = scale * (left @ right) + keep * out
+    def __init__(self, version: int = 130000) -> None:
+        self.version = version
+        self.made = 0
+        self.descriptors: dict[int, dict[Any, Any]] = {}
+        self.tries: list[int] = []
+        self.broken: set[int] = set()
+        for kind in ("MatmulDesc", "MatrixLayout", "MatmulPreference"):
+            for verb, method in (("Create", self._create), ("Destroy", self._destroy), ("SetAttribute", self._set)):
+                setattr(self, f"cublasLt{kind}{verb}", method)
+
+    def cublasLtGetVersion(self) -> int:
+        return self.version
+
+    def cublasLtGetStatusString(self, status: int) -> bytes:
+        return f"status {status}".encode()
+
+    def cublasLtCreate(self, handle: Any) -> int:
         return 0
 
-    def cublasGetStatusString(self, status: int) -> bytes:
-        return f"status {status}".encode()
+    def cublasLtDestroy(self, handle: Any) -> int:
+        return 0
+
+    def _destroy(self, handle: Any) -> int:
+        del self.descriptors[handle.value]
+        return 0
+
+    def _create(self, handle: Any, *values: int) -> int:
+        self.made += 1
+        handle._obj.value = self.made
+        self.descriptors[self.made] = {"created": values}
+        return 0
+
+    def _set(self, handle: Any, attribute: int, address: int, size: int) -> int:
+        self.descriptors[handle.value][attribute] = int.from_bytes(ctypes.string_at(address, size), "little")
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, handle: Any, *rest: Any) -> int:
+        *_, most, results, count = rest
+        for index in range(most):
+            results[index].algorithm.data[0] = index
+        count._obj.value = most
+        return 0
+
+    def cublasLtMatmulAlgoCheck(self, handle: Any, *rest: Any) -> int:
+        return 0 if rest[-2]._obj.data[0] < 100 else 15
+
+    def cublasLtMatmulAlgoConfigGetAttribute(
+        self, algorithm: Any, attribute: int, address: int, size: int, written: Any
+    ) -> int:
+        value = algorithm._obj.data[0] if attribute == 1 else 0
+        ctypes.memmove(address, value.to_bytes(size, "little"), size)
+        return 0
+
+    def cublasLtMatmul(
+        self, handle: Any, desc: Any, alpha: int, a: int, layout_a: Any, b: int, layout_b: Any, beta: int, c: int,
+        layout_c: Any, d: int, layout_d: Any, algorithm: Any, *workspace: Any,
+    ) -> int:  # fmt: skip
+        self.tries.append(algorithm._obj.data[0])
+        if self.tries[-1] in self.broken:
+            return 15
+        options = self.descriptors[desc.value]
+        count = self.descriptors[layout_d.value].get(5, 1)
+        scale, keep = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
+        for index in range(count):
+            left = self._matrix(a, layout_a, index, options[3])
+            right = self._matrix(b, layout_b, index, options[4])
+            out = self._matrix(d, layout_d, index, 0)
+            result = scale * (left @ right)
+            if keep:
+                result += keep * self._matrix(c, layout_c, index, 0)
+            if options[7] & 4:
+                result += read_matrix(options[8], len(result), 1, len(result), 0)
+            out[...] = np.maximum(result, 0) if options[7] & 2 else result
+        return 0
+
+    def _matrix(self, address: int, layout: Any, index: int, op: int) -> np.ndarray:
+        options = self.descriptors[layout.value]
+        kind, rows, columns, ld = options["created"]
+        assert kind == 0 and ld >= rows
+        rows, columns = (columns, rows) if op else (rows, columns)
+        return read_matrix(address + 4 * options.get(6, 0) * index, rows, columns, ld, op)
 
 
 class FakeDevice:
@@ -261,43 +322,186 @@ GEMMS = [
 
 
 def gemm_case(
-    ta: bool, tb: bool, batch: int, pad: int, rng: np.random.Generator
-) -> tuple[dict[str, Any], list[np.ndarray], np.ndarray]:
-    """Parameters of a product of 5x7x4, its padded memory (a, b, out), and what out must become."""
-    m, k, n = 5, 7, 4
-    shapes = [(k, m) if ta else (m, k), (n, k) if tb else (k, n), (m, n)]
-    memory = [rng.standard_normal((batch, rows, columns + pad)).astype(np.float32) for rows, columns in shapes]
-    a, b, out = (whole[:, :, : whole.shape[2] - pad] for whole in memory)
+    ta: bool,
+    tb: bool,
+    batch: int,
+    pad: int,
+    rng: np.random.Generator,
+    activation: str = "none",
+    sizes: tuple[int, int, int] = (5, 7, 4),
+) -> tuple[KernelCall, list[np.ndarray], np.ndarray]:
+    """A product with all that can be added, its padded memory (a, b, bias, residual, out), and what out becomes.
+
+    A batched one has nothing to add. All is exact in 16 bits, sums included.
+
+    Args:
+        sizes: m, k and n.
+    """
+    m, k, n = sizes
+    shapes = [(k, m) if ta else (m, k), (n, k) if tb else (k, n), (1, n), (m, n), (m, n)]
+    memory = [
+        np.round(4 * rng.standard_normal((batch, rows, columns + pad)).astype(np.float32)) / 4
+        for rows, columns in shapes
+    ]
+    memory[3] = np.pad(memory[3], ((0, 0), (0, 0), (0, 8)))
+    a, b, bias, residual, out = (whole[:, :, :columns] for whole, (_, columns) in zip(memory, shapes, strict=True))
+    adds = batch == 1
     params = {
         "m": m, "n": n, "k": k, "trans_a": ta, "trans_b": tb, "lda": shapes[0][1] + pad, "ldb": shapes[1][1] + pad,
-        "ldc": n + pad, "batch": batch, "stride_a": memory[0][0].size, "stride_b": memory[1][0].size,
-        "stride_c": memory[2][0].size, "alpha": 0.5, "beta": 1.0,
+        "ldc": n + pad, "ldr": n + pad + 8, "batch": batch, "stride_a": memory[0][0].size,
+        "stride_b": memory[1][0].size, "stride_c": memory[4][0].size, "stride_r": memory[3][0].size, "alpha": 0.5,
+        "activation": activation, "has_bias": adds, "has_residual": adds,
     }  # fmt: skip
-    expected = memory[2].copy()
-    expected[:, :, :n] = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b) + out
-    return params, memory, expected
+    expected = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b)
+    if adds:
+        expected += bias + residual
+    else:
+        del memory[2:4]
+    views = [view(f"operand{index}", array.shape) for index, array in enumerate(memory)]
+    call = KernelCall("cublas_gemm", "", tuple(views[:-1]), (views[-1],), params, "node")
+    whole = memory[-1].copy()
+    whole[:, :, :n] = np.maximum(expected, 0) if activation == "relu" else expected
+    return call, memory, whole
 
 
 @pytest.mark.parametrize(("ta", "tb", "batch", "pad"), GEMMS)
+@pytest.mark.parametrize("activation", ["none", "relu"])
 def test_row_major_products_are_what_the_column_major_library_is_asked_for(
-    ta: bool, tb: bool, batch: int, pad: int, rng: np.random.Generator
+    ta: bool, tb: bool, batch: int, pad: int, activation: str, rng: np.random.Generator
 ) -> None:
-    params, memory, expected = gemm_case(ta, tb, batch, pad, rng)
-    names = zip(("a", "b", "out"), memory, strict=True)
-    a, b, out = (view(name, array.shape) for name, array in names)
-    device: Any = FakeDevice()
-    call = KernelCall("cublas_gemm", "", (a, b), (out,), params, "node")
-    Cublas(device, HostBlas()).gemm(call, *(array.ctypes.data for array in memory))()
-    np.testing.assert_allclose(memory[2], expected, rtol=1e-5, atol=1e-5)
+    call, memory, expected = gemm_case(ta, tb, batch, pad, rng, activation)
+    library, device = HostLt(), HostDevice()
+    lt = CublasLt(device, library)  # type: ignore[arg-type]
+    product = Product(lt, call, Addresses.of(call, [array.ctypes.data for array in memory]))
+    launch = product.launch(product.algorithms(1)[0])
+    del product
+    launch()
+    np.testing.assert_allclose(memory[-1], expected, rtol=1e-5, atol=1e-5)
+    del launch
+    assert not library.descriptors, "every descriptor is destroyed with its product"
 
 
-def test_a_product_that_cublas_refuses_is_a_device_error_with_its_words(rng: np.random.Generator) -> None:
-    params, memory, _ = gemm_case(False, False, 1, 0, rng)
-    views = [view(name, array.shape) for name, array in zip(("a", "b", "out"), memory, strict=True)]
-    call = KernelCall("cublas_gemm", "", tuple(views[:2]), (views[2],), {**params, "lda": 1}, "node")
-    device: Any = FakeDevice()
-    with pytest.raises(DeviceError, match="cuBLAS failed at a product of 5x7x4: status 7"):
-        Cublas(device, HostBlas()).gemm(call, *(array.ctypes.data for array in memory))()
+def test_a_product_that_the_library_refuses_is_a_device_error_with_its_words(
+    rng: np.random.Generator, tmp_path: Path
+) -> None:
+    call, memory, _ = gemm_case(False, False, 1, 0, rng)
+    library = HostLt()
+    library.broken = {0}
+    device: Any = HostDevice()
+    launch = TunedProducts(device, tmp_path, library).launch(call, [array.ctypes.data for array in memory])
+    with pytest.raises(DeviceError, match="cuBLASLt failed at a product of 5x7x4: status 15"):
+        launch()
+
+
+class HostDevice(FakeDevice):
+    """Memory is the host's, and time passes when a graph is launched.
+
+    Args:
+        milliseconds: What a launch of a graph takes, by the algorithm that the library made the last product in it by.
+    """
+
+    def __init__(self, library: HostLt | None = None, milliseconds: dict[int, float] | None = None) -> None:
+        super().__init__()
+        self.clock = 0.0
+        self.properties = {"name": b"GPU", "multiProcessorCount": 132}
+        event = lambda: SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)  # noqa: E731
+        self.runtime = SimpleNamespace(
+            memGetInfo=lambda: (2**30, 2**30), memcpyDeviceToDevice=3,
+            memcpyAsync=lambda to, start, size, *_: ctypes.memmove(to, start, size),
+        )  # fmt: skip
+        elapsed = lambda start, end: (milliseconds or {}).get(library.tries[-1], 5.0)  # noqa: E731
+        self.cupy = SimpleNamespace(cuda=SimpleNamespace(Event=event, get_elapsed_time=elapsed))
+
+    def allocate(self, size: int, what: str) -> Any:
+        memory = np.empty(size + 256, np.uint8)
+        start = -memory.ctypes.data % 256
+        return SimpleNamespace(data=SimpleNamespace(ptr=memory.ctypes.data + start), nbytes=size, memory=memory)
+
+    def upload(self, memory: Any, data: np.ndarray) -> None:
+        ctypes.memmove(memory.data.ptr, data.ctypes.data, data.nbytes)
+
+
+def tuned(
+    folder: Path,
+    call: KernelCall,
+    milliseconds: dict[int, float] | None = None,
+    version: int = 1,
+    name: bytes = b"GPU",
+    broken: set[int] = frozenset(),
+) -> tuple[int, int]:
+    """The algorithm that a new process chooses for a call, and how many it tried for it."""
+    library = HostLt(version)
+    library.broken = set(broken)
+    device: Any = HostDevice(library, milliseconds)
+    device.properties["name"] = name
+    products = TunedProducts(device, folder, library)
+    products.tune([call, call])
+    tries = len(set(library.tries))
+    assert device.counters["tuned"] == bool(tries)
+    memory = [np.zeros(10_000, np.float32) for _ in (*call.inputs, *call.outputs)]
+    products.launch(call, [-(-array.ctypes.data // 16) * 16 for array in memory])()
+    return library.tries[-1], tries
+
+
+def test_the_fastest_algorithm_is_found_and_kept_for_the_next_process(tmp_path: Path, rng: np.random.Generator) -> None:
+    call, _, _ = gemm_case(False, True, 1, 2, rng)
+    assert tuned(tmp_path / "new", call, {3: 1.0, 4: 2.0}) == (3, 16)
+    assert tuned(tmp_path / "new", call, {4: 0.1}) == (3, 0), "nothing is tried again"
+    assert tuned(tmp_path / "new", call, {4: 0.1}, version=2) == (4, 16), "another version has other algorithms"
+    assert tuned(tmp_path / "new", call, {5: 0.1}, name=b"other GPU") == (5, 16)
+    other = replace(call, params={**call.params, "m": 4})
+    assert tuned(tmp_path / "new", other, {6: 0.1}) == (6, 16)
+    scaled = replace(call, params={**call.params, "alpha": 2.0})
+    assert tuned(tmp_path / "new", scaled) == (3, 0), "a factor makes no difference"
+
+
+def test_algorithms_that_do_not_run_are_passed_over(tmp_path: Path, rng: np.random.Generator) -> None:
+    call, _, _ = gemm_case(False, False, 1, 0, rng)
+    assert tuned(tmp_path, call, {3: 1.0, 4: 2.0}, broken={0, 3}) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"algorithm": "0300', '"algorithm": "0400'),
+        lambda text: text.replace('"algorithm": "0300', '"algorithm": "ff00'),
+        lambda text: text.replace('"algorithm": "0300', '"algorithm": "03'),
+    ],
+    ids=["empty", "cut", "another-form", "another-config", "unusable", "short"],
+)
+def test_a_choice_that_cannot_be_right_is_made_anew(tmp_path: Path, rng: np.random.Generator, damage: Any) -> None:
+    call, _, _ = gemm_case(False, False, 1, 0, rng)
+    tuned(tmp_path, call, {3: 1.0})
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    path.write_text(damage(text))
+    assert path.read_text() != text
+    assert tuned(tmp_path, call, {3: 1.0}) == (3, 16)
+    assert path.read_text() == text
+
+
+def test_what_cannot_be_kept_or_tried_still_runs(tmp_path: Path, rng: np.random.Generator) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    call, _, _ = gemm_case(False, False, 1, 0, rng)
+    assert tuned(tmp_path / "file" / "folder", call, {3: 1.0}) == (3, 16)
+    huge = replace(call, params={**call.params, "k": 2**20, "lda": 2**20, "ldb": 2**20})
+    library = HostLt()
+    device: Any = HostDevice(library)
+    TunedProducts(device, tmp_path, library).tune([huge])
+    assert not library.tries
+
+
+def test_the_key_of_a_product_tells_all_that_matters(rng: np.random.Generator) -> None:
+    call, _, _ = gemm_case(False, False, 1, 0, rng)
+    at = Addresses(16, 32, 48, 64, 128)
+    keys = {product_key(call, at)}
+    keys |= {product_key(replace(call, params={**call.params, name: 9}), at) for name in call.params}
+    assert len(keys) == len(call.params), "all but alpha"
+    keys |= {product_key(call, replace(at, **{name: 1000 + 2})) for name in vars(at)}
+    assert len(keys) == len(call.params) + 5
 
 
 def launches(device: Any, *names: str) -> list[CUDALaunch]:
@@ -506,30 +710,48 @@ def test_kernels_that_cannot_be_had_are_device_errors(backend: CUDABackend) -> N
 @on_gpu
 @pytest.mark.parametrize(("ta", "tb", "batch", "pad"), GEMMS)
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("float16", "float16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("activation", ["none", "relu"])
 def test_products_by_cublas(
-    backend: CUDABackend, ta: bool, tb: bool, batch: int, pad: int, dtypes: tuple[str, str], rng: np.random.Generator
-) -> None:
-    params, memory, _ = gemm_case(ta, tb, batch, pad, rng)
-    for array in memory[:2]:
-        array[:] = np.round(8 * array) / 8  # exact in 16 bits
-    a, b, out = (whole[:, :, : whole.shape[2] - pad] for whole in memory)
-    expected = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b)
-    kinds = (dtypes[0], dtypes[0], dtypes[1])
-    views = [view(name, array.shape, kind) for name, array, kind in zip("abo", memory, kinds, strict=True)]
-    call = KernelCall("cublas_gemm", "", tuple(views[:2]), (views[2],), {**params, "beta": 0.0}, "node")
+    backend: CUDABackend, ta: bool, tb: bool, batch: int, pad: int, dtypes: tuple[str, str], activation: str,
+    rng: np.random.Generator,
+) -> None:  # fmt: skip
+    call, memory, expected = gemm_case(ta, tb, batch, 4 * pad, rng, activation, (24, 16, 8))
+    kinds = [dtypes[0]] * 2 + [dtypes[1]] * (len(memory) - 2)
+    views = [replace(v, dtype=kind) for v, kind in zip((*call.inputs, *call.outputs), kinds, strict=True)]
+    call = replace(call, inputs=tuple(views[:-1]), outputs=(views[-1],))
     backend.compile([call])
     buffers = [
         backend.allocate_buffer(array.astype(numpy_dtype(kind))) for array, kind in zip(memory, kinds, strict=True)
     ]
     operands = [Operand(buffer, at, 0, False) for buffer, at in zip(buffers, views, strict=True)]
-    sequence = backend.sequence([backend.prepare(call, operands[:2], operands[2:])])
-    before = buffers[2].to_numpy()
+    sequence = backend.sequence([backend.prepare(call, operands[:-1], operands[-1:])])
+    before = buffers[-1].to_numpy()
     for _ in range(3):
-        buffers[2].write(before)
+        buffers[-1].write(before)
         sequence()
-        got = buffers[2].to_numpy()
-        np.testing.assert_allclose(got[:, :, :4].astype(np.float32), expected, rtol=2e-3, atol=2e-3)
-        np.testing.assert_array_equal(got[:, :, 4:], before[:, :, 4:])
+        got = buffers[-1].to_numpy()
+        np.testing.assert_array_equal(got.astype(np.float32), expected)
+
+
+@on_gpu
+def test_what_was_tuned_is_known_to_the_next_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
+    call, memory, _ = gemm_case(False, True, 1, 0, rng)
+    for tuned_now in (1, 0):
+        fresh = CUDABackend()
+        fresh.compile([call])
+        assert fresh.counters["tuned"] == tuned_now
+        buffers = [fresh.allocate_buffer(array) for array in memory]
+        operands = [
+            Operand(buffer, at, 0, False) for buffer, at in zip(buffers, (*call.inputs, *call.outputs), strict=True)
+        ]
+        fresh.prepare(call, operands[:-1], operands[-1:])()
+        result = buffers[-1].to_numpy()
+        if tuned_now:
+            first = result
+    np.testing.assert_array_equal(result, first)
 
 
 class Block(nn.Module):

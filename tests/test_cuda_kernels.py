@@ -18,7 +18,7 @@ def backend() -> CUDABackend:
     return device
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
 @pytest.mark.parametrize("case", [*all_cases(), *CASES], ids=lambda case: case.id)
 def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, backend: CUDABackend) -> None:
     run_case(case, backend, dtype, 1)

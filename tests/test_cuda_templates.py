@@ -9,8 +9,11 @@ import math
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import cuda_toolchain
 import numpy as np
@@ -18,6 +21,7 @@ import pytest
 import torch
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
+from metal_cases import reduce as reduce_cases
 from metal_harness import Case, T, call_of
 
 from cuda_compiler.cuda_templates import Specializer
@@ -59,6 +63,83 @@ def holes(queries: int, keys: int, hole: int) -> Case:
     return attention_cases.attention(f"holes-{queries}-{keys}", queries, keys, 64, heads=(4, 2), mask=mask)
 
 
+def _with(places: dict[int, float], dtype: str = "compute") -> np.ndarray:
+    """Two rows of 20,000 ones, but for some places of both."""
+    values = np.ones((2, 20_000), np.int32 if dtype == "int32" else np.float32)
+    for place, value in places.items():
+        values[:, place] = value
+    return values
+
+
+def tiled(name: str, queries: int, keys: int, width: int, **options: Any) -> Case:
+    """Attention of many queries by so many heads that tiles fill the GPU; its weights are rounded to 16 bits."""
+    options = {"heads": (192, 96), "atol": 4e-3, **options}
+    return attention_cases.attention(f"many-{name}", queries, keys, width, **options)
+
+
+def shared_mask(queries: int, keys: int, dtype: str, values: object, heads: int = 192) -> T:
+    return T((1, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
+
+
+TILED_ATTENTION = [
+    tiled("queries", 70, 150, 64),
+    tiled("bool-mask", 70, 150, 64, mask=shared_mask(70, 150, "bool", None)),
+    tiled("own-masks", 66, 133, 32, heads=(96, 48), batch=2, mask=T((2, 96, 66, 133), "bool")),
+    tiled("padded-batches", 70, 136, 64, heads=(2, 2), batch=50,
+          mask=T((50, 2, 70, 136), "bool", (136, 0, 0, 1), values=np.tri(50, 136, 20, dtype=bool)[:, None, None])),
+    tiled("causal", 150, 150, 80, heads=(96, 96), causal=True),
+    tiled("causal-fewer-keys", 150, 90, 128, heads=(192, 48), causal=True),
+    tiled("narrow", 70, 33, 24, value_width=40),
+    tiled("negative-scale", 70, 150, 64, scale=-0.2),
+    tiled("added-mask", 70, 200, 128, mask=shared_mask(70, 200, "float32", "normal")),
+    tiled("nothing-attended", 70, 100, 64, mask=shared_mask(
+        70, 100, "bool", (np.arange(70)[:, None] % 3 != 1) & (np.arange(100) % 2 == 0))),
+    tiled("special-queries", 66, 150, 16, heads=(96, 96), inputs=(
+        T((1, 96, 66, 16), values=attention_cases.with_special_rows(66, 16)), T((1, 96, 150, 16)),
+        T((1, 96, 150, 16)))),
+    tiled("cache", 66, 200, 32, heads=(96, 96), mask=shared_mask(66, 200, "bool", np.tri(66, 200, dtype=bool), 96),
+          inputs=(T((1, 96, 66, 32), strides=(0, 32, 100 * 32, 1), offset=8),
+                  *(T((1, 96, 200, 32), strides=(0, 205 * 32, 32, 1)) for _ in range(2)))),
+    *(tiled(f"{values.__name__.replace('_', '-')}-{dtype}", 70, 300, 64, atol=8e-3,
+            mask=shared_mask(70, 300, dtype, partial(values, 70, 300)))
+      for dtype in ("compute", "float32") for values in attention_cases.LOWEST_MASKS),
+]  # fmt: skip
+
+
+def first_keys(keys: int, attended: int, dtype: str) -> np.ndarray:
+    allowed = np.arange(keys) < attended
+    return allowed if dtype == "bool" else np.where(allowed, 0.0, attention_cases.LOWEST[dtype])
+
+
+def unread(queries: int, keys: int, attended: int, dtype: str, heads: tuple[int, int]) -> Case:
+    """Attention to the first keys of a cache whose other keys and values are NaN, under a mask that excludes them."""
+    shape = (1, heads[1], keys, 64)
+    cache = np.cos(np.arange(math.prod(shape), dtype=np.float64) ** 2).reshape(shape)
+    cache[:, :, attended:] = np.nan
+    case = attention_cases.attention(
+        f"unread-{queries}-{dtype}", queries, keys, 64, heads=heads, atol=4e-3,
+        inputs=(T((1, heads[0], queries, 64)), T(shape, values=cache), T(shape, values=cache)),
+        mask=shared_mask(queries, keys, dtype, partial(first_keys, keys, attended), heads[0]),
+    )  # fmt: skip
+    return replace(case, reference=lambda inputs, outputs, params: attend_to_first(inputs, outputs, params, attended))
+
+
+def attend_to_first(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], params: Mapping[str, Any], attended: int
+) -> None:
+    q, k, v = (tensor.float() for tensor in inputs[:3])
+    result = torch.nn.functional.scaled_dot_product_attention(
+        q, k[:, :, :attended], v[:, :, :attended], scale=params["scale"], enable_gqa=True
+    )
+    outputs[0].copy_(result)
+
+
+UNREAD = [
+    unread(queries, 1000, 128, dtype, heads)
+    for queries, heads in ((1, (12, 2)), (3, (4, 2)), (20, (160, 80)), (70, (192, 96)))
+    for dtype in ("bool", "compute", "float32")
+]
+
 # The shapes of Qwen2.5-1.5B.
 QWEN_PRODUCTS = [
     linear(1, 2048, 1536, bias="compute"),
@@ -74,7 +155,37 @@ QWEN_ATTENTION = [
     cached(1, 32768, 200),
     cached(4, 2048, 200, dtype="compute"),
     cached(128, 2048, 128),
+    cached(512, 2048, 512, dtype="compute"),
     attention_cases.attention("prefill", 2048, 2048, 128, heads=(12, 2), causal=True),
+]
+
+MANY_ROWS = [
+    linear(33, n, 40, **options)
+    for n in (70, 72)
+    for options in (
+        {"bias": "compute"}, {"residual": "compute"}, {"bias": "float32"}, {"activation": "silu"},
+        {"bias": "compute", "residual": "compute"}, {"bias": "compute", "residual": "compute", "row": 80},
+        {"residual": "compute", "out": "float32"}, {"residual": "float32", "out": "float32"},
+        {"bias": "float32", "out": "float32"}, {"bias": "float32", "out": "float32", "activation": "relu"},
+        {"bias": "compute", "activation": "relu"}, {"activation": "relu", "values": "special"},
+        {"bias": "compute", "activation": "gelu_tanh"}, {"bias": "compute", "activation": "gelu"},
+        {"bias": "compute", "residual": "compute", "activation": "relu"},
+        {"bias": "compute", "residual": "compute", "kernel": "matmul_notrans_kernel"},
+    )
+]  # fmt: skip
+
+LONG_ROWS = [
+    *(reduce_cases.reduction(op, "long", T((40_007,))) for op in ("max", "min", "argmax", "argmin")),
+    reduce_cases.reduction("argmax", "vocabulary", T((1, 151_936), "float32")),
+    reduce_cases.reduction("argmin", "long-gap", T((3, 20_001), strides=(20_003, 1), offset=1)),
+    *(
+        reduce_cases.reduction(op, f"long-{name}", T((2, 20_000), dtype, values=_with(row, dtype)))
+        for op in ("max", "argmax", "argmin")
+        for dtype in ("compute", "int32")
+        for name, row in (("ties", {19_999: 9, 7_001: 9, 7_000: 9, 12: -9, 15_000: -9}), ("equal", {}))
+    ),
+    reduce_cases.reduction("argmax", "long-nan", T((2, 20_000), values=_with({700: math.inf, 19_000: math.nan}))),
+    reduce_cases.reduction("max", "long-minus-infinity", T((1, 20_000), values=np.full((1, 20_000), -math.inf))),
 ]
 
 # What the cases that all devices share are too small for; for the device at hand, in `test_cuda_kernels.py`.
@@ -86,6 +197,12 @@ CASES = [
     cached(40, 200, 110, heads=6),
     holes(20, 300, 70),
     holes(2, 2100, 70),
+    *TILED_ATTENTION,
+    *UNREAD,
+    *(attention_cases.attention(
+        f"long-{values.__name__.replace('_', '-')}-{queries}", queries, 5000, 64, heads=(12, 2), atol=5e-3,
+        mask=shared_mask(queries, 5000, "compute", partial(values, queries, 5000), 12))
+      for values in attention_cases.LOWEST_MASKS for queries in (1, 3)),
     attention_cases.attention("batches-of-few-queries", 1, 200, 128, heads=(8, 2), batch=3),
     attention_cases.attention("causal-eight", 8, 200, 96, heads=(4, 2), causal=True),
     attention_cases.attention("causal-shared-heads", 70, 70, 80, heads=(6, 2), causal=True, batch=2),
@@ -95,9 +212,8 @@ CASES = [
     *(linear(m, 72, 300, kernel="matmul_notrans_kernel", bias="float32") for m in (2, 8, 9)),
     linear(1, 37, 4104, kernel="gated_matmul_vec_kernel", bias="compute", activation="gelu_tanh"),
     linear(1, 40000, 64, bias="compute"),
-    *(linear(33, 70, 40, **addends) for addends in (
-        {"bias": "compute"}, {"residual": "compute"}, {"bias": "float32"}, {"activation": "silu"},
-        {"bias": "compute", "residual": "compute"}, {"residual": "compute", "out": "float32"})),
+    *MANY_ROWS,
+    *LONG_ROWS,
 ]  # fmt: skip
 
 
@@ -110,7 +226,7 @@ def test_sources_compile(dtype: str) -> None:
     cuda_toolchain.compile_sources(sources)
 
 
-@pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], QWEN_ATTENTION[0]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], *QWEN_ATTENTION[::3]], ids=lambda case: case.name)
 def test_registers_suffice(case: Case, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
@@ -130,14 +246,24 @@ def test_registers_suffice(case: Case, tmp_path: Path) -> None:
         (linear(8, 16, 64, kernel="matmul_notrans_kernel"), ["matvec_notrans"]),
         (linear(9, 16, 64), ["cublas_gemm"]),
         (linear(9, 16, 64, out="float32"), ["cublas_gemm"]),
-        (linear(9, 16, 64, bias="compute"), ["linear_epilogue", "cublas_gemm"]),
+        (linear(9, 16, 64, bias="compute", residual="compute"), ["cublas_gemm"]),
+        (linear(9, 12, 64, bias="compute"), ["cublas_gemm", "linear_epilogue"]),
         (linear(9, 16, 64, bias="float32"), ["cublas_gemm", "linear_epilogue"]),
-        (linear(9, 16, 64, activation="relu"), ["cublas_gemm", "linear_epilogue"]),
+        (linear(9, 16, 64, residual="float32"), ["cublas_gemm", "linear_epilogue"]),
+        (linear(9, 16, 64, bias="compute", activation="relu"), ["cublas_gemm"]),
+        (linear(9, 16, 64, residual="compute", activation="relu"), ["cublas_gemm", "linear_epilogue"]),
+        (linear(9, 16, 64, activation="gelu_tanh"), ["cublas_gemm"]),
+        (linear(9, 16, 64, activation="gelu_tanh", out="float32"), ["cublas_gemm", "linear_epilogue"]),
+        (linear(9, 16, 64, activation="gelu"), ["cublas_gemm", "linear_epilogue"]),
         (linear(9, 16, 64, x="float32"), ["tiled_linear"]),
         (linear(9, 16, 0, bias="compute"), ["tiled_linear"]),
         (cached(8, 64, 9), ["attention_once"]),
         (cached(8, 65, 9), ["attention_split", "attention_combine"]),
-        (cached(9, 64, 9), ["attention_tiled"]),
+        (cached(9, 64, 9), ["attention_once"]),
+        (cached(128, 2048, 128), ["attention_once"]),
+        (cached(512, 2048, 9), ["attention_survey", "attention_tiled"]),
+        (attention_cases.attention("prefill", 2048, 2048, 128, heads=(12, 2), causal=True), ["attention_tiled"]),
+        (attention_cases.attention("batches", 1, 2048, 128, heads=(16, 16), batch=64), ["attention_once"]),
         (attention_cases.attention("odd", 1, 64, 20), ["attention_plain"]),
         (attention_cases.attention("wide", 1, 64, 136), ["attention_plain"]),
     ],
@@ -169,6 +295,18 @@ def test_equal_geometry_shares_a_source() -> None:
     assert len(make.temporaries) == 4
 
 
+@pytest.mark.parametrize("case", TILED_ATTENTION, ids=lambda case: case.name)
+def test_many_queries_take_tiles(case: Case) -> None:
+    assert names(case)[-1] == "attention_tiled"
+
+
+def test_heads_that_share_a_mask_look_at_it_once() -> None:
+    looks = {case.name: expand(case)[0][0].params["grid"] for case in TILED_ATTENTION}
+    assert looks["many-bool-mask"] == [2, 1, 1]
+    assert looks["many-own-masks"] == [2 * 48 * 2, 1, 1]
+    assert looks["many-padded-batches"] == [50 * 2, 1, 1]
+
+
 def test_partials_are_temporaries() -> None:
     (split, combine), make = expand(cached(1, 2048, 5))
     assert split.outputs == combine.inputs
@@ -183,15 +321,20 @@ def strided(
 
 
 def multiply_as_cublas(call: KernelCall, memory: dict[str, torch.Tensor]) -> None:
-    """out = alpha · a · b + beta · out, from the parameters and the views' first elements alone."""
+    """out = act(alpha · a · b + residual + bias), from the parameters and the views' first elements alone."""
     p = call.params
-    (a, b), out = call.inputs, call.outputs[0]
+    (a, b, *addends), out = call.inputs, call.outputs[0]
     sides = []
     for name, view, shape in (("a", a, (p["m"], p["k"])), ("b", b, (p["k"], p["n"]))):
         steps = (1, p[f"ld{name}"]) if p[f"trans_{name}"] else (p[f"ld{name}"], 1)
         sides.append(strided(memory, view, (p["batch"], *shape), (p[f"stride_{name}"], *steps)))
     target = strided(memory, out, (p["batch"], p["m"], p["n"]), (p["stride_c"], p["ldc"], 1))
-    target.copy_(p["alpha"] * (sides[0] @ sides[1]) + (p["beta"] * target if p["beta"] else 0))
+    result = p["alpha"] * (sides[0] @ sides[1])
+    if p["has_bias"]:
+        result += strided(memory, addends.pop(0), (p["n"],), (1,))
+    if p["has_residual"]:
+        result += strided(memory, addends.pop(0), (p["batch"], p["m"], p["n"]), (p["stride_r"], p["ldr"], 1))
+    target.copy_(result.relu() if p["activation"] == "relu" else result)
 
 
 def random_memory(views: Sequence[View]) -> dict[str, torch.Tensor]:
@@ -202,7 +345,7 @@ def random_memory(views: Sequence[View]) -> dict[str, torch.Tensor]:
     return {view.buffer: torch.randn(elements(view), generator=generator) for view in views if 0 not in view.shape}
 
 
-PRODUCTS = [*matmul_cases.TILED, *matmul_cases.BATCHED]
+PRODUCTS = [*matmul_cases.TILED, *matmul_cases.BATCHED, *MANY_ROWS]
 
 
 @pytest.mark.parametrize(
@@ -226,15 +369,14 @@ def test_cublas_gets_no_integers() -> None:
     assert "cublas_gemm" not in {name for case in integers for name in names(case)}
 
 
-def test_addends_of_the_results_dtype_lie_beneath_the_product() -> None:
-    (beneath, product), _ = expand(linear(33, 70, 40, residual="compute"))
-    assert beneath.outputs == product.outputs
-    assert [view.buffer for view in beneath.inputs] == ["in2"]
-    assert product.params["beta"] == 1.0
-
-
 def test_results_are_rounded_once() -> None:
-    (product, epilogue), make = expand(linear(33, 70, 40, bias="compute", residual="compute"))
+    (product, epilogue), make = expand(linear(33, 70, 40, bias="compute", activation="silu"))
     assert product.outputs[0].dtype == "float32"
     assert make.temporaries[product.outputs[0].buffer].size_bytes == 33 * 70 * itemsize("float32")
     assert product.outputs[0] in epilogue.inputs
+
+
+def test_residuals_that_repeat_a_row_are_not_for_cublas() -> None:
+    case = linear(9, 16, 64, residual="compute")
+    inputs = [*case.inputs[:2], replace(case.inputs[2], strides=(0, 1))]
+    assert names(replace(case, inputs=inputs)) == ["cublas_gemm", "linear_epilogue"]

@@ -21,7 +21,7 @@ from torch_ir import extract_ir
 from npu_compiler import IRGraph, NPUError, compile, read_ir, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS, fuse
 from npu_compiler.ir_reader import OpNode, TensorSpec
-from npu_runtime import CPUBackend, Executor, load_weights
+from npu_runtime import Backend, Executor, load_weights
 
 pytest.importorskip("transformers", reason="the exported forms come from Hugging Face's modules")
 from transformers.activations import ACT2FN
@@ -32,8 +32,6 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
     repeat_kv,
 )
-
-BACKEND = CPUBackend(native=False)
 
 
 class Calls(nn.Module):
@@ -477,11 +475,16 @@ def exported(name: str) -> Exported:
 
 
 def run(
-    ir: Any, state: Mapping[str, Any], arrays: list[np.ndarray], disabled: Any = (), dtype: str = "float32"
+    backend: Backend,
+    ir: Any,
+    state: Mapping[str, Any],
+    arrays: list[np.ndarray],
+    disabled: Any = (),
+    dtype: str = "float32",
 ) -> list[np.ndarray]:
-    program = compile(ir, compute_dtype=dtype, disabled_fusions=disabled)
+    program = compile(ir, backend.target, compute_dtype=dtype, disabled_fusions=disabled)
     inputs = {spec.name: array for spec, array in zip(program.input_specs, arrays, strict=True)}
-    outputs = Executor(program, BACKEND).run(inputs, load_weights(state, program, BACKEND, strict=False))
+    outputs = Executor(program, backend).run(inputs, load_weights(state, program, backend, strict=False))
     return [outputs[spec.name].to_numpy(spec) for spec in program.output_specs]
 
 
@@ -503,18 +506,18 @@ def test_it_fires_on_the_exported_form_and_is_switched_off_by_name(name: str) ->
 
 
 @EVERY_CASE
-def test_the_result_is_pytorchs_with_the_fusion_on_and_off(name: str) -> None:
+def test_the_result_is_pytorchs_with_the_fusion_on_and_off(backend: Backend, name: str) -> None:
     e = exported(name)
-    close(run(e.ir, e.state, e.arrays), e.expected)
-    close(run(e.ir, e.state, e.arrays, [CASES[name].fusion]), e.expected)
-    close(run(e.ir, e.state, e.arrays, FUSIONS), e.expected)
+    close(run(backend, e.ir, e.state, e.arrays), e.expected)
+    close(run(backend, e.ir, e.state, e.arrays, [CASES[name].fusion]), e.expected)
+    close(run(backend, e.ir, e.state, e.arrays, FUSIONS), e.expected)
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)
-def test_a_lookalike_is_left_as_it_is(name: str) -> None:
+def test_a_lookalike_is_left_as_it_is(backend: Backend, name: str) -> None:
     e = exported(name)
     assert LOOKALIKES[name].fired(fused(e.ir)) == 0
-    close(run(e.ir, e.state, e.arrays), e.expected)
+    close(run(backend, e.ir, e.state, e.arrays), e.expected)
 
 
 def exposed(graph: IRGraph, tensor: str, *, through: str | None) -> IRGraph:
@@ -529,7 +532,7 @@ def exposed(graph: IRGraph, tensor: str, *, through: str | None) -> IRGraph:
 
 @pytest.mark.parametrize("through", [None, "aten.neg.default"], ids=["output", "reader"])
 @EVERY_CASE
-def test_a_value_that_is_read_elsewhere_is_not_fused_away(name: str, through: str | None) -> None:
+def test_a_value_that_is_read_elsewhere_is_not_fused_away(backend: Backend, name: str, through: str | None) -> None:
     e = exported(name)
     graph = dict(trace_stages(e.ir))["eliminate_common_subexpressions"]
     kept = {out for node in fused(e.ir) for out in node.outputs}
@@ -539,7 +542,7 @@ def test_a_value_that_is_read_elsewhere_is_not_fused_away(name: str, through: st
     for tensor in interior:
         variant = exposed(graph, tensor, through=through)
         assert tensor in {out for node in fused(variant) for out in node.outputs}
-        close(run(variant, e.state, e.arrays), run(variant, e.state, e.arrays, FUSIONS))
+        close(run(backend, variant, e.state, e.arrays), run(backend, variant, e.state, e.arrays, FUSIONS))
 
 
 SELF_READING = {
@@ -600,7 +603,7 @@ SELF_READING = {
 
 
 @pytest.mark.parametrize("name", SELF_READING)
-def test_a_graph_that_only_resembles_a_pattern_keeps_its_meaning(name: str, seed: int) -> None:
+def test_a_graph_that_only_resembles_a_pattern_keeps_its_meaning(backend: Backend, name: str, seed: int) -> None:
     call, parts, shapes = SELF_READING[name]
     module = Calls(call, **{key: make() for key, make in parts.items()}).eval()
     inputs = tuple(torch.randn(shape) for shape in shapes)
@@ -609,12 +612,12 @@ def test_a_graph_that_only_resembles_a_pattern_keeps_its_meaning(name: str, seed
         ir = extract_ir(copy.deepcopy(module).to("meta"), tuple(x.to("meta") for x in inputs), strict=False).to_dict()
     wanted = [x.numpy() for x in (expected if isinstance(expected, tuple) else (expected,))]
     arrays = [x.numpy() for x in inputs]
-    close(run(ir, module.state_dict(), arrays), wanted)
-    close(run(ir, module.state_dict(), arrays, FUSIONS), wanted)
+    close(run(backend, ir, module.state_dict(), arrays), wanted)
+    close(run(backend, ir, module.state_dict(), arrays, FUSIONS), wanted)
 
 
 @pytest.mark.parametrize("name", ["llama-norm", "gemma-norm", "attention-gqa-mask"])
-def test_the_casts_of_a_bfloat16_model_are_part_of_the_pattern(name: str) -> None:
+def test_the_casts_of_a_bfloat16_model_are_part_of_the_pattern(backend: Backend, name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     module = case.module().eval().to(torch.bfloat16)
@@ -627,7 +630,7 @@ def test_the_casts_of_a_bfloat16_model_are_part_of_the_pattern(name: str) -> Non
     assert not [node for node in graph if node.base in ("aten.to", "aten._to_copy", "aten.type_as")]
     arrays = [x.float().numpy() for x in inputs]
     for disabled in ((), FUSIONS):
-        (actual,) = run(ir, module.state_dict(), arrays, disabled, dtype="bfloat16")
+        (actual,) = run(backend, ir, module.state_dict(), arrays, disabled, dtype="bfloat16")
         np.testing.assert_allclose(actual.astype(np.float32), expected, atol=2e-2 * float(np.abs(expected).max()))
 
 
@@ -642,7 +645,7 @@ def test_an_unknown_fusion_name_is_an_error() -> None:
         compile(exported("silu").ir, disabled_fusions=["b", "a", "silu"])
 
 
-def test_a_widened_product_is_not_rounded_to_16_bits_on_the_way() -> None:
+def test_a_widened_product_is_not_rounded_to_16_bits_on_the_way(backend: Backend) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -655,6 +658,6 @@ def test_a_widened_product_is_not_rounded_to_16_bits_on_the_way() -> None:
     module, x = Head(), torch.randn(3, 64).bfloat16()
     with torch.no_grad():
         ir = extract_ir(copy.deepcopy(module).to("meta"), (x.to("meta"),)).to_dict()
-    (result,) = run(ir, module.state_dict(), [x.float().numpy()], dtype="bfloat16")
+    (result,) = run(backend, ir, module.state_dict(), [x.float().numpy()], dtype="bfloat16")
     exact = (x.float() @ module.head.weight.detach().float().T).numpy()
     np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,18 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
 COMPILER_LIBRARIES = {"ml_dtypes", "msgpack", "numpy"}
-STARTS_WITHOUT_TORCH = ["npu_compiler", "npu_sim.cli", "npu_sim.vision"]
+STARTS_WITHOUT_TORCH = ["npu_compiler", "npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm", "npu_sim.vision"]
+# Where a word of CUDA's may stand outside `cuda_compiler` and `cuda_runtime`, and what it does there.
+MENTIONS_CUDA = {
+    "npu_compiler/ops/conv.py": "PyTorch's name of an op",
+    "npu_compiler/ops/elementwise.py": "says who pastes the expressions",
+    "npu_sim/cache.py": "the sources whose change makes a cached program stale",
+    "npu_sim/cli.py": "help",
+    "npu_sim/commands/programs.py": "the target by its name",
+    "npu_sim/commands/tools.py": "help",
+    "npu_sim/devices.py": "the device by its name",
+    "npu_sim/doctor.py": "the packages to look for",
+}
 
 
 def imports(package: str) -> Iterator[tuple[str, str]]:
@@ -50,6 +62,14 @@ def test_a_package_imports_only_the_packages_below_it(package: str) -> None:
 def test_compilers_need_no_torch_and_no_device_library(package: str) -> None:
     known = COMPILER_LIBRARIES | set(sys.stdlib_module_names) | set(ALLOWED)
     assert [f"{where} imports {name}" for where, name in imports(package) if name not in known] == []
+
+
+def test_only_the_cuda_packages_know_cuda() -> None:
+    word = re.compile("cuda|cupy|cublas|cudnn|nvrtc|nvidia", re.IGNORECASE)
+    files = [path for package in PRESENT if not package.startswith("cuda_") for path in (ROOT / package).rglob("*.*")]
+    sources = [path for path in files if path.suffix in (".py", ".cpp", ".h", ".metal")]
+    knowing = {str(path.relative_to(ROOT)) for path in sources if word.search(path.read_text(encoding="utf-8"))}
+    assert sorted(knowing - MENTIONS_CUDA.keys()) == []
 
 
 def test_no_import_is_relative() -> None:

@@ -1,6 +1,8 @@
 """Language models: the graphs, the KV cache, sampling, streaming, and agreement with Hugging Face."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,14 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_gpu import DEVICES, PROBLEM
 from metal_harness import METAL_DEVICE
+from safetensors.torch import load_file, save_file
 
 from npu_compiler import compile as npu_compile
 from npu_compiler import partition
 from npu_compiler.errors import InputError, NPUError, WeightError
+from npu_runtime.cpu_backend import numpy_to_tensor
 from npu_sim.llm import (
     Checkpoint,
     LanguageModel,
+    Sampler,
     StreamDecoder,
     chat,
     chat_prompt,
@@ -27,10 +33,13 @@ from npu_sim.llm import (
     make_sampler,
     probabilities,
 )
+from npu_sim.llm.tokenizer import StoredTokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
+ROOT = Path(__file__).parents[1]
 CHUNK, CACHE, VOCAB = 8, 24, 160
+EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -59,6 +68,10 @@ def save_tiny(folder: Path, family: str, dtype: str, **changes: Any) -> Path:
     model.generation_config.eos_token_id = [2, 3]
     model.save_pretrained(folder)
     return folder
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {key: numpy_to_tensor(array) for key, array in checkpoint.state.items()}
 
 
 def reference_logits(folder: Path, dtype: torch.dtype, ids: list[int]) -> np.ndarray:
@@ -95,9 +108,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return load_checkpoint(save_tiny(tmp_path_factory.mktemp("llama32"), "llama", "float32"), "float32")
 
 
-def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str]) -> None:
+@EVERY_DEVICE
+def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str], device: str) -> None:
     folder, dtype = tiny
-    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device="cpu")
+    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
     assert model.decode_program.compute_dtype == dtype
     ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
     ref, half = reference_logits(folder, torch.float32, ids), reference_logits(folder, DTYPES[dtype], ids)
@@ -112,9 +126,10 @@ def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str]) 
     assert np.corrcoef(np.stack([logits for _, logits in ours]).ravel(), ref[rows].ravel())[0, 1] > 0.999
 
 
-def test_greedy_generation_agrees_until_a_near_tie(tiny: tuple[Path, str]) -> None:
+@EVERY_DEVICE
+def test_greedy_generation_agrees_until_a_near_tie(tiny: tuple[Path, str], device: str) -> None:
     folder, dtype = tiny
-    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device="cpu")
+    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
     prompt = [5, 9, 77, 31, 2, 8]
     tokens = prompt + list(model.generate(prompt, 16, stop=frozenset()))
     assert len(tokens) == len(prompt) + 16
@@ -122,11 +137,12 @@ def test_greedy_generation_agrees_until_a_near_tie(tiny: tuple[Path, str]) -> No
     assert_greedy(tokens, len(prompt), ref, half)
 
 
-def test_float32_is_exact_and_decode_equals_prefill(llama: Checkpoint) -> None:
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+@EVERY_DEVICE
+def test_float32_is_exact_and_decode_equals_prefill(llama: Checkpoint, device: str) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
     ids = np.random.default_rng(4).integers(0, VOCAB, CACHE).tolist()
-    module = transformers.AutoModelForCausalLM.from_config(llama.config).eval()
-    module.load_state_dict(dict(llama.state))
+    module = transformers.AutoModelForCausalLM.from_config(llama.config.whole).eval()
+    module.load_state_dict(tensors(llama))
     with torch.no_grad():
         ref = module(torch.tensor([ids])).logits[0].numpy()
     np.testing.assert_allclose(model.prefill(ids[:11]), ref[10], atol=2e-4)
@@ -137,17 +153,19 @@ def test_float32_is_exact_and_decode_equals_prefill(llama: Checkpoint) -> None:
     np.testing.assert_allclose(model.prefill(ids[CACHE - 4 : CACHE]), ref[-1], atol=2e-4)  # the chunk would stick out
 
 
-def test_a_llama3_rotary_scaling_is_kept(tmp_path: Path) -> None:
+@EVERY_DEVICE
+def test_a_llama3_rotary_scaling_is_kept(tmp_path: Path, device: str) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 16}  # fmt: skip
     folder = save_tiny(tmp_path / "m", "llama", "float32", rope_parameters=rope)
-    model = LanguageModel(load_checkpoint(folder, "float32"), cache_length=CACHE, chunk=CHUNK, device="cpu")
+    model = LanguageModel(load_checkpoint(folder, "float32"), cache_length=CACHE, chunk=CHUNK, device=device)
     ids = list(range(20, 40))
     np.testing.assert_allclose(model.prefill(ids), reference_logits(folder, torch.float32, ids)[-1], atol=2e-4)
 
 
-def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint) -> None:
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+@EVERY_DEVICE
+def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, device: str) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
     assert set(model._kv) == {"k_0", "v_0", "k_1", "v_1"}
     before = {name: buffer.native_handle for name, buffer in model._kv.items()}
     ids = list(range(10, 23))
@@ -157,10 +175,11 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint) -> 
         assert step is not None
         outputs = step.executor._results(step._bound)
         donations = step.executor.program.plan.donations
-        assert len(donations) == 4
-        assert all(outputs[out].native_handle is before[donor] for out, donor in donations.items())
-    module = transformers.AutoModelForCausalLM.from_config(llama.config).eval()
-    module.load_state_dict(dict(llama.state))
+        caches = {out: donor for out, donor in donations.items() if donor in before}
+        assert len(caches) == 4 and set(donations.values()) - set(before) <= {"token", "position", "history"}
+        assert all(outputs[out].native_handle is before[donor] for out, donor in caches.items())
+    module = transformers.AutoModelForCausalLM.from_config(llama.config.whole).eval()
+    module.load_state_dict(tensors(llama))
     with torch.no_grad():
         layers = module(torch.tensor([[*ids, 99]]), use_cache=True).past_key_values.layers
     for index, layer in enumerate(layers):
@@ -191,8 +210,84 @@ def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint) -> No
     assert steady == {"command_buffers": 1, "encoders": 1, "dispatches": launches}
 
 
-def test_both_programs_share_their_weights(llama: Checkpoint) -> None:
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+def test_steady_decoding_on_cuda_is_one_graph_launch_and_waits_for_no_copy(llama: Checkpoint) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cuda")
+    tokens = model.generate([3, 1, 4], stop=frozenset())
+    for _ in range(4):
+        next(tokens)
+    counters = model.device.backend.counters
+    before = counters.copy()
+    for _ in range(10):
+        next(tokens)
+    assert {name: count - before[name] for name, count in counters.items() if count != before[name]} == {
+        "graph_launches": 10
+    }
+
+
+@EVERY_DEVICE
+def test_what_the_device_chooses_is_what_the_host_would_have_chosen(llama: Checkpoint, device: str) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
+    chosen = list(model.generate([4, 5, 6], stop=frozenset()))
+    kept = list(model.tokens)
+    model.reset()
+    assert list(model.generate([4, 5, 6], sampler=lambda logits: int(logits.argmax()), stop=frozenset())) == chosen
+    assert model.tokens == kept == [4, 5, 6, *chosen[:-1]]
+    model.rewind([4, 5, 6, *chosen[:5]])
+    assert list(model.follow(chosen[4], 6)) == chosen[5:11]
+
+
+@EVERY_DEVICE
+def test_generations_that_take_turns_do_not_mix_up(llama: Checkpoint, device: str) -> None:
+    """Each takes what the cache holds by then as its past, be several steps of the other under way or not."""
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
+
+    def turns(sampler: Sampler) -> list[int]:
+        model.reset()
+        model.prefill([4, 5, 6])
+        one, two = model.follow(7, 10, sampler), model.follow(8, 10, sampler)
+        return [next(tokens) for tokens in (one, one, two, one, two, two, one)] + [next(one), *model.tokens]
+
+    assert turns(greedy) == turns(lambda logits: int(logits.argmax()))
+
+
+@EVERY_DEVICE
+def test_logits_that_are_not_finite_end_a_generation(tmp_path: Path, device: str) -> None:
+    folder = save_tiny(tmp_path / "m", "llama", "bfloat16")
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"][9] = torch.inf
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
+    with pytest.raises(NPUError, match="not finite"):
+        list(model.follow(3, 5))
+
+
+def test_a_second_start_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "m", "qwen2", "bfloat16")
+    save_tokenizer(folder, TEMPLATE)
+    code = f"""
+import sys
+from cuda_compiler import CUDACodegenTarget
+from npu_sim.llm import compile_decode_loop, compile_prefill, load_checkpoint
+from npu_sim.llm.graph import state_with_buffers
+checkpoint, target = load_checkpoint({str(folder)!r}), CUDACodegenTarget()
+programs = compile_prefill(checkpoint, 8, 24, target), compile_decode_loop(checkpoint, 24, target)
+wanted = {{key for program in programs for weight in program.weight_specs.values() for key in weight.recipe.keys()}}
+assert wanted <= set(state_with_buffers(checkpoint))
+assert checkpoint.tokenizer.encode("the cat") and checkpoint.eos_ids
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+    starts = [
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert [start.split() for start in starts] == [["True", "True"], ["False", "False"]]
+
+
+@EVERY_DEVICE
+def test_both_programs_share_their_weights(llama: Checkpoint, device: str) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
     assert model._prefill_step is not None
     prefill, decode = model._prefill_step._weights.values(), model._decode_step._weights.values()
     assert {id(buffer.native_handle) for buffer in prefill} == {id(buffer.native_handle) for buffer in decode}
@@ -216,8 +311,9 @@ def test_a_layer_takes_few_launches_and_one_partition(family: str, tokens: int) 
     assert len(partition(ir).partitions) == 1
 
 
-def test_what_does_not_fit_is_refused(llama: Checkpoint) -> None:
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+@EVERY_DEVICE
+def test_what_does_not_fit_is_refused(llama: Checkpoint, device: str) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
     with pytest.raises(InputError, match="the prompt is empty"):
         model.prefill([])
     with pytest.raises(InputError, match=f"the prompt has {CACHE + 1} tokens, but {CACHE} of the cache's {CACHE}"):
@@ -232,11 +328,12 @@ def test_what_does_not_fit_is_refused(llama: Checkpoint) -> None:
         model.decode(1)
     with pytest.raises(InputError, match="trained for, 64"):
         LanguageModel(llama, cache_length=65)
-    assert LanguageModel(llama, cache_length=21, chunk=CHUNK, device="cpu").cache_length == CACHE
+    assert LanguageModel(llama, cache_length=21, chunk=CHUNK, device=device).cache_length == CACHE
 
 
-def test_generation_ends_at_a_stop_token_the_limit_or_a_full_cache(llama: Checkpoint) -> None:
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu")
+@EVERY_DEVICE
+def test_generation_ends_at_a_stop_token_the_limit_or_a_full_cache(llama: Checkpoint, device: str) -> None:
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
     full = model.generate([4, 5, 6], stop=frozenset())
     tokens = list(full)
     assert len(tokens) == CACHE - 3 + 1 and full.stats.finish_reason == "length"
@@ -250,8 +347,6 @@ def test_generation_ends_at_a_stop_token_the_limit_or_a_full_cache(llama: Checkp
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = save_tiny(tmp_path / "m", "llama", "bfloat16")
     state = load_file(folder / "model.safetensors")
     del state["model.layers.1.mlp.up_proj.weight"]
@@ -302,6 +397,22 @@ def test_sampling_keeps_what_it_should() -> None:
     assert abs(np.mean(np.array(draws) == 1) - 0.4) < 0.1
 
 
+@pytest.mark.parametrize("top_k", [None, 1, 7, 400, 5000])
+@pytest.mark.parametrize("top_p", [None, 1e-6, 0.5, 0.99, 1.0])
+def test_sampling_keeps_what_sorting_everything_would_keep(
+    rng: np.random.Generator, top_k: int | None, top_p: float | None
+) -> None:
+    for spread in (0.01, 1, 30):
+        logits = (np.round(4 * rng.standard_normal(3000)) * spread).astype(np.float32)  # with many equals
+        order = np.argsort(-logits, kind="stable")[:top_k]
+        weights = np.exp(logits[order].astype(np.float64) / 0.7 - logits.max().astype(np.float64) / 0.7)
+        weights /= weights.sum()
+        kept = np.cumsum(weights) - weights < (2 if top_p is None else top_p)
+        expected = np.zeros(3000)
+        expected[order[kept]] = weights[kept] / weights[kept].sum()
+        np.testing.assert_allclose(probabilities(logits, 0.7, top_k=top_k, top_p=top_p), expected, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -319,6 +430,63 @@ def test_sampling_refuses_senseless_settings(settings: dict[str, Any]) -> None:
 def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(NPUError, match="not finite"):
         greedy(np.array([1, np.nan], np.float32))
+
+
+def save_tokenizer(folder: Path, template: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    byte_level = tokenizers.ByteLevelBPETokenizer()
+    byte_level.train_from_iterator(["the cat sat on the mat", "naïve 🎉 日本", "Hello, world!"] * 9, vocab_size=300)
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level._tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<|im|>"]
+    )
+    whole.chat_template = template
+    whole.save_pretrained(folder)
+
+
+TEMPLATE = """
+{%- if messages[0]["role"] == "system" -%}<|im|>{{ messages[0]["content"] | trim }}{% endif %}
+    {% for message in messages %}
+{{ bos_token }}{{ message.role }}
+{{ {"text": message["content"], "ß": [1, none]} | tojson(indent=1) }}{{ eos_token }}
+        {% if loop.index == 3 %}{% break %}{% endif %}
+    {% endfor %}
+{% if tools is not none %}tools{% endif %}
+{% if add_generation_prompt %}{{ "<|im|>assistant\\n" }}{% endif %}
+{% if messages[-1].content == "refuse" %}{{ raise_exception("no") }}{% endif %}
+"""
+
+
+def test_a_stored_tokenizer_does_what_the_whole_one_does(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, TEMPLATE)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    ours, whole = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(ours, StoredTokenizer) and ours.eos_token_id == whole.eos_token_id
+    for text in ("the cat", "  naïve 🎉\n日本 <|im|> x</s>", "", "a ,b 's n't"):
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == whole.encode(text, add_special_tokens=special)
+            options = {"skip_special_tokens": special, "clean_up_tokenization_spaces": False}
+            assert ours.decode(ids, **options) == whole.decode(ids, **options)
+    talk = [{"role": "system", "content": " Be brief "}, {"role": "user", "content": "Hi <b>"}]
+    for conversation in (talk, talk[1:], 2 * talk):
+        for prompt in (True, False):
+            options = {"add_generation_prompt": prompt, "tokenize": False}
+            assert ours.apply_chat_template(conversation, **options) == whole.apply_chat_template(
+                conversation, **options
+            )
+    assert "whole" not in vars(ours), "all that is done without transformers"
+    with pytest.raises(Exception, match="no"):
+        ours.apply_chat_template([{"role": "user", "content": "refuse"}])
+
+
+def test_a_tokenizer_with_ways_of_its_own_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, *args: Any, **options: Any) -> str:
+            return "mine"
+
+    save_tokenizer(tmp_path, "{{ 1 }}")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *args, **_: Own.from_pretrained(tmp_path))
+    assert [load_tokenizer(tmp_path).decode([5]) for _ in range(2)] == ["mine", "mine"]
 
 
 class _ByteTokenizer:

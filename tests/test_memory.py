@@ -21,9 +21,7 @@ from torch_ir import extract_ir
 from npu_compiler import METAL_GPU, CompiledProgram, InputError, compile, read_ir
 from npu_compiler.codegen import BufferAllocation
 from npu_compiler.describe import summary
-from npu_runtime import CPUBackend, Executor, NPUBuffer, execute_cpu_partition
-
-BACKEND = CPUBackend(native=False)
+from npu_runtime import Backend, Executor, NPUBuffer, execute_cpu_partition
 
 # One step of a random program: an op, and which earlier values it reads (modulo their number).
 STEPS = st.lists(
@@ -96,8 +94,8 @@ def is_in_place(program: CompiledProgram, a: BufferAllocation, b: BufferAllocati
     )
 
 
-def check_plan(program: CompiledProgram) -> None:
-    buffers, alignment = arena_buffers(program), METAL_GPU.buffer_alignment
+def check_plan(program: CompiledProgram, alignment: int) -> None:
+    buffers = arena_buffers(program)
     for buffer in buffers:
         assert buffer.offset % alignment == 0
         assert 0 <= buffer.offset <= program.plan.arena_bytes - buffer.size_bytes
@@ -110,18 +108,20 @@ def check_plan(program: CompiledProgram) -> None:
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=STEPS, returned=RETURNED, fusions=st.booleans())
-def test_no_two_live_buffers_overlap_and_the_answers_are_right(steps: Any, returned: list[int], fusions: bool) -> None:
+def test_no_two_live_buffers_overlap_and_the_answers_are_right(
+    backend: Backend, steps: Any, returned: list[int], fusions: bool
+) -> None:
     from npu_compiler.fusion_patterns import FUSIONS
 
     ir = random_graph(steps, returned).ir()
-    program = compile(ir, compute_dtype="float32", disabled_fusions=() if fusions else FUSIONS)
-    check_plan(program)
+    program = compile(ir, backend.target, compute_dtype="float32", disabled_fusions=() if fusions else FUSIONS)
+    check_plan(program, backend.config.buffer_alignment)
     rng = np.random.default_rng(len(steps))
     arrays: dict[str, np.ndarray] = {name: rng.normal(size=(4, 4)).astype(np.float32) for name in ("x", "y")}
     arrays["at"] = np.array([3, 1])
     graph = read_ir(ir)
     wanted = execute_cpu_partition(graph, arrays)
-    executor = Executor(program, BACKEND)
+    executor = Executor(program, backend)
     for _ in range(2):
         outputs = executor.run({name: value.copy() for name, value in arrays.items()})
         for name, tensor, spec in zip(graph.output_names, graph.outputs, program.output_specs, strict=True):
@@ -130,13 +130,13 @@ def test_no_two_live_buffers_overlap_and_the_answers_are_right(steps: Any, retur
 
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS, returned=RETURNED)
-def test_inputs_are_untouched_unless_donated(steps: Any, returned: list[int]) -> None:
-    program = compile(random_graph(steps, returned).ir(), compute_dtype="float32")
+def test_inputs_are_untouched_unless_donated(backend: Backend, steps: Any, returned: list[int]) -> None:
+    program = compile(random_graph(steps, returned).ir(), backend.target, compute_dtype="float32")
     rng = np.random.default_rng(1)
     arrays = {"x": rng.normal(size=(4, 4)).astype(np.float32), "y": rng.normal(size=(4, 4)).astype(np.float32),
               "at": np.array([0, 2])}  # fmt: skip
-    buffers = {spec.name: NPUBuffer.from_numpy(arrays[spec.name], BACKEND, spec=spec) for spec in program.input_specs}
-    Executor(program, BACKEND).run(buffers)
+    buffers = {spec.name: NPUBuffer.from_numpy(arrays[spec.name], backend, spec=spec) for spec in program.input_specs}
+    Executor(program, backend).run(buffers)
     for name in arrays.keys() - set(program.plan.donations.values()):
         np.testing.assert_array_equal(buffers[name].to_numpy(), arrays[name])
 
@@ -286,14 +286,14 @@ def feed() -> dict[str, np.ndarray]:
     }
 
 
-def test_a_cache_is_updated_in_place_and_comes_back_as_the_same_buffer() -> None:
-    program = compile(cache_update().ir(), compute_dtype="float32")
+def test_a_cache_is_updated_in_place_and_comes_back_as_the_same_buffer(backend: Backend) -> None:
+    program = compile(cache_update().ir(), backend.target, compute_dtype="float32")
     assert program.plan.donations == {"new": "cache"}
     assert [call.kernel for call in program.kernels] == ["index_copy_kernel"]
     assert "(updates cache in place)" in program.describe()
     arrays, specs = feed(), {spec.name: spec for spec in program.input_specs}
-    buffers = {name: NPUBuffer.from_numpy(arrays[name], BACKEND, spec=specs[name]) for name in specs}
-    executor = Executor(program, BACKEND)
+    buffers = {name: NPUBuffer.from_numpy(arrays[name], backend, spec=specs[name]) for name in specs}
+    executor = Executor(program, backend)
     for _ in range(2):
         assert executor.run(buffers)["new"] is buffers["cache"]
     arrays["cache"][[6, 1]] = -1
@@ -311,19 +311,19 @@ def test_a_cache_is_updated_in_place_and_comes_back_as_the_same_buffer() -> None
     ],
     ids=["read-later", "view-read-later", "returned", "result-not-returned", "returned-twice"],
 )
-def test_a_cache_whose_old_value_is_still_wanted_is_not_donated(g: IRBuilder) -> None:
-    program, graph, arrays = compile(g.ir(), compute_dtype="float32"), read_ir(g.ir()), feed()
+def test_a_cache_whose_old_value_is_still_wanted_is_not_donated(g: IRBuilder, backend: Backend) -> None:
+    program, graph, arrays = compile(g.ir(), backend.target, compute_dtype="float32"), read_ir(g.ir()), feed()
     assert program.plan.donations == {}
     specs = {spec.name: spec for spec in program.input_specs}
-    buffers = {name: NPUBuffer.from_numpy(arrays[name], BACKEND, spec=specs[name]) for name in specs}
-    outputs = Executor(program, BACKEND).run(buffers)
+    buffers = {name: NPUBuffer.from_numpy(arrays[name], backend, spec=specs[name]) for name in specs}
+    outputs = Executor(program, backend).run(buffers)
     wanted = execute_cpu_partition(graph, feed())
     for name, tensor in zip(graph.output_names, graph.outputs, strict=True):
         np.testing.assert_array_equal(outputs[name].to_numpy(), wanted[tensor])
     np.testing.assert_array_equal(buffers["cache"].to_numpy(), arrays["cache"])
 
 
-def two_caches() -> CompiledProgram:
+def two_caches(backend: Backend) -> CompiledProgram:
     g = IRBuilder()
     k, v = g.input("k", 8, 4), g.input("v", 8, 4)
     at, rows = g.input("at", 2, dtype="int64"), g.input("rows", 2, 4)
@@ -331,27 +331,27 @@ def two_caches() -> CompiledProgram:
         g("aten.index_copy.default", k, 0, at, rows),
         g("aten.index_copy.default", v, 0, at, g("aten.neg.default", rows)),
     )
-    return compile(g.ir(), compute_dtype="float32")
+    return compile(g.ir(), backend.target, compute_dtype="float32")
 
 
-def test_one_buffer_for_two_donated_inputs_is_an_error() -> None:
-    executor, arrays = Executor(two_caches(), BACKEND), feed()
-    shared = NPUBuffer.zeros((8, 4), BACKEND, "float32")
+def test_one_buffer_for_two_donated_inputs_is_an_error(backend: Backend) -> None:
+    executor, arrays = Executor(two_caches(backend), backend), feed()
+    shared = NPUBuffer.zeros((8, 4), backend, "float32")
     rest = {"at": arrays["at"], "rows": arrays["rows"]}
     with pytest.raises(
         InputError, match="inputs 'k' and 'v' are the same buffer, but the program updates 'k' in place"
     ):
         executor.run({"k": shared, "v": shared, **rest})
-    outputs = executor.run({"k": shared, "v": NPUBuffer.zeros((8, 4), BACKEND, "float32"), **rest})
+    outputs = executor.run({"k": shared, "v": NPUBuffer.zeros((8, 4), backend, "float32"), **rest})
     assert [out.to_numpy()[6, 0] for out in outputs.values()] == [-1, 1]
 
 
-def test_an_executors_own_output_as_its_input_is_an_error() -> None:
+def test_an_executors_own_output_as_its_input_is_an_error(backend: Backend) -> None:
     """It would be overwritten while it is read."""
     g = IRBuilder()
     x = g.input("x", 4, 4)
     g.output(g("aten.exp.default", x, name="a"), g("aten.matmul.default", x, x, name="b"))
-    executor = Executor(compile(g.ir(), compute_dtype="float32"), BACKEND)
+    executor = Executor(compile(g.ir(), backend.target, compute_dtype="float32"), backend)
     start = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     output = executor.run({"x": start})["a"]
     with pytest.raises(InputError, match=r"input 'x' is this executor's own output 'a'.*copy\(\)"):

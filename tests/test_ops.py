@@ -14,22 +14,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_ir
-from cuda_gpu import cuda_backends
+from cuda_gpu import DEVICES
 from metal_harness import open_metal
 from torch import nn
 
 from npu_compiler import compile, get_supported_ops, is_op_supported, partition, read_ir
 from npu_compiler.ops import find_op
-from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, load_weights
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, load_weights
 from npu_runtime.cpu_backend import tensor_to_numpy
 
 A = torch.ops.aten
 CPUS = (CPUBackend(native=False), CPUBackend(native=True))
 
 
-@pytest.fixture(scope="module")
-def backends() -> tuple[Backend, ...]:
-    return (*CPUS, open_metal(mps=True)[0], *cuda_backends())
+@pytest.fixture(scope="module", params=DEVICES)
+def backends(request: pytest.FixtureRequest) -> tuple[Backend, ...]:
+    """Those that run the op-level program, or the GPU."""
+    return (*CPUS, open_metal(mps=True)[0]) if request.param == "cpu" else (Device(request.param).backend,)
 
 
 @pytest.fixture(autouse=True)
@@ -732,11 +733,9 @@ def test_op_runs_on_the_device_and_equals_pytorch(
     ir = extract(case, variant.model)
     args = arguments(case, variant)
     reference = expected(case, args)
-    op_level = compile(ir, compute_dtype=variant.compute)
+    program = compile(ir, backends[0].target, compute_dtype=variant.compute)
     inputs, weights = feeds(case, args, read_ir(ir).inputs)
     for backend in backends:
-        shared = backend.config.name == op_level.target
-        program = op_level if shared else compile(ir, backend.target, compute_dtype=variant.compute)
         buffers = load_weights(weights, program, backend)
         results = Executor(program, backend).run({spec.name: inputs[spec.name] for spec in program.input_specs}, buffers)
         for spec, want in zip(program.output_specs, reference, strict=True):
@@ -744,13 +743,13 @@ def test_op_runs_on_the_device_and_equals_pytorch(
 
 
 @ids(CASES)
-def test_op_is_one_device_partition(case: Case, seed: int) -> None:
+def test_op_is_one_device_partition(case: Case, backend: Backend, seed: int) -> None:
     variant = VARIANTS["float16"]
     plan = partition(extract(case, variant.model), is_op_supported, compute_dtype=variant.compute)
     assert not plan.reasons
     assert [part.device for part in plan.partitions] in (["npu"], [])
     args = arguments(case, variant)
-    executor = DAGExecutor(plan, CPUS[0])
+    executor = DAGExecutor(plan, backend)
     inputs, weights = feeds(case, args, plan.graph.inputs)
     executor.load_weights(weights)
     for got, want in zip(executor.execute(inputs).values(), expected(case, args), strict=True):
@@ -758,12 +757,12 @@ def test_op_is_one_device_partition(case: Case, seed: int) -> None:
 
 
 @ids(REFUSED)
-def test_op_that_the_device_refuses_runs_on_the_cpu(case: Case, seed: int) -> None:
+def test_op_that_the_device_refuses_runs_on_the_cpu(case: Case, backend: Backend, seed: int) -> None:
     variant = VARIANTS["float32"]
     plan = partition(extract(case, variant.model), compute_dtype="float32")
     assert plan.reasons
     args = arguments(case, variant)
-    executor = DAGExecutor(plan, CPUS[1])
+    executor = DAGExecutor(plan, backend)
     inputs, weights = feeds(case, args, plan.graph.inputs)
     executor.load_weights(weights)
     for got, want in zip(executor.execute(inputs).values(), expected(case, args), strict=True):

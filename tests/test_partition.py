@@ -19,9 +19,7 @@ from torch import nn
 from torch_ir import extract_ir
 
 from npu_compiler import DeviceError, InputError, PartitionPlan, partition, read_ir
-from npu_runtime import CPUBackend, DAGExecutor, execute_cpu_partition
-
-BACKEND = CPUBackend(native=False)
+from npu_runtime import Backend, DAGExecutor, execute_cpu_partition
 
 
 class CNN(nn.Module):
@@ -67,8 +65,8 @@ def exported(
     return ir, model.state_dict(), {ir["graph_inputs"][0]["name"]: x.numpy()}, wanted
 
 
-def answers(plan: PartitionPlan, state: Any, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    dag = DAGExecutor(plan, BACKEND)
+def answers(backend: Backend, plan: PartitionPlan, state: Any, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    dag = DAGExecutor(plan, backend)
     dag.load_weights(state)
     first = dag.execute(inputs)
     second = dag.execute(inputs)
@@ -93,11 +91,11 @@ def devices(plan: PartitionPlan) -> list[str]:
 
 @settings(max_examples=25, deadline=None)
 @given(kind=st.sampled_from([CNN, Transformer]), refused=st.sets(st.integers(0, 40), max_size=12))
-def test_answers_are_right_for_any_division(kind: type[nn.Module], refused: set[int]) -> None:
+def test_answers_are_right_for_any_division(backend: Backend, kind: type[nn.Module], refused: set[int]) -> None:
     ir, state, inputs, wanted = exported(kind)
     count = iter(range(10**6))
     plan = partition(ir, lambda op: next(count) not in refused, compute_dtype="float32")
-    close(answers(plan, state, inputs), wanted)
+    close(answers(backend, plan, state, inputs), wanted)
 
 
 @pytest.mark.parametrize(
@@ -112,23 +110,25 @@ def test_answers_are_right_for_any_division(kind: type[nn.Module], refused: set[
     ids=["one-argument", "two-arguments", "variadic", "optional", "half"],
 )
 @pytest.mark.parametrize("kind", [CNN, Transformer])
-def test_support_functions_of_one_and_two_arguments(kind: type[nn.Module], is_supported: Callable[..., bool]) -> None:
+def test_support_functions_of_one_and_two_arguments(
+    backend: Backend, kind: type[nn.Module], is_supported: Callable[..., bool]
+) -> None:
     ir, state, inputs, wanted = exported(kind)
-    close(answers(partition(ir, is_supported, compute_dtype="float32"), state, inputs), wanted)
+    close(answers(backend, partition(ir, is_supported, compute_dtype="float32"), state, inputs), wanted)
 
 
 @pytest.mark.parametrize("kind", [CNN, Transformer])
-def test_everything_on_the_cpu_is_one_partition_without_transfers(kind: type[nn.Module]) -> None:
+def test_everything_on_the_cpu_is_one_partition_without_transfers(backend: Backend, kind: type[nn.Module]) -> None:
     ir, state, inputs, wanted = exported(kind)
     plan = partition(ir, lambda op: False)
     assert devices(plan) == ["cpu"] and plan.transfers == [] and plan.device_share == 0
     assert set(plan.reasons.values()) <= {"the support function refuses the op"} | {
         reason for reason in plan.reasons.values() if reason.startswith("its producer '")
     }
-    close(answers(plan, state, inputs), wanted)
+    close(answers(backend, plan, state, inputs), wanted)
 
 
-def test_everything_on_the_device_is_one_partition() -> None:
+def test_everything_on_the_device_is_one_partition(backend: Backend) -> None:
     ir, state, inputs, wanted = exported(CNN)
     plan = partition(ir)
     assert devices(plan) == ["npu"] and plan.device_share == 1 and plan.reasons == {}
@@ -136,10 +136,10 @@ def test_everything_on_the_device_is_one_partition() -> None:
         ("cpu", "npu", 3 * 64 * 4),
         ("npu", "cpu", 5 * 4),
     ]
-    close(answers(plan, state, inputs), wanted, atol=2e-2)
+    close(answers(backend, plan, state, inputs), wanted, atol=2e-2)
 
 
-def test_independent_cpu_nodes_are_gathered() -> None:
+def test_independent_cpu_nodes_are_gathered(backend: Backend) -> None:
     g = IRBuilder()
     x = g.input("x", 4, 4)
     branches = [g("aten.erfinv.default", g("aten.mul.Tensor", x, 0.1 * i)) for i in range(1, 6)]
@@ -150,10 +150,10 @@ def test_independent_cpu_nodes_are_gathered() -> None:
     assert devices(plan) == ["npu", "cpu", "npu"]
     x_value = np.random.default_rng(0).uniform(-1, 1, (4, 4)).astype(np.float32)
     wanted = execute_cpu_partition(read_ir(g.ir()), {"x": x_value})
-    close(answers(plan, {}, {"x": x_value}), list(wanted.values()))
+    close(answers(backend, plan, {}, {"x": x_value}), list(wanted.values()))
 
 
-def test_a_getitem_goes_where_its_producer_is() -> None:
+def test_a_getitem_goes_where_its_producer_is(backend: Backend) -> None:
     g = IRBuilder()
     pieces = g("aten.topk.default", g.input("x", 2, 8), 3)
     values = g("aten.relu.default", g.getitem(pieces, 0))
@@ -162,7 +162,7 @@ def test_a_getitem_goes_where_its_producer_is() -> None:
     assert plan.reasons["getitem"] == plan.reasons["getitem_1"] == "its producer 'topk' is on the CPU"
     assert devices(plan) == ["cpu", "npu"]
     x = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
-    close(answers(plan, {}, {"x": x}), [np.maximum(-np.sort(-x)[:, :3], 0), np.argsort(-x)[:, :3]])
+    close(answers(backend, plan, {}, {"x": x}), [np.maximum(-np.sort(-x)[:, :3], 0), np.argsort(-x)[:, :3]])
 
 
 def test_what_the_op_table_cannot_lower_goes_to_the_cpu_whatever_the_function_says() -> None:
@@ -190,10 +190,10 @@ def test_only_what_crosses_is_transferred_and_its_bytes_are_known() -> None:
     assert [(t.tensor, t.bytes) for t in plan.output_transfers] == [("out", 16)]
 
 
-def test_bfloat16_survives_the_crossing() -> None:
+def test_bfloat16_survives_the_crossing(backend: Backend) -> None:
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(ml_dtypes.bfloat16) for shape in ((2, 8), (4, 8)))
-    (actual,) = answers(crossing(), {"w": w}, {"x": x})
+    (actual,) = answers(backend, crossing(), {"w": w}, {"x": x})
     assert actual.dtype == ml_dtypes.bfloat16
     y = torch.from_numpy(x.astype(np.float32)).bfloat16() @ torch.from_numpy(w.astype(np.float32)).bfloat16().T
     np.testing.assert_allclose(actual.astype(np.float32), (y.sinh() * y).float().numpy(), rtol=2e-2)
@@ -227,27 +227,29 @@ def test_the_plan_prints_as_a_table_and_as_mermaid() -> None:
 
 
 @pytest.mark.parametrize("is_supported", [lambda op: True, lambda op: False], ids=["device", "cpu"])
-def test_outputs_that_are_inputs_weights_constants_or_duplicates(is_supported: Callable[[str], bool]) -> None:
+def test_outputs_that_are_inputs_weights_constants_or_duplicates(
+    backend: Backend, is_supported: Callable[[str], bool]
+) -> None:
     g = IRBuilder()
     x, w, c = g.input("x", 2), g.weight("w", 3), g.constant("c", np.array([1.0, 2.0], np.float32))
     y = g("aten.relu.default", x)
     plan = partition(g.output(y, x, w, y, c).ir(), is_supported, compute_dtype="float32")
     x_value, w_value = np.array([-1.0, 2.0], np.float32), np.arange(3, dtype=np.float32)
     relu = np.array([0.0, 2.0], np.float32)
-    results = answers(plan, {"w": w_value}, {"x": x_value})
+    results = answers(backend, plan, {"w": w_value}, {"x": x_value})
     close(results, [relu, x_value, w_value, relu, np.array([1.0, 2.0], np.float32)])
     results[1][:] = 9
     assert x_value.tolist() == [-1, 2]
 
 
-def test_a_graph_without_nodes_returns_its_inputs() -> None:
+def test_a_graph_without_nodes_returns_its_inputs(backend: Backend) -> None:
     g = IRBuilder()
     plan = partition(g.output(g.input("x", 2)).ir())
     assert plan.partitions == () and plan.device_share == 1 and "outputs" in plan.to_mermaid() and str(plan)
-    close(answers(plan, {}, {"x": np.ones(2, np.float32)}), [np.ones(2, np.float32)])
+    close(answers(backend, plan, {}, {"x": np.ones(2, np.float32)}), [np.ones(2, np.float32)])
 
 
-def test_an_updated_value_that_a_later_partition_reads_keeps_its_old_content() -> None:
+def test_an_updated_value_that_a_later_partition_reads_keeps_its_old_content(backend: Backend) -> None:
     """index_copy may update in place only what nobody reads again, in this partition or any other."""
     g = IRBuilder()
     h = g("aten.relu.default", g.input("x", 4, 2))
@@ -257,7 +259,7 @@ def test_an_updated_value_that_a_later_partition_reads_keeps_its_old_content() -
     plan = partition(g.output(new, late).ir(), lambda op: "sinh" not in op, compute_dtype="float32")
     inputs = {"x": np.ones((4, 2), np.float32), "at": np.array([2]), "rows": np.full((1, 2), 3, np.float32)}
     wanted = execute_cpu_partition(read_ir(g.ir()), inputs)
-    close(answers(plan, {}, inputs), list(wanted.values()))
+    close(answers(backend, plan, {}, inputs), list(wanted.values()))
     assert inputs["x"].min() == inputs["x"].max() == 1
 
 
@@ -271,9 +273,11 @@ def test_an_updated_value_that_a_later_partition_reads_keeps_its_old_content() -
         ({"ids": np.full((1, 6), 11)}, r"'ids' holds 11, which is outside 0\.\.10"),
     ],
 )
-def test_bad_inputs_of_a_plan_are_refused_and_it_still_works(inputs: dict[str, np.ndarray], message: str) -> None:
+def test_bad_inputs_of_a_plan_are_refused_and_it_still_works(
+    backend: Backend, inputs: dict[str, np.ndarray], message: str
+) -> None:
     ir, state, good, wanted = exported(Transformer)
-    dag = DAGExecutor(partition(ir, compute_dtype="float32"), BACKEND)
+    dag = DAGExecutor(partition(ir, compute_dtype="float32"), backend)
     dag.load_weights(state)
     with pytest.raises(InputError, match=message):
         dag.execute(inputs)
@@ -349,7 +353,7 @@ def test_ops_with_several_outputs_and_tensor_lists_on_the_cpu() -> None:
     )
 
 
-def test_an_op_that_pytorch_does_not_have_is_a_device_error() -> None:
+def test_an_op_that_pytorch_does_not_have_is_a_device_error(backend: Backend) -> None:
     g = IRBuilder()
     g.output(g("custom.unknown.default", g.input("x", 2), out=((2,), "float32")))
     plan = partition(g.ir())
@@ -357,4 +361,4 @@ def test_an_op_that_pytorch_does_not_have_is_a_device_error() -> None:
     with pytest.raises(
         DeviceError, match="failed: .*PyTorch has no op 'custom.unknown.default', so the CPU cannot run it either"
     ):
-        answers(plan, {}, {"x": np.ones(2, np.float32)})
+        answers(backend, plan, {}, {"x": np.ones(2, np.float32)})

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_gpu import DEVICES, PROBLEM
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from ir_builder import IRBuilder, Tensor
@@ -19,11 +20,11 @@ from npu_compiler.dtypes import saturating_cast
 from npu_compiler.ir_reader import IRGraph
 from npu_compiler.ops import OPS
 from npu_compiler.ops.registry import unsupported_reason
-from npu_runtime import CPUBackend, DAGExecutor, Executor, execute_cpu_partition, load_weights
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
 
 Arrays = dict[str, np.ndarray]
 Draw = Callable[..., Any]
-BACKENDS = {"torch": CPUBackend(native=False), "native": CPUBackend(native=True)}
+CPUS = (CPUBackend(native=False), CPUBackend(native=True))
 
 
 class GraphMaker:
@@ -251,7 +252,13 @@ def random_arrays(specs: Mapping[str, Any], rng: np.random.Generator, dtype: str
     return {name: saturating_cast(value, dtype).astype(np.float32) for name, value in values.items()}
 
 
-def run_program(program: CompiledProgram, backend: CPUBackend, inputs: Arrays, weights: Arrays) -> Arrays:
+@pytest.fixture(scope="module", params=DEVICES)
+def backends(request: pytest.FixtureRequest) -> tuple[Backend, ...]:
+    """Those that run one and the same program: both CPU devices, or the GPU."""
+    return CPUS if request.param == "cpu" else (Device(request.param).backend,)
+
+
+def run_program(program: CompiledProgram, backend: Backend, inputs: Arrays, weights: Arrays) -> Arrays:
     used = {spec.name: inputs[spec.name] for spec in program.input_specs}
     buffers = load_weights(weights, program, backend)
     results = Executor(program, backend).run(used, buffers)
@@ -269,9 +276,8 @@ def assert_agree(ours: Arrays, reference: list[np.ndarray], dtype: str) -> None:
         np.testing.assert_allclose(got.astype(np.float32), want, rtol=0, atol=TOLERANCE[dtype] * scale, err_msg=name)
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
-@given(graphs(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 2**32 - 1), st.data())
-def test_a_random_graph_runs_alike_everywhere(ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+def check_alike(backends: tuple[Backend, ...], ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    """A graph as one program, saved and loaded again, and split between device and CPU, is what PyTorch says."""
     graph = read_ir(ir)
     note(print_graph(graph))
     rng = np.random.default_rng(seed)
@@ -282,25 +288,44 @@ def test_a_random_graph_runs_alike_everywhere(ir: dict[str, Any], dtype: str, se
 
     model = in_bfloat16(ir) if dtype == "bfloat16" else ir
     assert all(unsupported_reason(node, graph) is None for node in graph.nodes)
-    program = compile(model, compute_dtype=None if dtype == "bfloat16" else dtype)
+    program = compile(model, backends[0].target, compute_dtype=None if dtype == "bfloat16" else dtype)
     assert program.compute_dtype == dtype
     again = CompiledProgram.from_bytes(program.to_bytes())
     assert again.to_bytes() == program.to_bytes()
-    plain = run_program(program, BACKENDS["torch"], inputs, weights)
+    plain = run_program(program, backends[0], inputs, weights)
     assert_agree(plain, reference, dtype)
-    loaded = run_program(again, BACKENDS["torch"], inputs, weights)
+    loaded = run_program(again, backends[0], inputs, weights)
     assert all(np.array_equal(loaded[name], plain[name]) for name in plain)
-    assert_agree(run_program(program, BACKENDS["native"], inputs, weights), reference, dtype)
+    for backend in backends[1:]:
+        assert_agree(run_program(program, backend, inputs, weights), reference, dtype)
 
     ops = sorted({node.op_type for node in graph.nodes})
     on_cpu = data.draw(st.sets(st.sampled_from(ops)), label="ops on the CPU")
     plan = partition(model, lambda op: op not in on_cpu and is_op_supported(op), compute_dtype=program.compute_dtype)
-    executor = DAGExecutor(plan, BACKENDS["native"])
+    executor = DAGExecutor(plan, backends[-1])
     executor.load_weights(
         {key: saturating_cast(x, "bfloat16" if dtype == "bfloat16" else "float32") for key, x in weights.items()}
     )
     for _ in range(2):
         assert_agree(executor.execute(inputs), reference, dtype)
+
+
+RANDOM = (graphs(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 2**32 - 1), st.data())
+SUPPRESSED = [HealthCheck.filter_too_much, HealthCheck.too_slow]
+
+
+@settings(max_examples=250, suppress_health_check=SUPPRESSED)
+@given(*RANDOM)
+def test_a_random_graph_runs_alike_everywhere(ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    check_alike(CPUS, ir, dtype, seed, data)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+@settings(max_examples=60, suppress_health_check=SUPPRESSED)  # each compiles some ten new kernels
+@given(*RANDOM)
+def test_a_random_graph_runs_alike_on_the_gpu(ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    check_alike((Device("cuda").backend,), ir, dtype, seed, data)
 
 
 # Random single nodes, from the ops' schemas: arguments are drawn until PyTorch's meta kernel takes them.
@@ -419,7 +444,9 @@ def node_inputs(graph: IRGraph, rng: np.random.Generator) -> Arrays:
 
 
 @pytest.mark.parametrize("op", overloads())
-def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(op: str, seed: int) -> None:
+def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(
+    op: str, backends: tuple[Backend, ...], seed: int
+) -> None:
     r = random.Random(seed)
     for _ in range(6):
         ir = random_node(op, r)
@@ -428,14 +455,14 @@ def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(op: str, s
         graph = read_ir(ir)
         if unsupported_reason(graph.nodes[0], graph) is not None:
             continue
-        program = compile(ir, compute_dtype="float32")
+        program = compile(ir, backends[0].target, compute_dtype="float32")
         inputs = node_inputs(graph, np.random.default_rng(r.randrange(2**32)))
         try:
             reference = execute_cpu_partition(graph, inputs)
         except Exception:
             continue  # PyTorch's CPU kernel refuses what its meta kernel takes
         tolerance = 4e-3 if "float16" in str(ir) else 1e-5
-        for backend in BACKENDS.values():
+        for backend in backends:
             ours = run_program(program, backend, inputs, {})
             for got, name in zip(ours.values(), graph.outputs, strict=True):
                 want = reference[name].astype(np.float32)

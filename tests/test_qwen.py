@@ -5,6 +5,7 @@ import secrets
 import numpy as np
 import pytest
 import torch
+from cuda_gpu import DEVICES
 from metal_harness import METAL_DEVICE
 from numerics import assert_design6
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -51,7 +52,7 @@ def test_the_page_on_fusions_says_what_the_compiler_does(tokens: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", METAL_DEVICE])
+@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
 def test_a_cut_of_four_layers_is_as_good_as_pytorch(device: str) -> None:
     seed = secrets.randbits(32)
     torch.manual_seed(seed)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import toy_backend
+from cuda_gpu import cuda_backends
 from ir_builder import IRBuilder
 from metal_harness import open_metal
 from safetensors.torch import save_file
@@ -39,8 +40,11 @@ from npu_runtime import (
 from npu_runtime.device import PLUGINS
 
 BACKEND = CPUBackend(native=False)
+GPUS = cuda_backends()
 EVERY_BACKEND = pytest.mark.parametrize(
-    "backend", [BACKEND, ToyBackend(), open_metal(mps=True)[0]], ids=["cpu", "toy", "metal"]
+    "backend",
+    [BACKEND, ToyBackend(), open_metal(mps=True)[0], *(pytest.param(gpu, marks=pytest.mark.gpu) for gpu in GPUS)],
+    ids=["cpu", "toy", "metal", *("cuda" for _ in GPUS)],
 )
 
 
@@ -159,7 +163,7 @@ def delta(executor: Executor, before: Counter[str]) -> dict[str, int]:
 
 def test_a_later_run_allocates_nothing_and_prepares_nothing() -> None:
     backend = ToyBackend()
-    program = compile(layers().ir())
+    program = compile(layers().ir(), backend.target)
     executor, weights = Executor(program, backend), load_weights(state(), program, backend)
     inputs = buffers(program, backend, 0)
     first = executor.run(inputs, weights)["out"].to_numpy()
@@ -173,7 +177,7 @@ def test_a_later_run_allocates_nothing_and_prepares_nothing() -> None:
 
 @EVERY_BACKEND
 def test_another_input_buffer_has_only_its_users_prepared_again(backend: Backend) -> None:
-    program = compile(layers().ir())
+    program = compile(layers().ir(), backend.target)
     executor, weights = Executor(program, backend), load_weights(state(), program, backend)
     inputs, other = buffers(program, backend, 0), buffers(program, backend, 1)
     executor.run(inputs, weights)
@@ -188,7 +192,7 @@ def test_another_input_buffer_has_only_its_users_prepared_again(backend: Backend
 
 @EVERY_BACKEND
 def test_new_content_in_the_same_buffer_needs_no_preparation(backend: Backend) -> None:
-    program = compile(layers().ir(), compute_dtype="float32")
+    program = compile(layers().ir(), backend.target, compute_dtype="float32")
     executor, weights = Executor(program, backend), load_weights(state(), program, backend)
     inputs = buffers(program, backend, 0)
     first = executor.run(inputs, weights)["out"].to_numpy()
@@ -200,7 +204,7 @@ def test_new_content_in_the_same_buffer_needs_no_preparation(backend: Backend) -
 
 @EVERY_BACKEND
 def test_other_weights_are_taken_up_even_in_the_same_dict_and_equal_ones_cost_nothing(backend: Backend) -> None:
-    program = compile(layers().ir())
+    program = compile(layers().ir(), backend.target)
     executor = Executor(program, backend)
     weights, other = (load_weights(state(scale=scale), program, backend) for scale in (1.0, 3.0))
     inputs = buffers(program, backend, 0)
@@ -216,7 +220,7 @@ def test_other_weights_are_taken_up_even_in_the_same_dict_and_equal_ones_cost_no
 
 @EVERY_BACKEND
 def test_a_program_without_weights_runs_its_prologue_once(backend: Backend) -> None:
-    program = compile(layers(0).ir())
+    program = compile(layers(0).ir(), backend.target)
     assert program.plan.prologue and not program.weight_specs
     executor, inputs = Executor(program, backend), buffers(program, backend, 0)
     executor.run(inputs)
@@ -232,7 +236,7 @@ def test_executors_share_weights_and_take_turns_with_donated_caches(backend: Bac
     cache, at, x = g.input("cache", 4, 8), g.input("at", 1, dtype="int64"), g.input("x", 1, 8)
     row = g("aten.linear.default", x, g.weight("w0", 8, 8))
     g.output(g("aten.index_copy.default", cache, 0, at, row, name="new"))
-    program = compile(g.ir(), compute_dtype="float32")
+    program = compile(g.ir(), backend.target, compute_dtype="float32")
     assert program.plan.donations == {"new": "cache"}
     weights, rows = load_weights(state(1), program, backend), np.eye(8, dtype=np.float32)
     executors = [Executor(program, backend) for _ in range(2)]
@@ -400,41 +404,41 @@ def checkpoint(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_weights_load_alike_from_a_file_a_folder_and_mappings(
-    tmp_path: Path, checkpoint: dict[str, torch.Tensor]
+    tmp_path: Path, checkpoint: dict[str, torch.Tensor], backend: Backend
 ) -> None:
-    program = compile(layers().ir())
+    program = compile(layers().ir(), backend.target)
     arrays = {key: value.numpy() for key, value in checkpoint.items()}
     sources: list[Any] = [
         tmp_path / "model.safetensors", str(tmp_path / "model.safetensors"), tmp_path / "shards", checkpoint, arrays,
     ]  # fmt: skip
     for source in sources:
-        loaded = load_weights(source, program, BACKEND)
+        loaded = load_weights(source, program, backend)
         assert loaded.keys() == program.weight_specs.keys()
         for name, weight in program.weight_specs.items():
             wanted = arrays[next(weight.recipe.keys())].astype(np.float16)
             np.testing.assert_array_equal(loaded[name].to_numpy(), wanted)
 
 
-def test_progress_reaches_the_total_with_and_without_a_cache() -> None:
-    program, cache = compile(layers().ir()), dict[str, DeviceBuffer]()
+def test_progress_reaches_the_total_with_and_without_a_cache(backend: Backend) -> None:
+    program, cache = compile(layers().ir(), backend.target), dict[str, DeviceBuffer]()
     seen: list[list[tuple[int, int]]] = [[], []]
-    first = load_weights(state(), program, BACKEND, progress=lambda *step: seen[0].append(step), cache=cache)
-    second = load_weights(state(), program, BACKEND, progress=lambda *step: seen[1].append(step), cache=cache)
+    first = load_weights(state(), program, backend, progress=lambda *step: seen[0].append(step), cache=cache)
+    second = load_weights(state(), program, backend, progress=lambda *step: seen[1].append(step), cache=cache)
     assert seen == [[(1, 3), (2, 3), (3, 3)]] * 2
     assert all(first[name] is second[name] for name in first)
 
 
-def test_keys_that_the_model_does_not_need_are_let_pass_only_when_asked() -> None:
-    program = compile(layers().ir())
+def test_keys_that_the_model_does_not_need_are_let_pass_only_when_asked(backend: Backend) -> None:
+    program = compile(layers().ir(), backend.target)
     with pytest.raises(Exception, match="unknown: 'extra'"):
-        load_weights({**state(), "extra": np.ones(1)}, program, BACKEND)
-    assert load_weights({**state(), "extra": np.ones(1)}, program, BACKEND, strict=False)
+        load_weights({**state(), "extra": np.ones(1)}, program, backend)
+    assert load_weights({**state(), "extra": np.ones(1)}, program, backend, strict=False)
 
 
-def test_a_weight_that_the_program_folded_away_is_known() -> None:
+def test_a_weight_that_the_program_folded_away_is_known(backend: Backend) -> None:
     model = small_cnn()
     assert "1.num_batches_tracked" in model.state_dict()
-    load_weights(model.state_dict(), compile(cnn_ir()), BACKEND)
+    load_weights(model.state_dict(), compile(cnn_ir(), backend.target), backend)
 
 
 # profiles
@@ -442,7 +446,7 @@ def test_a_weight_that_the_program_folded_away_is_known() -> None:
 
 @EVERY_BACKEND
 def test_a_profile_as_table_and_json(backend: Backend) -> None:
-    program, profiler = compile(layers().ir()), Profiler()
+    program, profiler = compile(layers().ir(), backend.target), Profiler()
     executor, weights = Executor(program, backend), load_weights(state(), program, backend)
     plain = executor.run(buffers(program, backend, 0), weights)["out"].to_numpy()
     for _ in range(2):

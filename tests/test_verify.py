@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
 
+from cuda_compiler import cuda_templates
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.fusion_engine import Fusion, P, Var, mul
 from npu_compiler.fusion_patterns import FUSIONS, _rewrite_unary
@@ -71,9 +74,10 @@ def break_kernel(
     monkeypatch.setitem(CPU_KERNELS, kernel, wrong)
 
 
+@pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_agreement_passes_in_every_compute_dtype(device: Device, dtype: str) -> None:
-    report = check(device, compute_dtype=dtype)
+def test_agreement_passes_in_every_compute_dtype(name: str, dtype: str) -> None:
+    report = check(Device(name), compute_dtype=dtype)
     assert report.passed, f"seed {SEED}: {report}"
     assert "agrees" in str(report)
     assert report.outputs[0].pearson > 0.999
@@ -97,6 +101,20 @@ def test_a_wrong_kernel_is_found_by_node(
     assert f"node '{node}'" in str(report) and report.culprit.kernel in str(report)
     assert report.culprit.error > 10
     assert report.fusions == () and not report.only_fused
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+def test_a_wrong_kernel_of_the_gpu_is_found_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cuda_templates.RULES["softmax_kernel"]
+
+    def wrong(make: Any, call: Any) -> Any:
+        return right(make, replace(call, params={**call.params, "scale": 1.5}))
+
+    monkeypatch.setitem(cuda_templates.RULES, "softmax_kernel", wrong)
+    report = check(Device("cuda"))
+    assert not report.passed
+    assert report.culprit is not None and report.culprit.node == "softmax"
 
 
 def test_a_wrong_fused_kernel_is_blamed_on_its_fusion(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
@@ -128,8 +146,10 @@ def test_a_device_that_cannot_run_the_program_fails_the_verification(
     assert report.to_dict()["passed"] is False
 
 
-def test_wrong_inputs_and_weights_are_refused(device: Device) -> None:
+@pytest.mark.parametrize("name", DEVICES)
+def test_wrong_inputs_and_weights_are_refused(name: str) -> None:
     ir, weights = model()
+    device = Device(name)
     with pytest.raises(InputError, match="shape"):
         verify(ir, weights, [{"x": np.zeros((1, 2), np.float32)}], device)
     with pytest.raises(InputError, match="missing input 'x'"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cuda_gpu import DEVICES
 from metal_harness import METAL_DEVICE
 from numerics import assert_design6
 from PIL import Image
@@ -351,7 +352,7 @@ def program_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.mark.parametrize("device", ["cpu", METAL_DEVICE])
+@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
 def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path, device: str) -> None:
     model = efficientnet_lite0().eval()
     model.load_state_dict(torch.load(efficientnet_lite0_checkpoint(), weights_only=True))
@@ -366,9 +367,8 @@ def test_lite0_agrees_with_pytorch_on_photographs(tmp_path: Path, device: str) -
         assert predictions[0].label == label
 
 
-@pytest.mark.parametrize(
-    ("name", "device"), [("resnet18", "cpu"), ("resnet50", "cpu"), ("resnet18", METAL_DEVICE)]
-)
+@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_resnet_is_as_good_as_pytorch_in_float16(tmp_path: Path, name: str, device: str) -> None:
     seed = secrets.randbits(32)
     model = find_model(name).build().eval()

@@ -5,6 +5,13 @@
 #define NAN_F __int_as_float(0x7fffffff)
 #define WARP 32
 
+// Neighbouring blocks along z that see each other's shared memory, on GPUs that have clusters.
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER(blocks) __cluster_dims__(1, 1, blocks)
+#else
+#define CLUSTER(blocks)
+#endif
+
 // 16-bit floats are storage only: arithmetic is in float.
 struct alignas(2) f16 {
     unsigned short bits;
@@ -104,12 +111,34 @@ __device__ __forceinline__ void store_pack(T *data, const Pack<T, N> &pack) {
 }
 
 template <int N, typename T>
-__device__ __forceinline__ void load_floats(float (&values)[N], const T *data) {
-    const Pack<T, N> pack = load_pack<N>(data);
+__device__ __forceinline__ void to_floats(float (&values)[N], const Pack<T, N> &pack) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
         values[i] = to_float(pack.item[i]);
     }
+}
+
+// Two at a time, with one instruction for each.
+template <int N>
+__device__ __forceinline__ void to_floats(float (&values)[N], const Pack<bf16, N> &pack) {
+    if constexpr (N % 2 == 0) {
+        const unsigned *words = reinterpret_cast<const unsigned *>(&pack);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            values[i] = __uint_as_float(words[i / 2] << 16);
+            values[i + 1] = __uint_as_float(words[i / 2] & 0xffff0000u);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            values[i] = to_float(pack.item[i]);
+        }
+    }
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void load_floats(float (&values)[N], const T *data) {
+    to_floats(values, load_pack<N>(data));
 }
 
 template <int N, typename T>

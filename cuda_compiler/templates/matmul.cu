@@ -133,7 +133,7 @@ struct Epilogue {
 KERNEL(tiled_batched) { product(left, right, Epilogue{out}); }
 
 #kernel linear_epilogue
-// out = act(product + bias) + residual, `pack` columns to a thread; without a product, what one is to be added to.
+// out = act(product + bias) + residual, `pack` columns to a thread.
 constexpr index_t packs = Out::size(1) / pack;
 
 template <typename T>
@@ -158,17 +158,13 @@ KERNEL(linear_epilogue) {
         return;
     }
     float values[pack] = {};
-    if constexpr (Product::present) {
-        add(values, product, row * Product::stride(0) + column * Product::stride(1));
-    }
+    add(values, product, row * Product::stride(0) + column * Product::stride(1));
     if constexpr (Bias::present) {
         add(values, bias, column * Bias::stride(0));
     }
-    if constexpr (Product::present) {
 #pragma unroll
-        for (int i = 0; i < pack; i++) {
-            values[i] = activate(values[i]);
-        }
+    for (int i = 0; i < pack; i++) {
+        values[i] = activate(values[i]);
     }
     if constexpr (Residual::present) {
         add(values, residual, row * Residual::stride(0) + column * Residual::stride(1));

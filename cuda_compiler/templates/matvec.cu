@@ -4,26 +4,7 @@
 constexpr int rows = param::m;
 constexpr index_t depth = param::k;
 
-// act(sum + bias) + residual, or with a gate act(gate) · up.
-__device__ __forceinline__ void finish(
-    float sum, float up, const Bias::type *bias, const Residual::type *residual, Out::type *out, index_t row,
-    index_t column
-) {
-    if constexpr (Bias::present) {
-        sum += to_float(bias[column * Bias::stride(0)]);
-        if (gated) {
-            up += to_float(bias[(column + param::n) * Bias::stride(0)]);
-        }
-    }
-    float value = activate(sum);
-    if (gated) {
-        value *= up;
-    }
-    if constexpr (Residual::present) {
-        value += to_float(residual[row * Residual::stride(0) + column * Residual::stride(1)]);
-    }
-    out[row * Out::stride(0) + column * Out::stride(1)] = from<Out::type>(value);
-}
+#include "linear_result.cuh"
 
 // What is read once only should not displace in the L1 cache what is read again.
 template <int N, typename T>
@@ -148,7 +129,7 @@ KERNEL(matvec) {
                     up += partial[team * splits + part][columns + term][row];
                 }
             }
-            finish(sum, up, bias, residual, out, row, column);
+            finish(sum, up, Addends(bias, residual, row, column), out, row, column);
         }
     }
 }
@@ -200,7 +181,7 @@ KERNEL(matvec_notrans) {
             for (int warp = 0; warp < THREADS / WARP; warp++) {
                 sum += partial[warp][row][result % width];
             }
-            finish(sum, 0.0f, bias, residual, out, row, place);
+            finish(sum, 0.0f, Addends(bias, residual, row, place), out, row, place);
         }
     }
 }

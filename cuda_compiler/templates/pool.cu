@@ -1,44 +1,83 @@
-// Pooling over [N, C, H, W].
+// Pooling over [N, C, H, W] of any strides. A thread makes `pack` channels of a pixel, which lie side by side where they
+// are more than one.
+
+#include "overlap.cuh"
 
 #kernel max_pool2d_kernel avg_pool2d_kernel
-// Where a thread's output element is: its image and channel as one number, row and column.
+constexpr index_t PACKS = Out::size(1) / pack;
+
+// Where a thread's output elements are.
 struct Pixel {
-    index_t plane;
-    index_t row;
-    index_t column;
+    unsigned image;
+    unsigned channel;
+    unsigned row;
+    unsigned column;
+    bool exists;
 };
 
-__device__ __forceinline__ Pixel pixel_of(index_t element) {
-    const index_t line = element / Out::size(3);
-    return {line / Out::size(2), line % Out::size(2), element % Out::size(3)};
+// Consecutive threads go along the dimension that lies side by side in memory.
+__device__ __forceinline__ Pixel own_pixel() {
+    const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
+    constexpr index_t pixels = Out::size(2) * Out::size(3);
+    constexpr bool channels_last = Out::stride(1) == 1 && Out::stride(3) != 1;
+    const index_t pixel = channels_last ? thread / PACKS % pixels : thread % pixels;
+    const index_t channel = (channels_last ? thread % PACKS : thread / pixels % PACKS) * pack;
+    const index_t image = thread / pixels / PACKS;
+    return {
+        unsigned(image), unsigned(channel), unsigned(pixel / Out::size(3)), unsigned(pixel % Out::size(3)),
+        image < Out::size(0)
+    };
+}
+
+__device__ __forceinline__ const X::type *plane_of(const X::type *x, const Pixel &pixel) {
+    return x + pixel.image * X::stride(0) + pixel.channel * X::stride(1);
+}
+
+__device__ __forceinline__ void store(Out::type *out, const Pixel &pixel, const float (&values)[pack]) {
+    store_floats(
+        out + pixel.image * Out::stride(0) + pixel.channel * Out::stride(1) + pixel.row * Out::stride(2) +
+            pixel.column * Out::stride(3),
+        values
+    );
 }
 
 #kernel max_pool2d_kernel
 KERNEL(max_pool2d_kernel) {
-    const index_t element = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    if (element >= Out::numel) {
+    const Pixel pixel = own_pixel();
+    if (!pixel.exists) {
         return;
     }
-    const Pixel pixel = pixel_of(element);
-    const X::type *plane = x + leading_offset<X, 2>(pixel.plane);
+    wait_for_inputs();
+    let_next_kernel_start();
+    const X::type *plane = plane_of(x, pixel);
     // Rows and columns in the padding before the image wrap around to large numbers.
-    const unsigned top = unsigned(pixel.row) * param::stride(0) - param::padding(0);
-    const unsigned left = unsigned(pixel.column) * param::stride(1) - param::padding(1);
-    float highest = -INFINITY_F;
+    const unsigned top = pixel.row * param::stride(0) - param::padding(0);
+    const unsigned left = pixel.column * param::stride(1) - param::padding(1);
+    float highest[pack];
+#pragma unroll
+    for (int k = 0; k < pack; k++) {
+        highest[k] = -INFINITY_F;
+    }
+#pragma unroll 4
     for (unsigned i = 0; i < param::window(0); i++) {
         const unsigned row = top + i * param::dilation(0);
         if (row >= X::size(2)) {
             continue;
         }
+#pragma unroll 4
         for (unsigned j = 0; j < param::window(1); j++) {
             const unsigned column = left + j * param::dilation(1);
             if (column < X::size(3)) {
-                const float value = to_float(plane[row * X::stride(2) + column * X::stride(3)]);
-                highest = value > highest || isnan(value) ? value : highest;
+                float values[pack];
+                load_floats(values, plane + row * X::stride(2) + column * X::stride(3));
+#pragma unroll
+                for (int k = 0; k < pack; k++) {
+                    highest[k] = values[k] > highest[k] || isnan(values[k]) ? values[k] : highest[k];
+                }
             }
         }
     }
-    out[Out::offset(element)] = from<Out::type>(highest);
+    store(out, pixel, highest);
 }
 
 #kernel avg_pool2d_kernel
@@ -56,22 +95,28 @@ __device__ __forceinline__ Window window_at(int position, int window, int stride
 }
 
 KERNEL(avg_pool2d_kernel) {
-    const index_t element = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    if (element >= Out::numel) {
+    const Pixel pixel = own_pixel();
+    if (!pixel.exists) {
         return;
     }
-    const Pixel pixel = pixel_of(element);
     const Window rows = window_at(
         int(pixel.row), param::window(0), param::stride(0), param::padding(0), int(X::size(2))
     );
     const Window columns = window_at(
         int(pixel.column), param::window(1), param::stride(1), param::padding(1), int(X::size(3))
     );
-    const X::type *plane = x + leading_offset<X, 2>(pixel.plane);
-    float sum = 0.0f;
+    wait_for_inputs();
+    let_next_kernel_start();
+    const X::type *plane = plane_of(x, pixel);
+    float sums[pack] = {};
     for (int row = rows.first; row < rows.end; row++) {
         for (int column = columns.first; column < columns.end; column++) {
-            sum += to_float(plane[index_t(row) * X::stride(2) + index_t(column) * X::stride(3)]);
+            float values[pack];
+            load_floats(values, plane + index_t(row) * X::stride(2) + index_t(column) * X::stride(3));
+#pragma unroll
+            for (int k = 0; k < pack; k++) {
+                sums[k] += values[k];
+            }
         }
     }
     int count = param::divisor;
@@ -79,31 +124,62 @@ KERNEL(avg_pool2d_kernel) {
         count = param::count_include_pad ? rows.width * columns.width
                                          : (rows.end - rows.first) * (columns.end - columns.first);
     }
-    out[Out::offset(element)] = from<Out::type>(sum / float(count));
+#pragma unroll
+    for (int k = 0; k < pack; k++) {
+        sums[k] /= float(count);
+    }
+    store(out, pixel, sums);
 }
 
 #kernel adaptive_avg_pool2d_kernel
-// A warp makes one element, since a window may be a whole image; it walks the window WARP pixels at a time.
+// A warp makes 32 / `walkers` packs of one pixel, since a window may be a whole image; `walkers` lanes share each window.
+constexpr unsigned PACKS = unsigned(Out::size(1)) / pack;
+constexpr unsigned OWN_PACKS = WARP / walkers;
+constexpr unsigned GROUPS = (PACKS + OWN_PACKS - 1) / OWN_PACKS;
+
 KERNEL(adaptive_avg_pool2d_kernel) {
-    const index_t element = blockIdx.x * index_t(THREADS / WARP) + threadIdx.x / WARP;
-    if (element >= Out::numel) {
+    const index_t warp = blockIdx.x * index_t(THREADS / WARP) + threadIdx.x / WARP;
+    const unsigned own = unsigned(warp % GROUPS) * OWN_PACKS + threadIdx.x % OWN_PACKS;
+    const unsigned walker = threadIdx.x % WARP / OWN_PACKS;
+    const index_t pixel = warp / GROUPS;
+    const unsigned out_column = unsigned(pixel % Out::size(3));
+    const unsigned out_row = unsigned(pixel / Out::size(3) % Out::size(2));
+    const index_t image = pixel / Out::size(3) / Out::size(2);
+    if (image >= Out::size(0)) {
         return;
     }
-    const unsigned lane = threadIdx.x % WARP;
-    const index_t line = element / Out::size(3);
-    const unsigned out_column = unsigned(element % Out::size(3));
-    const unsigned out_row = unsigned(line % Out::size(2));
+    const unsigned channel = min(own, PACKS - 1) * pack;
     const unsigned top = out_row * X::size(2) / Out::size(2);
     const unsigned left = out_column * X::size(3) / Out::size(3);
     const unsigned height = ((out_row + 1) * X::size(2) + Out::size(2) - 1) / Out::size(2) - top;
     const unsigned width = ((out_column + 1) * X::size(3) + Out::size(3) - 1) / Out::size(3) - left;
-    const X::type *corner = x + leading_offset<X, 2>(line / Out::size(2)) + top * X::stride(2) + left * X::stride(3);
-    float sum = 0.0f;
-    for (unsigned i = lane; i < width * height; i += WARP) {
-        sum += to_float(corner[i / width * X::stride(2) + i % width * X::stride(3)]);
+    const X::type *corner =
+        x + image * X::stride(0) + channel * X::stride(1) + top * X::stride(2) + left * X::stride(3);
+    wait_for_inputs();
+    let_next_kernel_start();
+    float sums[pack] = {};
+#pragma unroll 8
+    for (unsigned i = walker; i < width * height; i += walkers) {
+        float values[pack];
+        load_floats(values, corner + i / width * X::stride(2) + i % width * X::stride(3));
+#pragma unroll
+        for (int k = 0; k < pack; k++) {
+            sums[k] += values[k];
+        }
     }
-    sum = warp_sum(sum);
-    if (lane == 0) {
-        out[Out::offset(element)] = from<Out::type>(sum / float(width * height));
+#pragma unroll
+    for (int k = 0; k < pack; k++) {
+#pragma unroll
+        for (int step = OWN_PACKS; step < WARP; step *= 2) {
+            sums[k] += __shfl_xor_sync(0xffffffffu, sums[k], step);
+        }
+        sums[k] /= float(width * height);
+    }
+    if (walker == 0 && own < PACKS) {
+        store_floats(
+            out + image * Out::stride(0) + channel * Out::stride(1) + out_row * Out::stride(2) +
+                out_column * Out::stride(3),
+            sums
+        );
     }
 }

@@ -2,16 +2,12 @@
 // that step evenly, so that most views have one reduced dimension.
 
 #include "reduction.cuh"
+#include "extreme.cuh"
 
 constexpr int kept_dims = X::rank - int(param::reduce_dims);
 constexpr bool whole = !is_float<X::type>::value;  // integers and booleans
 // Elements to an access, where the reduced dimension is the innermost one.
 constexpr int pack = param::reduce_dims == 1 ? smaller(X::vector, 16 / int(sizeof(X::type))) : 1;
-
-template <bool first, typename A, typename B>
-struct Select { using type = A; };
-template <typename A, typename B>
-struct Select<false, A, B> { using type = B; };
 
 using Fetched = Select<whole, int, float>::type;
 
@@ -117,64 +113,15 @@ struct Exponentials {
     }
 };
 
-// Values as integers in the same order, so that one exact comparison serves all types. Both zeros are equal; NaN comes
-// above everything, or below everything where the least is sought (a NaN among the values is the result).
-template <bool least>
-__device__ __forceinline__ int key_of(float value) {
-    const int bits = __float_as_int(value);
-    const int magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) {
-        return least ? -0x7fffffff : 0x7fffffff;
-    }
-    return bits < 0 ? -magnitude : magnitude;
-}
-
-template <bool least>
-__device__ __forceinline__ int key_of(int value) {
-    return value;
-}
-
-// The greatest key, or with `least` the least, and the first index that has it. The keys' complements are in reverse
-// order, so that only the greatest is ever sought.
-template <bool least>
-struct Extreme {
-    int best = int(0x80000000);
-    unsigned index = 0xffffffffu;
-
-    __device__ __forceinline__ void add(Fetched value, index_t i) {
-        const int key = key_of<least>(value);
-        const int rank = least ? ~key : key;
-        if (rank > best || index == 0xffffffffu) {
-            best = rank;
-            index = unsigned(i);
-        }
-    }
-
-    __device__ __forceinline__ void reduce(Place place) {
-        const int greatest = reduce_team<Max>(best, int(0x80000000), place);
-        index = reduce_team<Min>(best == greatest ? index : 0xffffffffu, 0xffffffffu, place);
-        best = greatest;
-    }
-
-    __device__ __forceinline__ Fetched value() const {
-        const int key = least ? ~best : best;
-        if constexpr (whole) {
-            return key;
-        } else {
-            return __int_as_float(key < 0 ? -key | int(0x80000000) : key);
-        }
-    }
-};
-
 template <bool least>
 struct Magnitudes {
-    Extreme<least> extreme;
-    __device__ __forceinline__ void add(Fetched x, index_t i) { extreme.add(Fetched(fabsf(float(x))), i); }
+    Extreme<least, Fetched> extreme;
+    __device__ __forceinline__ void add(Fetched x, index_t i) { extreme.add(Fetched(fabsf(float(x))), unsigned(i)); }
 };
 
 template <bool least>
-__device__ __forceinline__ Extreme<least> extreme_of(const X::type *x, Place place) {
-    Extreme<least> extreme;
+__device__ __forceinline__ Extreme<least, Fetched> extreme_of(const X::type *x, Place place) {
+    Extreme<least, Fetched> extreme;
     accumulate(extreme, x, place);
     extreme.reduce(place);
     return extreme;

@@ -1,16 +1,31 @@
-// Resampling of [N, C, H, W]; a thread makes one pixel.
+// Resampling of [N, C, H, W] of any strides. A thread makes `pack` channels of a pixel, which lie side by side where they
+// are more than one.
 
-// Where a thread's output pixel is, and where its plane begins in the input.
+constexpr index_t PACKS = Out::size(1) / pack;
+
+// Where a thread's output elements are, and where its plane begins in the input.
 struct Pixel {
     index_t plane;
+    index_t target;
     unsigned row;
     unsigned column;
+    bool exists;
 };
 
-__device__ __forceinline__ Pixel pixel_of(index_t element) {
-    const index_t line = element / Out::size(3);
+// Consecutive threads go along the dimension that lies side by side in memory.
+__device__ __forceinline__ Pixel own_pixel() {
+    const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
+    constexpr index_t pixels = Out::size(2) * Out::size(3);
+    constexpr bool channels_last = Out::stride(1) == 1 && Out::stride(3) != 1;
+    const index_t pixel = channels_last ? thread / PACKS % pixels : thread % pixels;
+    const index_t channel = (channels_last ? thread % PACKS : thread / pixels % PACKS) * pack;
+    const index_t image = thread / pixels / PACKS;
+    const index_t row = pixel / Out::size(3);
+    const index_t column = pixel % Out::size(3);
     return {
-        leading_offset<X, 2>(line / Out::size(2)), unsigned(line % Out::size(2)), unsigned(element % Out::size(3))
+        image * X::stride(0) + channel * X::stride(1),
+        image * Out::stride(0) + channel * Out::stride(1) + row * Out::stride(2) + column * Out::stride(3),
+        unsigned(row), unsigned(column), image < Out::size(0)
     };
 }
 
@@ -24,14 +39,19 @@ __device__ __forceinline__ unsigned nearest(unsigned position, float scale, unsi
 }
 
 KERNEL(upsample_nearest_kernel) {
-    const index_t element = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    if (element >= Out::numel) {
+    const Pixel pixel = own_pixel();
+    if (!pixel.exists) {
         return;
     }
-    const Pixel pixel = pixel_of(element);
     const unsigned row = nearest(pixel.row, param::scale(0), unsigned(X::size(2)));
     const unsigned column = nearest(pixel.column, param::scale(1), unsigned(X::size(3)));
-    out[Out::offset(element)] = convert<Out::type>(x[place(pixel, row, column)]);
+    const Pack<X::type, pack> source = load_pack<pack>(x + place(pixel, row, column));
+    Pack<Out::type, pack> target;
+#pragma unroll
+    for (int i = 0; i < pack; i++) {
+        target.item[i] = convert<Out::type>(source.item[i]);
+    }
+    store_pack<pack>(out + pixel.target, target);
 }
 
 #kernel upsample_bilinear_kernel
@@ -54,16 +74,25 @@ __device__ __forceinline__ Between between(unsigned position, float scale, unsig
 }
 
 KERNEL(upsample_bilinear_kernel) {
-    const index_t element = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    if (element >= Out::numel) {
+    const Pixel pixel = own_pixel();
+    if (!pixel.exists) {
         return;
     }
-    const Pixel pixel = pixel_of(element);
     const Between rows = between(pixel.row, param::scale(0), unsigned(X::size(2)), unsigned(Out::size(2)));
     const Between columns = between(pixel.column, param::scale(1), unsigned(X::size(3)), unsigned(Out::size(3)));
-    const float upper = to_float(x[place(pixel, rows.low, columns.low)]) * (1.0f - columns.weight) +
-        to_float(x[place(pixel, rows.low, columns.high)]) * columns.weight;
-    const float lower = to_float(x[place(pixel, rows.high, columns.low)]) * (1.0f - columns.weight) +
-        to_float(x[place(pixel, rows.high, columns.high)]) * columns.weight;
-    out[Out::offset(element)] = from<Out::type>(upper * (1.0f - rows.weight) + lower * rows.weight);
+    float corners[2][2][pack];
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++) {
+        const unsigned row = lower ? rows.high : rows.low;
+        load_floats(corners[lower][0], x + place(pixel, row, columns.low));
+        load_floats(corners[lower][1], x + place(pixel, row, columns.high));
+    }
+    float values[pack];
+#pragma unroll
+    for (int i = 0; i < pack; i++) {
+        const float upper = corners[0][0][i] * (1.0f - columns.weight) + corners[0][1][i] * columns.weight;
+        const float lower = corners[1][0][i] * (1.0f - columns.weight) + corners[1][1][i] * columns.weight;
+        values[i] = upper * (1.0f - rows.weight) + lower * rows.weight;
+    }
+    store_floats(out + pixel.target, values);
 }

@@ -12,6 +12,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from npu_runtime.cache_folder import cache_folder
+
 SOURCE_FOLDER = Path(__file__).parent
 # Contraction to fused multiply-adds is wanted; the rest of -ffast-math is not: masks rely on infinities.
 FLAGS = (
@@ -36,11 +38,6 @@ def library_path() -> Path | None:
     except (OSError, RuntimeError) as error:
         _failure = str(error)
         return None
-
-
-def cache_folder() -> Path:
-    """Where compiled libraries and objects are kept."""
-    return Path(os.environ.get("NPU_SIM_CACHE") or Path.home() / ".cache" / "npu-simulation")
 
 
 def find_compiler() -> str | None:

@@ -27,7 +27,7 @@ Inputs = Annotated[
     list[str] | None, typer.Option("--input", "-i", metavar="NAME=FILE.npy", help="An input; without any: random.")
 ]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cpu, metal, metal-emulator, cuda; by default the best one here.")
+    str | None, typer.Option("--device", help="cpu, metal, metal-emulator, cuda, cuda:1; by default the best one here.")
 ]
 Fast = Annotated[bool, typer.Option("--fast", help="With --device metal-emulator: leave its checks out.")]
 Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of random inputs.")]

@@ -14,7 +14,7 @@ from npu_sim.console import print_json, step
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="A module of benchmarks/: cpu, ...")] = "cpu",
+    suite: Annotated[str, typer.Argument(help="A module of benchmarks/: cpu, cuda, ...")] = "cpu",
     arguments: Annotated[list[str] | None, typer.Argument(help="Handed to it; put -- before options.")] = None,
 ) -> None:
     """Run a suite of the source tree's benchmarks/ folder."""
@@ -22,7 +22,7 @@ def bench(
 
     root = Path(__file__).resolve().parents[2]
     folder = root / "benchmarks"
-    suites = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    suites = sorted(path.stem for path in folder.glob("*.py") if "def main(" in path.read_text("utf-8"))
     if not suites:
         raise InputError("there is no benchmarks/ folder here: run this from a checkout of the source")
     if suite not in suites:

@@ -2,8 +2,8 @@
 
 from npu_sim.llm.chat import StreamDecoder, TextStream, chat, chat_prompt, complete
 from npu_sim.llm.checkpoint import Checkpoint, load_checkpoint
-from npu_sim.llm.graph import compile_graph, extract_graph
-from npu_sim.llm.sampling import greedy, make_sampler, probabilities
+from npu_sim.llm.graph import compile_decode_loop, compile_prefill, extract_decode_loop, extract_graph
+from npu_sim.llm.sampling import Sampler, greedy, make_sampler, probabilities
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 
 __all__ = [
@@ -11,12 +11,15 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "LanguageModel",
+    "Sampler",
     "StreamDecoder",
     "TextStream",
     "chat",
     "chat_prompt",
-    "compile_graph",
+    "compile_decode_loop",
+    "compile_prefill",
     "complete",
+    "extract_decode_loop",
     "extract_graph",
     "greedy",
     "load_checkpoint",

@@ -2,14 +2,17 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError
+from npu_sim.cache import cached_facts, source_digest
+from npu_sim.llm.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +23,40 @@ DTYPES = ("bfloat16", "float16", "float32")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
+class StoredConfig:
+    """A transformers config as the fields that are known of it; the whole of it is read when more is asked for.
+
+    Importing transformers takes longer than all else that a second start does.
+
+    Attributes:
+        whole: The transformers config.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], read: Callable[[], Any]) -> None:
+        self._fields = fields
+        self._read = read
+
+    @cached_property
+    def whole(self) -> Any:
+        return self._read()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # copy and pickle ask for such names before there are any fields
+        return self._fields[name] if name in self._fields else getattr(self.whole, name)
+
+
 @dataclass
 class Checkpoint:
     """A language model on disk.
 
     Attributes:
         name: For messages and file names.
-        config: The transformers config.
-        state: Hugging Face parameter name → tensor; a mapping that reads a tensor when it is asked for.
+        config: The transformers config, or a `StoredConfig`.
+        state: Hugging Face parameter name → tensor or array; a mapping that reads a tensor when it is asked for.
         dtype: What the model computes in: `bfloat16`, `float16` or `float32`.
         load_tokenizer: Opens the tokenizer; raises where there is none.
         eos_ids: Tokens that end a reply, as far as the model's own files say.
@@ -36,7 +65,7 @@ class Checkpoint:
 
     name: str
     config: Any
-    state: Mapping[str, "Tensor"]
+    state: Mapping[str, Any]
     dtype: str
     load_tokenizer: Callable[[], Any]
     eos_ids: frozenset[int] = frozenset()
@@ -103,25 +132,49 @@ def _download(model_id: str) -> Path:
 
 
 def _load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
-    from transformers import AutoConfig, AutoTokenizer
-
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
-    with _as_input_error(f"{folder / 'config.json'} cannot be used"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
+    key = _facts_key(folder, ("config.json", "generation_config.json"))
+    facts = cached_facts("config", key, lambda: _find_facts(folder))
+    config = StoredConfig(facts["config"], lambda: _read_config(folder))
+    if config.quantization_config:
         raise InputError(f"{name} is quantized; only plain 16-bit or 32-bit safetensors and GGUF files can be loaded")
-    state = _MappedTensors(folder)
-    stored = str(getattr(config, "dtype", None) or next(iter(state.values())).dtype).removeprefix("torch.")
+    state = _mapped_tensors(folder)
+    stored = str(config.dtype or next(iter(state.values())).dtype).removeprefix("torch.")
     own = stored if stored in ("bfloat16", "float16") else "float16"
     return Checkpoint(
         name=name,
         config=config,
         state=state,
         dtype=dtype or own,
-        load_tokenizer=lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False),
-        eos_ids=_eos_ids(folder, config),
+        load_tokenizer=lambda: load_tokenizer(folder),
+        eos_ids=frozenset(facts["eos_ids"]),
     )
+
+
+# What is asked of a config, its absence included.
+_ASKED = ("quantization_config", "dtype", "vocab_size", "max_position_embeddings", "sliding_window", "model_type")
+
+
+def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
+    """All that decides what transformers makes of some files of a folder."""
+    texts = [path.read_text("utf-8", "replace") if path.is_file() else None for path in map(folder.joinpath, files)]
+    return [texts, version("transformers"), source_digest("npu_sim.llm")]
+
+
+def _find_facts(folder: Path) -> dict[str, Any]:
+    """What transformers makes of a folder's configs: the config's fields, and the tokens that end a reply."""
+    config = _read_config(folder)
+    fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in _ASKED}}
+    fields["dtype"] = fields["dtype"] and str(fields["dtype"])
+    return {"config": fields, "eos_ids": sorted(_eos_ids(folder, config))}
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    with _as_input_error(f"{folder / 'config.json'} cannot be used"):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
@@ -153,28 +206,12 @@ def _as_input_error(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
 
 
-class _MappedTensors(Mapping[str, "Tensor"]):
+def _mapped_tensors(folder: Path) -> Mapping[str, Any]:
     """All safetensors of a folder, mapped. Frequencies that old checkpoints carry along are left out: the model
     computes them."""
+    from npu_runtime.weight_loader import MappedCheckpoint
 
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise InputError(f"{folder} holds no *.safetensors; convert older formats with save_pretrained()")
-        self._files: dict[str, Any] = {}
-        for file in files:
-            with _as_input_error(f"{file} is not a readable safetensors file"):
-                opened = safe_open(str(file), framework="pt")
-                self._files.update({key: opened for key in opened.keys() if not key.endswith("rotary_emb.inv_freq")})
-
-    def __getitem__(self, key: str) -> "Tensor":
-        tensor: Tensor = self._files[key].get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"{folder} holds no *.safetensors; convert older formats with save_pretrained()")
+    with _as_input_error(f"a file of {folder} is not a readable safetensors file"):
+        return MappedCheckpoint(folder).without(lambda key: key.endswith("rotary_emb.inv_freq"))

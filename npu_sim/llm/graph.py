@@ -1,102 +1,33 @@
 """The two graphs of a language model, prefill and decode, traced from the Hugging Face module without its weights."""
 
-import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
-from npu_sim.cache import cached_program, source_digest
-from npu_sim.llm.checkpoint import FAMILIES, Checkpoint
+from npu_sim.cache import cached_facts, cached_program, source_digest
+from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from npu_compiler import CodegenTarget, CompiledProgram
 
-
-class _IndexedCache:
-    """What Hugging Face attention takes for a KV cache: it writes new rows at `positions` of fixed buffers.
-
-    `index_copy` is what the compiler can do in place, on a buffer that the caller donates.
-    """
-
-    is_compileable = True
-
-    def __init__(self, positions: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        self.positions = positions
-        self.keys = list(keys)
-        self.values = list(values)
-
-    def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys[layer_idx] = torch.index_copy(self.keys[layer_idx], 2, self.positions, key)
-        self.values[layer_idx] = torch.index_copy(self.values[layer_idx], 2, self.positions, value)
-        return self.keys[layer_idx], self.values[layer_idx]
-
-
-class CachedCausalLM(nn.Module):
-    """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
-
-    forward: input_ids [1, T], positions [T], last [1] or None, k and v: per layer [1, KV heads, S, head dim]
-    → float32 logits [1, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v. In bfloat16,
-    logits around 25 would be 0.125 apart, and candidates would tie.
-
-    Row t attends to cache rows 0..positions[t], so rows beyond a query's own position never count.
-    """
-
-    def __init__(self, causal: Any) -> None:
-        super().__init__()
-        for name, child in causal.named_children():
-            self.add_module(name, child)
-        self._causal = (causal,)  # in a tuple, so that its parameters are not registered a second time
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        last: torch.Tensor | None,
-        k: Sequence[torch.Tensor],
-        v: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        (causal,) = self._causal
-        rows = torch.arange(k[0].shape[2], device=positions.device)
-        mask = (rows[None, :] <= positions[:, None])[None, None]
-        cache = _IndexedCache(positions, k, v)
-        with _only_row(causal.get_output_embeddings(), last):
-            logits = causal(
-                input_ids=input_ids,
-                attention_mask=mask,
-                position_ids=positions[None],
-                past_key_values=cache,
-                use_cache=True,
-            ).logits
-        return (logits.float(), *(tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair))
-
-
-@contextlib.contextmanager
-def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
-    """Let the LM head see one row: logits of a whole prompt would cost more than all layers together."""
-    if last is None:
-        yield
-        return
-    hook = lm_head.register_forward_pre_hook(lambda _, args: (torch.index_select(args[0], 1, last),))
-    try:
-        yield
-    finally:
-        hook.remove()
+_INV_FREQ = "model.rotary_emb.inv_freq"
 
 
 def meta_model(checkpoint: Checkpoint) -> Any:
     """The checkpoint's Hugging Face module on the meta device. Raises InputError for an unknown kind of model."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                checkpoint.config,
+                _whole(checkpoint.config),
                 dtype=getattr(torch, checkpoint.dtype),
                 attn_implementation="sdpa",
                 trust_remote_code=False,
@@ -118,69 +49,129 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
 
     Raises InputError where the model cannot be traced.
     """
-    from torch_ir import extract_ir
+    import torch
 
-    model = CachedCausalLM(meta_model(checkpoint)).eval()
-    config, dtype = checkpoint.config, getattr(torch, checkpoint.dtype)
-    shape = kv_shape(config, cache_length)
+    from npu_sim.llm.modules import CachedCausalLM
+
+    model = CachedCausalLM(meta_model(checkpoint))
     with torch.device("meta"):
         input_ids = torch.empty(1, tokens, dtype=torch.long)
         positions = torch.empty(tokens, dtype=torch.long)
         last = torch.empty(1, dtype=torch.long) if tokens > 1 else None
-        k, v = ([torch.empty(shape, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in "kv")
-    name = "decode" if tokens == 1 else "prefill"
+    inputs = (input_ids, positions, last, *_empty_caches(checkpoint, cache_length))
+    return _trace(checkpoint, model, inputs, "decode" if tokens == 1 else "prefill")
+
+
+def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
+    """IR of `SelfFeedingDecode`. Raises InputError where the model cannot be traced."""
+    import torch
+
+    from npu_sim.llm.modules import SelfFeedingDecode
+
+    model = SelfFeedingDecode(meta_model(checkpoint))
+    with torch.device("meta"):
+        token, position = (torch.empty(1, dtype=torch.long) for _ in range(2))
+        history = torch.empty(cache_length, dtype=torch.long)
+    return _trace(checkpoint, model, (token, position, history, *_empty_caches(checkpoint, cache_length)), "decode")
+
+
+def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
+    import torch
+
+    config, dtype = checkpoint.config, getattr(torch, checkpoint.dtype)
+    shape = kv_shape(config, cache_length)
+    keys, values = (
+        [torch.empty(shape, dtype=dtype, device="meta") for _ in range(config.num_hidden_layers)] for _ in "kv"
+    )
+    return keys, values
+
+
+def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], name: str) -> dict[str, Any]:
+    import torch
+    from torch_ir import extract_ir
+
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ir = extract_ir(model, (input_ids, positions, last, k, v), model_name=name)
+            ir = extract_ir(model.eval(), inputs, model_name=name)
     except Exception as error:  # torch.export and the model's own code raise errors of any kind
         raise _unsupported(checkpoint, error) from error
     found: dict[str, Any] = ir.to_dict()
     return found
 
 
-def compile_graph(checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
-    """The compiled prefill or decode program, from the cache of programs where it is there.
+def compile_prefill(
+    checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget"
+) -> "CompiledProgram":
+    """The compiled program of `tokens` tokens at a time, from the cache of programs where it is there.
 
     Raises InputError where the model cannot be traced or compiled.
     """
-    from importlib.metadata import version
+    return _compiled(checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length),
+                     [tokens, cache_length], target)  # fmt: skip
 
-    config = checkpoint.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version"):
-        config.pop(volatile, None)
-    versions = [version(package) for package in ("torch", "transformers", "pytorch-ir")]
-    key = [config, checkpoint.dtype, tokens, cache_length, versions, source_digest("npu_sim.llm")]
-    name = f"{checkpoint.config.model_type}-{'decode' if tokens == 1 else 'prefill'}"
+
+def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
+    """The same for `SelfFeedingDecode`."""
+    return _compiled(checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length),
+                     [cache_length], target)  # fmt: skip
+
+
+def _compiled(
+    checkpoint: Checkpoint,
+    kind: str,
+    make_ir: Callable[[], dict[str, Any]],
+    sizes: list[int],
+    target: "CodegenTarget",
+) -> "CompiledProgram":
+    key = [kind, sizes, _model_key(checkpoint)]
     try:
-        return cached_program(
-            name, key, lambda: extract_graph(checkpoint, tokens, cache_length), checkpoint.dtype, target
-        )
+        return cached_program(f"{checkpoint.config.model_type}-{kind}", key, make_ir, checkpoint.dtype, target)
     except InputError:
         raise
     except NPUError as error:
         raise _unsupported(checkpoint, error) from error
 
 
+def _model_key(checkpoint: Checkpoint) -> list[Any]:
+    """All that decides what is traced from a checkpoint's module."""
+    from importlib.metadata import version
+
+    config = checkpoint.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version"):
+        config.pop(volatile, None)
+    versions = [version(package) for package in ("torch", "transformers", "pytorch-ir")]
+    return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm")]
+
+
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The checkpoint's tensors and what the programs want besides: the tied LM head and the rotary frequencies."""
-    extra: dict[str, torch.Tensor] = {}
+    name = f"{checkpoint.config.model_type}-module"
+    facts = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
+    extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
+    if checkpoint.inv_freq_divisors is not None:
+        extra[_INV_FREQ] = extra[_INV_FREQ] / np.asarray(checkpoint.inv_freq_divisors)
+    return _WithExtras(checkpoint.state, extra, facts["tied"])
+
+
+def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The module's buffers that no checkpoint holds, and its parameters with two names: name → the other, both ways."""
     model = meta_model(checkpoint)
+    buffers = {}
     for path, module in model.named_modules():
         if names := module._non_persistent_buffers_set:
-            made = type(module)(config=checkpoint.config)
-            extra.update({f"{path}.{name}": getattr(made, name) for name in sorted(names)})
-    if checkpoint.inv_freq_divisors is not None:
-        extra["model.rotary_emb.inv_freq"] = extra["model.rotary_emb.inv_freq"] / checkpoint.inv_freq_divisors
-    return _WithExtras(checkpoint.state, extra, _tied_names(model))
-
-
-def _tied_names(model: Any) -> dict[str, str]:
-    """Name → the other name of the same parameter, both ways."""
+            made = type(module)(config=_whole(checkpoint.config))
+            buffers.update({f"{path}.{name}": getattr(made, name).float().tolist() for name in sorted(names)})
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    return {name: other for names in groups.values() for name in names for other in names if name != other}
+    tied = {name: other for names in groups.values() for name in names for other in names if name != other}
+    return {"buffers": buffers, "tied": tied}
+
+
+def _whole(config: Any) -> Any:
+    """The transformers config."""
+    return config.whole if isinstance(config, StoredConfig) else config
 
 
 class _WithExtras(Mapping[str, Any]):

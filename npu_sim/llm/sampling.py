@@ -10,6 +10,11 @@ from npu_compiler.errors import InputError, NPUError
 Logits = NDArray[np.float32]
 Sampler = Callable[[Logits], int]
 
+# A token that is so far behind the best one, at temperature 1, is nothing to the sum of all: exp(-50) is 2e-22. Most
+# tokens of a large vocabulary are, and to leave them out early saves more time than a step of the model takes.
+_NEGLIGIBLE = 50.0
+NOT_FINITE = "the model gave logits that are not finite; try another compute dtype, such as float32"
+
 
 def greedy(logits: Logits) -> int:
     """The likeliest token of logits [vocab]; the first one of equals."""
@@ -41,21 +46,33 @@ def probabilities(
     _check(temperature, top_k, top_p)
     if temperature == 0:
         raise InputError("temperature 0 leaves nothing to draw; use greedy()")
-    scores = _finite(logits).astype(np.float64) / temperature
-    order = np.argsort(-scores, kind="stable")[:top_k]
-    weights = np.exp(scores[order] - scores[order[0]])
-    weights /= weights.sum()
+    kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
+    scores = logits[kept].astype(np.float64) / temperature
+    weights = np.exp(scores - scores.max())
+    order = np.arange(len(kept)) if top_k is None else _likeliest(scores, top_k)
     if top_p is not None:
-        before = np.cumsum(weights) - weights
-        order, weights = order[before < top_p], weights[before < top_p]
+        order = order[np.argsort(-scores[order], kind="stable")]
+        share = weights[order] / weights[order].sum()
+        order = order[np.cumsum(share) - share < top_p]
     result = np.zeros(len(logits))
-    result[order] = weights / weights.sum()
+    result[kept[order]] = weights[order] / weights[order].sum()
     return result
+
+
+def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """The places of the `count` highest scores, the highest first; of equals the lower places, and those first."""
+    if count < len(scores):
+        candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+    else:
+        candidates = np.arange(len(scores))
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
 def draw(weights: NDArray[np.float64], rng: np.random.Generator) -> int:
     """An index, drawn with these probabilities."""
-    return int(rng.choice(len(weights), p=weights))
+    possible = np.flatnonzero(weights)
+    reached = np.cumsum(weights[possible])
+    return int(possible[np.searchsorted(reached, rng.random() * reached[-1], side="right")])
 
 
 def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
@@ -69,5 +86,5 @@ def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
 
 def _finite(logits: Logits) -> Logits:
     if not np.isfinite(logits).all():
-        raise NPUError("the model gave logits that are not finite; try another compute dtype, such as float32")
+        raise NPUError(NOT_FINITE)
     return logits

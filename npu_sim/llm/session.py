@@ -1,17 +1,17 @@
 """`LanguageModel`: a language model on a device, compiled once, with its KV cache kept there."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, NPUError
 from npu_sim.llm.checkpoint import Checkpoint, as_ids
-from npu_sim.llm.graph import compile_graph, state_with_buffers
-from npu_sim.llm.sampling import Logits, Sampler, greedy
+from npu_sim.llm.graph import compile_decode_loop, compile_prefill, state_with_buffers
+from npu_sim.llm.sampling import NOT_FINITE, Logits, Sampler, greedy
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
@@ -88,23 +88,25 @@ class LanguageModel:
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
         target = self.device.backend.target
         self.prefill_program = (
-            compile_graph(checkpoint, self.chunk, self.cache_length, target) if self.chunk > 1 else None
+            compile_prefill(checkpoint, self.chunk, self.cache_length, target) if self.chunk > 1 else None
         )
-        self.decode_program = compile_graph(checkpoint, 1, self.cache_length, target)
+        self.decode_program = compile_decode_loop(checkpoint, self.cache_length, target)
         state = state_with_buffers(checkpoint)
         shared: dict[str, DeviceBuffer] = {}
         self._kv = {
             spec.name: NPUBuffer.zeros(spec.shape, self.device, spec.storage, spec.alloc_shape)
             for spec in self.decode_program.input_specs
-            if spec.name in self.decode_program.plan.donations.values()
+            if spec.name.startswith(("k_", "v_"))
         }
+        history, self._look = self.device.backend.allocate_visible((self.cache_length,), "int32")
 
-        def stepper(program: "CompiledProgram") -> _Step:
+        def stepper(program: "CompiledProgram", kept: "dict[str, DeviceBuffer]") -> _Step:
             weights = load_weights(state, program, self.device, cache=shared, progress=progress)
-            return _Step(program, Executor(program, self.device), weights, self._kv, self.device)
+            return _Step(program, Executor(program, self.device), weights, kept, self.device)
 
-        self._prefill_step = stepper(self.prefill_program) if self.prefill_program is not None else None
-        self._decode_step = stepper(self.decode_program)
+        self._prefill_step = stepper(self.prefill_program, self._kv) if self.prefill_program is not None else None
+        self._decode_step = stepper(self.decode_program, {**self._kv, "history": history})
+        self._user: object = None
         self.tokens: list[int] = []
 
     @property
@@ -120,7 +122,7 @@ class LanguageModel:
 
     def reset(self) -> None:
         """Forget the sequence. What is left in the cache is overwritten before it is ever attended to."""
-        self.tokens = []
+        self._user, self.tokens = None, []
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
         """Append tokens to the sequence, in chunks; the logits [vocab] that follow the last one, in float32.
@@ -142,6 +144,9 @@ class LanguageModel:
         if start + len(ids) > self.cache_length:
             room = f"{self.cache_length - start} of the cache's {self.cache_length} tokens are free"
             raise InputError(f"the prompt has {len(ids)} tokens, but {room}")
+        self._check_ids(ids)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
         if bad := next((token for token in ids if not 0 <= token < self.vocab_size), None):
             raise InputError(f"token id {bad} is outside the vocabulary, 0..{self.vocab_size - 1}")
 
@@ -158,18 +163,68 @@ class LanguageModel:
         start = min(len(self.tokens), self.cache_length - self.chunk)
         known = self.tokens[start:] + piece
         padded = known + [0] * (self.chunk - len(known))
-        positions = np.arange(start, start + self.chunk, dtype=np.int32)
-        logits = self._prefill_step(padded, positions, last=len(known) - 1)
+        self._user = None
+        self._prefill_step.write(
+            input_ids=[padded], positions=range(start, start + self.chunk), last=[len(known) - 1]
+        )
+        self._prefill_step.run()
         self.tokens += piece
-        return logits
+        return self._prefill_step.logits()
 
     def decode(self, token: int) -> Logits:
         """Append one token; the logits [vocab] that follow it. Raises InputError for a full cache or a bad id."""
         if len(self.tokens) >= self.cache_length:
             raise InputError(f"the cache is full: it holds {self.cache_length} tokens")
-        logits = self._decode_step([int(token)], np.array([len(self.tokens)], np.int32))
+        self._check_ids([token])
+        self._user = None
+        self._decode_step.write(token=[token], position=[len(self.tokens)])
+        self._decode_step.run()
         self.tokens.append(int(token))
-        return logits
+        return self._decode_step.logits()
+
+    def follow(self, token: int, steps: int, sampler: Sampler = greedy) -> Iterator[int]:
+        """Append a token, then each that the sampler chooses next, and so on; the up to `steps` tokens chosen.
+
+        It ends early when the cache is full. A token joins the sequence when the one after it is asked for.
+
+        Raises InputError for a token outside the vocabulary, NPUError for logits that are not finite.
+        """
+        self._check_ids([token])
+        return self._follow_on_device(token, steps) if sampler is greedy else self._follow(token, steps, sampler)
+
+    def _follow(self, token: int, steps: int, sampler: Sampler) -> Iterator[int]:
+        for _ in range(steps):
+            if len(self.tokens) == self.cache_length:
+                return
+            token = sampler(self.decode(token))
+            yield token
+
+    def _follow_on_device(self, token: int, steps: int) -> Iterator[int]:
+        """`_follow` with `greedy`. The device chooses, and several steps are launched before the first one's choice is
+        looked at: none waits for the host.
+
+        Steps that turn out not to be wanted have written rows beyond the sequence, which does no harm (see
+        `_prefill_chunk`). Where someone else has used the cache since the last token, they are launched anew.
+        """
+        backend, me = self.device.backend, object()
+        under_way: deque[Callable[[], None]] = deque()
+        for done in range(steps):
+            position = len(self.tokens)
+            if position == self.cache_length:
+                return
+            if self._user is not me:
+                self._user = me
+                under_way.clear()
+                self._decode_step.write(token=[token], position=[position])
+            while len(under_way) < min(backend.runs_ahead, steps - done, self.cache_length - position):
+                self._decode_step.run()
+                under_way.append(backend.marker())
+            under_way.popleft()()
+            self.tokens.append(token)
+            token = int(self._look()[position])
+            if token < 0:
+                raise NPUError(NOT_FINITE)
+            yield token
 
     def generate(
         self,
@@ -185,6 +240,8 @@ class LanguageModel:
 
         Args:
             max_new_tokens: By default, until the cache is full.
+            sampler: `greedy` is done by the device, which then never waits for the host. Any other is called with the
+                logits of every step, for which it does.
             stop: Tokens that end it and are not returned; by default `eos_ids()`.
 
         Raises:
@@ -202,6 +259,7 @@ class LanguageModel:
         common = 0
         while common < min(len(self.tokens), len(ids) - 1) and self.tokens[common] == ids[common]:
             common += 1
+        self._user = None
         del self.tokens[common:]
         return common
 
@@ -230,51 +288,63 @@ class Generation(Iterator[int]):
         stats.reused_tokens = model.rewind(prompt)
         logits = model.prefill(prompt[stats.reused_tokens :])
         stats.prefill_seconds = time.perf_counter() - start
-        while limit is None or stats.new_tokens < limit:
-            start = time.perf_counter()
-            token = sampler(logits)
-            stats.decode_seconds += time.perf_counter() - start
+        if limit == 0:
+            stats.finish_reason = "length"
+            return
+        start = time.perf_counter()
+        first = sampler(logits)
+        stats.decode_seconds += time.perf_counter() - start
+        following = model.follow(first, model.cache_length if limit is None else limit - 1, sampler)
+        token: int | None = first
+        while token is not None:
             if token in stop:
                 stats.finish_reason = "stop"
                 return
             stats.new_tokens += 1
             yield token
-            if len(model.tokens) == model.cache_length or stats.new_tokens == limit:
-                break
             start = time.perf_counter()
-            logits = model.decode(token)
-            stats.decode_steps += 1
+            token = next(following, None)
+            stats.decode_steps += token is not None
             stats.decode_seconds += time.perf_counter() - start
         stats.finish_reason = "length"
 
 
 class _Step:
-    """One program with its executor and the buffers that every run of it writes and reads."""
+    """One program with its executor and the buffers that every run of it reads and writes.
+
+    Args:
+        kept: Inputs that others share; the rest are made here.
+    """
 
     def __init__(
         self,
         program: "CompiledProgram",
         executor: "Executor",
         weights: "dict[str, DeviceBuffer]",
-        kv: "dict[str, DeviceBuffer]",
+        kept: "dict[str, DeviceBuffer]",
         device: "Device",
     ) -> None:
         from npu_runtime import NPUBuffer
 
         self.executor = executor
         self._weights = weights
-        self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in kv}
+        self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in kept}
         self._inputs = {name: NPUBuffer.zeros(spec.shape, device, spec.storage) for name, spec in self._specs.items()}
-        self._bound = {**self._inputs, **kv}
-        self._logits = program.output_specs[0]
+        self._bound = {**self._inputs, **kept}
+        self._logits = program.output_specs[0].name
+        self._outputs: dict[str, DeviceBuffer] = {}
 
-    def __call__(self, ids: Sequence[int], positions: NDArray[np.int32], **scalars: int) -> Logits:
-        values = {name: np.array([value], np.int32) for name, value in scalars.items()}
-        values |= {"input_ids": np.array([ids], np.int32), "positions": positions}
+    def write(self, **values: Sequence[Any]) -> None:
+        """Set inputs that are not kept, by name."""
         for name, value in values.items():
-            self._inputs[name].write(value, self._specs[name])
-        outputs = self.executor.run(self._bound, self._weights)
-        return np.asarray(outputs[self._logits.name].to_numpy(), np.float32).reshape(-1)
+            self._inputs[name].write(np.array(value, np.int32), self._specs[name])
+
+    def run(self) -> None:
+        self._outputs = self.executor.run(self._bound, self._weights)
+
+    def logits(self) -> Logits:
+        """The last run's first output, in float32, flat."""
+        return np.asarray(self._outputs[self._logits].to_numpy(), np.float32).reshape(-1)
 
 
 def _lengths(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:

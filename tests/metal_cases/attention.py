@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -22,6 +23,7 @@ def attention(
     dtype: str = "compute",
     inputs: tuple[T, T, T] | None = None,
     scale: float | None = None,
+    atol: float = 1e-4,
 ) -> Case:
     """`heads`: of queries, of keys and values. The output lies in memory as [batch, query, head, width]."""
     values = width if value_width is None else value_width
@@ -33,7 +35,7 @@ def attention(
     )
     out = T((batch, own, queries, values), strides=(queries * own * values, values, own * values, 1))
     params = {"scale": scale or width**-0.5, "causal": int(causal), "has_mask": int(mask is not None)}
-    return Case("attention_kernel", name, [q, k, v, *([mask] if mask else [])], [out], params, atol=1e-4)
+    return Case("attention_kernel", name, [q, k, v, *([mask] if mask else [])], [out], params, atol=atol)
 
 
 def mask(batch: int, heads: int, queries: int, keys: int, dtype: str, values: object = None) -> T:
@@ -51,6 +53,30 @@ def some_rows_empty(queries: int, keys: int, dtype: str) -> T:
     """Every third query attends to nothing, the others to every second key."""
     allowed = (np.arange(queries)[:, None] % 3 != 1) & (np.arange(keys) % 2 == 0)
     return mask(1, 2, queries, keys, dtype, allowed if dtype == "bool" else np.where(allowed, 0.0, -inf))
+
+
+LOWEST = {"float16": -65504.0, "bfloat16": -(2.0**128 - 2.0**120), "float32": -(2.0**128 - 2.0**104)}
+
+
+def lowest_tail(queries: int, keys: int, dtype: str, start: int = 0) -> np.ndarray:
+    """Causality as Hugging Face spells it: the dtype's lowest value, which leaves a key no weight."""
+    return np.where(np.arange(keys) <= np.arange(queries)[:, None] + start, 0.0, LOWEST[dtype])
+
+
+def some_rows_lowest(queries: int, keys: int, dtype: str) -> np.ndarray:
+    """Every third query has the lowest value for all keys: what it gets is a softmax still."""
+    return np.where(np.arange(queries)[:, None] % 3 == 1, LOWEST[dtype], lowest_tail(queries, keys, dtype, 2))
+
+
+def lowest_beside_infinity(queries: int, keys: int, dtype: str) -> np.ndarray:
+    """Of three queries, one has the lowest value behind a run of -inf, one -inf alone, one a causal mask of both."""
+    key, kind = np.arange(keys), np.arange(queries)[:, None] % 3
+    behind = np.where(key < keys // 2, -inf, LOWEST[dtype])
+    both = np.where(key % 5 == 3, -inf, lowest_tail(queries, keys, dtype, 1))
+    return np.select([kind == 0, kind == 1], [behind, -inf], both)
+
+
+LOWEST_MASKS = [lowest_tail, some_rows_lowest, lowest_beside_infinity]
 
 
 def cached(queries: int, keys: int, width: int, dtype: str = "compute") -> tuple[T, T, T]:
@@ -137,4 +163,8 @@ CASES = [
               T((1, 2, 70, 16), values=(-40.0, 40.0)), T((1, 2, 70, 16)))),
     attention("tile-special-queries", 9, 100, 16, inputs=(T((1, 2, 9, 16), values=with_special_rows(9, 16)),
               T((1, 2, 100, 16)), T((1, 2, 100, 16)))),
+    # Near float16's lowest value, float32 has but eight bits for what a score adds to it.
+    *(attention(f"{values.__name__.replace('_', '-')}-{dtype}-{queries}", queries, 150, 32, heads=(4, 2), atol=5e-3,
+                mask=T((1, 4, queries, 150), dtype, (queries * 150, 0, 150, 1), values=partial(values, queries, 150)))
+      for dtype in ("compute", "float32") for values in LOWEST_MASKS for queries in (4, 11)),
 ]  # fmt: skip

@@ -1,0 +1,235 @@
+"""Template rules of convolutions, pooling and resampling.
+
+A convolution over channels-last operands is a call of one of our kernels that also says what it computes, and how else
+it could be made: a backend may hand it to cuDNN, choose the kernel that is fastest on its GPU, or just run the call.
+The choice needs the GPU, so it is not made here, and a program runs where cuDNN is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cuda_compiler.cuda_templates import WARP, Specializer, groups, template_rule, vector_width
+from npu_compiler.codegen_core import KERNELS, KernelCall
+from npu_compiler.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.views import View
+
+CONVOLUTION = "convolution"  # the parameter that says what a convolution's call computes
+ALTERNATIVES = "alternatives"  # and the one that lists other kernels for it, as [kernel, source, grid, block, shared]
+
+# Set by the layout on convolutions whose weight no call of a run writes, so that it may be read ahead of time.
+CONSTANT_WEIGHT = "constant_weight"
+
+PACK = 8  # channels that our convolutions move at a time
+_BLOCK = 256
+_PRODUCT_BLOCK = 64  # channels and pixels of a block of the form for any operands
+_MULTIPROCESSORS = 132
+_FULL = _MULTIPROCESSORS * 512  # threads that keep a large GPU busy
+_FORMS = 5  # how many shapes of a tiled convolution are worth trying
+
+
+def channels_last(view: View) -> View:
+    """[N, C, H, W] as [N, H, W, C]."""
+    return view.permute((0, 2, 3, 1))
+
+
+def is_packed(view: View, pack: int = PACK) -> bool:
+    """Whether channels of [N, C, H, W] lie side by side, `pack` of them to an aligned access."""
+    side_by_side = view.shape[1] == 1 or view.strides[1] == 1
+    return side_by_side and view.shape[1] % pack == 0 and vector_width(channels_last(view)) >= pack
+
+
+def _overlapping(call: KernelCall) -> KernelCall:
+    """A call of a kernel that itself waits for the kernel before it, so that their launches may overlap."""
+    return replace(call, params={**call.params, "overlapping": True})
+
+
+@template_rule("conv2d_kernel")
+def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    first, *others = list(_forms(make, call))
+    x, weight, _, _, out = KERNELS[call.kernel].bind(call)
+    assert x is not None and weight is not None and out is not None
+    if x.dtype != weight.dtype or not (is_packed(x, 1) and is_packed(out, 1)):
+        return [first]
+    described = {
+        name: call.params[name]
+        for name in ("stride", "padding", "dilation", "groups", "activation", "has_bias", "has_residual")
+    }
+    alternatives = [
+        [form.kernel, form.source, *(form.params[name] for name in ("grid", "block", "shared"))] for form in others
+    ]
+    return [replace(first, params={**first.params, CONVOLUTION: described, ALTERNATIVES: alternatives})]
+
+
+def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
+    """The kernels that can make a convolution, the most promising one first."""
+    x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
+    assert x is not None and weight is not None and out is not None
+    images, channels, rows, columns = out.shape
+    aligned = all(is_packed(view) for view in (out, residual) if view is not None)
+    aligned = aligned and (bias is None or vector_width(bias) >= PACK)
+    in_groups, halves = call.params["groups"], x.dtype == weight.dtype in HALF_DTYPES
+    if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
+        yield _depthwise(make, call)
+    elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
+        for tile in _tiles(images * rows * columns, channels, weight.numel // channels):
+            yield tile.kernel(make, call, aligned)
+    elif call.params["direct"]:
+        block = min(_BLOCK, WARP * groups(rows * columns, WARP))
+        grid = (groups(rows * columns, block), channels, images)
+        yield make.kernel(call, "conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
+    else:
+        grid = (
+            groups(rows * columns, _PRODUCT_BLOCK), in_groups * groups(channels // in_groups, _PRODUCT_BLOCK), images,
+        )  # fmt: skip
+        yield make.kernel(call, "conv.cu", grid=grid, block=(_BLOCK, 1, 1))
+
+
+def _has_terms_in_order(weight: View) -> bool:
+    """Whether all terms of an output channel lie side by side, by tap, then by input channel."""
+    return is_packed(weight) and channels_last(weight).is_contiguous
+
+
+def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
+    images, channels, rows, columns = call.outputs[0].shape
+    lines = images * rows * channels // PACK
+    across = next((count for count in (4, 2) if lines * groups(columns, count) >= _FULL), 1)
+    threads = 128
+    grid = (groups(lines * groups(columns, across), threads), 1, 1)
+    return _overlapping(
+        make.kernel(call, "conv.cu", function="conv_depthwise", grid=grid, block=(threads, 1, 1),
+                    constants={"across": across, "aligned": True})
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a tiled convolution is shared out.
+
+    Attributes:
+        m, n: Pixels and channels of a tile, which a block makes with `warps_m` × `warps_n` warps.
+        stages: Copies to shared memory that are on their way.
+        splits: Blocks that share the terms of a tile.
+    """
+
+    m: int
+    n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    splits: int = 1
+
+    terms = 64  # of a step
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(2 * self.stages * (self.m + self.n) * self.terms, 4 * self.m * (self.n + 4))
+
+    def cost(self, pixels: int, channels: int, depth: int) -> float:
+        """Roughly the clocks that a convolution takes on a large GPU, by which the forms are ranked."""
+        blocks = _blocks(self, pixels, channels) * self.splits
+        steps = groups(groups(depth, self.terms), self.splits)
+        resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
+        together = min(resident, groups(blocks, _MULTIPROCESSORS))
+        copied = 2 * (self.m + self.n) * self.terms / 64
+        multiplied = 2 * self.m * self.n * self.terms / 2300
+        step = max(150.0, together * copied, together * multiplied)
+        waves = groups(blocks, _MULTIPROCESSORS * together)
+        return waves * (steps * step + 1500 + (900 if self.splits > 1 else 0))
+
+    def kernel(self, make: Specializer, call: KernelCall, aligned: bool) -> KernelCall:
+        images, channels, rows, columns = call.outputs[0].shape
+        constants = {
+            "tile_m": self.m, "tile_n": self.n, "tile_k": self.terms, "warps_m": self.warps_m, "warps_n": self.warps_n,
+            "stages": self.stages, "splits": self.splits, "aligned": aligned,
+        }  # fmt: skip
+        grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
+        made = make.kernel(
+            call, "conv.cu", function="conv_tiled", grid=grid, block=(WARP * self.warps_m * self.warps_n, 1, 1),
+            shared=self.shared_bytes, constants=constants, cluster=self.splits,
+        )  # fmt: skip
+        return _overlapping(made) if call.params.get(CONSTANT_WEIGHT) else made
+
+
+# Shared memory is at most 96 KiB, so that they run on compute capability 7.0 as well.
+_SHAPES = (
+    Tile(128, 128, 4, 2, 3), Tile(128, 64, 4, 2, 4), Tile(64, 128, 2, 4, 4), Tile(64, 64, 2, 2, 4),
+    Tile(64, 32, 2, 2, 4), Tile(32, 64, 2, 2, 4), Tile(32, 32, 2, 1, 6), Tile(64, 16, 4, 1, 4), Tile(16, 64, 1, 4, 4),
+    Tile(16, 32, 1, 2, 6),
+)  # fmt: skip
+
+
+def _blocks(tile: Tile, pixels: int, channels: int) -> int:
+    return groups(pixels, tile.m) * groups(channels, tile.n)
+
+
+def _tiles(pixels: int, channels: int, depth: int) -> list[Tile]:
+    """The most promising tiles for a product of [pixels, depth] and [depth, channels]."""
+    shared_out = [
+        Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
+        for tile in _SHAPES
+        for splits in (1, 2, 4, 8)
+        if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * _MULTIPROCESSORS
+    ]
+    return sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))[:_FORMS]
+
+
+@template_rule("to_channels_last")
+def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    (x,), (out,) = call.inputs, call.outputs
+    grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
+    constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
+    return [
+        _overlapping(make.kernel(call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid,
+                                 block=(_BLOCK, 1, 1), constants=constants))
+    ]  # fmt: skip
+
+
+@template_rule("conv_transpose2d_kernel")
+def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    count = call.outputs[0].numel
+    return [make.kernel(call, "conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
+
+
+def _channel_pack(*views: View) -> int:
+    """How many channels all operands can move at once, 16 bytes of the widest at most."""
+    pack = 16 // max(itemsize(view.dtype) for view in views)
+    while pack > 1 and not all(is_packed(view, pack) for view in views):
+        pack //= 2
+    return pack
+
+
+@template_rule("max_pool2d_kernel", "avg_pool2d_kernel")
+def _pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    return [_overlapping(_per_pack(make, call, "pool.cu"))]
+
+
+@template_rule("upsample_nearest_kernel", "upsample_bilinear_kernel")
+def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    return [_per_pack(make, call, "upsample.cu")]
+
+
+def _per_pack(make: Specializer, call: KernelCall, file: str) -> KernelCall:
+    out = call.outputs[0]
+    pack = _channel_pack(*call.inputs, out)
+    while pack > 1 and out.numel // pack < _FULL:
+        pack //= 2
+    threads = 128
+    return make.kernel(call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1),
+                       constants={"pack": pack})  # fmt: skip
+
+
+@template_rule("adaptive_avg_pool2d_kernel")
+def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """Lanes share a window where its pixels lie side by side, or are many."""
+    images, channels, rows, columns = call.outputs[0].shape
+    pack = _channel_pack(*call.inputs, *call.outputs)
+    walkers = 8 if pack > 1 else WARP
+    warps = images * rows * columns * groups(channels // pack, WARP // walkers)
+    threads = 128
+    grid = (groups(warps, threads // WARP), 1, 1)
+    return [
+        _overlapping(make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1),
+                                 constants={"pack": pack, "walkers": walkers}))
+    ]  # fmt: skip

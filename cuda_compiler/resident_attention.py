@@ -1,0 +1,124 @@
+"""Which calls are a step of decode attention: rotary embedding, update of the KV cache, attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cuda_compiler.attention_rules import BLOCK_ROWS, FEW_QUERIES, split_memory, suits_tensor_cores
+from cuda_compiler.cuda_templates import WARP
+from npu_compiler.codegen_core import KERNELS, KernelCall
+from npu_compiler.dtypes import itemsize
+from npu_compiler.views import View
+
+
+@dataclass(frozen=True)
+class AttentionMatch:
+    """Attention with what precedes it.
+
+    Attributes:
+        taken: How many calls it stands for.
+        call: The attention call.
+        q, k, v: Queries as they are read, the caches.
+        inputs, outputs: Operands of the phase, by name.
+    """
+
+    taken: int
+    call: KernelCall
+    q: View
+    k: View
+    v: View
+    inputs: dict[str, View | None]
+    outputs: dict[str, View | None]
+
+
+def attend_memory(q: View, k: View, v: View, warps: int) -> int:
+    """Bytes of `Scratch` in the phase `attend_keys`."""
+    width, rows = q.shape[3], q.shape[2] * (q.shape[1] // k.shape[1])
+    halves = 2 if rows > BLOCK_ROWS // 2 else 1
+    queries = BLOCK_ROWS * (width + 8) * itemsize(q.dtype)
+    biases = warps * WARP * 4 * halves * 4
+    return split_memory(rows, width, v.shape[3], warps, 1) + queries + biases + warps * 20
+
+
+def combine_memory(splits: int, threads: int) -> int:
+    """Bytes of `CombineMemory` in `attention_combine.cuh`."""
+    return 4 * (threads // WARP * 2 + splits + threads // 8 * 32)
+
+
+def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
+    """The attention that begins with the first of up to three calls.
+
+    The rotated queries and keys must be read by nobody else, since they are not stored.
+    """
+    kernels = [call.kernel for call in calls]
+    if kernels[:1] == ["attention_kernel"]:
+        return _match(None, None, calls[0], readers)
+    if kernels[:2] == ["index_copy_pair_kernel", "attention_kernel"]:
+        return _match(None, calls[0], calls[1], readers)
+    if kernels == ["rope_kernel", "index_copy_pair_kernel", "attention_kernel"]:
+        return _match(calls[0], calls[1], calls[2], readers)
+    return None
+
+
+def _match(
+    rope: KernelCall | None, update: KernelCall | None, call: KernelCall, readers: Counter[str]
+) -> AttentionMatch | None:
+    q, k, v, mask, out = KERNELS[call.kernel].bind(call)
+    assert q is not None and k is not None and v is not None and out is not None
+    heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[3]
+    if q.shape[2] > FEW_QUERIES or not suits_tensor_cores(q, k, v) or heads % kv_heads:
+        return None
+    inputs: dict[str, View | None] = {"unrotated": q, "cos": None, "sin": None, "index": None, "key_source": None,
+                                      "value_source": None, "mask": mask}  # fmt: skip
+    if update is not None:
+        index, keys, values = update.inputs
+        if update.outputs != (k, v) or update.params["dim"] != 2 or not _alike(keys, k) or not _alike(values, v):
+            return None
+        inputs |= {"index": index, "key_source": keys, "value_source": values}
+    if rope is not None:
+        x, cos, sin = rope.inputs
+        turned = rope.outputs[0]
+        new_keys = inputs["key_source"]
+        before = [_before(view, turned, x) for view in (q, new_keys) if view is not None]
+        if (
+            readers[turned.buffer] != 2
+            or rope.params["rotary_dim"] != width
+            or any(view is None for view in before)
+            or cos.strides[1] or sin.strides[1]
+            or cos.strides[3] != 1 or sin.strides[3] != 1
+        ):  # fmt: skip
+            return None
+        inputs |= {"unrotated": before[0], "key_source": before[1], "cos": cos, "sin": sin}
+    caches: dict[str, View | None] = {"k": k, "v": v}
+    taken = 1 + (update is not None) + (rope is not None)
+    if update is None:
+        return AttentionMatch(taken, call, q, k, v, {**inputs, **caches}, {})
+    return AttentionMatch(taken, call, q, k, v, inputs, caches)
+
+
+def _alike(source: View, cache: View) -> bool:
+    """Whether rows of a source replace rows of a cache, without a change of type."""
+    return (
+        source.dtype == cache.dtype
+        and source.shape[2] <= FEW_QUERIES
+        and (*source.shape[:2], source.shape[3]) == (*cache.shape[:2], cache.shape[3])
+        and source.strides[3] == 1
+    )
+
+
+def _before(view: View, turned: View, x: View) -> View | None:
+    """Where what `view` shows of a rotation's result was before; None where it does not show whole heads."""
+    if view.buffer != turned.buffer or view.rank != 4 or (view.shape[0], *view.shape[2:]) != (
+        turned.shape[0], *turned.shape[2:]
+    ):  # fmt: skip
+        return None
+    pairs = zip(view.shape, view.strides, turned.strides, strict=True)
+    if any(size > 1 and mine != whole for size, mine, whole in pairs):
+        return None
+    head, rest = divmod(view.offset - turned.offset, turned.strides[1])
+    if rest or not 0 <= head <= turned.shape[1] - view.shape[1] or x.strides[3] != 1:
+        return None
+    return replace(x, shape=view.shape, offset=x.offset + head * x.strides[1])
+

@@ -1,0 +1,95 @@
+// Puts together what the splits of a row found (see `LeaveParts`), 32 dimensions of it at a time.
+
+constexpr int combine_width = 32;
+
+template <int threads, int splits>
+struct CombineMemory {
+    float largest[threads / WARP];
+    float total[threads / WARP];
+    float weights[splits];
+    float sums[threads / 8][combine_width];
+};
+
+// The row's dimensions from `first_dim` on, by a block of `threads`, a multiple of 32; sums and stats are the row's. Ends in
+// finish(dim, value) for those below `width`. Whoever uses `memory` next synchronizes first.
+template <int threads, int splits, int width, typename Finish>
+__device__ __forceinline__ void combine_splits(
+    const float *sums, const float *stats, int first_dim, CombineMemory<threads, splits> &memory, Finish finish
+) {
+    constexpr int warps = threads / WARP;
+    constexpr int own = (splits + threads - 1) / threads;
+    const int lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP;
+    float largest[own];
+    float total[own];
+    float greatest = -3.402823466e38f;
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+        const int split = i * threads + threadIdx.x;
+        const bool inside = split < splits;
+        largest[i] = inside ? stats[2 * split] : -3.402823466e38f;
+        total[i] = inside ? stats[2 * split + 1] : 0.0f;
+        greatest = fmaxf(greatest, largest[i]);
+    }
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+    }
+    if (lane == 0) {
+        memory.largest[warp] = greatest;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int other = 0; other < warps; other++) {
+        greatest = fmaxf(greatest, memory.largest[other]);
+    }
+    float whole = 0.0f;
+#pragma unroll
+    for (int i = 0; i < own; i++) {
+        const int split = i * threads + threadIdx.x;
+        const float weight = total[i] == 0.0f ? 0.0f : expf(largest[i] - greatest);
+        whole += weight * total[i];
+        if (split < splits) {
+            memory.weights[split] = total[i] == 0.0f ? -1.0f : weight;
+        }
+    }
+    whole = warp_sum(whole);
+    if (lane == 0) {
+        memory.total[warp] = whole;
+    }
+    __syncthreads();
+    whole = 0.0f;
+#pragma unroll
+    for (int other = 0; other < warps; other++) {
+        whole += memory.total[other];
+    }
+    // Eight threads side by side have the 32 dimensions of a split; a split without keys left no sums.
+    const int dim = threadIdx.x % 8 * 4;
+    float sum[4] = {};
+#pragma unroll 8
+    for (int split = threadIdx.x / 8; split < splits; split += threads / 8) {
+        const float weight = memory.weights[split];
+        if (weight >= 0.0f && first_dim + dim < width) {
+            float found[4];
+            load_floats(found, sums + index_t(split) * width + first_dim + dim);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sum[i] += weight * found[i];
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        memory.sums[threadIdx.x / 8][dim + i] = sum[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < combine_width && first_dim + threadIdx.x < width) {
+        float result = 0.0f;
+#pragma unroll
+        for (int part = 0; part < threads / 8; part++) {
+            result += memory.sums[part][threadIdx.x];
+        }
+        // A query that attends to no key at all gets zeros, as in PyTorch.
+        finish(first_dim + int(threadIdx.x), whole == 0.0f ? 0.0f : result / whole);
+    }
+}

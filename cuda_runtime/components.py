@@ -1,0 +1,89 @@
+"""What of CUDA a machine has: the parts that the CUDA device is made of, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cuda_runtime.cublaslt import load_library
+from cuda_runtime.cuda_device import CUDADevice, load_cupy
+from cuda_runtime.cudnn import load_cudnn
+from npu_compiler.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part, its version if it is there, and else what is wrong and what to do."""
+
+    name: str
+    version: str | None
+    problem: str | None
+
+
+def components() -> list[Component]:
+    """The parts in the order in which one needs another, up to one without which there are no others."""
+    found: list[Component] = []
+    for name, find in _PARTS.items():
+        found.append(_examined(name, find))
+        if name in _FOUNDATIONS and found[-1].problem is not None:
+            break
+    return found
+
+
+def _examined(name: str, find: Callable[[], str]) -> Component:
+    try:
+        return Component(name, find(), None)
+    except Exception as error:  # a broken driver raises whatever it likes
+        return Component(name, None, (str(error).splitlines() or [type(error).__name__])[0])
+
+
+def _driver() -> str:
+    cupy = load_cupy()
+    try:
+        number = cupy.cuda.runtime.driverGetVersion()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise DeviceError(f"no NVIDIA driver answers ({error}); install one, or start this where a GPU is") from error
+    if not number:
+        raise DeviceError("there is no NVIDIA driver here")
+    return f"for CUDA {_dotted(number)}"
+
+
+def _gpus() -> str:
+    cupy = load_cupy()
+    count = CUDADevice().runtime.getDeviceCount()
+    names = [cupy.cuda.runtime.getDeviceProperties(number)["name"].decode() for number in range(count)]
+    return ", ".join(f"{number}: {name}" for number, name in enumerate(names))
+
+
+def _nvrtc() -> str:
+    try:
+        return ".".join(map(str, load_cupy().cuda.nvrtc.getVersion()))
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise DeviceError(f"it does not load ({error}); pip install 'cupy-cuda13x[ctk]'") from error
+
+
+def _cublaslt() -> str:
+    number = int(load_library(CUDADevice()).cublasLtGetVersion())
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _cudnn() -> str:
+    module: Any = load_cudnn()
+    number = int(module.backend_version())
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _dotted(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+_FOUNDATIONS = ("CuPy", "driver", "GPUs")
+_PARTS: dict[str, Callable[[], str]] = {
+    "CuPy": lambda: str(load_cupy().__version__),
+    "driver": _driver,
+    "GPUs": _gpus,
+    "NVRTC": _nvrtc,
+    "cuBLASLt": _cublaslt,
+    "cuDNN (convolutions; else our own kernels)": _cudnn,
+}

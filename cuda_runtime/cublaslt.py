@@ -1,0 +1,317 @@
+"""Matrix products by cuBLASLt: the calls that the compiler names `cublas_gemm`.
+
+Unlike cuBLAS it adds bias and residual to the product before the result is rounded, lets us choose the algorithm, and
+takes its workspace with each product, so that nothing is allocated inside a captured graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from cuda_runtime.cuda_device import CUDADevice
+from npu_compiler.codegen import KernelCall
+from npu_compiler.dtypes import itemsize
+from npu_compiler.errors import DeviceError
+
+CUBLAS_GEMM = "cublas_gemm"
+
+_MIB = 2**20
+_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+_OP_N, _OP_T = 0, 1
+_COMPUTE_32F = 68
+_DESC_TRANS_A, _DESC_TRANS_B, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_BIAS_TYPE = 3, 4, 7, 8, 26
+_LAYOUT_BATCH_COUNT, _LAYOUT_BATCH_STRIDE = 5, 6
+_EPILOGUE_NONE, _EPILOGUE_BIAS = 1, 4
+_EPILOGUES = {"none": 0, "relu": 2, "gelu_tanh": 32}
+_PREFER_WORKSPACE, _PREFER_REDUCTIONS, _PREFER_ALIGNMENT_A = 1, 3, 5
+# Split products are summed in float32, and always in the same order.
+_REDUCTIONS = 2
+_CONFIG_ATTRIBUTES = (4, 4, 4, 4, 4, 4, 4, 2, 2)  # bytes of the attributes 0 (the algorithm's id), 1 (its tile), …
+WIDEST_ACCESS = 16  # bytes; more alignment than that gains nothing
+
+Launch: TypeAlias = Callable[[], None]
+
+_handle, _pointer, _int, _size = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+
+
+class _Opaque(ctypes.Structure):
+    """cublasLtMatmulAlgo_t."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class _Result(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", _Opaque), ("workspace", _size), ("state", _int), ("waves", ctypes.c_float), ("reserved", _int * 4)
+    )  # fmt: skip
+
+
+_SIGNATURES: dict[str, list[Any]] = {
+    "cublasLtCreate": [ctypes.POINTER(_handle)],
+    "cublasLtDestroy": [_handle],
+    "cublasLtMatmulDescCreate": [ctypes.POINTER(_handle), _int, _int],
+    "cublasLtMatmulDescDestroy": [_handle],
+    "cublasLtMatmulDescSetAttribute": [_handle, _int, _pointer, _size],
+    "cublasLtMatrixLayoutCreate": [ctypes.POINTER(_handle), _int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64],
+    "cublasLtMatrixLayoutDestroy": [_handle],
+    "cublasLtMatrixLayoutSetAttribute": [_handle, _int, _pointer, _size],
+    "cublasLtMatmulPreferenceCreate": [ctypes.POINTER(_handle)],
+    "cublasLtMatmulPreferenceDestroy": [_handle],
+    "cublasLtMatmulPreferenceSetAttribute": [_handle, _int, _pointer, _size],
+    "cublasLtMatmulAlgoGetHeuristic": [*[_handle] * 7, _int, ctypes.POINTER(_Result), ctypes.POINTER(_int)],
+    "cublasLtMatmulAlgoCheck": [*[_handle] * 6, ctypes.POINTER(_Opaque), ctypes.POINTER(_Result)],
+    "cublasLtMatmulAlgoConfigGetAttribute": [
+        ctypes.POINTER(_Opaque), _int, _pointer, _size, ctypes.POINTER(_size),
+    ],
+    "cublasLtMatmul": [
+        _handle, _handle, _pointer, _pointer, _handle, _pointer, _handle, _pointer, _pointer, _handle, _pointer,
+        _handle, ctypes.POINTER(_Opaque), _pointer, _size, _pointer,
+    ],
+}  # fmt: skip
+
+
+def load_library(device: CUDADevice) -> Any:
+    """libcublasLt, the one that CuPy's cuBLAS comes with.
+
+    Raises:
+        DeviceError: there is none.
+    """
+    major = device.runtime.runtimeGetVersion() // 1000
+    name = f"cublasLt64_{major}.dll" if platform.system() == "Windows" else f"libcublasLt.so.{major}"
+    try:
+        _ = device.cupy.cuda.cublas  # CuPy knows where CUDA is; once it has loaded the library, its name is enough
+        library = ctypes.CDLL(name)
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        raise DeviceError(
+            f"cuBLASLt does not load ({error}); it comes with the CUDA toolkit, or with: "
+            f"pip install 'cupy-cuda{major}x[ctk]'"
+        ) from error
+    for function, arguments in _SIGNATURES.items():
+        getattr(library, function).argtypes = arguments
+        getattr(library, function).restype = _int
+    library.cublasLtGetStatusString.restype = ctypes.c_char_p
+    library.cublasLtGetVersion.restype = _size
+    return library
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to compute a product.
+
+    Attributes:
+        opaque: What the library wants back, valid for the version that gave it.
+        config: What it consists of: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
+            stages, inner shape, cluster.
+        workspace: Bytes that it needs.
+    """
+
+    opaque: bytes
+    config: tuple[int, ...]
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the first elements of a product's operands lie; 0 for an operand that it does not have."""
+
+    a: int
+    b: int
+    bias: int
+    residual: int
+    out: int
+
+    @classmethod
+    def of(cls, call: KernelCall, places: Sequence[int]) -> Addresses:
+        """From one address per operand, inputs first."""
+        a, b, *addends, out = places
+        bias = addends.pop(0) if call.params["has_bias"] else 0
+        return cls(a, b, bias, addends.pop(0) if call.params["has_residual"] else 0, out)
+
+    @property
+    def alignments(self) -> dict[str, int]:
+        """The greatest power of two that divides each address, as far as that matters."""
+        return {name: alignment(place) for name, place in vars(self).items()}
+
+
+def product_key(call: KernelCall, at: Addresses) -> str:
+    """What decides which algorithms can make a product, and which of them is the fastest."""
+    dtypes = call.inputs[0].dtype, call.outputs[0].dtype
+    return json.dumps([*dtypes, at.alignments, {**call.params, "alpha": 1.0}], sort_keys=True)
+
+
+class CublasLt:
+    """The library on the device's stream, with a workspace that all products share, since they run in order.
+
+    Attributes:
+        version: The library's; algorithms are only known to the version that named them.
+    """
+
+    def __init__(self, device: CUDADevice, library: Any = None) -> None:
+        self.library = load_library(device) if library is None else library
+        self.version = int(self.library.cublasLtGetVersion())
+        self.stream = int(device.stream.ptr)
+        self.handle = _handle()
+        self.workspace_bytes = (32 if device.arch >= 90 else 8) * _MIB
+        self._workspace = device.allocate(self.workspace_bytes, "the workspace of cuBLASLt")
+        self.workspace = int(self._workspace.data.ptr)
+        with device.active("cuBLASLt does not start"):
+            self.check(self.library.cublasLtCreate(ctypes.byref(self.handle)), "cublasLtCreate")
+        weakref.finalize(self, self.library.cublasLtDestroy, self.handle)
+
+    def check(self, status: int, what: str) -> None:
+        if status:
+            raise DeviceError(f"cuBLASLt failed at {what}: {self.library.cublasLtGetStatusString(status).decode()}")
+
+
+class _Descriptor:
+    """One of the library's descriptors, destroyed with this object."""
+
+    def __init__(self, lt: CublasLt, kind: str, *arguments: int) -> None:
+        self._lt = lt
+        self._kind = kind
+        self.handle = _handle()
+        create, destroy = (getattr(lt.library, f"cublasLt{kind}{verb}") for verb in ("Create", "Destroy"))
+        lt.check(create(ctypes.byref(self.handle), *arguments), kind)
+        weakref.finalize(self, destroy, self.handle)
+
+    def set(self, attribute: int, value: Any) -> None:
+        """Set an attribute; a ctypes value has the size that the library expects."""
+        function = getattr(self._lt.library, f"cublasLt{self._kind}SetAttribute")
+        self._lt.check(function(self.handle, attribute, ctypes.addressof(value), ctypes.sizeof(value)), self._kind)
+
+
+class Product:
+    """out[m,n] = act(alpha · A[m,k] · B[k,n] + residual[m,n] + bias[n]), row-major, batched or not.
+
+    The sum is in float32 and rounded once. cuBLASLt is column-major: what it is asked for is the transposed product,
+    with a and b exchanged; its bias runs along columns, which are our rows.
+
+    Args:
+        call: `trans_a`: a's memory is [k, m]; `trans_b`: b's memory is [n, k]. `lda`, `ldb`, `ldr` (the residual's) and
+            `ldc` (the result's) are the elements from one row of the memory to the next, `stride_a` … from one matrix
+            of a batch to the next. Bias and residual have the result's dtype.
+    """
+
+    def __init__(self, lt: CublasLt, call: KernelCall, at: Addresses) -> None:
+        self._lt, self._call, self._at = lt, call, at
+        params = call.params
+        kind, out_kind = _TYPES[call.inputs[0].dtype], _TYPES[call.outputs[0].dtype]
+        m, n, k = params["m"], params["n"], params["k"]
+        self._name = f"a product of {m}x{k}x{n}"
+        self._scales = ctypes.c_float(params["alpha"]), ctypes.c_float(bool(at.residual))
+        self._desc = _Descriptor(lt, "MatmulDesc", _COMPUTE_32F, _TYPES["float32"])
+        self._desc.set(_DESC_TRANS_A, _int(_OP_T if params["trans_b"] else _OP_N))
+        self._desc.set(_DESC_TRANS_B, _int(_OP_T if params["trans_a"] else _OP_N))
+        epilogue = _EPILOGUES[params["activation"]] | (_EPILOGUE_BIAS if at.bias else 0)
+        self._desc.set(_DESC_EPILOGUE, ctypes.c_uint32(epilogue or _EPILOGUE_NONE))
+        if at.bias:
+            self._desc.set(_DESC_BIAS_POINTER, ctypes.c_uint64(at.bias))
+            self._desc.set(_DESC_BIAS_TYPE, ctypes.c_int32(out_kind))
+        self._b = self._layout(kind, (n, k), params["trans_b"], "b")
+        self._a = self._layout(kind, (k, m), params["trans_a"], "a")
+        self._out = self._layout(out_kind, (n, m), False, "c")
+        self._residual = self._layout(out_kind, (n, m), False, "r") if at.residual else self._out
+        self._matrices = [each.handle for each in (self._b, self._a, self._residual, self._out)]
+
+    def _layout(self, kind: int, shape: tuple[int, int], turned: bool, name: str) -> _Descriptor:
+        """Of a column-major matrix; `shape` is what it is multiplied as."""
+        params = self._call.params
+        layout = _Descriptor(self._lt, "MatrixLayout", kind, *(shape[::-1] if turned else shape), params[f"ld{name}"])
+        if params["batch"] > 1:
+            layout.set(_LAYOUT_BATCH_COUNT, ctypes.c_int32(params["batch"]))
+            layout.set(_LAYOUT_BATCH_STRIDE, ctypes.c_int64(params[f"stride_{name}"]))
+        return layout
+
+    def algorithms(self, most: int) -> list[Algorithm]:
+        """What the library suggests, the most promising first.
+
+        Raises:
+            DeviceError: it has nothing to suggest.
+        """
+        lt, at = self._lt, self._at
+        preference = _Descriptor(lt, "MatmulPreference")
+        preference.set(_PREFER_WORKSPACE, ctypes.c_uint64(lt.workspace_bytes))
+        preference.set(_PREFER_REDUCTIONS, ctypes.c_uint32(_REDUCTIONS))
+        for index, place in enumerate((at.b, at.a, at.residual or at.out, at.out)):
+            preference.set(_PREFER_ALIGNMENT_A + index, ctypes.c_uint32(alignment(place)))
+        results, count = (_Result * most)(), _int()
+        status = lt.library.cublasLtMatmulAlgoGetHeuristic(
+            lt.handle, self._desc.handle, *self._matrices, preference.handle, most, results, ctypes.byref(count)
+        )
+        usable = [result for result in results[: count.value] if not result.state]
+        lt.check(status, self._name)
+        if not usable:
+            raise DeviceError(f"cuBLASLt has no algorithm for {self._name}: {product_key(self._call, at)}")
+        return [self._algorithm(result.algorithm, result.workspace) for result in usable]
+
+    def restored(self, opaque: bytes, config: Sequence[int]) -> Algorithm | None:
+        """An algorithm known from an earlier process; None where it is not, or no longer, what it was or usable."""
+        lt, result = self._lt, _Result()
+        if len(opaque) != ctypes.sizeof(_Opaque):
+            return None
+        given = _Opaque.from_buffer_copy(opaque)
+        status = lt.library.cublasLtMatmulAlgoCheck(
+            lt.handle, self._desc.handle, *self._matrices, ctypes.byref(given), ctypes.byref(result)
+        )
+        if status or result.state or result.workspace > lt.workspace_bytes:
+            return None
+        algorithm = self._algorithm(given, result.workspace)
+        return algorithm if algorithm.config == tuple(config) else None
+
+    def _algorithm(self, opaque: _Opaque, workspace: int) -> Algorithm:
+        config = []
+        for attribute, size in enumerate(_CONFIG_ATTRIBUTES):
+            value, written = ctypes.c_uint32(), _size()
+            status = self._lt.library.cublasLtMatmulAlgoConfigGetAttribute(
+                ctypes.byref(opaque), attribute, ctypes.addressof(value), size, ctypes.byref(written)
+            )
+            config.append(-1 if status else value.value)  # older versions lack the newer attributes
+        return Algorithm(bytes(opaque), tuple(config), int(workspace))
+
+    def launch(self, algorithm: Algorithm) -> Launch:
+        """What enqueues it."""
+        lt, at = self._lt, self._at
+        opaque = _Opaque.from_buffer_copy(algorithm.opaque)
+        alpha, beta = (ctypes.addressof(scale) for scale in self._scales)
+        b, a, residual, out = self._matrices
+        arguments = (
+            lt.handle, self._desc.handle, alpha, at.b, b, at.a, a, beta, at.residual or at.out, residual, at.out, out,
+            ctypes.byref(opaque), lt.workspace, lt.workspace_bytes, lt.stream,
+        )  # fmt: skip
+        function = lt.library.cublasLtMatmul
+
+        def enqueue(keep: object = self) -> None:
+            lt.check(function(*arguments), self._name)
+
+        return enqueue
+
+
+def operand_bytes(call: KernelCall) -> dict[str, int]:
+    """Bytes from the first to the last element of a product's a, b, bias, residual and out; 0 for what it lacks."""
+    params = call.params
+    size, out_size = itemsize(call.inputs[0].dtype), itemsize(call.outputs[0].dtype)
+
+    def extent(name: str, rows: int, columns: int) -> int:
+        return int((params["batch"] - 1) * params[f"stride_{name}"] + (rows - 1) * params[f"ld{name}"] + columns)
+
+    m, n, k = params["m"], params["n"], params["k"]
+    return {
+        "a": size * extent("a", *((k, m) if params["trans_a"] else (m, k))),
+        "b": size * extent("b", *((n, k) if params["trans_b"] else (k, n))),
+        "bias": out_size * n * params["has_bias"],
+        "residual": out_size * extent("r", m, n) if params["has_residual"] else 0,
+        "out": out_size * extent("c", m, n),
+    }
+
+
+def alignment(address: int) -> int:
+    """The greatest power of two that divides an address, 16 at most; 16 where there is no operand."""
+    return min(WIDEST_ACCESS, address & -address) or WIDEST_ACCESS

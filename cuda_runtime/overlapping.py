@@ -1,0 +1,65 @@
+"""Launches of kernels that may start before the one ahead of them has ended (programmatic dependent launch).
+
+Such a kernel waits itself, by `griddepcontrol.wait`, before it touches what others write. CuPy has no call for this, so
+the driver is called directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from npu_compiler.errors import DeviceError
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_char * 4), ("value", ctypes.c_uint64 * 8))
+
+
+class _Configuration(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> Any:
+    library = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = [
+        ctypes.POINTER(_Configuration), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+    ]  # fmt: skip
+    return library
+
+
+def overlapping_launch(
+    function: int, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, arguments: int
+) -> Callable[[], None]:
+    """What enqueues a kernel so that it may start before the one ahead of it has ended.
+
+    Args:
+        function, stream: Handles of the driver.
+        arguments: Address of the pointers to the kernel's arguments.
+    """
+    attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+    attribute.value[0] = 1
+    configuration = _Configuration(
+        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared, stream, ctypes.pointer(attribute), 1
+    )
+    launch = _driver().cuLaunchKernelEx
+
+    def enqueue() -> None:
+        status = launch(ctypes.byref(configuration), function, arguments, None)
+        if status:
+            raise DeviceError(f"cuLaunchKernelEx failed with error {status}")
+
+    return enqueue

@@ -1,0 +1,247 @@
+"""How a convolution is made: by the plan of cuDNN or the kernel of ours that was fastest when this GPU tried them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cuda_compiler.conv_rules import ALTERNATIVES, CONVOLUTION
+from cuda_runtime.cuda_device import CUDADevice
+from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
+from npu_compiler.codegen import KernelCall
+from npu_compiler.compiled_program import write_atomically
+from npu_compiler.dtypes import itemsize, numpy_dtype
+from npu_compiler.errors import DeviceError
+from npu_compiler.views import View
+
+Form: TypeAlias = KernelCall | ConvolutionPlan
+Start: TypeAlias = Callable[[KernelCall, Sequence[int]], Callable[[], object]]
+
+_MOST_SECONDS = 60.0  # for cuDNN's plans at a start; what is left then is made by our fastest kernel
+# A convolution this short is mostly the start of its kernel. That of our own overlaps the end of the kernel before it,
+# which a trial does not show, and building cuDNN's plans takes much of the time of a first start.
+_SHORT = 8e-6
+_PLANS = 6
+_LAUNCHES = 12
+_ROUNDS = 3
+_HOPELESS = 1.3  # a first round so many times slower than the best one decides
+# A run reads each weight once, so it comes from memory; these bytes of copies are more than a cache holds.
+_ROTATED_BYTES = 96 * 2**20
+_PATTERN_BYTES = 2**20
+_ALIGNMENT = 512
+
+
+class TunedConvolutions:
+    """The convolutions of a backend.
+
+    A choice, once made, is kept on disk, so that results are the same from run to run.
+
+    Args:
+        folder: Where choices are kept, a file each, named by all that decides them.
+        start: Makes what enqueues a kernel of ours on operands at addresses, inputs first.
+        cudnn: None where it is missing; then our kernels make all convolutions.
+    """
+
+    def __init__(self, device: CUDADevice, folder: Path, start: Start, cudnn: Cudnn | None) -> None:
+        self._device, self._folder, self._start, self._cudnn = device, folder, start, cudnn
+        self._chosen: dict[str, Form] = {}
+
+    def kernels(self, call: KernelCall) -> list[KernelCall]:
+        """The calls of our kernels that may be launched for a convolution; all must be compiled before `tune`."""
+        chosen = self._known(call)
+        if chosen is None:
+            return kernels_of(call)
+        return [chosen] if isinstance(chosen, KernelCall) else []
+
+    def tune(self, calls: Iterable[KernelCall]) -> None:
+        """Choose how to make each convolution that nothing is known about, by trying."""
+        unknown = {_key(call): call for call in calls if self._known(call) is None}
+        if not unknown:
+            return
+        free, _ = self._device.runtime.memGetInfo()
+        needs = {key: size for key, call in unknown.items() if (size := _Scratch(call).size) <= free // 2}
+        memory = self._device.allocate(max(needs.values(), default=0), "the memory that convolutions are tried in")
+        found = {key: self._fastest_kernel(unknown[key], memory) for key in needs}
+        deadline = time.monotonic() + _MOST_SECONDS
+        for key, (form, seconds) in sorted(found.items(), key=lambda item: -item[1][1]):
+            if seconds < _SHORT or time.monotonic() > deadline:
+                break
+            found[key] = self._faster_plan(unknown[key], memory, form, seconds)
+        for key, (form, seconds) in found.items():
+            self._chosen[key] = form
+            self._device.counters["tuned"] += 1
+            self._keep(key, unknown[key], seconds)
+
+    def form(self, call: KernelCall) -> Form:
+        """What makes a convolution: a plan of cuDNN, or a call of one of our kernels."""
+        chosen = self._known(call)
+        return kernels_of(call)[0] if chosen is None else over(chosen, call)
+
+    def _known(self, call: KernelCall) -> Form | None:
+        key = _key(call)
+        if key not in self._chosen and (recalled := self._recall(key, call)) is not None:
+            self._chosen[key] = recalled
+        return self._chosen.get(key)
+
+    def _fastest_kernel(self, call: KernelCall, memory: Any) -> tuple[Form, float]:
+        """The fastest of our kernels and its seconds."""
+        kernels = kernels_of(call)
+        return self._faster(kernels, call, memory, kernels[0], math.inf)
+
+    def _faster_plan(self, call: KernelCall, memory: Any, best: Form, least: float) -> tuple[Form, float]:
+        """The fastest of cuDNN's plans and its seconds, or the best form until now, which takes `least` seconds."""
+        if self._cudnn is None or not self._cudnn.takes(call):
+            return best, least
+        return self._faster(islice(self._cudnn.plans(call), _PLANS), call, memory, best, least)
+
+    def _faster(
+        self, forms: Iterable[Form], call: KernelCall, memory: Any, best: Form, least: float
+    ) -> tuple[Form, float]:
+        """The fastest of the forms and its seconds, or the best one until now, which takes `least` seconds."""
+        self._fill(memory, call.inputs[0].dtype)
+        places = _Scratch(call).addresses(int(memory.data.ptr))
+        for form in forms:
+            try:
+                launches = [self._launch(form, addresses) for addresses in places]
+                seconds = self._seconds(launches, least)
+            except self._refusals:
+                continue
+            if seconds < least:
+                best, least = form, seconds
+        return best, least
+
+    @property
+    def _refusals(self) -> tuple[type[Exception], ...]:
+        """What is raised where this GPU cannot run a form: it needs more shared memory than there is, say."""
+        return (DeviceError, *self._device.failures, *(self._cudnn.failures if self._cudnn is not None else ()))
+
+    def _launch(self, form: Form, addresses: Sequence[int]) -> Callable[[], object]:
+        return self._start(form, addresses) if isinstance(form, KernelCall) else form.launch(addresses)
+
+    def _seconds(self, launches: Sequence[Callable[[], object]], least: float) -> float:
+        """Seconds that a launch takes in a graph of them.
+
+        Args:
+            least: The best so far; what cannot come near is not measured further.
+        """
+        cuda, stream = self._device.cupy.cuda, self._device.stream
+        with self._device.active("cannot try a convolution"):
+            launches[0]()  # loads its code, which not every version of CUDA can do during a capture
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                for number in range(_LAUNCHES):
+                    launches[number % len(launches)]()
+            finally:
+                graph = stream.end_capture()
+            start, end = cuda.Event(), cuda.Event()
+            seconds = math.inf
+            for _ in range(_ROUNDS):
+                start.record(stream)
+                graph.launch(stream)
+                end.record(stream)
+                end.synchronize()
+                seconds = min(seconds, cuda.get_elapsed_time(start, end) / 1000 / _LAUNCHES)
+                if seconds > _HOPELESS * least:
+                    break
+        return seconds
+
+    def _fill(self, memory: Any, dtype: str) -> None:
+        """Random numbers, since a GPU is faster on zeros."""
+        count = min(_PATTERN_BYTES, memory.nbytes) // itemsize(dtype)
+        pattern = np.random.default_rng(0).standard_normal(count).astype(numpy_dtype(dtype))
+        self._device.upload(memory, pattern)
+        runtime, stream, done = self._device.runtime, self._device.stream, pattern.nbytes
+        with self._device.active("cannot fill memory"):
+            while 0 < done < memory.nbytes:
+                size = min(done, memory.nbytes - done)
+                runtime.memcpyAsync(
+                    memory.data.ptr + done, memory.data.ptr, size, runtime.memcpyDeviceToDevice, stream.ptr
+                )
+                done += size
+
+    def _path(self, key: str) -> Path:
+        gpu = self._device.properties
+        version = self._cudnn.version if self._cudnn is not None else None
+        content = [key, gpu["name"].decode(), gpu["multiProcessorCount"], self._device.arch, version]
+        return self._folder / f"conv_{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
+
+    def _recall(self, key: str, call: KernelCall) -> Form | None:
+        """The form that was kept; None where there is none, or it cannot be had."""
+        try:
+            kept = json.loads(self._path(key).read_bytes())
+            if kept["source"] is not None:
+                return next(form for form in kernels_of(call) if form.source == kept["source"])
+            choice = PlanChoice(int(kept["engine"]), {str(name): int(value) for name, value in kept["knobs"].items()})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
+            return None
+        return self._cudnn.plan(call, choice) if self._cudnn is not None else None
+
+    def _keep(self, key: str, call: KernelCall, seconds: float) -> None:
+        form = self._chosen[key]
+        content: dict[str, Any] = {"convolution": json.loads(key), "source": None, "node": call.node}
+        if isinstance(form, KernelCall):
+            content |= {"source": form.source, "grid": form.params["grid"]}
+        else:
+            content |= {"engine": form.choice.engine, "knobs": dict(form.choice.knobs)}
+        if math.isfinite(seconds):
+            content["microseconds"] = round(1e6 * seconds, 3)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path(key), json.dumps(content, indent=1).encode())
+        except OSError:
+            pass  # a cache that cannot be written costs the next start time, nothing else
+
+
+def kernels_of(call: KernelCall) -> list[KernelCall]:
+    """The calls of our kernels that make a convolution, the compiler's first suggestion first."""
+    params = {name: value for name, value in call.params.items() if name not in (CONVOLUTION, ALTERNATIVES)}
+    others = [
+        replace(call, kernel=kernel, source=source, params={**params, "grid": grid, "block": block, "shared": shared})
+        for kernel, source, grid, block, shared in call.params[ALTERNATIVES]
+    ]
+    return [replace(call, params=params), *others]
+
+
+def over(form: Form, call: KernelCall) -> Form:
+    """A form found for an equal convolution, over this one's operands."""
+    if isinstance(form, ConvolutionPlan):
+        return form
+    return replace(form, inputs=call.inputs, outputs=call.outputs, node=call.node)
+
+
+def _key(call: KernelCall) -> str:
+    """All that decides which form is the fastest."""
+    operands = [[list(view.shape), list(view.strides), view.dtype] for view in (*call.inputs, *call.outputs)]
+    described = dict(sorted(call.params[CONVOLUTION].items()))
+    return json.dumps([operands, described, [form.source for form in kernels_of(call)]])
+
+
+class _Scratch:
+    """Where the operands of a trial lie: each once, but the weight in as many copies as keep it out of the cache."""
+
+    def __init__(self, call: KernelCall) -> None:
+        self._rooms = [_room(view) for view in (*call.inputs, *call.outputs)]
+        self._copies = max(1, min(_LAUNCHES, _ROTATED_BYTES // self._rooms[1]))
+        self.size = sum(self._rooms) + (self._copies - 1) * self._rooms[1]
+
+    def addresses(self, start: int) -> list[list[int]]:
+        """The operands' addresses for each copy of the weight."""
+        places = [start + sum(self._rooms[:number]) for number in range(len(self._rooms))]
+        spare = start + sum(self._rooms)
+        copies = [places[1], *(spare + number * self._rooms[1] for number in range(self._copies - 1))]
+        return [[places[0], weight, *places[2:]] for weight in copies]
+
+
+def _room(view: View) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True) if size)
+    return -(-(last + 1) * itemsize(view.dtype) // _ALIGNMENT) * _ALIGNMENT

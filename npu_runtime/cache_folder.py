@@ -1,0 +1,9 @@
+"""Where everything is kept that need not be made twice."""
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """$NPU_SIM_CACHE, else ~/.cache/npu-simulation; it may not exist yet."""
+    return Path(os.environ.get("NPU_SIM_CACHE") or Path.home() / ".cache" / "npu-simulation")

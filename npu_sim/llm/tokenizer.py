@@ -1,0 +1,120 @@
+"""Tokenizers of Hugging Face folders, without transformers from the second time on: its import takes seconds."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from npu_sim.cache import cached_facts, source_digest
+
+_FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+# What a class must not do in its own way, for `StoredTokenizer` to do the same.
+_METHODS = ("encode", "_encode_plus", "decode", "_decode", "apply_chat_template")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer. Raises whatever transformers does where there is none."""
+    present = [path for path in map(folder.joinpath, _FILES) if path.is_file()]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
+    versions = [version("transformers"), version("tokenizers"), source_digest("npu_sim.llm")]
+    facts = cached_facts("tokenizer", [digests, versions], lambda: _find_facts(_load_whole(folder)))
+    return _load_whole(folder) if facts is None else StoredTokenizer(facts, lambda: _load_whole(folder))
+
+
+def _load_whole(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
+    """What `StoredTokenizer` needs of a transformers tokenizer; None where that one does more."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, plain = type(tokenizer), PreTrainedTokenizerFast
+    own = [name for name in _METHODS if getattr(kind, name, None) is not getattr(plain, name, None)]
+    if own or not issubclass(kind, plain) or not isinstance(tokenizer.chat_template, str | None):
+        return None
+    return {
+        "tokenizer": tokenizer.backend_tokenizer.to_str(),
+        "eos_token_id": tokenizer.eos_token_id,
+        "chat_template": tokenizer.chat_template,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+
+
+class StoredTokenizer:
+    """The part of a transformers tokenizer that turns one text into ids, ids into text and messages into a prompt.
+
+    Args:
+        facts: From `_find_facts`.
+        load: Loads the transformers tokenizer.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], load: Callable[[], Any]) -> None:
+        from tokenizers import Tokenizer
+
+        self._rust = Tokenizer.from_str(facts["tokenizer"])
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self._special_tokens = facts["special_tokens"]
+        self._load = load
+        self.eos_token_id: int | None = facts["eos_token_id"]
+        self.chat_template: str | None = facts["chat_template"]
+
+    @cached_property
+    def whole(self) -> Any:
+        """The transformers tokenizer."""
+        return self._load()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        if clean_up_tokenization_spaces:
+            return str(self.whole.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=True))
+        return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def apply_chat_template(
+        self, conversation: Sequence[Mapping[str, str]], add_generation_prompt: bool = False, tokenize: bool = False
+    ) -> str:
+        """The conversation as text. What this cannot render, and what a template refuses, transformers sees to."""
+        from jinja2 import TemplateError
+
+        try:
+            if tokenize or not conversation or self.chat_template is None:
+                raise ValueError("this is not plain rendering")
+            return _render(
+                self.chat_template, messages=[dict(message) for message in conversation],
+                add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._special_tokens,
+            )  # fmt: skip
+        except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError):
+            options = {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
+            return str(self.whole.apply_chat_template(list(conversation), **options))
+
+
+def _render(template: str, **values: Any) -> str:
+    """What transformers renders, in a sandbox as there: templates are programs of the model's author."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template).render(**values)

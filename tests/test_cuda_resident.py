@@ -1,0 +1,170 @@
+"""The resident kernel: which calls become one, that it compiles everywhere, and that it does what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import cuda_gpu
+import cuda_toolchain
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+import npu_compiler
+from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.cuda_templates import Specializer
+from cuda_compiler.resident import RESIDENT, form_resident_kernels
+from npu_compiler import CompiledProgram
+from npu_compiler.codegen_core import ExecutionPlan
+from npu_runtime import Backend, CPUBackend, Executor, load_weights
+from npu_sim.llm import Checkpoint, extract_graph
+from npu_sim.llm.graph import state_with_buffers
+
+CACHE = 512
+
+
+def config(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000, "max_position_embeddings": CACHE,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    return kind(**{**sizes, **changes})
+
+
+CONFIGS = {
+    "llama": config(LlamaConfig),
+    "llama with biases": config(LlamaConfig, attention_bias=True, mlp_bias=True, hidden_size=256, num_attention_heads=4),
+    "llama of wide heads": config(LlamaConfig, hidden_size=256, head_dim=128, num_attention_heads=16, num_key_value_heads=1),
+    "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
+    "qwen2": config(Qwen2Config),
+    "qwen3": config(Qwen3Config),
+}
+
+
+def checkpoint(name: str, dtype: str, state: dict[str, torch.Tensor] | None = None) -> Checkpoint:
+    return Checkpoint(name, CONFIGS[name], state or {}, dtype, load_tokenizer=lambda: None)
+
+
+def plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
+    ir = extract_graph(checkpoint(name, dtype), tokens, CACHE)
+    return npu_compiler.compile(ir, target=CUDACodegenTarget()).plan
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3"])
+def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str) -> None:
+    calls = plan_of(name, 1).calls
+    assert [call.kernel for call in calls].count(RESIDENT) == 1
+    assert len(calls) <= 10
+    assert calls[-1].kernel == RESIDENT
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 4), ("qwen3", 1)])
+def test_what_has_no_phase_stands_between_resident_kernels(name: str, tokens: int) -> None:
+    kernels = [call.kernel for call in plan_of(name, tokens).calls]
+    first = kernels.index(RESIDENT)
+    assert kernels.count(RESIDENT) >= 3
+    assert any(kernel != RESIDENT for kernel in kernels[first : len(kernels) - kernels[::-1].index(RESIDENT)])
+
+
+def test_many_rows_go_to_ordinary_kernels() -> None:
+    assert all(call.kernel != RESIDENT for call in plan_of("llama", 16).calls)
+
+
+def test_a_gpu_with_little_shared_memory_gets_ordinary_kernels() -> None:
+    ir = extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)
+    targets = CUDACodegenTarget(), CUDACodegenTarget(shared_memory=48 * 1024)
+    has = [any(c.kernel == RESIDENT for c in npu_compiler.compile(ir, target=target).plan.calls) for target in targets]
+    assert has == [True, False]
+    assert targets[0].key != targets[1].key
+
+
+def test_layers_of_equal_shape_share_their_code() -> None:
+    sources = []
+    for layers in (2, 5):
+        CONFIGS["deep"] = config(LlamaConfig, num_hidden_layers=layers)
+        plan = plan_of("deep", 1)
+        del CONFIGS["deep"]
+        call = next(call for call in plan.calls if call.kernel == RESIDENT)
+        sources.append(plan.sources[call.source])
+    namespaces = [source.count("namespace phase") for source in sources]
+    assert namespaces[0] == namespaces[1] > 0
+
+
+def test_what_a_phase_reads_before_the_barrier_is_written_by_no_earlier_one() -> None:
+    plan = npu_compiler.compile(extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)).plan
+    at = [index for index, call in enumerate(plan.calls) if call.kernel == "attention_kernel"]
+    first, (rope, _, second) = plan.calls[at[0]], plan.calls[at[1] - 2 : at[1] + 1]
+    # As if the second layer attended to the first one's cache, and had none of its own.
+    x, (q, _, _, mask) = rope.inputs[0], second.inputs
+    unrotated = replace(q, buffer=x.buffer, strides=x.strides, offset=x.offset)
+    sharing = replace(second, inputs=(unrotated, *first.inputs[1:3], mask))
+    calls = [*plan.calls[: at[1] - 2], sharing, *plan.calls[at[1] + 1 :]]
+    made = form_resident_kernels(replace(plan, calls=calls), Specializer(frozenset(plan.buffers)), 227 * 1024)
+    resident = [call for call in made if call.kernel == RESIDENT]
+    key_cache = first.inputs[1]
+    assert [key_cache in call.outputs for call in resident] == [True, False]
+    assert [key_cache in call.inputs for call in resident] == [False, True]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama of odd sizes", "float16"), ("qwen2", "bfloat16")])
+def test_it_compiles_for_every_architecture(name: str, dtype: str) -> None:
+    plan = plan_of(name, 1, dtype)
+    cuda_toolchain.compile_sources({call.source: plan.sources[call.source] for call in plan.calls
+                                    if call.kernel == RESIDENT})  # fmt: skip
+
+
+def decode(
+    backend: Backend, program: CompiledProgram, state: Mapping[str, Any], tokens: int, steps: int, start: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """The outputs of some steps over one cache, whose first rows are random."""
+    rng = np.random.default_rng(7)
+    weights = load_weights(state, program, backend)
+    donated = set(program.plan.donations.values())
+    kv = {}
+    for spec in program.input_specs:
+        if spec.name in donated:
+            kv[spec.name] = backend.allocate_buffer(rng.standard_normal(spec.shape).astype(np.float32), spec=spec)
+    executor = Executor(program, backend)
+    for step in range(steps):
+        values = {
+            "input_ids": rng.integers(0, 500, tokens),
+            "positions": start + step * tokens + np.arange(tokens),
+            "last": np.array([tokens - 1]),
+        }
+        inputs = {
+            spec.name: values[spec.name].astype(np.int32).reshape(spec.shape)
+            for spec in program.input_specs
+            if spec.name not in donated
+        }
+        found = executor.run({**kv, **inputs}, weights)
+        yield {name: buffer.to_numpy().astype(np.float32) for name, buffer in found.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_it_does_what_the_calls_do(name: str, tokens: int, dtype: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=getattr(torch, dtype))
+    source = checkpoint(name, dtype, {key: value.detach() for key, value in model.state_dict().items()})
+    ir, state = extract_graph(source, tokens, CACHE), state_with_buffers(source)
+    cpu, gpu = CPUBackend(), cuda_gpu.cuda_backends()[0]
+    expected = npu_compiler.compile(ir, target=cpu.target, compute_dtype=dtype)
+    program = npu_compiler.compile(ir, target=gpu.target, compute_dtype=dtype)
+    assert any(call.kernel == RESIDENT for call in program.plan.calls)
+    for start in (0, 200, CACHE - 4 * tokens):
+        runs = [
+            list(decode(backend, made, state, tokens, 4, start))
+            for backend, made in ((cpu, expected), (gpu, program), (gpu, program))
+        ]
+        for reference, ours, again in zip(*runs, strict=True):
+            for output, value in reference.items():
+                np.testing.assert_array_equal(ours[output], again[output])
+                error = np.linalg.norm(ours[output] - value) / np.linalg.norm(value)
+                assert error < (2e-2 if dtype == "bfloat16" else 3e-3), (output, start, error)

@@ -1,0 +1,21 @@
+"""The kernels that are generated for the test models compile: here a quarter, each for one architecture.
+
+`make cuda-sources` compiles all of them for all architectures.
+"""
+
+from __future__ import annotations
+
+import pytest
+from cuda_sources import GRAPHS, sources
+from cuda_toolchain import architectures, compile_sources
+
+SHARE = 4
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_sources_of_a_model_compile(name: str) -> None:
+    archs, found = architectures(), sources(name)
+    assert found
+    for turn, arch in enumerate(archs):
+        chosen = {key: text for key, text in found.items() if int(key, 16) % (SHARE * len(archs)) == turn}
+        compile_sources(chosen, (arch,))
