@@ -23,8 +23,9 @@ _RESIDENT = 2  # blocks of a multiprocessor, which leaves a thread all the regis
 _COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of a result that a block of the plain kernel makes
 _TILE_WARPS = 4
-_TILES = ((128, 32), (64, 64))  # rows of a block and keys that it takes at a time; the more rows the better
-_ENOUGH_TILES = 96  # blocks; with fewer, too much of a large GPU would idle
+# Rows of a block, keys that it takes at a time, and how many blocks it takes for that not to leave too much of a large
+# GPU idle; the more rows the better.
+_TILES = ((128, 32, 528), (64, 64, 96))
 _SURVEY_THREADS = 256
 _SURVEY_RESIDENT = 4
 
@@ -65,11 +66,11 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
-    for tile_rows, tile_keys in _TILES:
-        if rows >= tile_rows and problems * groups(rows, tile_rows) >= _ENOUGH_TILES:
+    for tile_rows, tile_keys, enough in _TILES:
+        if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
-        return _tiled(make, call, operands, *_TILES[-1])
+        return _tiled(make, call, operands, *_TILES[-1][:2])
     return _split(make, call, operands)
 
 

@@ -50,7 +50,8 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     first, *others = list(_forms(make, call))
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
-    if x.dtype != weight.dtype or not (is_packed(x, 1) and is_packed(out, 1)):
+    known = weight.is_contiguous or channels_last(weight).is_contiguous  # to cuDNN; ours may have packed it otherwise
+    if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
         return [first]
     described = {
         name: call.params[name]

@@ -161,7 +161,7 @@ def gemm(
     """out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]) as a cuBLAS call.
 
     None where cuBLAS does not take the operands: matrices must have rows or columns that are packed, and where there is
-    more to do than the product, aligned; addends must have the result's dtype.
+    more to do than the product, aligned and whole vectors wide; addends must have the result's dtype.
     """
     if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32"):
         return None
@@ -171,6 +171,9 @@ def gemm(
         return None
     beneath = out if residual is None else residual
     is_plain = bias is None and residual is None and activation == "none"
+    # Where the last vector of a row is not whole, cuBLAS rounds the product before it adds both a bias and a residual.
+    if not is_plain and out.shape[-1] * itemsize(out.dtype) % 16:
+        return None
     if not is_plain and not all(_is_aligned(view) for view in (a, b, beneath, out)):
         return None
     if _leading(out) is None:

@@ -353,7 +353,7 @@ def _source(run: Run, place: Mapping[View, int], counter: int) -> str:
         )
         arguments = f"(ring, shared{arguments})"
         cases[number] = f"        case {number}: phase{number}::{phase.function}{arguments}; break;"
-        ahead[number] = f"            case {number}: phase{number}::look_ahead{arguments}; break;"
+        ahead[number] = f"        case {number}: phase{number}::look_ahead{arguments}; break;"
     widest = max(len(phase.operands) for phase in run.phases)
     views = [view for phase in run.phases for view in phase.operands.values()]
     namespaces = [f"namespace phase{number} {{\n{text}}}\n" for text, number in texts.items()]
@@ -380,15 +380,16 @@ def _source(run: Run, place: Mapping[View, int], counter: int) -> str:
             "    for (int step = 0; step < STEPS; step++) {",
             "        const Step &now = steps[step];",
             "        switch (now.phase) {",
+            *ahead.values(),
+            "        }",
+            "        if (step > 0) {",
+            "            barrier.wait();",
+            "        }",
+            "        switch (now.phase) {",
             *cases.values(),
             "        }",
             "        if (step + 1 < STEPS) {",
-            "            const Step &now = steps[step + 1];",
             "            barrier.arrive();",
-            "            switch (now.phase) {",
-            *ahead.values(),
-            "            }",
-            "            barrier.wait();",
             "        }",
             "    }",
             "}",

@@ -37,8 +37,12 @@ def config(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
 
 CONFIGS = {
     "llama": config(LlamaConfig),
-    "llama with biases": config(LlamaConfig, attention_bias=True, mlp_bias=True, hidden_size=256, num_attention_heads=4),
-    "llama of wide heads": config(LlamaConfig, hidden_size=256, head_dim=128, num_attention_heads=16, num_key_value_heads=1),
+    "llama with biases": config(
+        LlamaConfig, attention_bias=True, mlp_bias=True, hidden_size=256, num_attention_heads=4
+    ),
+    "llama of wide heads": config(
+        LlamaConfig, hidden_size=256, head_dim=128, num_attention_heads=16, num_key_value_heads=1
+    ),
     "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
     "qwen2": config(Qwen2Config),
     "qwen3": config(Qwen3Config),

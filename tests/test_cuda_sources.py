@@ -1,4 +1,4 @@
-"""The kernels that are generated for the test models compile: here a quarter, each for one architecture.
+"""The kernels that are generated for the test models compile: here a share of them, each for one architecture.
 
 `make cuda-sources` compiles all of them for all architectures.
 """
@@ -9,7 +9,7 @@ import pytest
 from cuda_sources import GRAPHS, sources
 from cuda_toolchain import architectures, compile_sources
 
-SHARE = 4
+SHARE = 8
 
 
 @pytest.mark.parametrize("name", GRAPHS)

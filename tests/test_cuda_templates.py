@@ -87,6 +87,8 @@ TILED_ATTENTION = [
     tiled("own-masks", 66, 133, 32, heads=(96, 48), batch=2, mask=T((2, 96, 66, 133), "bool")),
     tiled("padded-batches", 70, 136, 64, heads=(2, 2), batch=50,
           mask=T((50, 2, 70, 136), "bool", (136, 0, 0, 1), values=np.tri(50, 136, 20, dtype=bool)[:, None, None])),
+    tiled("wide-blocks", 66, 100, 24, heads=(528, 264), mask=shared_mask(66, 100, "bool", None, 528)),
+    tiled("wide-causal-blocks", 130, 130, 128, heads=(264, 264), causal=True),
     tiled("causal", 150, 150, 80, heads=(96, 96), causal=True),
     tiled("causal-fewer-keys", 150, 90, 128, heads=(192, 48), causal=True),
     tiled("narrow", 70, 33, 24, value_width=40),
@@ -300,10 +302,16 @@ def test_many_queries_take_tiles(case: Case) -> None:
     assert names(case)[-1] == "attention_tiled"
 
 
+def test_blocks_have_more_rows_where_there_are_enough_of_them() -> None:
+    grids = {case.name: expand(case)[0][-1].params["grid"][0] for case in TILED_ATTENTION}
+    assert grids["many-wide-blocks"] == 264 * 2 and grids["many-wide-causal-blocks"] == 264 * 2
+    assert grids["many-causal"] == 96 * 3
+
+
 def test_heads_that_share_a_mask_look_at_it_once() -> None:
     looks = {case.name: expand(case)[0][0].params["grid"] for case in TILED_ATTENTION}
-    assert looks["many-bool-mask"] == [2, 1, 1]
-    assert looks["many-own-masks"] == [2 * 48 * 2, 1, 1]
+    assert looks["many-bool-mask"] == [3, 1, 1]
+    assert looks["many-own-masks"] == [2 * 48 * 3, 1, 1]
     assert looks["many-padded-batches"] == [50 * 2, 1, 1]
 
 

@@ -88,9 +88,13 @@ KERNEL(attention_plain) {
     float total = 0.0f;
     float sums[parts] = {};
     const int reach = param::causal ? smaller(keys, Problem::query_of(row) + 1) : keys;
+    bool lowest_counts = true;
+    if constexpr (Mask::present && is_float<Mask::type>::value) {
+        lowest_counts = !all_attend(problem, row, row);
+    }
     for (int key = warp; key < reach; key += warps) {
         const float bias = problem.bias(row, key);
-        if (bias == -INFINITY_F) {
+        if (bias == -INFINITY_F || (bias <= lowest_bias && !lowest_counts)) {
             continue;
         }
         float product = 0.0f;
