@@ -11,7 +11,6 @@ from npu_compiler.codegen_core import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
 
-FEW_QUERIES = 8
 BLOCK_ROWS = 16  # of a warp's product
 BLOCK_KEYS = 16
 _WARPS = 4

@@ -109,11 +109,14 @@ class Phase:
 
 @dataclass
 class Run:
-    """Consecutive calls and the phases that do what they do."""
+    """Consecutive calls and the phases that do what they do.
+
+    Attributes:
+        written: The buffers that the phases write.
+    """
 
     calls: list[KernelCall] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
-
     written: set[str] = field(default_factory=set)
 
     @property

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.attention_rules import BLOCK_ROWS, FEW_QUERIES, split_memory, suits_tensor_cores
+from cuda_compiler.attention_rules import BLOCK_ROWS, split_memory, suits_tensor_cores
 from cuda_compiler.cuda_templates import WARP
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View
+
+_FEW_QUERIES = 8
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def _match(
     q, k, v, mask, out = KERNELS[call.kernel].bind(call)
     assert q is not None and k is not None and v is not None and out is not None
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[3]
-    if q.shape[2] > FEW_QUERIES or not suits_tensor_cores(q, k, v) or heads % kv_heads:
+    if q.shape[2] > _FEW_QUERIES or not suits_tensor_cores(q, k, v) or heads % kv_heads:
         return None
     inputs: dict[str, View | None] = {"unrotated": q, "cos": None, "sin": None, "index": None, "key_source": None,
                                       "value_source": None, "mask": mask}  # fmt: skip
@@ -102,7 +104,7 @@ def _alike(source: View, cache: View) -> bool:
     """Whether rows of a source replace rows of a cache, without a change of type."""
     return (
         source.dtype == cache.dtype
-        and source.shape[2] <= FEW_QUERIES
+        and source.shape[2] <= _FEW_QUERIES
         and (*source.shape[:2], source.shape[3]) == (*cache.shape[:2], cache.shape[3])
         and source.strides[3] == 1
     )

@@ -314,20 +314,19 @@ class CUDABackend(Backend):
     def _prepare_resident(self, call: KernelCall, addresses: list[int], memory: list[Any]) -> CUDALaunch:
         """A kernel with a block on every multiprocessor, all running at the same time, that takes its operands as one
         struct and uses all the shared memory that a block may have."""
-        block, least = call.params["block"], call.params["shared"]
-        properties, driver = self._device.properties, self._device.driver
-        function = self._function(call, numel(block), least)
-        with self._device.active(f"kernel '{call.kernel}' cannot be used"):
-            taken = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function.ptr)
-            shared = int(properties["sharedMemPerBlockOptin"]) - taken
-            driver.funcSetAttribute(
-                function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, max(shared, least)
+        block, least, properties = call.params["block"], call.params["shared"], self._device.properties
+        shared = int(properties["sharedMemPerBlockOptin"])
+        if shared < least:
+            raise DeviceError(
+                f"kernel '{call.kernel}' needs {least} bytes of shared memory a block, but this GPU has {shared}; compile "
+                "the program with this device's target"
             )
+        function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = np.array([arguments.ctypes.data], np.uint64)
         start = partial(
-            driver.launchCooperativeKernel, function.ptr, int(properties["multiProcessorCount"]), 1, 1, *block,
-            max(shared, least), self._device.stream.ptr, places.ctypes.data,
+            self._device.driver.launchCooperativeKernel, function.ptr, int(properties["multiProcessorCount"]), 1, 1,
+            *block, shared, self._device.stream.ptr, places.ctypes.data,
         )  # fmt: skip
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 
