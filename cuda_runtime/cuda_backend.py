@@ -318,8 +318,8 @@ class CUDABackend(Backend):
         shared = int(properties["sharedMemPerBlockOptin"])
         if shared < least:
             raise DeviceError(
-                f"kernel '{call.kernel}' needs {least} bytes of shared memory a block, but this GPU has {shared}; compile "
-                "the program with this device's target"
+                f"kernel '{call.kernel}' needs {least} bytes of shared memory a block, but this GPU has {shared}; "
+                "compile the program with this device's target"
             )
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
