@@ -9,7 +9,7 @@ import pytest
 from cuda_sources import GRAPHS, sources
 from cuda_toolchain import architectures, compile_sources
 
-SHARE = 8
+SHARE = 24
 
 
 @pytest.mark.parametrize("name", GRAPHS)
