@@ -8,18 +8,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from cuda_compiler.conv_rules import ALTERNATIVES, CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
+from cuda_runtime.trials import fill_randomly, graph_seconds, remember
 from npu_compiler.codegen import KernelCall
-from npu_compiler.compiled_program import write_atomically
-from npu_compiler.dtypes import itemsize, numpy_dtype
+from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
 from npu_compiler.views import View
 
@@ -32,11 +30,8 @@ _MOST_SECONDS = 60.0  # for cuDNN's plans at a start; what is left then is made 
 _SHORT = 8e-6
 _PLANS = 6
 _LAUNCHES = 12
-_ROUNDS = 3
-_HOPELESS = 1.3  # a first round so many times slower than the best one decides
 # A run reads each weight once, so it comes from memory; these bytes of copies are more than a cache holds.
 _ROTATED_BYTES = 96 * 2**20
-_PATTERN_BYTES = 2**20
 _ALIGNMENT = 512
 
 
@@ -107,7 +102,7 @@ class TunedConvolutions:
         self, forms: Iterable[Form], call: KernelCall, memory: Any, best: Form, least: float
     ) -> tuple[Form, float]:
         """The fastest of the forms and its seconds, or the best one until now, which takes `least` seconds."""
-        self._fill(memory, call.inputs[0].dtype)
+        fill_randomly(self._device, memory, call.inputs[0].dtype)
         places = _Scratch(call).addresses(int(memory.data.ptr))
         for form in forms:
             try:
@@ -133,41 +128,10 @@ class TunedConvolutions:
         Args:
             least: The best so far; what cannot come near is not measured further.
         """
-        cuda, stream = self._device.cupy.cuda, self._device.stream
         with self._device.active("cannot try a convolution"):
             launches[0]()  # loads its code, which not every version of CUDA can do during a capture
-            stream.synchronize()
-            stream.begin_capture()
-            try:
-                for number in range(_LAUNCHES):
-                    launches[number % len(launches)]()
-            finally:
-                graph = stream.end_capture()
-            start, end = cuda.Event(), cuda.Event()
-            seconds = math.inf
-            for _ in range(_ROUNDS):
-                start.record(stream)
-                graph.launch(stream)
-                end.record(stream)
-                end.synchronize()
-                seconds = min(seconds, cuda.get_elapsed_time(start, end) / 1000 / _LAUNCHES)
-                if seconds > _HOPELESS * least:
-                    break
-        return seconds
-
-    def _fill(self, memory: Any, dtype: str) -> None:
-        """Random numbers, since a GPU is faster on zeros."""
-        count = min(_PATTERN_BYTES, memory.nbytes) // itemsize(dtype)
-        pattern = np.random.default_rng(0).standard_normal(count).astype(numpy_dtype(dtype))
-        self._device.upload(memory, pattern)
-        runtime, stream, done = self._device.runtime, self._device.stream, pattern.nbytes
-        with self._device.active("cannot fill memory"):
-            while 0 < done < memory.nbytes:
-                size = min(done, memory.nbytes - done)
-                runtime.memcpyAsync(
-                    memory.data.ptr + done, memory.data.ptr, size, runtime.memcpyDeviceToDevice, stream.ptr
-                )
-                done += size
+            self._device.stream.synchronize()
+            return graph_seconds(self._device, list(islice(cycle(launches), _LAUNCHES)), least)
 
     def _path(self, key: str) -> Path:
         gpu = self._device.properties
@@ -195,11 +159,7 @@ class TunedConvolutions:
             content |= {"engine": form.choice.engine, "knobs": dict(form.choice.knobs)}
         if math.isfinite(seconds):
             content["microseconds"] = round(1e6 * seconds, 3)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path(key), json.dumps(content, indent=1).encode())
-        except OSError:
-            pass  # a cache that cannot be written costs the next start time, nothing else
+        remember(self._path(key), content)
 
 
 def kernels_of(call: KernelCall) -> list[KernelCall]:

@@ -12,8 +12,6 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cuda_runtime.cublaslt import (
     WIDEST_ACCESS,
     Addresses,
@@ -25,19 +23,16 @@ from cuda_runtime.cublaslt import (
     product_key,
 )
 from cuda_runtime.cuda_device import CUDADevice
+from cuda_runtime.trials import fill_randomly, graph_seconds, remember
 from npu_compiler.codegen import KernelCall
-from npu_compiler.compiled_program import write_atomically
-from npu_compiler.dtypes import itemsize, numpy_dtype
+from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
 
 _MOST_SECONDS = 10.0  # of tuning at a time; what is left then is made as the library suggests
 _CANDIDATES = 16
-_ROUNDS = 3
-_HOPELESS = 1.3  # a first round so many times slower than the best one decides
 _FEWEST_LAUNCHES, _MOST_COPIES = 4, 32
 # A run reads each weight once, so it comes from memory; these bytes of copies are more than a cache holds.
 _ROTATED_BYTES = 160 * 2**20
-_PATTERN_BYTES = 2**20
 _BLOCK = 256  # bytes; where an operand of the trials begins
 
 
@@ -103,7 +98,7 @@ class TunedProducts:
 
     def _fastest(self, call: KernelCall, scratch: Any) -> tuple[Algorithm, float]:
         """The fastest algorithm and its seconds."""
-        self._fill(scratch, call.inputs[0].dtype)
+        fill_randomly(self._device, scratch, call.inputs[0].dtype)
         products = [Product(self._lt, call, at) for at in _placed(call, int(scratch.data.ptr))]
         tries = max(_FEWEST_LAUNCHES, len(products))
         best, least = None, math.inf
@@ -121,42 +116,12 @@ class TunedProducts:
         Args:
             least: The best so far; what cannot come near is not measured further.
         """
-        cuda, stream = self._device.cupy.cuda, self._device.stream
         with self._device.active("cannot try a product"):
             try:
                 launches[0]()  # loads its code, which not every version of CUDA can do during a capture
             except DeviceError:
                 return math.inf
-            stream.begin_capture()
-            try:
-                for launch in launches:
-                    launch()
-            finally:
-                graph = stream.end_capture()
-            start, end = cuda.Event(), cuda.Event()
-            seconds = math.inf
-            for _ in range(_ROUNDS):
-                start.record(stream)
-                graph.launch(stream)
-                end.record(stream)
-                end.synchronize()
-                seconds = min(seconds, cuda.get_elapsed_time(start, end) / 1000 / len(launches))
-                if seconds > _HOPELESS * least:
-                    break
-        return seconds
-
-    def _fill(self, scratch: Any, dtype: str) -> None:
-        """Random numbers, since a GPU is faster on zeros."""
-        count = min(_PATTERN_BYTES, scratch.nbytes) // itemsize(dtype)
-        pattern = np.random.default_rng(0).standard_normal(count).astype(numpy_dtype(dtype))
-        self._device.upload(scratch, pattern)
-        runtime, stream, start = self._device.runtime, self._device.stream, scratch.data.ptr
-        done = pattern.nbytes
-        with self._device.active("cannot fill memory"):
-            while 0 < done < scratch.nbytes:
-                size = min(done, scratch.nbytes - done)
-                runtime.memcpyAsync(start + done, start, size, runtime.memcpyDeviceToDevice, stream.ptr)
-                done += size
+            return graph_seconds(self._device, launches, least)
 
     def _path(self, key: str) -> Path:
         gpu = self._device.properties
@@ -177,11 +142,7 @@ class TunedProducts:
             "product": json.loads(key), "algorithm": algorithm.opaque.hex(), "config": algorithm.config,
             "microseconds": round(1e6 * seconds, 3),
         }  # fmt: skip
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path(key), json.dumps(content, indent=1).encode())
-        except OSError:
-            pass  # a cache that cannot be written costs the next start time, nothing else
+        remember(self._path(key), content)
 
 
 def _assumed(call: KernelCall) -> Addresses:

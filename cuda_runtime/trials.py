@@ -1,0 +1,70 @@
+"""Trials of several ways to do the same on this GPU: their memory, their time, and what is remembered of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuda_runtime.cuda_device import CUDADevice
+from npu_compiler.compiled_program import write_atomically
+from npu_compiler.dtypes import itemsize, numpy_dtype
+
+_ROUNDS = 3
+_HOPELESS = 1.3  # a first round so many times slower than the best one decides
+_PATTERN_BYTES = 2**20
+
+
+def graph_seconds(device: CUDADevice, launches: Sequence[Callable[[], object]], least: float) -> float:
+    """Seconds that a launch takes in a graph of them; all have been launched before, for their code to be loaded.
+
+    The caller has made the device the current one.
+
+    Args:
+        least: The best so far; what cannot come near is not measured further.
+    """
+    cuda, stream = device.cupy.cuda, device.stream
+    stream.begin_capture()
+    try:
+        for launch in launches:
+            launch()
+    finally:
+        graph = stream.end_capture()
+    start, end = cuda.Event(), cuda.Event()
+    seconds = math.inf
+    for _ in range(_ROUNDS):
+        start.record(stream)
+        graph.launch(stream)
+        end.record(stream)
+        end.synchronize()
+        seconds = min(seconds, cuda.get_elapsed_time(start, end) / 1000 / len(launches))
+        if seconds > _HOPELESS * least:
+            break
+    return seconds
+
+
+def fill_randomly(device: CUDADevice, memory: Any, dtype: str) -> None:
+    """Random numbers of a dtype, since a GPU is faster on zeros."""
+    count = min(_PATTERN_BYTES, memory.nbytes) // itemsize(dtype)
+    pattern = np.random.default_rng(0).standard_normal(count).astype(numpy_dtype(dtype))
+    device.upload(memory, pattern)
+    runtime, stream, start = device.runtime, device.stream, memory.data.ptr
+    done = pattern.nbytes
+    with device.active("cannot fill memory"):
+        while 0 < done < memory.nbytes:
+            size = min(done, memory.nbytes - done)
+            runtime.memcpyAsync(start + done, start, size, runtime.memcpyDeviceToDevice, stream.ptr)
+            done += size
+
+
+def remember(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what was chosen; a cache that cannot be written costs the next start time, nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content, indent=1).encode())
+    except OSError:
+        pass
