@@ -100,37 +100,10 @@ template <>
 struct Signed<8> { using type = long long; };
 using Offset = Signed<sizeof(index_t)>::type;
 
-template <typename T>
-struct IsBrain { static constexpr bool value = false; };
-template <>
-struct IsBrain<bf16> { static constexpr bool value = true; };
+#include "tensor_cores.cuh"
 
 // Where a pack of a staged row lies: the 8 packs of a row are exchanged so that those of one column are in different banks.
 __device__ __forceinline__ int staged(int row, int pack) { return row * tile_k + (pack ^ row & 7) * PACK; }
-
-// 16 bytes to shared memory, without waiting; zeros where they are outside.
-__device__ __forceinline__ void copy_pack(Half *target, const Half *source, bool inside) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(unsigned(__cvta_generic_to_shared(target))), "l"(source), "r"(inside ? 16 : 0) : "memory");
-#else
-    *reinterpret_cast<Pack<Half, PACK> *>(target) = inside ? load_pack<PACK>(source) : Pack<Half, PACK>{};
-#endif
-}
-
-__device__ __forceinline__ void end_of_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-template <int remaining>
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" :: "n"(remaining) : "memory");
-#endif
-    __syncthreads();
-}
 
 // The four 8 × 8 matrices of fragments whose row and pack this lane points at.
 __device__ __forceinline__ void load_fragments(unsigned (&words)[4], const Half *lane_row) {
@@ -138,23 +111,6 @@ __device__ __forceinline__ void load_fragments(unsigned (&words)[4], const Half 
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(unsigned(__cvta_generic_to_shared(lane_row))) : "memory");
-#endif
-}
-
-// sums[16 × 8] += a[16 × 16] · b[16 × 8]
-__device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-#if __CUDA_ARCH__ >= 800
-    if constexpr (IsBrain<Half>::value) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
 #endif
 }
 
@@ -183,7 +139,10 @@ __device__ __forceinline__ void multiply_stage(
         for (int m = 0; m < M_FRAGMENTS; m++) {
 #pragma unroll
             for (int n = 0; n < N_FRAGMENTS; n++) {
-                multiply(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                const unsigned(&rows)[4] = a[m];
+                multiply(
+                    sums[m][n], rows[0], rows[1], rows[2], rows[3], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]
+                );
             }
         }
     }
@@ -263,7 +222,7 @@ KERNEL(conv_tiled) {
             const unsigned channel = first_channel + row + pass * PASS;
             const bool inside = channel < CHANNELS && term < DEPTH && step < end_step;
             const index_t from = index_t(channel) * (DEPTH * PACK) + term * PACK;
-            copy_pack(target + staged(row + pass * PASS, pack), weight + (inside ? from : 0), inside);
+            copy_words(target + staged(row + pass * PASS, pack), weight + (inside ? from : 0), inside);
         }
     };
 #pragma unroll
@@ -297,7 +256,7 @@ KERNEL(conv_tiled) {
         for (int pass = 0; pass < tile_m / PASS; pass++) {
             const bool inside = unsigned(rows[pass] + down) < X::size(2) &&
                 unsigned(columns[pass] + right) < X::size(3) && term < DEPTH && step < end_step;
-            copy_pack(target + staged(row + pass * PASS, pack), x + (inside ? corners[pass] + ahead : 0), inside);
+            copy_words(target + staged(row + pass * PASS, pack), x + (inside ? corners[pass] + ahead : 0), inside);
         }
     };
     wait_for_inputs();
@@ -311,12 +270,14 @@ KERNEL(conv_tiled) {
     float sums[M_FRAGMENTS][N_FRAGMENTS][4] = {};
     for (unsigned step = first_step; step < end_step; step++) {
         wait_for_copies<stages - 2>();
+        __syncthreads();
         copy_factors(step + stages - 1);
         copy_patches(step + stages - 1);
         end_of_copies();
         multiply_stage(sums, stage(step), stage(step) + tile_m * tile_k);
     }
     wait_for_copies<0>();
+    __syncthreads();
 
     float *partial = reinterpret_cast<float *>(memory);
     const int lane = threadIdx.x % WARP;
