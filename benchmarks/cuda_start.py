@@ -1,8 +1,8 @@
-"""How long a process takes to the first token of Qwen2.5-1.5B on the CUDA device, and to each token after it.
+"""How long `npu-sim generate` takes to the first text of Qwen2.5-1.5B on the CUDA device, and to each token after it.
 
-    python -m benchmarks.cuda_start FOLDER BEGIN
+    python -m benchmarks.cuda_start FOLDER
 
-runs one such process on a model folder and prints its figures as JSON; BEGIN is the `time.time()` of its start.
+runs a process on a model folder that loads the weights and generates, and prints its figures as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 CACHE_LENGTH = 2048
 PROMPT, WARMUP, STEADY = 40, 50, 400
+TEXT = "The capital of France is"
 
 
 def measure_start() -> dict[str, float]:
@@ -25,20 +26,22 @@ def measure_start() -> dict[str, float]:
         folder = Path(scratch) / "model"
         write_model(folder)
         environment = {**os.environ, "NPU_SIM_CACHE": str(Path(scratch) / "cache")}
-        starts = [_start(folder, environment) for _ in range(4)]
-    first, later = starts[0], sorted(starts[1:], key=lambda start: start["to_first_token"])[1]
-    beyond = later["to_first_token"] - later["weights"]
+        first, *later = [_seconds_to_text(folder, environment) for _ in range(4)]
+        command = [sys.executable, "-m", "benchmarks.cuda_start", str(folder)]
+        finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    figures = json.loads(finished.stdout.splitlines()[-1])
+    second = sorted(later)[1]
     return {
-        "first start, to the first token, s": first["to_first_token"],
-        "second start, to the first token, s": later["to_first_token"],
-        "second start, beyond reading the weights, s": beyond,
-        "weights from a warm page cache, GB/s": later["gigabytes"] / later["weights"],
-        "greedy generation, ms a token": 1000 * later["a_token"],
+        "first start, to the first token, s": first,
+        "second start, to the first token, s": second,
+        "second start, beyond reading the weights, s": second - figures["weights"],
+        "weights from a warm page cache, GB/s": figures["gigabytes"] / figures["weights"],
+        "greedy generation, ms a token": 1000 * figures["a_token"],
     }
 
 
 def write_model(folder: Path) -> None:
-    """A Hugging Face folder with seeded weights, without a tokenizer."""
+    """A Hugging Face folder with seeded weights and a tokenizer of single bytes, as large as the vocabulary."""
     from safetensors.torch import save_file
 
     from benchmarks.cuda_llm import seeded_state
@@ -50,17 +53,37 @@ def write_model(folder: Path) -> None:
     config.save_pretrained(folder)
     state = seeded_state(Checkpoint("qwen2.5-1.5b", config, {}, "bfloat16", load_tokenizer=lambda: None), seed=0)
     save_file({name: tensor.cpu() for name, tensor in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    _write_tokenizer(folder, config.vocab_size)
 
 
-def _start(folder: Path, environment: dict[str, str]) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.cuda_start", str(folder), repr(time.time())]
-    finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    figures: dict[str, float] = json.loads(finished.stdout.splitlines()[-1])
-    return figures
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces += [f"<{number}>" for number in range(len(pieces), vocab_size)]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-def generate(folder: Path, begin: float) -> dict[str, float]:
-    """Seconds to the first token, of a token after it, and of a load of the weights alone; and their gigabytes."""
+def _seconds_to_text(folder: Path, environment: dict[str, str]) -> float:
+    """From the start of the command to the first of what it writes."""
+    command = [sys.executable, "-m", "npu_sim.cli", "generate", str(folder), "--device", "cuda", "--no-chat",
+               "--cache-length", str(CACHE_LENGTH), "--max-tokens", "8", "--prompt", TEXT]  # fmt: skip
+    start = time.perf_counter()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        if not process.stdout.read(1):
+            raise RuntimeError(f"{' '.join(command)} wrote nothing")
+        seconds = time.perf_counter() - start
+        process.stdout.read()
+    return seconds
+
+
+def generate(folder: Path) -> dict[str, float]:
+    """Seconds of a token of steady generation, and of a load of the weights alone; and their gigabytes."""
     from npu_runtime import Device, load_weights
     from npu_sim.llm import LanguageModel, load_checkpoint
     from npu_sim.llm.graph import state_with_buffers
@@ -68,9 +91,7 @@ def generate(folder: Path, begin: float) -> dict[str, float]:
     device = Device("cuda")
     model = LanguageModel(load_checkpoint(folder), device=device, cache_length=CACHE_LENGTH)
     tokens = model.generate(range(PROMPT), WARMUP + STEADY + 1, stop=frozenset())
-    next(tokens)
-    to_first_token = time.time() - begin
-    for _ in range(WARMUP):
+    for _ in range(WARMUP + 1):
         next(tokens)
     start = time.perf_counter()
     for _ in range(STEADY):
@@ -83,8 +104,8 @@ def generate(folder: Path, begin: float) -> dict[str, float]:
     device.backend.synchronize()
     seconds = time.perf_counter() - start
     gigabytes = sum(buffer.size_bytes for buffer in loaded.values()) / 1e9
-    return {"to_first_token": to_first_token, "a_token": a_token, "weights": seconds, "gigabytes": gigabytes}
+    return {"a_token": a_token, "weights": seconds, "gigabytes": gigabytes}
 
 
 if __name__ == "__main__":
-    print(json.dumps(generate(Path(sys.argv[1]), float(sys.argv[2]))))
+    print(json.dumps(generate(Path(sys.argv[1]))))

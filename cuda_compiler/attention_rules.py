@@ -25,6 +25,14 @@ _TILE_WARPS = 4
 # Rows of a block, keys that it takes at a time, and how many blocks it takes for that not to leave too much of a large
 # GPU idle; the more rows the better.
 _TILES = ((128, 32, 528), (64, 64, 96))
+# The same for warpgroups: the more of them a block has, the more rows share what it copies.
+_WARPGROUP_TILES = ((128, 132), (64, 48))
+_WITH_WARPGROUPS = 90  # later GPUs multiply otherwise
+_WARPGROUP = 128
+_WARPGROUP_ROWS = 64
+_WARPGROUP_KEYS = 128
+_WARPGROUP_STAGES = 2
+_BARRIERS = 4 * 8  # bytes, for each stage
 _SURVEY_THREADS = 256
 _SURVEY_RESIDENT = 4
 
@@ -65,6 +73,10 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
+    if make.capability == _WITH_WARPGROUPS and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128):
+        for tile_rows, enough in _WARPGROUP_TILES:
+            if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
+                return _by_warpgroups(make, call, operands, tile_rows)
     for tile_rows, tile_keys, enough in _TILES:
         if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
@@ -120,24 +132,53 @@ def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, s
 def _tiled(
     make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
 ) -> list[KernelCall]:
-    """Blocks of many rows that share tiles of keys; before, a look at the mask tells which of these they need."""
-    batch, kv_heads, keys, width = operands.k.shape
-    mask, row_blocks = operands.mask, groups(operands.rows, tile_rows)
-    constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
-    calls, verdicts = [], None
-    if mask is not None:
-        looks = (batch if mask.strides[0] else 1, kv_heads if mask.strides[1] else 1, row_blocks)
-        verdicts = make.temporary(call.node, (*looks, groups(keys, tile_keys)), "int32")
-        survey = make.kernel(call, "attention_tiled.cu", function="attention_survey", inputs=operands.inputs,
-                             outputs={"verdicts": verdicts}, grid=(prod(looks), 1, 1), block=(_SURVEY_THREADS, 1, 1),
-                             constants=constants, resident=_SURVEY_RESIDENT)  # fmt: skip
-        calls.append(replace(survey, flops=0, bytes_moved=distinct_bytes(mask)))
+    """Blocks of many rows that share tiles of keys."""
+    shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
+    calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
     tiled = make.kernel(call, "attention_tiled.cu", function="attention_tiled",
                         inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
-                        grid=(operands.problems * row_blocks, 1, 1), block=(_TILE_WARPS * WARP, 1, 1),
-                        shared=_tile_memory(width, operands.v.shape[3], tile_rows, tile_keys),
-                        constants=constants, resident=_RESIDENT)  # fmt: skip
+                        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+                        block=(_TILE_WARPS * WARP, 1, 1), shared=shared,
+                        constants={"tile_rows": tile_rows, "tile_keys": tile_keys}, resident=_RESIDENT)  # fmt: skip
     return [*calls, tiled]
+
+
+def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
+    """The same with a warpgroup for each 64 rows, and one that copies the keys."""
+    row_bytes = 2 * operands.k.shape[3]
+    shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
+    calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
+    tiled = make.kernel(call, "attention_wgmma.cu", function="attention_wgmma",
+                        inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
+                        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+                        block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1), shared=shared,
+                        constants={"tile_rows": tile_rows, "tile_keys": _WARPGROUP_KEYS,
+                                   "stages": _WARPGROUP_STAGES})  # fmt: skip
+    return [*calls, tiled]
+
+
+def _survey(
+    make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
+) -> tuple[list[KernelCall], View | None]:
+    """A look at the mask, where there is one, and where it leaves which tiles of keys the blocks of rows need.
+
+    Layers with the same mask look once.
+    """
+    mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
+    if mask is None:
+        return [], None
+    constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
+    looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)
+    subject = (mask, (looks, k.shape[1], call.params["causal"], tile_rows, tile_keys))
+    verdicts = make.known(subject)
+    if verdicts is not None:
+        return [], verdicts
+    verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
+    survey = make.kernel(call, "attention_survey.cu", function="attention_survey", inputs=operands.inputs,
+                         outputs={"verdicts": verdicts}, grid=(prod(looks), 1, 1), block=(_SURVEY_THREADS, 1, 1),
+                         constants=constants, resident=_SURVEY_RESIDENT)  # fmt: skip
+    make.learn(subject, verdicts)
+    return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
 
 
 def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:

@@ -18,18 +18,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cuda_compiler.conv_rules import CONSTANT_WEIGHT, PACK, channels_last
-from cuda_compiler.op_classify import is_elementwise
+from cuda_compiler.op_classify import classify, is_elementwise
 from npu_compiler.codegen_core import KERNELS, BufferAllocation, BufferKind, ExecutionPlan, KernelCall, distinct_bytes
 from npu_compiler.dtypes import HALF_DTYPES, is_float
 from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.views import Shape, View, contiguous_strides, numel
 
 _CONVOLUTION = "conv2d_kernel"
-_POOLING = ("max_pool2d_kernel", "avg_pool2d_kernel", "adaptive_avg_pool2d_kernel")
-_RESAMPLING = ("upsample_nearest_kernel", "upsample_bilinear_kernel")
-_OVER_IMAGES = frozenset((_CONVOLUTION, "conv_transpose2d_kernel", *_POOLING, *_RESAMPLING))
-# Kernels that reach every element by its strides, whatever these are.
-_OF_ANY_STRIDES = _OVER_IMAGES | {"mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel"}
+_OVER_IMAGES = ("conv", "pool")
+# Other kernels that reach every element by its strides, whatever these are.
+_OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel")
 
 _CONSTANT = ("weight", "constant", "persistent")  # buffers that no call of a run writes
 
@@ -69,13 +67,13 @@ def _turnable(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     }
     unfit = {view.buffer for view in plan.output_views.values()}
     for call in plan.calls:
-        fits = is_elementwise(call) or call.kernel in _OF_ANY_STRIDES
+        fits = classify(call) in ("elementwise", *_OVER_IMAGES) or call.kernel in _OF_ANY_STRIDES
         for view in (*call.inputs, *call.outputs):
             if view.buffer in candidates and not (fits and _turned(view, candidates[view.buffer].alloc_shape)):
                 unfit.add(view.buffer)
     candidates = {name: buffer for name, buffer in candidates.items() if name not in unfit}
     chosen = {
-        view.buffer for call in plan.calls if call.kernel in _OVER_IMAGES for view in (*call.inputs, *call.outputs)
+        view.buffer for call in plan.calls if classify(call) in _OVER_IMAGES for view in (*call.inputs, *call.outputs)
     }
     connected = [
         [view.buffer for view in (*call.inputs, *call.outputs) if len(plan.buffers[view.buffer].alloc_shape) == rank]

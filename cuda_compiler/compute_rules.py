@@ -1,14 +1,14 @@
-"""Template rules of the kernels that compute: reductions, softmax, norms, running sums, rotary embedding."""
+"""Template rules of the kernels that compute: reductions, softmax, norms, running sums."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cuda_compiler import attention_rules, matmul_rules  # noqa: F401  (they register their templates)
+from cuda_compiler import attention_rules, matmul_rules, sorting_rules  # noqa: F401  (they register their templates)
 from cuda_compiler.cuda_templates import WARP, Size3, Specializer, groups, template_rule, vector_width
 from npu_compiler.codegen_core import KernelCall
-from npu_compiler.dtypes import itemsize
+from npu_compiler.dtypes import is_float, itemsize
 from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.views import View, collapse, numel
 
@@ -70,7 +70,7 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> Ker
     stem = call.outputs[0].buffer
     outputs = {
         "best": make.temporary(stem, (rows, chunks), "int32"), "index": make.temporary(stem, (rows, chunks), "int32"),
-        "done": make.counter(stem), "out": out,
+        "done": make.counters(stem), "out": out,
     }  # fmt: skip
     constants = {
         "chunk": chunk, "pack": pack, "least": "min" in call.kernel, "wants_index": call.kernel.startswith("arg"),
@@ -127,20 +127,20 @@ def _spatial_merged(view: View) -> View:
 
 @template_rule("cumsum_kernel")
 def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    width = call.outputs[0].shape[-1]
-    rows = call.outputs[0].numel // width
+    (x,), (out,) = call.inputs, call.outputs
+    width = out.shape[-1]
+    rows = out.numel // width
     warps = min(groups(width, WARP), _MOST_WARPS)
-    return [make.kernel(call, "cumsum.cu", grid=(rows, 1, 1), block=(warps * WARP, 1, 1),
-                        constants={"team_warps": warps, "teams": 1})]  # fmt: skip
-
-
-@template_rule("rope_kernel")
-def _rope(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    half = call.params["rotary_dim"] // 2
-    pack = shared_pack((*call.inputs, *call.outputs))
-    while half % pack:
-        pack //= 2
-    threads = 128
-    work = call.outputs[0].numel // 2 // pack
-    return [make.kernel(call, "rope.cu", grid=(groups(work, threads), 1, 1), block=(threads, 1, 1),
-                        constants={"pack": pack})]  # fmt: skip
+    constants, block = {"team_warps": warps, "teams": 1}, (warps * WARP, 1, 1)
+    if rows > _FEW_ROWS or width < _LONG_ROW:
+        return [make.kernel(call, "cumsum.cu", grid=(rows, 1, 1), block=block, constants=constants)]
+    chunk = block[0] * groups(width, block[0] * _CHUNKS)
+    chunks = groups(width, chunk)
+    sums = make.temporary(out.buffer, (rows, chunks), "float32" if is_float(x.dtype) else "int32")
+    grid, constants = (chunks, rows, 1), {**constants, "CHUNK": chunk}
+    return [
+        make.kernel(call, "cumsum.cu", function="sum_chunks", inputs={"x": x}, outputs={"sums": sums}, grid=grid,
+                    block=block, constants=constants),
+        make.kernel(call, "cumsum.cu", function="cumsum_of_chunks", inputs={"x": x, "sums": sums},
+                    outputs={"out": out}, grid=grid, block=block, constants=constants),
+    ]  # fmt: skip

@@ -40,11 +40,6 @@ def is_packed(view: View, pack: int = PACK) -> bool:
     return side_by_side and view.shape[1] % pack == 0 and vector_width(channels_last(view)) >= pack
 
 
-def _overlapping(call: KernelCall) -> KernelCall:
-    """A call of a kernel that itself waits for the kernel before it, so that their launches may overlap."""
-    return replace(call, params={**call.params, "overlapping": True})
-
-
 @template_rule("conv2d_kernel")
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     first, *others = list(_forms(make, call))
@@ -98,10 +93,8 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
     across = next((count for count in (4, 2) if lines * groups(columns, count) >= _FULL), 1)
     threads = 128
     grid = (groups(lines * groups(columns, across), threads), 1, 1)
-    return _overlapping(
-        make.kernel(call, "conv.cu", function="conv_depthwise", grid=grid, block=(threads, 1, 1),
-                    constants={"across": across, "aligned": True})
-    )  # fmt: skip
+    return make.kernel(call, "conv.cu", function="conv_depthwise", grid=grid, block=(threads, 1, 1),
+                       constants={"across": across, "aligned": True})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,13 +137,13 @@ class Tile:
         constants = {
             "tile_m": self.m, "tile_n": self.n, "tile_k": self.terms, "warps_m": self.warps_m, "warps_n": self.warps_n,
             "stages": self.stages, "splits": self.splits, "aligned": aligned,
+            "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
         }  # fmt: skip
         grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
-        made = make.kernel(
+        return make.kernel(
             call, "conv.cu", function="conv_tiled", grid=grid, block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=self.shared_bytes, constants=constants, cluster=self.splits,
         )  # fmt: skip
-        return _overlapping(made) if call.params.get(CONSTANT_WEIGHT) else made
 
 
 # Shared memory is at most 96 KiB, so that they run on compute capability 7.0 as well.
@@ -181,10 +174,8 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
     grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
     constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
-    return [
-        _overlapping(make.kernel(call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid,
-                                 block=(_BLOCK, 1, 1), constants=constants))
-    ]  # fmt: skip
+    return [make.kernel(call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid, block=(_BLOCK, 1, 1),
+                        constants=constants)]  # fmt: skip
 
 
 @template_rule("conv_transpose2d_kernel")
@@ -201,24 +192,16 @@ def _channel_pack(*views: View) -> int:
     return pack
 
 
-@template_rule("max_pool2d_kernel", "avg_pool2d_kernel")
-def _pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return [_overlapping(_per_pack(make, call, "pool.cu"))]
-
-
-@template_rule("upsample_nearest_kernel", "upsample_bilinear_kernel")
-def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return [_per_pack(make, call, "upsample.cu")]
-
-
-def _per_pack(make: Specializer, call: KernelCall, file: str) -> KernelCall:
+@template_rule("max_pool2d_kernel", "avg_pool2d_kernel", "upsample_nearest_kernel", "upsample_bilinear_kernel")
+def _per_pack(make: Specializer, call: KernelCall) -> list[KernelCall]:
     out = call.outputs[0]
+    file = "upsample.cu" if call.kernel.startswith("upsample") else "pool.cu"
     pack = _channel_pack(*call.inputs, out)
     while pack > 1 and out.numel // pack < _FULL:
         pack //= 2
     threads = 128
-    return make.kernel(call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1),
-                       constants={"pack": pack})  # fmt: skip
+    return [make.kernel(call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1),
+                        constants={"pack": pack})]  # fmt: skip
 
 
 @template_rule("adaptive_avg_pool2d_kernel")
@@ -230,7 +213,5 @@ def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
     warps = images * rows * columns * groups(channels // pack, WARP // walkers)
     threads = 128
     grid = (groups(warps, threads // WARP), 1, 1)
-    return [
-        _overlapping(make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1),
-                                 constants={"pack": pack, "walkers": walkers}))
-    ]  # fmt: skip
+    return [make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1),
+                        constants={"pack": pack, "walkers": walkers})]  # fmt: skip

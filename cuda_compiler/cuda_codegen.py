@@ -40,7 +40,8 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     name = _function_name(group)
     text = _source(group, stored, width, block, name)
     last = group.calls[-1]
-    launch = {"grid": check_grid((groups(threads, block), 1, 1), last), "block": [block, 1, 1], "shared": 0}
+    launch = {"grid": check_grid((groups(threads, block), 1, 1), last), "block": [block, 1, 1], "shared": 0,
+              "overlapping": True}  # fmt: skip
     return KernelCall(
         name,
         make.add_source(text),
@@ -121,6 +122,7 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
         arguments.append(f"{TYPES[view.dtype]} *out{index}")
         _write(body, view, index, width)
     lines = [
+        "    begin_in_turn();",
         f"    const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
         f"    if (first >= {group.numel}u) {{",
         "        return;",
@@ -137,6 +139,7 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
     return "\n".join(
         [
             index_type([*group.reads, *stored]) + template_text("common.cuh"),
+            template_text("overlap.cuh"),
             template_text("elementwise.cuh"),
             *helpers,
             "",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -38,12 +38,15 @@ class Specializer:
         sources: Source text by name, a hash of the text.
         temporaries: Buffers that the rules asked for, by name.
         taken: Names of the program's buffers.
+        capability: Of the GPU that is meant, as CUDA writes it: 90 is 9.0.
     """
 
     taken: frozenset[str] = frozenset()
+    capability: int = 90
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)
+    _known: dict[tuple[View, Hashable], View] = field(default_factory=dict)
 
     def expand(self, call: KernelCall) -> list[KernelCall]:
         """The calls of template kernels that do what an op-level call does.
@@ -59,9 +62,21 @@ class Specializer:
         """A row-major arena buffer for a value between two kernels of one call."""
         return self._buffer(stem, "arena", shape, dtype)
 
-    def counter(self, stem: str) -> View:
-        """One int32 that is 0 when the program is loaded and keeps its value from run to run."""
-        return self._buffer(stem, "persistent", (1,), "int32")
+    def known(self, subject: tuple[View, Hashable]) -> View | None:
+        """What `learn` said of a subject, if that still holds."""
+        return self._known.get(subject)
+
+    def learn(self, subject: tuple[View, Hashable], found: View) -> None:
+        """Keep where a call leaves what it found out about a view, for later calls until the view is written."""
+        self._known[subject] = found
+
+    def forget(self, written: Collection[str]) -> None:
+        """Buffers are written: what was known of them no longer holds."""
+        self._known = {subject: found for subject, found in self._known.items() if subject[0].buffer not in written}
+
+    def counters(self, stem: str, count: int = 1) -> View:
+        """Some int32 that are 0 when the program is loaded and keep their values from run to run."""
+        return self._buffer(stem, "persistent", (count,), "int32")
 
     def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
         index = len(self.temporaries)
@@ -108,7 +123,7 @@ class Specializer:
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
         source = self._source(call, decl, file, function, block, resident, cluster, inputs, outputs, constants or {})
-        launch = {"grid": check_grid(grid, call), "block": list(block), "shared": shared}
+        launch = {"grid": check_grid(grid, call), "block": list(block), "shared": shared, "overlapping": True}
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch)
 
@@ -141,6 +156,7 @@ class Specializer:
         if key not in self._made:
             parts = [
                 template_text("common.cuh"),
+                template_text("overlap.cuh"),
                 specialized(call, decl, inputs, outputs, constants),
                 _signature(inputs, outputs, shared_buffers, block, resident, cluster),
                 kernel_text(file, function),
@@ -351,20 +367,26 @@ def _signature(
     resident: int,
     cluster: int,
 ) -> str:
-    arguments = []
+    """The macros by which a template begins its kernel: `WAITING_KERNEL` where it waits itself for what the kernel
+    before it makes, `KERNEL` where that is needed at once."""
+    arguments: dict[str, str] = {}
     for side, const in ((inputs, "const "), (outputs, "")):
         for name, view in side.items():
             if view is not None:
                 alone = "" if view.buffer in shared_buffers else "__restrict__ "
-                arguments.append(f"{const}{TYPES[view.dtype]} *{alone}{name}")
+                arguments[name] = f"{const}{TYPES[view.dtype]} *{alone}{name}"
     threads = block[0] * block[1] * block[2]
     bounds = f"{threads}" if resident == 1 else f"{threads}, {resident}"
     attributes = f"CLUSTER({cluster}) " if cluster > 1 else ""
     attributes += f"__launch_bounds__({bounds})"
-    return (
-        f"constexpr int THREADS = {threads};\n"
-        f'#define KERNEL(name) extern "C" __global__ void {attributes} name({", ".join(arguments)})\n'
-    )
+    declared = ", ".join(arguments.values())
+    body = f"__device__ __forceinline__ void name##_body({declared})"
+    return f"""constexpr int THREADS = {threads};
+#define WAITING_KERNEL(name) extern "C" __global__ void {attributes} name({declared})
+#define KERNEL(name) {body}; \\
+    WAITING_KERNEL(name) {{ begin_in_turn(); name##_body({", ".join(arguments)}); }} \\
+    {body}
+"""
 
 
 @cache

@@ -14,6 +14,7 @@ Category = Literal[
 _FAMILIES: dict[str, Category] = {
     "reduce.metal": "reduction",
     "cumsum.metal": "reduction",
+    "sort.metal": "indexing",
     "softmax.metal": "softmax",
     "rmsnorm.metal": "norm",
     "layernorm.metal": "norm",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import ceil, log2
+from dataclasses import dataclass, field, fields, replace
 
 from cuda_compiler.attention_rules import BLOCK_KEYS, BLOCK_ROWS
 from cuda_compiler.cuda_templates import (
@@ -24,23 +23,25 @@ from cuda_compiler.cuda_templates import (
     template_text,
     vector_width,
 )
-from cuda_compiler.resident_attention import AttentionMatch, attend_memory, combine_memory, match_attention
-from cuda_compiler.subgraph_analyzer import place_of
+from cuda_compiler.resident_attention import AttentionMatch, attend_memory, early_memory, match_attention
 from npu_compiler.codegen_core import KERNELS, ExecutionPlan, KernelCall, distinct_bytes
-from npu_compiler.dtypes import is_float, itemsize
-from npu_compiler.views import View, numel
+from npu_compiler.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.views import View
 
 RESIDENT = "resident"
-THREADS = 256
+THREADS = 256  # of a block that compute
+_ALL_THREADS = THREADS + 4 * WARP  # with those that fetch weights
 _WARPS = THREADS // WARP
-_SLOT_BYTES = 6144  # of the ring that each warp keeps
+_UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
+_LINE_BYTES = 128  # that a warp takes of each row
+_SLOT_BYTES = _UNIT_ROWS * 3072
+_IN_FLIGHT = 2  # slots of a ring
+_LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 _MULTIPROCESSORS = 132  # for which work is divided evenly; others may run the kernel as well
 _MAX_ROWS = 8
 _MAX_STAGED_BYTES = 48 * 1024  # of a product's input
 _CONSTANT = ("gain", "weight", "bias")
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
-_FEW_PARTS = 8  # of attention, which every block may put together for itself
-_FEW_TURNS = 2  # over the keys, which cost less than more parts
 _MIN_PRODUCTS = 2
 _PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 _GAIN = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
@@ -48,21 +49,18 @@ _GAIN = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
 @dataclass(frozen=True)
 class Stream:
-    """How the warps share a product's weight; the members of `Stream` in `resident.cuh`."""
+    """How the blocks share a product's weight; the members of `Stream` in `resident.cuh`."""
 
+    units: int
+    unit_rows: int
+    own_rows: int
     rows: int
-    splits: int
-    pieces: int
     row_bytes: int
-    part_bytes: int
     chunk_bytes: int
-    piece_bytes: int
+    stride: int
 
     def __str__(self) -> str:
-        return (
-            f"{{{self.rows}, {self.splits}, {self.pieces}, {self.row_bytes}u, {self.part_bytes}u, {self.chunk_bytes}u, "
-            f"{self.piece_bytes}ull}}"
-        )
+        return f"{{{', '.join(str(getattr(self, member.name)) for member in fields(self))}}}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,9 @@ class Phase:
         call: The op-level call whose parameters are compiled in.
         inputs, outputs: Operand name → view, None for an absent one.
         scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
-        early: Inputs that are read before the barrier, so no phase of the same kernel may write them.
+        early: Inputs that are read ahead, so no phase of the same kernel may write them.
+        early_bytes: Bytes of shared memory for what of these is kept; its `Early` is not larger.
+        letters: How many letters of 8 bytes its blocks send each other.
         stream: How `weight` is shared out, for phases that stream one.
     """
 
@@ -85,6 +85,8 @@ class Phase:
     constants: Mapping[str, bool | int | float]
     scratch: int
     early: tuple[str, ...] = ()
+    early_bytes: int = 0
+    letters: int = 0
     stream: Stream | None = None
 
     @property
@@ -97,10 +99,11 @@ class Phase:
             f", {'const ' if name in self.inputs else ''}{TYPES[view.dtype]} *{name}"
             for name, view in self.operands.items()
         )
+        signature = f"void name(Ring &ring, Grid &grid, char *early_memory, char *shared{arguments})"
         return "\n".join(
             [
                 specialized(self.call, KERNELS[self.call.kernel], self.inputs, self.outputs, self.constants),
-                f"#define PHASE(name) __device__ __forceinline__ void name(Ring &ring, char *shared{arguments})",
+                f"#define PHASE(name) __device__ __forceinline__ {signature}",
                 kernel_text(self.file, self.function),
                 "#undef PHASE\n",
             ]
@@ -153,7 +156,7 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer, shared_memory:
     """
     result: list[KernelCall] = []
     for run in _Matcher(plan, make).runs():
-        if run.products >= _MIN_PRODUCTS and _least_shared(run) <= shared_memory:
+        if run.products >= _MIN_PRODUCTS and max(_LEAST_SHARED, _least_shared(run)) <= shared_memory:
             result.append(_resident(run, make))
         else:
             result += run.calls
@@ -165,7 +168,6 @@ class _Matcher:
 
     Attributes:
         readers: Buffer → how many calls and program outputs read it.
-        partial: Shape → memory for the partial sums of attention, which all layers share.
     """
 
     def __init__(self, plan: ExecutionPlan, make: Specializer) -> None:
@@ -173,7 +175,6 @@ class _Matcher:
         self.make = make
         self.readers = Counter(view.buffer for call in plan.calls for view in call.inputs)
         self.readers.update(view.buffer for view in plan.output_views.values())
-        self.partial: dict[tuple[int, ...], tuple[View, View]] = {}
 
     def runs(self) -> Iterator[Run]:
         """All calls in order; a call without phases is a run of its own."""
@@ -202,13 +203,10 @@ class _Matcher:
                 phases = self._product(product, first)
                 return (2, phases) if phases else (1, [])
         match = match_attention(calls[index : index + 3], self.readers)
-        return self._attention(match, calls[index + match.taken :][:1]) if match is not None else (1, [])
+        return (match.taken, [self._attention(match)]) if match is not None else (1, [])
 
-    def _product(
-        self, call: KernelCall, norm: KernelCall | None = None, parts: Mapping[str, View] | None = None
-    ) -> list[Phase]:
-        """A product of a few rows, with the RMSNorm or the sum of attention's parts before it, if its weight can be
-        streamed."""
+    def _product(self, call: KernelCall, norm: KernelCall | None = None) -> list[Phase]:
+        """A product of a few rows, with the RMSNorm before it, if its weight can be streamed."""
         decl = KERNELS[call.kernel]
         bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
         x, weight = bound["x"], bound["weight"]
@@ -227,7 +225,7 @@ class _Matcher:
             m > _MAX_ROWS
             or m * k * itemsize(x.dtype) > _MAX_STAGED_BYTES
             or not constant
-            or not is_float(weight.dtype)
+            or weight.dtype not in HALF_DTYPES
             or x.dtype != weight.dtype
             or k % pack
             or min(vector_width(weight), pack) < pack
@@ -236,87 +234,117 @@ class _Matcher:
             or (gain is not None and vector_width(gain) < pack)
         ):
             return []
-        pieces = 2 if gated else 1
-        packs, row_bytes = k // pack, k * itemsize(weight.dtype)
-        splits = _splits(n, packs)
-        part = packs // splits
-        chunk = min(part, _SLOT_BYTES // 16 // pieces)
-        stream = Stream(n, splits, pieces, row_bytes, part * 16, chunk * 16, n * row_bytes)
-        inputs: dict[str, View | None] = {"x": x if parts is None else None, "gain": gain, "parts": None, "stats": None}
-        inputs |= {**(parts or {}), "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
-        part_count = numel(parts["parts"].shape[:-1]) if parts is not None else 1
-        constants |= {"gated": gated, "splits": splits, "chunk_packs": chunk, "part_count": part_count}
-        sums = 4 * _WARPS * 32 * pieces
-        scratch = m * (row_bytes + sums + 4 * _WARPS) + 12 * part_count
+        row_bytes = k * itemsize(weight.dtype)
+        own_rows = _own_rows(n, _UNIT_ROWS // 2 if gated else _UNIT_ROWS)
+        unit_rows = 2 * own_rows if gated else own_rows
+        chunk = _chunk_bytes(row_bytes, unit_rows)
+        stream = Stream(groups(n, own_rows), unit_rows, own_rows, n, row_bytes, chunk, chunk)
+        inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
+        constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
+                      "slot_stride": chunk, "mailed": False, "mails": False}  # fmt: skip
+        sums = 4 * _WARPS * _UNIT_ROWS * m * max(1, 32 // m)
+        scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
-        return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT, stream)]
+        return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT,
+                      stream=stream)]  # fmt: skip
 
-    def _attention(self, match: AttentionMatch, following: Sequence[KernelCall]) -> tuple[int, list[Phase]]:
-        """Attention, whose parts a product that follows puts together itself where they are few."""
+    def _attention(self, match: AttentionMatch) -> Phase:
         batch, heads, queries, _ = match.q.shape
         kv_heads, keys = match.k.shape[1], match.k.shape[2]
         rows = queries * (heads // kv_heads)
         items = batch * kv_heads * groups(rows, BLOCK_ROWS)
-        turns = groups(keys, _WARPS * BLOCK_KEYS)
-        splits = min(turns, groups(_MULTIPROCESSORS, items))
-        if turns <= _FEW_TURNS * _FEW_PARTS:
-            splits = min(splits, _FEW_PARTS)
-        shape = (batch, kv_heads, rows, splits, match.v.shape[3])
-        if shape not in self.partial:
-            sums = self.make.temporary("attention.sums", shape, "float32")
-            self.partial[shape] = sums, self.make.temporary("attention.stats", (*shape[:-1], 2), "float32")
-        sums, stats = self.partial[shape]
-        partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
-        file, call, out = "resident_attention.cu", match.call, match.call.outputs[0]
-        scratch = _whole(attend_memory(match.q, match.k, match.v, _WARPS))
-        outputs = {**match.outputs, **partial}
-        attend = Phase(call, file, "attend_keys", match.inputs, outputs, constants, scratch, ("k", "v", "mask"))
-        for product in following:
-            if splits <= _FEW_PARTS and self.readers[out.buffer] == 1 and _reads_heads(product, out):
-                phases = self._product(product, parts={"parts": sums, "stats": stats})
-                if phases:
-                    return match.taken + 1, [attend, *phases]
-        scratch = _whole(combine_memory(splits, THREADS))
-        return match.taken, [attend, Phase(call, file, "add_up", partial, {"out": out}, constants, scratch)]
+        splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
+        letters = batch * kv_heads * rows * splits * (2 + match.v.shape[3])
+        constants = {"splits": splits, "mailed": False, "mails": False}
+        inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
+        early = ("k", "v", "mask", "index", "cos", "sin")
+        return Phase(match.call, "resident_attention.cu", "attend_keys", inputs, outputs, constants,
+                     _whole(attend_memory(match, _WARPS)), early, early_memory(match, _WARPS), letters)  # fmt: skip
 
 
-def _splits(rows: int, packs: int) -> int:
-    """How many warps share a row: as few as divide the rows evenly among the multiprocessors."""
+def _own_rows(rows: int, most: int) -> int:
+    """Rows of a weight that a block takes at a time: as many as leave the busiest multiprocessor the fewest."""
 
-    def cost(splits: int) -> float:
-        share = rows * splits / (_MULTIPROCESSORS * _WARPS)
-        return ceil(share) / share * (1 + 0.02 * log2(splits))
+    def busiest(own: int) -> int:
+        return groups(groups(rows, own), _MULTIPROCESSORS) * own
 
-    return min((splits for splits in (1, 2, 4, 8) if packs % splits == 0), key=cost)
+    return min(range(most, most // 2, -1), key=busiest)
 
 
-def _reads_heads(product: KernelCall, out: View) -> bool:
-    """Whether a product's rows are the heads of attention's queries side by side."""
-    batch, heads, queries, width = out.shape
-    if product.kernel not in _PRODUCTS or width % 4:
-        return False
-    x = product.inputs[0]
-    side_by_side = View(
-        out.buffer, out.shape, (queries * heads * width, width, heads * width, 1), x.offset, x.dtype
+def _chunk_bytes(row_bytes: int, unit_rows: int) -> int:
+    """Bytes of a row that a slot takes: as many as fit, in chunks as equal as whole groups for all warps allow."""
+    group = _WARPS * _LINE_BYTES
+    needed = groups(row_bytes, group)
+    return groups(needed, groups(needed, _SLOT_BYTES // unit_rows // group)) * group
+
+
+def _with_mail(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
+    """The phases, with mail from one to the next where that reads it, and how many values are sent at most."""
+    result, most = list(phases), 0
+    for index, after in enumerate(phases[1:], 1):
+        before = result[index - 1]
+        out = before.outputs["out"]
+        assert out is not None
+        reads = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
+        read = [view for name in reads if (view := after.inputs[name]) is not None]
+        # The other operands are read before the barrier.
+        written = {view.buffer for view in before.outputs.values() if view is not None}
+        others = {view.buffer for name, view in after.inputs.items() if view is not None and name not in reads}
+        if written & others or not _fits_mail(out) or not all(_is_part(view, out) for view in read):
+            continue
+        if after.stream and not (read[0].is_contiguous and read[0].numel == out.numel):
+            continue
+        inputs = after.inputs if after.stream else {**after.inputs, "sent": out}
+        result[index - 1] = replace(before, constants={**before.constants, "mails": True})
+        result[index] = replace(after, inputs=inputs, constants={**after.constants, "mailed": True})
+        most = max(most, out.numel)
+    return result, most
+
+
+def _fits_mail(out: View) -> bool:
+    """Whether the elements lie side by side, in whatever order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return out.dtype in HALF_DTYPES
+
+
+def _is_part(view: View, out: View) -> bool:
+    """Whether a view shows what of a result its readers can take by eight values."""
+    eight = all(size == 1 or stride % 8 == 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False))
+    return (
+        (view.buffer, view.dtype) == (out.buffer, out.dtype)
+        and eight
+        and view.strides[-1] == 1
+        and view.shape[-1] % 16 == 0
+        and (view.offset - out.offset) % 8 == 0
     )
-    return x.is_contiguous and x.shape == (batch * queries, heads * width) and place_of(side_by_side) == place_of(out)
 
 
 def _resident(run: Run, make: Specializer) -> KernelCall:
     """The run as one call: inputs and outputs are all that its phases read and write."""
-    counter = make.counter(f"{run.calls[-1].node}.barrier")
+    phases, mail = _with_mail(run.phases)
+    mail = groups(mail, 4) * 4
+    memory = make.counters(f"{run.calls[-1].node}.grid", 4 + 2 * mail)
+    if letters := max(phase.letters for phase in phases):
+        parts = make.counters(f"{run.calls[-1].node}.letters", 2 * letters)
+        phases = [replace(phase, outputs={**phase.outputs, "parts": parts}) if phase.letters else phase
+                  for phase in phases]  # fmt: skip
+    run = replace(run, phases=phases)
     writes = list(dict.fromkeys(view for phase in run.phases for view in phase.outputs.values() if view is not None))
     reads = dict.fromkeys(view for phase in run.phases for view in phase.inputs.values() if view is not None)
     inputs = [view for view in reads if view not in writes]
-    outputs = [*writes, counter]
+    outputs = [*writes, memory]
     place = {view: index for index, view in enumerate((*inputs, *outputs))}
     last = run.calls[-1]
     return KernelCall(
         RESIDENT,
-        make.add_source(_source(run, place, place[counter])),
+        make.add_source(_source(run, place, place[memory], mail)),
         tuple(inputs),
         tuple(outputs),
-        {"grid": [1, 1, 1], "block": [THREADS, 1, 1], "shared": _least_shared(run), "resident": True},
+        {"grid": [1, 1, 1], "block": [_ALL_THREADS, 1, 1], "shared": _least_shared(run), "resident": True},
         last.node,
         sum(call.flops for call in run.calls),
         sum(distinct_bytes(view) for view in (*inputs, *writes)),
@@ -324,19 +352,23 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
 
 
 def _scratch_bytes(run: Run) -> int:
-    return max(phase.scratch for phase in run.phases)
+    return 2 * _early_bytes(run) + max(phase.scratch for phase in run.phases)
+
+
+def _early_bytes(run: Run) -> int:
+    return _whole(max(phase.early_bytes for phase in run.phases))
 
 
 def _least_shared(run: Run) -> int:
-    """Shared memory that a block needs at least: the scratch and two slots for each warp."""
-    return _scratch_bytes(run) + 2 * _WARPS * (_SLOT_BYTES + 8)
+    """Shared memory that a block needs at least: the scratch and two slots."""
+    return _scratch_bytes(run) + 2 * (_SLOT_BYTES + 16)
 
 
 def _whole(size: int) -> int:
     return -(-size // 128) * 128
 
 
-def _source(run: Run, place: Mapping[View, int], counter: int) -> str:
+def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
     texts: dict[str, int] = {}
     streams: dict[str, int] = {}
     cases: dict[int, str] = {}
@@ -354,18 +386,21 @@ def _source(run: Run, place: Mapping[View, int], counter: int) -> str:
             f", static_cast<{TYPES[view.dtype]} *>(operands.at[now.operand[{index}]])"
             for index, view in enumerate(operands.values())
         )
-        arguments = f"(ring, shared{arguments})"
+        arguments = f"(ring, grid, early, shared + 2 * EARLY_BYTES{arguments})"
         cases[number] = f"        case {number}: phase{number}::{phase.function}{arguments}; break;"
         ahead[number] = f"        case {number}: phase{number}::look_ahead{arguments}; break;"
     widest = max(len(phase.operands) for phase in run.phases)
     views = [view for phase in run.phases for view in phase.operands.values()]
     namespaces = [f"namespace phase{number} {{\n{text}}}\n" for text, number in texts.items()]
     head = {
-        "THREADS": THREADS, "SLOT_BYTES": _SLOT_BYTES, "SCRATCH_BYTES": _scratch_bytes(run),
-        "MAX_OPERANDS": widest, "OPERANDS": len(place), "STEPS": len(steps),
+        "THREADS": THREADS, "UNIT_ROWS": _UNIT_ROWS, "SLOT_BYTES": _SLOT_BYTES, "SCRATCH_BYTES": _scratch_bytes(run),
+        "EARLY_BYTES": _early_bytes(run),
+        "IN_FLIGHT": _IN_FLIGHT, "LETTERS": mail, "MAX_OPERANDS": widest, "OPERANDS": len(place),
+        "STEPS": len(steps),
     }  # fmt: skip
     return "\n".join(
         [
+            f"#define COMPUTING_THREADS {THREADS}",
             index_type(views) + template_text("common.cuh"),
             *(f"constexpr int {name} = {value};" for name, value in head.items()),
             kernel_text("resident.cuh", "tables"),
@@ -375,26 +410,51 @@ def _source(run: Run, place: Mapping[View, int], counter: int) -> str:
             "};",
             kernel_text("resident.cuh", "ring"),
             *namespaces,
-            f'extern "C" __global__ void __launch_bounds__(THREADS, 1) {RESIDENT}('
-            "const __grid_constant__ Operands operands) {",
-            "    extern __shared__ __align__(128) char shared[];",
-            "    Ring ring(operands, shared);",
-            f"    GridBarrier barrier(operands.at[{counter}]);",
-            "    for (int step = 0; step < STEPS; step++) {",
+            "__device__ __forceinline__ void compute(Ring &ring, const Operands &operands, char *shared) {",
+            f"    Grid grid(operands.at[{memory}]);",
+            "    const auto look_ahead = [&](int step) {",
             "        const Step &now = steps[step];",
+            "        char *early = shared + step % 2 * EARLY_BYTES;",
             "        switch (now.phase) {",
             *ahead.values(),
             "        }",
-            "        if (step > 0) {",
-            "            barrier.wait();",
+            "    };",
+            "    look_ahead(0);",
+            "    sync_block();",
+            "    for (; grid.step < STEPS; grid.step++) {",
+            "        if (grid.step + 1 < STEPS) {",
+            "            look_ahead(grid.step + 1);",
             "        }",
+            "        const Step &now = steps[grid.step];",
+            "        char *early = shared + grid.step % 2 * EARLY_BYTES;",
             "        switch (now.phase) {",
             *cases.values(),
             "        }",
-            "        if (step + 1 < STEPS) {",
-            "            barrier.arrive();",
+            "        if (grid.step + 1 < STEPS) {",
+            "            grid.arrive();",
             "        }",
             "    }",
+            "    grid.finish();",
+            "}",
+            f'extern "C" __global__ void __launch_bounds__({_ALL_THREADS}, 1) {RESIDENT}('
+            "const __grid_constant__ Operands operands) {",
+            "    extern __shared__ __align__(128) char shared[];",
+            "#if __CUDA_ARCH__ >= 800",
+            "    Ring ring(shared);",
+            "    ring.initialize();",
+            "    __syncthreads();",
+            "    if (threadIdx.x >= THREADS) {",
+            "        give_registers();",
+            "        if (threadIdx.x < THREADS + WARP) {",
+            "            ring.fill(operands);",
+            "        }",
+            "    } else {",
+            "        take_registers();",
+            "        compute(ring, operands, shared);",
+            "    }",
+            "#else",
+            "    __trap();  // no GPU before sm_80 has the shared memory to be given this kernel",
+            "#endif",
             "}",
             "",
         ]

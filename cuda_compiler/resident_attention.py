@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.attention_rules import BLOCK_ROWS, split_memory, suits_tensor_cores
-from cuda_compiler.cuda_templates import WARP
+from cuda_compiler.attention_rules import BLOCK_ROWS, suits_tensor_cores
+from cuda_compiler.cuda_templates import groups
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View
@@ -35,18 +35,25 @@ class AttentionMatch:
     outputs: dict[str, View | None]
 
 
-def attend_memory(q: View, k: View, v: View, warps: int) -> int:
-    """Bytes of `Scratch` in the phase `attend_keys`."""
-    width, rows = q.shape[3], q.shape[2] * (q.shape[1] // k.shape[1])
-    halves = 2 if rows > BLOCK_ROWS // 2 else 1
-    queries = BLOCK_ROWS * (width + 8) * itemsize(q.dtype)
-    biases = warps * WARP * 4 * halves * 4
-    return split_memory(rows, width, v.shape[3], warps, 1) + queries + biases + warps * 20
+def early_memory(match: AttentionMatch, warps: int) -> int:
+    """Bytes of `Early` in `resident_attention.cu`."""
+    cos = match.inputs["cos"]
+    angles = 2 * match.q.shape[3] * (match.q.shape[2] * itemsize(cos.dtype) if cos is not None else 4)
+    return angles + 4 * _tokens(match) + 24 * warps + 16
 
 
-def combine_memory(splits: int, threads: int) -> int:
-    """Bytes of `CombineMemory` in `attention_combine.cuh`."""
-    return 4 * (threads // WARP * 2 + splits + threads // 8 * 32)
+def attend_memory(match: AttentionMatch, warps: int) -> int:
+    """Bytes of `Scratch` there."""
+    rows = min(match.q.shape[2] * (match.q.shape[1] // match.k.shape[1]), BLOCK_ROWS)
+    width, value_width = match.q.shape[3], match.v.shape[3]
+    staged = (rows * (width + 32) + _tokens(match) * (width + value_width)) * itemsize(match.q.dtype)
+    found = 4 * (2 * BLOCK_ROWS + rows * groups(value_width, 64) * 64)
+    return staged + warps * found + 48
+
+
+def _tokens(match: AttentionMatch) -> int:
+    keys = match.inputs["key_source"]
+    return keys.shape[2] if keys is not None else 1
 
 
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:

@@ -11,7 +11,8 @@ import cuda_compiler.movement_rules  # noqa: F401  (they register their template
 from cuda_compiler.channels_last import lay_channels_last
 from cuda_compiler.cuda_codegen import generate_elementwise
 from cuda_compiler.cuda_templates import Specializer
-from cuda_compiler.resident import RESIDENT, form_resident_kernels
+from cuda_compiler.resident import form_resident_kernels
+from cuda_compiler.rotary_rules import join_rotary_updates
 from cuda_compiler.subgraph_analyzer import Group, find_groups
 from npu_compiler.codegen_core import ExecutionPlan, KernelCall, MetalCodegenTarget
 from npu_compiler.target_config import TargetConfig
@@ -24,16 +25,18 @@ class CUDACodegenTarget(MetalCodegenTarget):
 
     Args:
         shared_memory: Bytes that a block may have on the GPU that is meant; by default Hopper's.
+        capability: That GPU's compute capability as CUDA writes it, 90 for 9.0; by default Hopper's.
     """
 
     config = CUDA_GPU
 
-    def __init__(self, shared_memory: int = 227 * 1024) -> None:
+    def __init__(self, shared_memory: int = 227 * 1024, capability: int = 90) -> None:
         self.shared_memory = shared_memory
+        self.capability = capability
 
     @property
     def key(self) -> str:
-        return f"{self.config.name} with {self.shared_memory} bytes of shared memory"
+        return f"{self.config.name} {self.capability} with {self.shared_memory} bytes of shared memory"
 
     def shader_source(self, filename: str) -> str:
         return f"cuda_compiler/templates/{filename}"
@@ -44,12 +47,14 @@ class CUDACodegenTarget(MetalCodegenTarget):
         Buffers that only lived between the calls of one fused kernel disappear.
         """
         plan = lay_channels_last(plan)
-        make = Specializer(frozenset(plan.buffers))
+        make = Specializer(frozenset(plan.buffers), self.capability)
         kept = {view.buffer for view in plan.output_views.values()}
         plan = replace(plan, calls=form_resident_kernels(plan, make, self.shared_memory))
+        plan = replace(plan, calls=join_rotary_updates(plan, make))
         prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
         read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
         prologue = _generate(prologue_groups, plan, make, read_later)
+        make.forget(plan.buffers)  # what it left in the arena does not last
         calls = _generate(groups, plan, make, kept)
         touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
         buffers = {
@@ -74,9 +79,10 @@ def _generate(
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
+        make.forget(group.written_buffers)
         if not group.is_elementwise:
             call = group.calls[0]
-            calls += [call] if call.kernel == RESIDENT else make.expand(call)
+            calls += [call] if call.source in make.sources else make.expand(call)
             continue
         stored = [
             view

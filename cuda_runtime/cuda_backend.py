@@ -174,7 +174,7 @@ class CUDABackend(Backend):
 
     @property
     def target(self) -> CodegenTarget:
-        return CUDACodegenTarget(int(self._device.properties["sharedMemPerBlockOptin"]))
+        return CUDACodegenTarget(int(self._device.properties["sharedMemPerBlockOptin"]), self._device.arch)
 
     @property
     def counters(self) -> Counter[str]:

@@ -14,6 +14,8 @@ from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import DeviceError
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
+# Instructions that no later GPU has are in an architecture of their own.
+_ALL_OF_IT = {90: "sm_90a"}
 _OPTIONS = ("--std=c++17", "--generate-line-info")
 
 
@@ -43,7 +45,8 @@ class KernelCache:
                 f"NVRTC {version} makes no code for compute capability {arch / 10}, only for {min(known) / 10} and up; "
                 "install CuPy for an older CUDA"
             )
-        self._options = (f"--gpu-architecture={'compute' if self._is_ptx else 'sm'}_{usable}", *_OPTIONS)
+        name = f"compute_{usable}" if self._is_ptx else _ALL_OF_IT.get(usable, f"sm_{usable}")
+        self._options = (f"--gpu-architecture={name}", *_OPTIONS)
 
     def images(self, sources: Mapping[str, str]) -> dict[str, bytes]:
         """Source name → code that the driver loads.

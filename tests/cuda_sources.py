@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from cuda_toolchain import compile_sources  # noqa: E402
+from cuda_toolchain import HOPPER_ONLY, compile_sources  # noqa: E402
 from test_zoo import IN_BFLOAT16, build, draw, extract, extracted  # noqa: E402
 from zoo import ZOO  # noqa: E402
 
@@ -52,6 +52,7 @@ GRAPHS: dict[str, Callable[[], Any]] = {
     **{f"{name}-bfloat16": lambda name=name: _in_bfloat16(name) for name in IN_BFLOAT16},  # type: ignore[misc]
     "qwen2.5-decode": lambda: step_graph(1),
     "qwen2.5-prefill": lambda: step_graph(PROMPT),
+    "qwen2.5-long-prefill": lambda: step_graph(512, layers=2),
     "smollm2-decode": lambda: _smollm2(1),
     "smollm2-prefill": lambda: _smollm2(PROMPT),
     **{
@@ -62,8 +63,15 @@ GRAPHS: dict[str, Callable[[], Any]] = {
 
 
 def sources(name: str) -> dict[str, str]:
-    """The sources of all that a model runs on the device, by name."""
-    plan, target = partition(GRAPHS[name]()), CUDACodegenTarget()
+    """The sources of all that a model runs on the device, by name; those for older GPUs too, where they are others."""
+    found = _sources_for(name, CUDACodegenTarget())
+    if any(HOPPER_ONLY in text for text in found.values()):
+        found |= _sources_for(name, CUDACodegenTarget(capability=80))
+    return found
+
+
+def _sources_for(name: str, target: CUDACodegenTarget) -> dict[str, str]:
+    plan = partition(GRAPHS[name]())
     on_device = [part.ir_dict for part in plan.partitions if part.device == "npu"]
     programs = [npu_compiler.compile(ir, target, compute_dtype=plan.compute_dtype) for ir in on_device]
     return {key: text for program in programs for key, text in program.plan.sources.items()}

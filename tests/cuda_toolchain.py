@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ARCHITECTURES = (70, 80, 90)
+# What a source asks for that only compute capability 9.0 has; sources for it are made for no other GPU.
+HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
 
 
 @cache
@@ -46,24 +48,26 @@ def architectures() -> tuple[int, ...]:
 
 
 def compile_sources(sources: Mapping[str, str], archs: tuple[int, ...] | None = None) -> None:
-    """Compile every source to machine code for every architecture.
+    """Compile every source to machine code for every architecture that it is made for.
 
     Raises:
         AssertionError: one does not compile; with the compiler's log.
     """
     archs = architectures() if archs is None else archs
     with ThreadPoolExecutor() as pool:
-        logs = list(pool.map(lambda job: _with_nvrtc(*job), [(text, a) for text in sources.values() for a in archs]))
+        jobs = [(text, a) for text in sources.values() for a in archs if a == 90 or HOPPER_ONLY not in text]
+        logs = list(pool.map(lambda job: compile_log(*job), jobs))
     failed = [log for log in logs if log]
     assert not failed, f"{len(failed)} of {len(logs)} do not compile, the first:\n{failed[0]}"
 
 
-def _with_nvrtc(text: str, arch: int) -> str:
+def compile_log(text: str, arch: int) -> str:
+    """What the compiler says of a source for an architecture; nothing where it compiles."""
     library = _nvrtc()
     assert library is not None
-    program = ctypes.c_void_p()
+    program, name = ctypes.c_void_p(), "sm_90a" if arch == 90 else f"sm_{arch}"
     assert library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
-    options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{arch}".encode())
+    options = (ctypes.c_char_p * 1)(f"--gpu-architecture={name}".encode())
     try:
         if library.nvrtcCompileProgram(program, 1, options) == 0:
             return ""
@@ -71,6 +75,6 @@ def _with_nvrtc(text: str, arch: int) -> str:
         library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         library.nvrtcGetProgramLog(program, log)
-        return f"sm_{arch}: {log.value.decode(errors='replace')}\n{text}"
+        return f"{name}: {log.value.decode(errors='replace')}\n{text}"
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

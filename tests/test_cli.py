@@ -294,10 +294,11 @@ def test_every_command_that_runs_something_takes_a_device(folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_generate_on_a_folder_says_the_same_twice(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("sampling", [[], "-t 0.8 --top-p 0.9 --top-k 50 --seed 7".split()], ids=["greedy", "drawn"])
+def test_generate_on_a_folder_says_the_same_twice(tmp_path: Path, device: str, sampling: list[str]) -> None:
     """The second time, the programs, the config and the tokenizer's class come from the cache."""
     folder = save_model_with_tokenizer(tmp_path / "m")
-    options = ["-p", "b c d", "--no-chat", "-n", "9", "--cache-length", "32", "--device", device, "--json"]
+    options = ["-p", "b c d", "--no-chat", "-n", "9", "--cache-length", "32", "--device", device, "--json", *sampling]
     first, second = (json.loads(invoke(tmp_path, "generate", str(folder), *options).stdout) for _ in range(2))
     assert first["device"] == device and first["new_tokens"] == len(first["text"]) == 9
     assert second["text"] == first["text"]
@@ -390,6 +391,9 @@ def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPa
 
         def __init__(self, checkpoint: Any, **options: Any) -> None:
             assert options["cache_length"] == 64
+
+        def prepare(self, sampler: Any) -> None:
+            pass
 
     asked: list[list[dict[str, str]]] = []
 

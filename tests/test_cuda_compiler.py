@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 import numpy as np
 import pytest
 from cuda_toolchain import compile_sources
@@ -208,6 +210,20 @@ def test_the_program_survives_the_file_and_names_its_target() -> None:
     again = CompiledProgram.from_bytes(program.to_bytes())
     assert again.plan.sources == program.plan.sources and again.kernels == program.kernels
     assert again.target == CUDA_GPU.name == "cuda_gpu"
+
+
+def test_every_kernel_waits_for_the_one_before_it() -> None:
+    g = IRBuilder()
+    x = g.input("x", 8, 64)
+    g.output(g("aten.softmax.int", g("aten.exp.default", x), -1))
+    plan = compile_cuda(g).plan
+    assert [call.kernel for call in plan.calls] == ["exp_kernel", "softmax_kernel"]
+    assert all(call.params["overlapping"] for call in plan.calls)
+    assert "{\n    begin_in_turn();" in plan.sources[plan.calls[0].source]
+    assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[1].source]
+    for file in (files("cuda_compiler") / "templates").iterdir():
+        for part in file.read_text(encoding="utf-8").split("\n#kernel "):
+            assert "WAITING_KERNEL(" not in part or "begin_in_turn();" in part, file.name
 
 
 def test_every_kernel_has_a_category_and_a_template() -> None:

@@ -173,6 +173,16 @@ def test_a_network_is_converted_at_its_ends_only() -> None:
     ]  # fmt: skip
 
 
+def test_only_a_weight_that_no_call_writes_is_read_ahead_of_time() -> None:
+    g = IRBuilder()
+    x, written = g.input("x", 1, 16, 16, 16), g.input("written", 16, 16, 3, 3)
+    y = g("aten.conv2d.default", x, g.weight("constant", 16, 16, 3, 3), g.weight("b", 16), [1, 1], [1, 1])
+    g.output(g("aten.conv2d.default", y, written, g.weight("d", 16), [1, 1], [1, 1]))
+    plan = npu_compiler.compile(g.ir(), CUDACodegenTarget()).plan
+    texts = [plan.sources[call.source] for call in plan.calls if call.kernel == "conv_tiled"]
+    assert ["bool constant_weight = true;" in text for text in texts] == [True, False]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sources_compile(dtype: str) -> None:
     names = ("three-by-three", "few-pixels-many-terms", "odd-channels", "depthwise-strided", "grouped")

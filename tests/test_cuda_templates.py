@@ -22,22 +22,24 @@ import torch
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
 from metal_cases import reduce as reduce_cases
+from metal_cases import sort as sort_cases
 from metal_harness import Case, T, call_of
 
+from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_templates import Specializer
-from npu_compiler.codegen_core import KernelCall
+from npu_compiler.codegen_core import BufferAllocation, ExecutionPlan, KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View
 from npu_runtime.cpu_kernels import reference_launch
 
 
-def expand(case: Case, dtype: str = "bfloat16") -> tuple[list[KernelCall], Specializer]:
-    make = Specializer()
+def expand(case: Case, dtype: str = "bfloat16", capability: int = 90) -> tuple[list[KernelCall], Specializer]:
+    make = Specializer(capability=capability)
     return make.expand(call_of(case, dtype)), make
 
 
-def names(case: Case, dtype: str = "bfloat16") -> list[str]:
-    return [call.kernel for call in expand(case, dtype)[0]]
+def names(case: Case, dtype: str = "bfloat16", capability: int = 90) -> list[str]:
+    return [call.kernel for call in expand(case, dtype, capability)[0]]
 
 
 def linear(m: int, n: int, k: int, **options: object) -> Case:
@@ -105,6 +107,23 @@ TILED_ATTENTION = [
     *(tiled(f"{values.__name__.replace('_', '-')}-{dtype}", 70, 300, 64, atol=8e-3,
             mask=shared_mask(70, 300, dtype, partial(values, 70, 300)))
       for dtype in ("compute", "float32") for values in attention_cases.LOWEST_MASKS),
+]  # fmt: skip
+
+
+# Where there is a warpgroup for each 64 rows: widths 64 and 128 of equal queries and values.
+WARPGROUP_ATTENTION = [
+    tiled("rounds-of-the-ring", 70, 1000, 64, mask=shared_mask(70, 1000, "bool", None)),
+    tiled("rounds-of-the-ring-128", 22, 900, 128, heads=(192, 32), mask=shared_mask(22, 900, "compute", "normal")),
+    tiled("holes-in-the-ring", 70, 1200, 128, mask=shared_mask(
+        70, 1200, "bool", np.broadcast_to(np.arange(1200) // 200 % 2 == 1, (70, 1200)))),
+    tiled("small-blocks", 64, 520, 128, heads=(96, 48), causal=True),
+    tiled("small-blocks-mask", 64, 520, 64, heads=(96, 48), mask=shared_mask(64, 520, "bool", None, 96)),
+    tiled("shared-causal", 100, 700, 128, heads=(168, 28), causal=True),
+    tiled("no-mask", 130, 257, 64, heads=(96, 96)),
+    tiled("one-tile", 130, 128, 128, heads=(96, 96)),
+    tiled("apart", 64, 300, 64, heads=(96, 96), inputs=(
+        T((1, 96, 64, 64), strides=(0, 64, 100 * 64, 1), offset=8),
+        *(T((1, 96, 300, 64), strides=(0, 72, 96 * 72, 1), offset=16) for _ in range(2)))),
 ]  # fmt: skip
 
 
@@ -190,6 +209,22 @@ LONG_ROWS = [
     reduce_cases.reduction("max", "long-minus-infinity", T((1, 20_000), values=np.full((1, 20_000), -math.inf))),
 ]
 
+# Rows whose order a radix sort finds.
+LONG_ORDERS = [
+    Case("argsort_kernel", f"long-{name}-{'down' if descending else 'up'}", [x], [order], {"descending": descending})
+    for name, x, order in (
+        ("rows", T((2, 5000)), T((2, 5000), "int32")),
+        ("strided", T((3, 4100), "float32", strides=(1, 4)), T((3, 4100), "int32", strides=(1, 3))),
+        ("equals", T((2, 9001), values="small"), T((2, 9001), "int32")),
+        ("special", T((2, 6000), values="special"), T((2, 6000), "int32")),
+        ("nan", T((2, 5005), values=np.tile(sort_cases.NAN, 143)), T((2, 5005), "int32")),
+        ("integers", T((2, 2, 5000), "int32", values=(-(2**31), 2**31)), T((2, 2, 5000), "int32")),
+        ("bools", T((2, 5000), "bool"), T((2, 5000), "int32")),
+        ("vocabulary", T((151_936,), "float32"), T((151_936,), "int32")),
+    )
+    for descending in (False, True)
+]
+
 # What the cases that all devices share are too small for; for the device at hand, in `test_cuda_kernels.py`.
 CASES = [
     cached(1, 600, 530),
@@ -200,6 +235,7 @@ CASES = [
     holes(20, 300, 70),
     holes(2, 2100, 70),
     *TILED_ATTENTION,
+    *WARPGROUP_ATTENTION,
     *UNREAD,
     *(attention_cases.attention(
         f"long-{values.__name__.replace('_', '-')}-{queries}", queries, 5000, 64, heads=(12, 2), atol=5e-3,
@@ -216,6 +252,13 @@ CASES = [
     linear(1, 40000, 64, bias="compute"),
     *MANY_ROWS,
     *LONG_ROWS,
+    *LONG_ORDERS,
+    *(Case("cumsum_kernel", f"long-{name}", [x], [out], {}, atol=1e-3) for name, x, out in (
+        ("rows", T((2, 20_001), values=(0.0, 1.0)), T((2, 20_001), "float32")),
+        ("strided", T((2, 17_000), strides=(1, 3), values=(0.0, 1.0)), T((2, 17_000), "float32", strides=(17_500, 1))),
+        ("integers", T((300_000,), "int32", values=(-(2**31), 2**31)), T((300_000,), "int32")),
+        ("bools", T((2, 16_384), "bool"), T((2, 16_384), "int32")),
+    )),
 ]  # fmt: skip
 
 
@@ -224,20 +267,22 @@ CASES = [
 def test_sources_compile(dtype: str) -> None:
     sources = {}
     for case in (*QWEN_PRODUCTS[2:], *QWEN_ATTENTION[2:]):
-        sources.update(expand(case, dtype)[1].sources)
+        for capability in (80, 90):
+            sources.update(expand(case, dtype, capability)[1].sources)
     cuda_toolchain.compile_sources(sources)
 
 
-@pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], *QWEN_ATTENTION[::3]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], QWEN_ATTENTION[0], *QWEN_ATTENTION[3:]], ids=lambda case: case.name)
 def test_registers_suffice(case: Case, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
-    for name, text in expand(case)[1].sources.items():
+    for name, text in (expand(case)[1].sources | expand(case, capability=80)[1].sources).items():
         source = tmp_path / f"{name}.cu"
         source.write_text(text)
-        options = ["-std=c++17", "-arch=sm_90", "-cubin", "--resource-usage", "-o", str(tmp_path / "out")]
+        options = ["-std=c++17", "-arch=sm_90a", "-cubin", "--resource-usage", "-o", str(tmp_path / "out")]
         done = subprocess.run(["nvcc", *options, source], capture_output=True, text=True, check=True)
         assert set(re.findall(r"(\d+) bytes spill", done.stderr)) == {"0"}, done.stderr
+        assert "serialized" not in done.stderr, "products wait for each other"
 
 
 @pytest.mark.parametrize(
@@ -263,15 +308,32 @@ def test_registers_suffice(case: Case, tmp_path: Path) -> None:
         (cached(8, 65, 9), ["attention_split", "attention_combine"]),
         (cached(9, 64, 9), ["attention_once"]),
         (cached(128, 2048, 128), ["attention_once"]),
-        (cached(512, 2048, 9), ["attention_survey", "attention_tiled"]),
-        (attention_cases.attention("prefill", 2048, 2048, 128, heads=(12, 2), causal=True), ["attention_tiled"]),
+        (cached(512, 2048, 9), ["attention_survey", "attention_wgmma"]),
+        (attention_cases.attention("prefill", 2048, 2048, 128, heads=(12, 2), causal=True), ["attention_wgmma"]),
+        (attention_cases.attention("prefill-80", 2048, 2048, 80, heads=(12, 2), causal=True), ["attention_tiled"]),
         (attention_cases.attention("batches", 1, 2048, 128, heads=(16, 16), batch=64), ["attention_once"]),
+        (LONG_ORDERS[0], ["count_digits", "move_by_digit"] * 2),
+        (LONG_ORDERS[-1], ["count_digits", "move_by_digit"] * 4),
+        (sort_cases.CASES[0], ["argsort_kernel"]),
         (attention_cases.attention("odd", 1, 64, 20), ["attention_plain"]),
         (attention_cases.attention("wide", 1, 64, 136), ["attention_plain"]),
     ],
 )
 def test_forms(case: Case, wanted: list[str]) -> None:
     assert names(case) == wanted
+
+
+@pytest.mark.parametrize("capability", [80, 100])
+def test_gpus_without_warpgroup_products_take_tiles(capability: int) -> None:
+    assert names(cached(512, 2048, 9), capability=capability) == ["attention_survey", "attention_tiled"]
+
+
+def test_a_program_for_another_gpu_says_what_to_do() -> None:
+    cuda_toolchain.architectures()
+    (call,), make = expand(QWEN_ATTENTION[-1])
+    text = make.sources[call.source]
+    log = cuda_toolchain.compile_log(text, 80).removesuffix(text)
+    assert "compile it with this device's target" in log
 
 
 def test_float32_attention_does_without_tensor_cores() -> None:
@@ -299,20 +361,92 @@ def test_equal_geometry_shares_a_source() -> None:
 
 @pytest.mark.parametrize("case", TILED_ATTENTION, ids=lambda case: case.name)
 def test_many_queries_take_tiles(case: Case) -> None:
-    assert names(case)[-1] == "attention_tiled"
+    assert names(case, capability=80)[-1] == "attention_tiled"
+
+
+@pytest.mark.parametrize("case", WARPGROUP_ATTENTION, ids=lambda case: case.name)
+def test_many_queries_take_warpgroups(case: Case) -> None:
+    assert names(case)[-1] == "attention_wgmma"
 
 
 def test_blocks_have_more_rows_where_there_are_enough_of_them() -> None:
-    grids = {case.name: expand(case)[0][-1].params["grid"][0] for case in TILED_ATTENTION}
+    grids = {case.name: expand(case, capability=80)[0][-1].params["grid"][0] for case in TILED_ATTENTION}
     assert grids["many-wide-blocks"] == 264 * 2 and grids["many-wide-causal-blocks"] == 264 * 2
     assert grids["many-causal"] == 96 * 3
+    blocks = {case.name: expand(case)[0][-1].params["block"][0] for case in WARPGROUP_ATTENTION}
+    assert blocks["many-shared-causal"] == 3 * 128 and blocks["many-small-blocks"] == 2 * 128
 
 
 def test_heads_that_share_a_mask_look_at_it_once() -> None:
-    looks = {case.name: expand(case)[0][0].params["grid"] for case in TILED_ATTENTION}
+    looks = {case.name: expand(case, capability=80)[0][0].params["grid"] for case in TILED_ATTENTION}
     assert looks["many-bool-mask"] == [3, 1, 1]
     assert looks["many-own-masks"] == [2 * 48 * 3, 1, 1]
     assert looks["many-padded-batches"] == [50 * 2, 1, 1]
+
+
+def layers_of(case: Case, count: int) -> list[KernelCall]:
+    """Calls that differ in all operands but the mask."""
+    call = call_of(case, "bfloat16")
+    *own, mask = call.inputs
+    return [
+        replace(
+            call,
+            inputs=(*(replace(view, buffer=f"{view.buffer}.{layer}") for view in own), mask),
+            outputs=tuple(replace(view, buffer=f"{view.buffer}.{layer}") for view in call.outputs),
+        )
+        for layer in range(count)
+    ]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_layers_that_share_a_mask_look_at_it_once(capability: int) -> None:
+    make = Specializer(capability=capability)
+    first, second, third = (make.expand(call) for call in layers_of(cached(512, 2048, 9), 3))
+    assert [len(first), len(second), len(third)] == [2, 1, 1]
+    assert first[1].inputs[-1] == second[0].inputs[-1] == third[0].inputs[-1] == first[0].outputs[0]
+    assert len(make.temporaries) == 1
+
+
+def surveys_of(prologue: list[KernelCall], calls: list[KernelCall]) -> tuple[int, int]:
+    """How often the prologue and the calls of a program look at a mask."""
+    buffers = {
+        view.buffer: BufferAllocation(view.buffer, kind, (math.prod(view.shape),), view.dtype)
+        for kind, side in (("input", "inputs"), ("output", "outputs"))
+        for call in (*prologue, *calls)
+        for view in getattr(call, side)
+    }
+    plan = CUDACodegenTarget().finish(ExecutionPlan(prologue, calls, buffers, [], [], {}, {}, {}, {}))
+    first, rest = ([call.kernel for call in made].count("attention_survey") for made in (plan.prologue, plan.calls))
+    return first, rest
+
+
+def test_a_mask_that_is_written_is_looked_at_again() -> None:
+    first, second, third = layers_of(cached(512, 2048, 9), 3)
+    mask = View(first.inputs[-1].buffer, (512 * 2048,), (1,), 0, "bool")
+    params = {"op": "copy", "scalars": [None], "alpha": 1}
+    copies = {
+        name: KernelCall("copy", "", (replace(mask, buffer="another"),), (replace(mask, buffer=name),), params, "copy")
+        for name in (mask.buffer, "a third")
+    }
+    assert surveys_of([], [first, copies["a third"], second, third]) == (0, 1)
+    assert surveys_of([], [first, second, copies[mask.buffer], third]) == (0, 2)
+
+
+def test_what_the_prologue_saw_of_a_mask_does_not_last() -> None:
+    first, second, third = layers_of(cached(512, 2048, 9), 3)
+    assert surveys_of([first], [second, third]) == (1, 1)
+
+
+def test_another_geometry_of_the_same_mask_is_looked_at_by_itself() -> None:
+    make = Specializer()
+    (call,) = layers_of(cached(512, 2048, 9), 1)
+    assert len(make.expand(call)) == 2
+    for causal, width in ((1, 128), (0, 80)):
+        *_, mask = call.inputs
+        inputs = tuple(replace(view, shape=(*view.shape[:3], width)) for view in call.inputs[:3])
+        outputs = tuple(replace(view, shape=(*view.shape[:3], width)) for view in call.outputs)
+        other = replace(call, inputs=(*inputs, mask), outputs=outputs, params={**call.params, "causal": causal})
+        assert len(make.expand(other)) == 2, "causality and the size of the tiles are in the verdicts"
 
 
 def test_partials_are_temporaries() -> None:

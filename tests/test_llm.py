@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,37 @@ import numpy as np
 import pytest
 import torch
 from cuda_gpu import DEVICES, PROBLEM
+from cuda_toolchain import compile_sources
 from metal_harness import METAL_DEVICE
 from safetensors.torch import load_file, save_file
+from torch_ir import extract_ir
 
+from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.resident import RESIDENT
 from npu_compiler import compile as npu_compile
 from npu_compiler import partition
 from npu_compiler.errors import InputError, NPUError, WeightError
+from npu_runtime import Device, Executor
 from npu_runtime.cpu_backend import numpy_to_tensor
 from npu_sim.llm import (
     Checkpoint,
+    Drawing,
     LanguageModel,
     Sampler,
     StreamDecoder,
     chat,
     chat_prompt,
     complete,
+    extract_decode_loop,
     extract_graph,
+    extract_sampling_loop,
     greedy,
     load_checkpoint,
     make_sampler,
     probabilities,
 )
+from npu_sim.llm.modules import drawn
+from npu_sim.llm.sampling import draw
 from npu_sim.llm.tokenizer import StoredTokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -212,9 +222,10 @@ def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
-def test_steady_decoding_on_cuda_is_one_graph_launch_and_waits_for_no_copy(llama: Checkpoint) -> None:
+@pytest.mark.parametrize("sampler", [greedy, make_sampler(0.8, top_k=50, top_p=0.9)], ids=["greedy", "drawn"])
+def test_steady_decoding_on_cuda_is_one_graph_launch_and_waits_for_no_copy(llama: Checkpoint, sampler: Sampler) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cuda")
-    tokens = model.generate([3, 1, 4], stop=frozenset())
+    tokens = model.generate([3, 1, 4], sampler=sampler, stop=frozenset())
     for _ in range(4):
         next(tokens)
     counters = model.device.backend.counters
@@ -238,29 +249,158 @@ def test_what_the_device_chooses_is_what_the_host_would_have_chosen(llama: Check
     assert list(model.follow(chosen[4], 6)) == chosen[5:11]
 
 
-@EVERY_DEVICE
-def test_generations_that_take_turns_do_not_mix_up(llama: Checkpoint, device: str) -> None:
+def chosen_by_the_host(sampler: Sampler) -> Sampler:
+    """The same sampler, but none that a device knows."""
+    return lambda logits: sampler(logits)
+
+
+@pytest.fixture(params=DEVICES)
+def ahead(request: pytest.FixtureRequest, llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    """A model on each device, all of which sample for themselves, some steps before the host looks."""
+    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=request.param)
+    monkeypatch.setattr(model.device.backend, "runs_ahead", 3)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.7}, {"top_k": 40, "top_p": 0.9}], ids=str)
+def test_what_the_device_draws_is_what_the_host_would_have_drawn(
+    ahead: LanguageModel, settings: dict[str, Any]
+) -> None:
+    """Over several replies: none takes numbers of the next one's, however many steps too many the device has run."""
+
+    def replies(sampler: Sampler) -> list[list[int]]:
+        ahead.reset()
+        return [list(ahead.generate([4, 5, length], length, sampler, stop=frozenset())) for length in (3, 7, 1, 21)]
+
+    found = replies(make_sampler(0.9, seed=11, **settings))
+    assert found == replies(chosen_by_the_host(make_sampler(0.9, seed=11, **settings)))
+    assert found != replies(make_sampler(0.9, seed=12, **settings))
+
+
+def test_the_likeliest_of_one_is_what_greedy_takes(ahead: LanguageModel) -> None:
+    wanted = list(ahead.generate([4, 5, 6], stop=frozenset()))
+    for sampler in (make_sampler(1.0, top_k=1), make_sampler(1.0, top_p=1e-6), make_sampler(1e-6)):
+        assert list(ahead.generate([4, 5, 6], sampler=sampler, stop=frozenset())) == wanted
+
+
+@pytest.mark.parametrize("make", [lambda: greedy, lambda: make_sampler(1.0, seed=3)], ids=["greedy", "drawn"])
+def test_generations_that_take_turns_do_not_mix_up(ahead: LanguageModel, make: Callable[[], Sampler]) -> None:
     """Each takes what the cache holds by then as its past, be several steps of the other under way or not."""
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
 
-    def turns(sampler: Sampler) -> list[int]:
-        model.reset()
-        model.prefill([4, 5, 6])
-        one, two = model.follow(7, 10, sampler), model.follow(8, 10, sampler)
-        return [next(tokens) for tokens in (one, one, two, one, two, two, one)] + [next(one), *model.tokens]
+    def turns(first: Sampler, second: Sampler) -> list[int]:
+        ahead.reset()
+        ahead.prefill([4, 5, 6])
+        one, two = ahead.follow(7, 10, first), ahead.follow(8, 10, second)
+        return [next(tokens) for tokens in (one, one, two, one, two, two, one)] + [next(one), *ahead.tokens]
 
-    assert turns(greedy) == turns(lambda logits: int(logits.argmax()))
+    shared, same = make(), make()
+    assert turns(shared, shared) == turns(*(2 * [chosen_by_the_host(same)]))
+    assert turns(make(), make()) == turns(chosen_by_the_host(make()), chosen_by_the_host(make()))
 
 
 @EVERY_DEVICE
-def test_logits_that_are_not_finite_end_a_generation(tmp_path: Path, device: str) -> None:
+@pytest.mark.parametrize("sampler", [greedy, make_sampler(1.0)], ids=["greedy", "drawn"])
+def test_logits_that_are_not_finite_end_a_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, sampler: Sampler
+) -> None:
     folder = save_tiny(tmp_path / "m", "llama", "bfloat16")
     state = load_file(folder / "model.safetensors")
     state["lm_head.weight"][9] = torch.inf
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
+    monkeypatch.setattr(model.device.backend, "runs_ahead", 3)
     with pytest.raises(NPUError, match="not finite"):
-        list(model.follow(3, 5))
+        list(model.follow(3, 1, sampler))
+
+
+class DrawnToken(torch.nn.Module):
+    """What `SamplingDecode` does with logits [vocab]."""
+
+    def forward(self, logits: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        order = logits.argsort(descending=True, stable=True)
+        return order.index_select(0, drawn(logits.index_select(0, order), settings, uniform))
+
+
+def drawing_executor(vocab: int, device: str) -> Callable[[np.ndarray, Drawing, float], int]:
+    """A function of (logits [vocab], sampler, uniform number) that draws on a device."""
+    inputs = tuple(torch.empty(size, device="meta") for size in (vocab, 3, 1))
+    chosen = Device(device)
+    ir = extract_ir(DrawnToken().eval(), inputs, model_name="drawn").to_dict()
+    executor = Executor(npu_compile(ir, chosen.backend.target, compute_dtype="float32"), chosen)
+
+    def draw_one(logits: np.ndarray, sampler: Drawing, uniform: float) -> int:
+        number = np.array([uniform], np.float32)
+        (token,) = executor.run({"logits": logits, "settings": sampler.settings, "uniform": number}).values()
+        return int(token.to_numpy()[0])
+
+    return draw_one
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("vocab", [160, 20_000])
+def test_drawing_on_the_device_keeps_and_takes_what_drawing_on_the_host_does(
+    rng: np.random.Generator, device: str, vocab: int
+) -> None:
+    """Which of the tokens whose shares meet next to the uniform number it takes, rounding decides."""
+    draw_one = drawing_executor(vocab, device)
+    for spread, temperature, top_k, top_p in [
+        (4, 1.0, None, None), (4, 0.7, None, 0.9), (4, 0.8, 50, 0.9), (1, 1.3, 7, None), (1, 1.0, 2 * vocab, 0.3),
+        (0.01, 1.0, None, 0.5), (4, 1.0, 1, None), (4, 1.0, None, 1e-6), (4, 1.0, None, 1.0), (9, 0.05, 9, 0.99),
+    ]:  # fmt: skip
+        logits = (np.round(8 * rng.standard_normal(vocab)) / 8 * spread).astype(np.float32)  # with many equals
+        sampler = make_sampler(temperature, top_k=top_k, top_p=top_p)
+        assert isinstance(sampler, Drawing)
+        weights = probabilities(logits, temperature, top_k=top_k, top_p=top_p)
+        place = np.argsort(np.argsort(-weights, kind="stable"))
+        for uniform in (0.0, 1 - 2.0**-24, *rng.random(6, dtype=np.float32)):
+            first, last = (place[draw(weights, np.clip(uniform + shift, 0, 1 - 1e-9))] for shift in (-1e-5, 1e-5))
+            token = draw_one(logits, sampler, float(uniform))
+            assert weights[token] > 0 and first <= place[token] <= last, (temperature, top_k, top_p, uniform)
+
+
+@EVERY_DEVICE
+def test_tokens_are_drawn_as_often_as_they_should_be(device: str) -> None:
+    logits = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))
+    draw_one = drawing_executor(len(logits), device)
+    for settings, shares in (
+        ({}, [0.1, 0.4, 0.2, 0.25, 0.05]),
+        ({"top_k": 3}, [0, 0.4 / 0.85, 0.2 / 0.85, 0.25 / 0.85, 0]),
+        ({"top_p": 0.6}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_k": 3, "top_p": 0.8}, [0, 0.4 / 0.85, 0.2 / 0.85, 0.25 / 0.85, 0]),
+    ):
+        sampler = make_sampler(1.0, seed=17, **settings)  # type: ignore[arg-type]
+        assert isinstance(sampler, Drawing)
+        on_device = np.bincount([draw_one(logits, sampler, u) for u in sampler.upcoming(1000)], minlength=5)
+        on_host = np.bincount([sampler(logits) for _ in range(1000)], minlength=5)
+        assert on_device.tolist() == on_host.tolist()
+        expected = 1000 * np.array(shares)
+        assert (on_device[expected == 0] == 0).all()
+        expected, found = expected[expected > 0], on_device[expected > 0]
+        assert np.sum((found - expected) ** 2 / expected) < 20  # of four degrees of freedom, one in 2,000 is more
+
+
+def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compiles() -> None:
+    config = tiny_config("llama", hidden_size=256, intermediate_size=512, vocab_size=20_000)
+    checkpoint = Checkpoint("tiny", config, {}, "bfloat16", lambda: None)
+    greedily, sampling = (
+        npu_compile(extract(checkpoint, CACHE), CUDACodegenTarget()).plan
+        for extract in (extract_decode_loop, extract_sampling_loop)
+    )
+    ours, theirs = ([(call.kernel, call.source) for call in plan.calls] for plan in (sampling, greedily))
+    logits = [kernel for kernel, _ in theirs].index(RESIDENT)
+    assert ours[:logits] == theirs[:logits] and ours[logits][0] == RESIDENT
+    assert len(ours) - logits <= 26 and RESIDENT not in dict(ours[logits + 1 :])
+    behind = {source: sampling.sources[source] for _, source in ours[logits + 1 :]}
+    compile_sources(behind)
+
+
+def test_drawing_takes_the_likeliest_first_however_many_there_are(rng: np.random.Generator) -> None:
+    weights = rng.random(5000) * (rng.random(5000) < 0.7)
+    weights[[7, 70]] = 1.0
+    order = np.argsort(-weights, kind="stable")
+    reached = np.cumsum(weights[order]) / weights.sum()
+    for uniform in (0.0, 1e-4, *rng.random(50), 1 - 2.0**-24):
+        assert draw(weights, uniform) == order[np.searchsorted(reached, uniform, side="right")]
 
 
 def test_a_second_start_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:

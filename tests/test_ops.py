@@ -71,6 +71,11 @@ def whole(*shape: int) -> Arg:
     return Arg(shape, lambda s: torch.randint(-2, 3, s).float())
 
 
+def distinct(*shape: int) -> Arg:
+    """Floats of which no two are equal, in 16 bits either."""
+    return Arg(shape, lambda s: torch.randperm(math.prod(s)).reshape(s) - 60.0)
+
+
 def i(*shape: int, low: int = 0, high: int = 4, dtype: torch.dtype = torch.int64) -> Arg:
     return Arg(shape, lambda s: torch.randint(low, high, s, dtype=dtype))
 
@@ -452,6 +457,16 @@ case("reduce-rank6", lambda x: x.sum((1, 3, 5)), f(2, 3, 2, 3, 2, 2), spread=1)
 refused("sum-empty", lambda x: (x.sum(), x.sum(0)), f(0, 3))
 case("cumsum", lambda x: (x.cumsum(0), x.cumsum(-1)), f(3, 4, 5), spread=1)
 case("cumsum-0d", lambda x: x.cumsum(0), f())
+case("cumsum-long", lambda x: x.cumsum(-1), f(2, 5000), spread=2)
+case("sort", lambda x: (*torch.sort(x), *torch.sort(x, 0, True), *torch.sort(x, dim=1, stable=True), x.msort()), distinct(3, 4, 5))
+case("sort-equal", lambda x: (*torch.sort(x, stable=True), *torch.sort(x, dim=0, descending=True, stable=True)), whole(40, 7))
+case("sort-values-only", lambda x: torch.sort(x, descending=True).values * 2, f(3, 50))
+case("sort-int", lambda x, y: (*torch.sort(x, stable=True), *torch.sort(y, stable=True, descending=True)), i(3, 40, low=-9), b(3, 20))
+case("sort-narrow-int", lambda x: torch.sort(x, stable=True), i(3, 40, dtype=torch.int8))
+case("sort-empty", lambda x: torch.sort(x, 0), f(3, 0))
+case("argsort", lambda x: (x.argsort(), x.argsort(0, True), torch.argsort(x, dim=1, stable=True)), distinct(3, 4, 5))
+case("topk", lambda x: (*x.topk(2), *x.topk(3, 0, largest=False), *x.topk(1, dim=1, sorted=False)), distinct(4, 5, 6))
+case("sort-0d", lambda x: (*torch.sort(x), *torch.topk(x, 1), x.argsort()), f())
 
 # Views.
 case("view", lambda x: (x.view(12, 5) + 1, x.view(-1) + 1, x.view(3, 2, 2, 5) * 2), f(3, 4, 5))

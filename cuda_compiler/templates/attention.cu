@@ -21,24 +21,27 @@ struct Finish {
     Out::type *out;
 
     __device__ __forceinline__ void operator()(
-        const Problem &problem, int row, int dim, float, float total, float sum
+        const Problem &problem, int row, int dim, float, float total, const float (&sums)[4]
     ) const {
-        // A query that attends to no key at all gets zeros, as in PyTorch.
-        const float value = total == 0.0f ? 0.0f : sum / total;
-        out[out_row(problem, row) + dim * Out::stride(3)] = from<Out::type>(value);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            // A query that attends to no key at all gets zeros, as in PyTorch.
+            const float value = total == 0.0f ? 0.0f : sums[i] / total;
+            out[out_row(problem, row) + (dim + i) * Out::stride(3)] = from<Out::type>(value);
+        }
     }
 };
 
 KERNEL(attention_once) {
     const Problem problem(q, k, v, mask, blockIdx.z, blockIdx.y / row_blocks);
-    auto &memory = *reinterpret_cast<SplitMemory<THREADS / WARP, stages> *>(shared_memory);
+    auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     split_keys(problem, blockIdx.y % row_blocks * block_rows, 0, 1, memory, Finish{out});
 }
 
 #kernel attention_split
 KERNEL(attention_split) {
     const Problem problem(q, k, v, mask, blockIdx.z, blockIdx.y / row_blocks);
-    auto &memory = *reinterpret_cast<SplitMemory<THREADS / WARP, stages> *>(shared_memory);
+    auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     const LeaveParts finish{sums, stats, int(blockIdx.x), splits};
     split_keys(problem, blockIdx.y % row_blocks * block_rows, blockIdx.x, splits, memory, finish);
 }
@@ -48,22 +51,8 @@ KERNEL(attention_split) {
 #include "attention_combine.cuh"
 
 KERNEL(attention_combine) {
-    constexpr int width = Sums::size(4);
-    constexpr int rows = Sums::size(2);
-    constexpr int kv_heads = Sums::size(1);
-    constexpr int sharing = Out::size(1) / kv_heads;
-    constexpr int slices = (width + combine_width - 1) / combine_width;
     __shared__ CombineMemory<THREADS, splits> memory;
-    const index_t found_row = blockIdx.x / slices;
-    const int row = found_row % rows;
-    const int kv_head = found_row / rows % kv_heads;
-    const index_t batch = found_row / (rows * kv_heads);
-    out += batch * Out::stride(0) + (kv_head * sharing + row % sharing) * Out::stride(1)
-        + row / sharing * Out::stride(2);
-    combine_splits<THREADS, splits, width>(
-        sums + found_row * splits * width, stats + found_row * splits * 2, blockIdx.x % slices * combine_width, memory,
-        [&](int dim, float value) { out[dim * Out::stride(3)] = from<Out::type>(value); }
-    );
+    combine_splits<THREADS, splits>(sums, stats, blockIdx.x, memory, out);
 }
 
 #kernel attention_plain

@@ -76,17 +76,18 @@ struct Problem {
         }
     }
 
-    // The same for 8 keys side by side, the first a multiple of 8.
-    __device__ __forceinline__ void biases(int row, int key, float (&bias_at)[8]) const {
-        if constexpr (Mask::present && Mask::vector >= 8 && keys % 8 == 0) {
-            const Pack<Mask::type, 8> pack = load_pack<8>(mask_row(row < rows ? row : 0) + (key < keys ? key : 0));
+    // The same for some keys side by side, the first a multiple of their count.
+    template <int count>
+    __device__ __forceinline__ void biases(int row, int key, float (&bias_at)[count]) const {
+        if constexpr (Mask::present && Mask::vector >= count && keys % count == 0) {
+            const auto pack = load_pack<count>(mask_row(row < rows ? row : 0) + (key < keys ? key : 0));
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < count; i++) {
                 bias_at[i] = reaches(row, key + i) ? bias_of(pack.item[i]) : -INFINITY_F;
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < count; i++) {
                 bias_at[i] = bias(row, key + i);
             }
         }

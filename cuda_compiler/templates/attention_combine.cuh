@@ -1,6 +1,9 @@
-// Puts together what the splits of a row found (see `LeaveParts`), 32 dimensions of it at a time.
+// Puts together what the splits of a row found (see `LeaveParts`), 32 dimensions of it at a time. Expects the operands Sums
+// and Out.
 
 constexpr int combine_width = 32;
+constexpr int combine_slices = (int(Sums::size(4)) + combine_width - 1) / combine_width;
+constexpr int combine_items = int(Sums::size(0) * Sums::size(1) * Sums::size(2)) * combine_slices;
 
 template <int threads, int splits>
 struct CombineMemory {
@@ -10,12 +13,16 @@ struct CombineMemory {
     float sums[threads / 8][combine_width];
 };
 
-// The row's dimensions from `first_dim` on, by a block of `threads`, a multiple of 32; sums and stats are the row's. Ends in
-// finish(dim, value) for those below `width`. Whoever uses `memory` next synchronizes first.
-template <int threads, int splits, int width, typename Finish>
+// The `item`-th piece of work, by a block of `threads`, a multiple of 32. Whoever uses `memory` next synchronizes first.
+template <int threads, int splits>
 __device__ __forceinline__ void combine_splits(
-    const float *sums, const float *stats, int first_dim, CombineMemory<threads, splits> &memory, Finish finish
+    const float *sums, const float *stats, int item, CombineMemory<threads, splits> &memory, Out::type *out
 ) {
+    constexpr int width = Sums::size(4);
+    const int first_dim = item % combine_slices * combine_width;
+    const index_t found_row = item / combine_slices;
+    sums += found_row * splits * width;
+    stats += found_row * splits * 2;
     constexpr int warps = threads / WARP;
     constexpr int own = (splits + threads - 1) / threads;
     const int lane = threadIdx.x % WARP;
@@ -38,7 +45,7 @@ __device__ __forceinline__ void combine_splits(
     if (lane == 0) {
         memory.largest[warp] = greatest;
     }
-    __syncthreads();
+    sync_block();
 #pragma unroll
     for (int other = 0; other < warps; other++) {
         greatest = fmaxf(greatest, memory.largest[other]);
@@ -57,7 +64,7 @@ __device__ __forceinline__ void combine_splits(
     if (lane == 0) {
         memory.total[warp] = whole;
     }
-    __syncthreads();
+    sync_block();
     whole = 0.0f;
 #pragma unroll
     for (int other = 0; other < warps; other++) {
@@ -82,14 +89,21 @@ __device__ __forceinline__ void combine_splits(
     for (int i = 0; i < 4; i++) {
         memory.sums[threadIdx.x / 8][dim + i] = sum[i];
     }
-    __syncthreads();
+    sync_block();
     if (threadIdx.x < combine_width && first_dim + threadIdx.x < width) {
         float result = 0.0f;
 #pragma unroll
         for (int part = 0; part < threads / 8; part++) {
             result += memory.sums[part][threadIdx.x];
         }
+        constexpr int rows = Sums::size(2);
+        constexpr int kv_heads = Sums::size(1);
+        constexpr int sharing = Out::size(1) / kv_heads;
+        const int row = found_row % rows;
+        const index_t head = found_row / rows % kv_heads * sharing + row % sharing;
+        const index_t place = found_row / (rows * kv_heads) * Out::stride(0) + head * Out::stride(1)
+            + row / sharing * Out::stride(2) + (first_dim + threadIdx.x) * Out::stride(3);
         // A query that attends to no key at all gets zeros, as in PyTorch.
-        finish(first_dim + int(threadIdx.x), whole == 0.0f ? 0.0f : result / whole);
+        out[place] = from<Out::type>(whole == 0.0f ? 0.0f : result / whole);
     }
 }

@@ -12,7 +12,6 @@ constexpr int chunks = (width + 31) / 32;
 constexpr int spans = (value_width + 63) / 64;
 constexpr int row_blocks = (rows + block_rows - 1) / block_rows;
 constexpr int held_rows = rows < block_rows ? rows : block_rows;
-constexpr int held_width = spans * 66;  // of a row of sums in shared memory, one element apart after every 32
 constexpr int halves = held_rows > 8 ? 2 : 1;  // of a fragment's rows that are in use
 
 // Two weights as 16-bit values and what these lack, so that no precision is lost: both parts are multiplied. A weight
@@ -21,6 +20,7 @@ struct WeightPair {
     unsigned coarse;
     unsigned fine;
 
+    WeightPair() = default;
     __device__ __forceinline__ WeightPair(float first, float second) {
         const float first_part = truncated(first);
         const float second_part = truncated(second);
@@ -34,6 +34,41 @@ struct WeightPair {
 
     __device__ __forceinline__ static float rest(float value, float part) {
         return value > 0.0f ? fmaxf(value - part, IsBrain<Half>::value ? 1e-30f : 6e-8f) : 0.0f;
+    }
+};
+
+// What a lane multiplies of 16 keys: dimensions 32 · chunk + 8p on of keys 8 · tile + g. `visit(words, key, piece)` is told
+// which ones words are, or become: dimensions 8 · piece to 8 · piece + 7.
+struct KeyWords {
+    Words of[2][chunks];
+
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+#pragma unroll
+            for (int chunk = 0; chunk < chunks; chunk++) {
+                visit(of[tile][chunk], 8 * tile + lane / 4, 4 * chunk + lane % 4);
+            }
+        }
+    }
+};
+
+// And of their values: dimensions 64 · span + 8g on of keys 2p, 2p + 1, 2p + 8 and 2p + 9.
+struct ValueWords {
+    Words of[spans][4];
+
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int span = 0; span < spans; span++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                visit(of[span][i], lane % 4 * 2 + i % 2 + i / 2 * 8, 8 * span + lane / 4);
+            }
+        }
     }
 };
 
@@ -71,12 +106,34 @@ struct alignas(16) KeyTile {
         }
     }
 
-    __device__ __forceinline__ Words k_words(int key, int piece) const {
-        return *reinterpret_cast<const Words *>(k + k_place(key, piece));
+    __device__ __forceinline__ void read(KeyWords &to) const {
+        to.each([&](Words &words, int key, int piece) {
+            words = *reinterpret_cast<const Words *>(k + k_place(key, piece));
+        });
     }
 
-    __device__ __forceinline__ Words v_words(int key, int piece) const {
-        return *reinterpret_cast<const Words *>(v + v_place(key, piece));
+    __device__ __forceinline__ void read(ValueWords &to) const {
+        to.each([&](Words &words, int key, int piece) {
+            words = *reinterpret_cast<const Words *>(v + v_place(key, piece));
+        });
+    }
+};
+
+struct Weights {
+    WeightPair of[2][halves];  // of keys 8 · tile + 2p and the one behind it
+    float shrink[halves];  // of what was found before
+};
+
+// What a warp has found in the end: a row's maximum, total and sums. Pieces of 16 bytes are shuffled so that lanes that
+// access them at a time meet different banks.
+struct alignas(16) Found {
+    float largest[block_rows];
+    float total[block_rows];
+    float sums[held_rows][spans * 64];
+
+    // Dimensions 4 · piece to 4 · piece + 3.
+    __device__ __forceinline__ float *place(int row, int piece) {
+        return &sums[row][(piece ^ piece / 8 % 2 ^ row % 2 * 2) * 4];
     }
 };
 
@@ -113,34 +170,34 @@ struct State {
         }
     }
 
-    // Adds 16 keys, with what is to be added to their scores.
-    __device__ __forceinline__ void add(const KeyTile &keys_at, const float (&bias)[2][2 * halves]) {
-        const int lane = threadIdx.x % WARP;
-        const int group = lane / 4;
-        const int part = lane % 4;
-        float scores[2][4] = {};
+    // The weights of 16 keys, given what is to be added to their scores; `add` comes next.
+    __device__ __forceinline__ Weights weigh(const KeyWords &key_words, const float (&bias)[2][2 * halves]) {
+        // Two sums for each score: a product waits for the one before it.
+        float products[2][2][4] = {};
 #pragma unroll
         for (int chunk = 0; chunk < chunks; chunk++) {
             const Words &top = q[0][chunk];
             const Words bottom = halves == 2 ? q[halves - 1][chunk] : Words{};
 #pragma unroll
             for (int tile = 0; tile < 2; tile++) {
-                const Words key = keys_at.k_words(8 * tile + group, 4 * chunk + part);
-                multiply(scores[tile], top.at[0], bottom.at[0], top.at[1], bottom.at[1], key.at[0], key.at[1]);
-                multiply(scores[tile], top.at[2], bottom.at[2], top.at[3], bottom.at[3], key.at[2], key.at[3]);
+                const Words &key = key_words.of[tile][chunk];
+                float(&sums)[4] = products[chunk % 2][tile];
+                multiply(sums, top.at[0], bottom.at[0], top.at[1], bottom.at[1], key.at[0], key.at[1]);
+                multiply(sums, top.at[2], bottom.at[2], top.at[3], bottom.at[3], key.at[2], key.at[3]);
             }
         }
+        float scores[2][4] = {};
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
 #pragma unroll
             for (int i = 0; i < 2 * halves; i++) {
                 // -inf even where an excluded key made the score NaN.
-                scores[tile][i] =
-                    bias[tile][i] == -INFINITY_F ? -INFINITY_F : scores[tile][i] * param::scale + bias[tile][i];
+                const float score = products[0][tile][i] + products[1][tile][i];
+                scores[tile][i] = bias[tile][i] == -INFINITY_F ? -INFINITY_F : score * param::scale + bias[tile][i];
             }
         }
 
-        float shrink[halves];
+        Weights weights;
 #pragma unroll
         for (int half = 0; half < halves; half++) {
             float greatest = fmaxf(
@@ -149,9 +206,9 @@ struct State {
             greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 1));
             greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 2));
             greatest = fmaxf(greatest, largest[half]);
-            shrink[half] = expf(largest[half] - greatest);
+            weights.shrink[half] = expf(largest[half] - greatest);
             largest[half] = greatest;
-            total[half] *= shrink[half];
+            total[half] *= weights.shrink[half];
         }
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
@@ -160,32 +217,38 @@ struct State {
                 scores[tile][i] = expf(scores[tile][i] - largest[i / 2]);
                 total[i / 2] += scores[tile][i];
             }
+#pragma unroll
+            for (int half = 0; half < halves; half++) {
+                weights.of[tile][half] = WeightPair(scores[tile][2 * half], scores[tile][2 * half + 1]);
+            }
         }
-        const WeightPair weights[4] = {
-            {scores[0][0], scores[0][1]}, {scores[0][2], scores[0][3]},
-            {scores[1][0], scores[1][1]}, {scores[1][2], scores[1][3]},
-        };
+        return weights;
+    }
+
+    // Adds the values of 16 keys.
+    __device__ __forceinline__ void add(const Weights &weights, const ValueWords &values) {
+        const WeightPair(&near)[halves] = weights.of[0];
+        const WeightPair(&far)[halves] = weights.of[1];
 #pragma unroll
         for (int span = 0; span < spans; span++) {
-            Words values[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                values[i] = keys_at.v_words(2 * part + i % 2 + i / 2 * 8, 8 * span + group);
-            }
+            const Words(&of)[4] = values.of[span];
 #pragma unroll
             for (int tile = 0; tile < 8; tile++) {
                 float(&target)[4] = sums[span][tile];
 #pragma unroll
-                for (int i = 0; i < 2 * halves; i++) {
-                    target[i] *= shrink[i / 2];
+                for (int i = 0; i < 4; i++) {
+                    target[i] *= weights.shrink[i / 2 % halves];
                 }
                 const unsigned order = tile % 2 ? 0x7632 : 0x5410;
-                const unsigned first = __byte_perm(values[0].at[tile / 2], values[1].at[tile / 2], order);
-                const unsigned second = __byte_perm(values[2].at[tile / 2], values[3].at[tile / 2], order);
-                multiply(
-                    target, weights[0].coarse, weights[1].coarse, weights[2].coarse, weights[3].coarse, first, second
-                );
-                multiply(target, weights[0].fine, weights[1].fine, weights[2].fine, weights[3].fine, first, second);
+                const unsigned first = __byte_perm(of[0].at[tile / 2], of[1].at[tile / 2], order);
+                const unsigned second = __byte_perm(of[2].at[tile / 2], of[3].at[tile / 2], order);
+                if constexpr (halves == 1) {
+                    // The rows that are not in use take the fine parts.
+                    multiply(target, near[0].coarse, near[0].fine, far[0].coarse, far[0].fine, first, second);
+                } else {
+                    multiply(target, near[0].coarse, near[1].coarse, far[0].coarse, far[1].coarse, first, second);
+                    multiply(target, near[0].fine, near[1].fine, far[0].fine, far[1].fine, first, second);
+                }
             }
         }
     }
@@ -201,7 +264,32 @@ struct State {
 
     // Dimension 64 · span + 16 · p + i of this lane's row.
     __device__ __forceinline__ float sum_at(int half, int span, int i) const {
-        return sums[span][i % 8][2 * half + i / 8];
+        const float(&found)[4] = sums[span][i % 8];
+        return halves == 1 ? found[i / 8] + found[2 + i / 8] : found[2 * half + i / 8];
+    }
+
+    __device__ __forceinline__ void leave(Found &found) {
+        const int lane = threadIdx.x % WARP;
+        finish_totals();
+#pragma unroll
+        for (int half = 0; half < halves; half++) {
+            const int row = lane / 4 + 8 * half;
+            if (row < held_rows) {
+                if (lane % 4 == 0) {
+                    found.largest[row] = largest[half];
+                    found.total[row] = total[half];
+                }
+#pragma unroll
+                for (int i = 0; i < 4 * spans; i++) {
+                    float side[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        side[j] = sum_at(half, i / 4, i % 4 * 4 + j);
+                    }
+                    store_floats(found.place(row, i / 4 * 16 + lane % 4 * 4 + i % 4), side);
+                }
+            }
+        }
     }
 };
 
@@ -288,28 +376,67 @@ __device__ __forceinline__ void fragment_biases(
     }
 }
 
-// Shared memory of a block while it is in `split_keys`, with `stages` tiles for each warp.
-template <int warps, int stages>
+// Puts together what the warps of a block have found, and hands it to finish(problem, row, dim, maximum, total, sums of
+// dimensions dim to dim + 3), neighbours side by side. `memory[warp].found` is a warp's own.
+template <int warps, typename Memory, typename Finish>
+__device__ __forceinline__ void combine_warps(
+    const Problem &problem, int first_row, State &state, Memory (&memory)[warps], Finish finish
+) {
+    constexpr int pieces = value_width / 4;
+    state.leave(memory[threadIdx.x / WARP].found);
+    sync_block();
+    for (int i = threadIdx.x; i < held_rows * pieces; i += warps * WARP) {
+        const int row = i / pieces;
+        const int piece = i % pieces;
+        if (first_row + row >= rows) {
+            break;
+        }
+        float largest = -FLOAT_MAX;
+#pragma unroll
+        for (int warp = 0; warp < warps; warp++) {
+            largest = fmaxf(largest, memory[warp].found.largest[row]);
+        }
+        float total = 0.0f;
+        float sums[4] = {};
+#pragma unroll
+        for (int warp = 0; warp < warps; warp++) {
+            Found &found = memory[warp].found;
+            const float weight = expf(found.largest[row] - largest);
+            float part[4];
+            load_floats(part, found.place(row, piece));
+            total = fmaf(weight, found.total[row], total);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                sums[j] = fmaf(weight, part[j], sums[j]);
+            }
+        }
+        finish(problem, first_row + row, 4 * piece, largest, total, sums);
+    }
+}
+
+// What a warp has in shared memory while it is in `split_keys`, with `stages` tiles of keys.
+template <int stages>
 union SplitMemory {
-    KeyTile tiles[warps][stages];
-    struct {
-        float largest[warps][block_rows];
-        float total[warps][block_rows];
-        float weight[warps][block_rows];
-        float sums[warps][held_rows][held_width];
-    } found;
+    KeyTile tiles[stages];
+    Found found;
 };
 
-// The rest of `split_keys`, when a warp has found its first key, begun to copy that key's tile to the first stage, and
-// read the tile's biases.
+// Block `split` of `splits` attends to its part of the keys for the 16 rows from `first_row` on, by its first `warps`
+// warps, which are all that it has. Ends as `combine_warps` does. Whoever uses `memory` next synchronizes first.
 template <int warps, int stages, typename Finish>
-__device__ __forceinline__ void continue_keys(
-    const Problem &problem, int first_row, Turns &turns, int key, float (&bias)[2][2 * halves],
-    SplitMemory<warps, stages> &memory, Finish finish
+__device__ __forceinline__ void split_keys(
+    const Problem &problem, int first_row, int split, int splits, SplitMemory<stages> (&memory)[warps], Finish finish
 ) {
-    const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
-    KeyTile(&tiles)[stages] = memory.tiles[warp];
+    KeyTile(&tiles)[stages] = memory[warp].tiles;
+    Turns turns(problem, first_row, split * warps + warp, splits * warps);
+    int key = turns.next();
+    if (key < keys) {
+        tiles[0].copy(problem, key);
+    }
+    end_of_copies();
+    float bias[2][2 * halves];
+    fragment_biases(problem, first_row, key, bias);
     State state;
     state.start(problem, first_row);
     int turn = 0;
@@ -319,90 +446,25 @@ __device__ __forceinline__ void continue_keys(
             tiles[stages - 1 - turn].copy(problem, next);
         }
         end_of_copies();
-        float next_bias[2][2 * halves];
-        fragment_biases(problem, first_row, next, next_bias);
         wait_for_copies<stages - 1>();
         __syncwarp();
-        state.add(tiles[turn], bias);
+        KeyWords key_words;
+        tiles[turn].read(key_words);
+        const Weights weights = state.weigh(key_words, bias);
+        if (next < keys) {
+            fragment_biases(problem, first_row, next, bias);
+        }
+        ValueWords values;
+        tiles[turn].read(values);
+        state.add(weights, values);
         __syncwarp();
         if (stages == 1 && next < keys) {
             tiles[0].copy(problem, next);
         }
         key = next;
         turn = stages - 1 - turn;
-#pragma unroll
-        for (int i = 0; i < 4 * halves; i++) {
-            bias[i / (2 * halves)][i % (2 * halves)] = next_bias[i / (2 * halves)][i % (2 * halves)];
-        }
     }
-    state.finish_totals();
-    __syncthreads();
-#pragma unroll
-    for (int half = 0; half < halves; half++) {
-        const int row = lane / 4 + 8 * half;
-        if (lane % 4 == 0) {
-            memory.found.largest[warp][row] = state.largest[half];
-            memory.found.total[warp][row] = state.total[half];
-        }
-        if (row < held_rows) {
-#pragma unroll
-            for (int i = 0; i < 16 * spans; i++) {
-                const int dim = i / 16 * 64 + lane % 4 * 16 + i % 16;
-                memory.found.sums[warp][row][dim + dim / 32] = state.sum_at(half, i / 16, i % 16);
-            }
-        }
-    }
-    __syncthreads();
-    const auto greatest = [&](int row) {
-        float largest = -FLOAT_MAX;
-#pragma unroll
-        for (int other = 0; other < warps; other++) {
-            largest = fmaxf(largest, memory.found.largest[other][row]);
-        }
-        return largest;
-    };
-    if (threadIdx.x < warps * held_rows) {
-        const int row = threadIdx.x % held_rows;
-        const int other = threadIdx.x / held_rows;
-        memory.found.weight[other][row] = expf(memory.found.largest[other][row] - greatest(row));
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < held_rows * value_width; i += warps * WARP) {
-        const int row = i / value_width;
-        const int dim = i % value_width;
-        if (first_row + row >= rows) {
-            continue;
-        }
-        const float largest = greatest(row);
-        float total = 0.0f;
-        float sum = 0.0f;
-#pragma unroll
-        for (int other = 0; other < warps; other++) {
-            const float weight = memory.found.weight[other][row];
-            total += weight * memory.found.total[other][row];
-            sum += weight * memory.found.sums[other][row][dim + dim / 32];
-        }
-        finish(problem, first_row + row, dim, largest, total, sum);
-    }
-}
-
-// Block `split` of `splits` attends to its part of the keys for the 16 rows from `first_row` on, by its first `warps`
-// warps, which are all that it has. It hands every element of what it finds to finish(problem, row, dim, maximum, total,
-// sum), `threads` side by side. Whoever uses `memory` next synchronizes first.
-template <int warps, int stages, typename Finish>
-__device__ __forceinline__ void split_keys(
-    const Problem &problem, int first_row, int split, int splits, SplitMemory<warps, stages> &memory, Finish finish
-) {
-    const int warp = threadIdx.x / WARP;
-    Turns turns(problem, first_row, split * warps + warp, splits * warps);
-    const int key = turns.next();
-    if (key < keys) {
-        memory.tiles[warp][0].copy(problem, key);
-    }
-    end_of_copies();
-    float bias[2][2 * halves];
-    fragment_biases(problem, first_row, key, bias);
-    continue_keys(problem, first_row, turns, key, bias, memory, finish);
+    combine_warps(problem, first_row, state, memory, finish);
 }
 
 // Where a split leaves what it found: sums[batch, KV head, row, split, dimension]; stats has the maximum and the total.
@@ -413,15 +475,14 @@ struct LeaveParts {
     int splits;
 
     __device__ __forceinline__ void operator()(
-        const Problem &problem, int row, int dim, float largest, float total, float sum
+        const Problem &problem, int row, int dim, float largest, float total, const float (&found)[4]
     ) const {
         const index_t part = ((problem.batch * kv_heads + problem.kv_head) * rows + row) * splits + split;
         if (total != 0.0f) {
-            sums[part * value_width + dim] = sum;
+            store_floats(sums + part * value_width + dim, found);
         }
         if (dim == 0) {
-            stats[2 * part] = largest;
-            stats[2 * part + 1] = total;
+            store_floats(stats + 2 * part, {largest, total});
         }
     }
 };

@@ -2,95 +2,11 @@
 // and values, which are copied to shared memory `tile_keys` at a time while those before are at work. The weights are
 // rounded to 16 bits for their product with the values, as PyTorch's own kernels do.
 
-#include "attention_products.cuh"
+#include "attention_tiles.cuh"
 
-constexpr int row_blocks = (rows + tile_rows - 1) / tile_rows;
-constexpr int key_tiles = (keys + tile_keys - 1) / tile_keys;
-
-// What `attention_survey` says of a block's rows and a tile of keys: that no row attends to a key, that all rows attend to
-// all keys with nothing added to their scores, or neither.
-enum Verdict { left_out, whole, biased };
-
-#kernel attention_survey
-// Reads the mask once for all heads that share it: a block per block of rows.
-constexpr int counts_bit = 1;  // some key is attended to
-constexpr int lowest_bit = 2;  // some key would be, if its row had nothing better
-constexpr int biased_bit = 4;  // some key has another bias than 0
-constexpr int glance = 4;  // rows whose masks are on their way together
-constexpr int segment = WARP * 8 / tile_keys;  // tiles that a warp looks at together
-
-KERNEL(attention_survey) {
-    __shared__ int attends[tile_rows];
-    const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
-    const int row_block = blockIdx.x % row_blocks;
-    const index_t head = blockIdx.x / row_blocks;
-    const Problem problem(q, k, v, mask, head / Verdicts::size(1), head % Verdicts::size(1));
-    const int first_row = row_block * tile_rows / mask_sharing * mask_sharing;
-    const int last_row = smaller((row_block + 1) * tile_rows, rows) - 1;
-    verdicts += index_t(blockIdx.x) * key_tiles;
-    for (int i = threadIdx.x; i < tile_rows; i += THREADS) {
-        attends[i] = 0;
-    }
-    __syncthreads();
-    for (int tile = warp * segment; tile < key_tiles; tile += THREADS / WARP * segment) {
-        bool counts = false;
-        bool lowest = false;
-        bool adds = false;
-        for (int row = first_row; row <= last_row; row += glance * mask_sharing) {
-            float bias[glance][8];
-#pragma unroll
-            for (int i = 0; i < glance; i++) {
-                // What is looked at twice does no harm.
-                const int own = smaller(row + i * mask_sharing, last_row);
-                problem.biases(own, tile * tile_keys + 8 * lane, bias[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < glance; i++) {
-                bool attended = false;
-#pragma unroll
-                for (int key = 0; key < 8; key++) {
-                    counts |= !(bias[i][key] <= lowest_bias);
-                    lowest |= bias[i][key] > -INFINITY_F;
-                    adds |= bias[i][key] != 0.0f;
-                    attended |= bias[i][key] > lowest_bias / 2;
-                }
-                if constexpr (is_float<Mask::type>::value) {
-                    if (__any_sync(0xffffffffu, attended) && lane == 0) {
-                        const int own = smaller(row + i * mask_sharing, last_row);
-                        atomicOr(&attends[(own - first_row) / mask_sharing], 1);
-                    }
-                }
-            }
-        }
-        const unsigned counting = __ballot_sync(0xffffffffu, counts);
-        const unsigned possible = __ballot_sync(0xffffffffu, lowest);
-        const unsigned adding = __ballot_sync(0xffffffffu, adds);
-        if (lane < segment && tile + lane < key_tiles) {
-            const unsigned own = 0xffu << lane * (tile_keys / 8);
-            verdicts[tile + lane] =
-                (counting & own ? counts_bit : 0) | (possible & own ? lowest_bit : 0) | (adding & own ? biased_bit : 0);
-        }
-    }
-    __syncthreads();
-    bool all = true;
-    for (int i = 0; i <= (last_row - first_row) / mask_sharing; i++) {
-        all &= attends[i] != 0;
-    }
-    for (int tile = warp * segment + lane; tile < key_tiles && lane < segment; tile += THREADS / WARP * segment) {
-        const int seen = verdicts[tile];
-        const bool needed = seen & counts_bit || (seen & lowest_bit && !all);
-        verdicts[tile] = !needed ? left_out : seen & biased_bit ? biased : whole;
-    }
-}
-
-#kernel attention_tiled
 constexpr int warps = THREADS / WARP;
 constexpr int row_tiles = tile_rows / (warps * block_rows);  // of 16 rows, for each warp
-constexpr int key_groups = tile_keys / 8;  // of a fragment of scores
 constexpr int steps = (width + 15) / 16;
-constexpr int value_tiles = (value_width + 15) / 16 * 2;  // of 8 dimensions
-constexpr float log2_e = 1.44269504f;
 
 // Rows are an odd multiple of 16 bytes apart, so that those of a matrix lie in different banks.
 struct alignas(16) Stage {
@@ -158,150 +74,6 @@ __device__ __forceinline__ void load_matrices(unsigned (&matrices)[4], unsigned 
     }
 #endif
 }
-
-__device__ __forceinline__ float power_of_2(float exponent) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(exponent));
-    return result;
-}
-
-// The tiles of keys that a block has to multiply.
-struct Tiles {
-    const Verdicts::type *verdicts;  // of the block
-    int first_query;
-    int count;
-
-    // The first one from `tile` on, or `count`.
-    __device__ __forceinline__ int next(int tile) const {
-        if constexpr (Mask::present) {
-            const int lane = threadIdx.x % WARP;
-            for (; tile < count; tile += WARP) {
-                const bool needed = tile + lane < count && verdicts[tile + lane] != left_out;
-                const unsigned found = __ballot_sync(0xffffffffu, needed);
-                if (found != 0) {
-                    return tile + __ffs(found) - 1;
-                }
-            }
-            return count;
-        }
-        return tile;
-    }
-
-    __device__ __forceinline__ bool is_biased(int tile) const {
-        if constexpr (Mask::present) {
-            return verdicts[tile] == biased;
-        }
-        const int behind = (tile + 1) * tile_keys;
-        return behind > keys || (param::causal && behind - 1 > first_query);
-    }
-};
-
-// What a warp knows of 16 rows after some keys.
-struct Rows {
-    float largest[2] = {-FLOAT_MAX, -FLOAT_MAX};  // of rows g and g + 8
-    float total[2] = {};  // of this lane's keys
-    float sums[value_tiles][4] = {};
-
-    // Scores to weights, relative to the largest scores so far, to which all that was summed is brought.
-    __device__ __forceinline__ void weigh(
-        float (&scores)[key_groups][4], const Problem &problem, int first_row, int first_key, bool is_biased
-    ) {
-        const int lane = threadIdx.x % WARP;
-        const bool plain = !is_biased && param::scale > 0.0f;
-        if (!plain) {
-#pragma unroll
-            for (int group = 0; group < key_groups; group++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int row = first_row + lane / 4 + i / 2 * 8;
-                    const float bias = problem.bias(row, first_key + 8 * group + lane % 4 * 2 + i % 2);
-                    // -inf even where an excluded key made the score NaN.
-                    scores[group][i] = bias == -INFINITY_F ? -INFINITY_F : scores[group][i] * param::scale + bias;
-                }
-            }
-        }
-        float shrink[2];
-        const float unit = plain ? param::scale : 1.0f;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float greatest = scores[0][2 * half];
-#pragma unroll
-            for (int group = 0; group < key_groups; group++) {
-                greatest = fmaxf(greatest, fmaxf(scores[group][2 * half], scores[group][2 * half + 1]));
-            }
-            greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 1));
-            greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 2));
-            greatest = fmaxf(greatest * unit, largest[half]);
-            shrink[half] = power_of_2((largest[half] - greatest) * log2_e);
-            largest[half] = greatest;
-            total[half] *= shrink[half];
-        }
-        if (plain) {
-            const float top[2] = {largest[0] * log2_e, largest[1] * log2_e};
-#pragma unroll
-            for (int group = 0; group < key_groups; group++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    scores[group][i] = power_of_2(fmaf(scores[group][i], param::scale * log2_e, -top[i / 2]));
-                }
-            }
-        } else {
-            // A mask's lowest value times log2(e) would be infinite.
-#pragma unroll
-            for (int group = 0; group < key_groups; group++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    scores[group][i] = power_of_2((scores[group][i] - largest[i / 2]) * log2_e);
-                }
-            }
-        }
-#pragma unroll
-        for (int group = 0; group < key_groups; group++) {
-            total[0] += scores[group][0] + scores[group][1];
-            total[1] += scores[group][2] + scores[group][3];
-        }
-        if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
-#pragma unroll
-            for (int tile = 0; tile < value_tiles; tile++) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    sums[tile][i] *= shrink[i / 2];
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void finish(const Problem &problem, int first_row, Out::type *out) {
-        const int lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
-            total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
-            const int row = first_row + lane / 4 + 8 * half;
-            if (row >= rows) {
-                continue;
-            }
-            // A query that attends to no key at all gets zeros, as in PyTorch.
-            const float factor = total[half] == 0.0f ? 0.0f : 1.0f / total[half];
-            Out::type *target = out + problem.batch * Out::stride(0)
-                + (problem.kv_head * sharing + row % sharing) * Out::stride(1)
-                + Problem::query_of(row) * Out::stride(2);
-#pragma unroll
-            for (int tile = 0; tile < value_tiles; tile++) {
-                const int dim = 8 * tile + lane % 4 * 2;
-                const float values[2] = {sums[tile][2 * half] * factor, sums[tile][2 * half + 1] * factor};
-                if (dim < value_width) {
-                    if constexpr (Out::vector >= 2) {
-                        store_floats(target + dim, values);
-                    } else {
-                        target[dim * Out::stride(3)] = from<Out::type>(values[0]);
-                        target[(dim + 1) * Out::stride(3)] = from<Out::type>(values[1]);
-                    }
-                }
-            }
-        }
-    }
-};
 
 // The queries of a warp as fragments: in registers, or in shared memory for the sake of registers.
 struct Queries {
@@ -416,14 +188,7 @@ KERNEL(attention_tiled) {
     const Problem problem(q, k, v, mask, head / kv_heads, head % kv_heads);
     const int block_row = row_block * tile_rows;
     const int first_row = block_row + int(threadIdx.x) / WARP * row_tiles * block_rows;
-    const int last_row = smaller(block_row + tile_rows, rows) - 1;
-    const int reach = param::causal ? smaller(keys, Problem::query_of(last_row) + 1) : keys;
-    Tiles tiles{verdicts, Problem::query_of(block_row), (reach + tile_keys - 1) / tile_keys};
-    if constexpr (Mask::present) {
-        const index_t place = problem.batch % Verdicts::size(0) * Verdicts::size(1)
-            + problem.kv_head % Verdicts::size(1);
-        tiles.verdicts += (place * row_blocks + row_block) * key_tiles;
-    }
+    const Tiles tiles(verdicts, problem, row_block);
     int tile = tiles.next(0);
     if (tile < tiles.count) {
         copy_stage(memory.stages[0], problem, tile);
@@ -450,6 +215,7 @@ KERNEL(attention_tiled) {
             rows_at[part].weigh(
                 weights[part], problem, first_row + part * block_rows, tile * tile_keys, is_biased
             );
+            rows_at[part].shrink_sums();
         }
         sum_up(rows_at, weights, stage);
         tile = next;

@@ -12,6 +12,15 @@
 #define CLUSTER(blocks)
 #endif
 
+// Has the threads of a block wait for each other: all of them, or in a kernel that says so the first few, which compute.
+__device__ __forceinline__ void sync_block() {
+#ifdef COMPUTING_THREADS
+    asm volatile("bar.sync 1, %0;" :: "n"(COMPUTING_THREADS) : "memory");
+#else
+    __syncthreads();
+#endif
+}
+
 // 16-bit floats are storage only: arithmetic is in float.
 struct alignas(2) f16 {
     unsigned short bits;

@@ -1,8 +1,6 @@
 // Convolutions with their epilogue. Batch normalization is folded into weight and bias by the compiler. x, out and
 // residual are [N, C, H, W] with any strides; what wants the channels side by side (channels-last) says so.
 
-#include "overlap.cuh"
-
 #kernel direct_conv2d_kernel conv2d_kernel conv_tiled conv_depthwise
 // Where an element of output pixel number `pixel` of an image lies.
 template <typename View>
@@ -198,11 +196,14 @@ __device__ __forceinline__ void add_partial(float (&values)[PACK], const float *
 #endif
 }
 
-KERNEL(conv_tiled) {
+WAITING_KERNEL(conv_tiled) {
     extern __shared__ __align__(128) unsigned char memory[];
     const unsigned sharer = blockIdx.z;
     if (sharer >= SHARERS) {
         return;
+    }
+    if constexpr (!constant_weight) {
+        wait_for_inputs();
     }
     const unsigned first_pixel = blockIdx.x / TILES_N * tile_m;
     const unsigned first_channel = blockIdx.x % TILES_N * tile_n;
@@ -259,8 +260,7 @@ KERNEL(conv_tiled) {
             copy_words(target + staged(row + pass * PASS, pack), x + (inside ? corners[pass] + ahead : 0), inside);
         }
     };
-    wait_for_inputs();
-    let_next_kernel_start();
+    begin_in_turn();
 #pragma unroll
     for (int step = 0; step < stages - 1; step++) {
         copy_patches(first_step + step);
@@ -340,7 +340,7 @@ constexpr unsigned SPANS = (unsigned(Out::size(3)) + across - 1) / across;
 constexpr int TAPS = int(Weight::size(3));
 constexpr int WIDTH = (across - 1) * int(param::stride(1)) + (TAPS - 1) * int(param::dilation(1)) + 1;
 
-KERNEL(conv_depthwise) {
+WAITING_KERNEL(conv_depthwise) {
     const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
     const unsigned channel = unsigned(thread % CHANNEL_PACKS) * PACK;
     const unsigned span = unsigned(thread / CHANNEL_PACKS % SPANS);
@@ -353,8 +353,7 @@ KERNEL(conv_depthwise) {
     const int top = first_row(first_pixel);
     const int left = first_column(first_pixel);
     const X::type *plane = x + image * X::stride(0) + channel;
-    wait_for_inputs();
-    let_next_kernel_start();
+    begin_in_turn();
     float sums[across][PACK] = {};
 #pragma unroll
     for (int ky = 0; ky < int(Weight::size(2)); ky++) {
@@ -402,7 +401,7 @@ KERNEL(conv_depthwise) {
 constexpr int PACK = 8;
 constexpr unsigned CHANNELS = unsigned(X::size(1));
 
-KERNEL(to_channels_last) {
+WAITING_KERNEL(to_channels_last) {
     const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
     constexpr index_t pixels = Out::size(2) * Out::size(3);
     const unsigned first_channel = unsigned(thread / pixels % (Out::size(1) / PACK)) * PACK;
@@ -410,8 +409,7 @@ KERNEL(to_channels_last) {
     if (image >= Out::size(0)) {
         return;
     }
-    wait_for_inputs();
-    let_next_kernel_start();
+    begin_in_turn();
     const unsigned row = unsigned(thread % pixels / Out::size(3));
     const unsigned column = unsigned(thread % Out::size(3));
     Pack<Out::type, PACK> pixel;

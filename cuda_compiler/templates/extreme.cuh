@@ -1,26 +1,11 @@
 // The greatest or the least of some values, and the first place that has it. After reduction.cuh.
 
+#include "ordered.cuh"
+
 template <bool first, typename A, typename B>
 struct Select { using type = A; };
 template <typename A, typename B>
 struct Select<false, A, B> { using type = B; };
-
-// Values as integers in the same order, so that one exact comparison serves all types. Both zeros are equal; NaN comes
-// above everything, or below everything where the least is sought (a NaN among the values is the result).
-template <bool least>
-__device__ __forceinline__ int key_of(float value) {
-    const int bits = __float_as_int(value);
-    const int magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) {
-        return least ? -0x7fffffff : 0x7fffffff;
-    }
-    return bits < 0 ? -magnitude : magnitude;
-}
-
-template <bool least>
-__device__ __forceinline__ int key_of(int value) {
-    return value;
-}
 
 // The greatest key, or with `least` the least, and the first index that has it; T is float or int. The keys' complements
 // are in reverse order, so that only the greatest is ever sought.

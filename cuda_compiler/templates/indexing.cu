@@ -1,19 +1,9 @@
 // Elements picked, and rows replaced, by index tensors. An index that is out of range picks `missing`.
 
+#include "move_vector.cuh"
+
 __device__ __forceinline__ index_t thread_number() {
     return blockIdx.x * index_t(THREADS) + threadIdx.x;
-}
-
-// VECTOR elements side by side from one place to another.
-template <int VECTOR, typename To, typename From>
-__device__ __forceinline__ void move_vector(To *to, const From *from_place) {
-    const Pack<From, VECTOR> source = load_pack<VECTOR>(from_place);
-    Pack<To, VECTOR> target;
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) {
-        target.item[i] = convert<To>(source.item[i]);
-    }
-    store_pack<VECTOR>(to, target);
 }
 
 #kernel embedding_kernel

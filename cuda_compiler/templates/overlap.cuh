@@ -1,5 +1,5 @@
-// For kernels whose launch may overlap the end of the kernel before them (programmatic dependent launch). Where a launch
-// may not, these do nothing.
+// The launch of a kernel overlaps the end of the kernel before it (programmatic dependent launch). Where GPUs cannot do
+// that, these do nothing.
 
 // What comes before it runs while the kernel before may still be running, so it reads constants only and writes nothing.
 __device__ __forceinline__ void wait_for_inputs() {
@@ -13,4 +13,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+__device__ __forceinline__ void begin_in_turn() {
+    wait_for_inputs();
+    let_next_kernel_start();
 }

@@ -1,55 +1,19 @@
-// Pooling over [N, C, H, W] of any strides. A thread makes `pack` channels of a pixel, which lie side by side where they
-// are more than one.
-
-#include "overlap.cuh"
+// Pooling over [N, C, H, W] of any strides.
 
 #kernel max_pool2d_kernel avg_pool2d_kernel
-constexpr index_t PACKS = Out::size(1) / pack;
-
-// Where a thread's output elements are.
-struct Pixel {
-    unsigned image;
-    unsigned channel;
-    unsigned row;
-    unsigned column;
-    bool exists;
-};
-
-// Consecutive threads go along the dimension that lies side by side in memory.
-__device__ __forceinline__ Pixel own_pixel() {
-    const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    constexpr index_t pixels = Out::size(2) * Out::size(3);
-    constexpr bool channels_last = Out::stride(1) == 1 && Out::stride(3) != 1;
-    const index_t pixel = channels_last ? thread / PACKS % pixels : thread % pixels;
-    const index_t channel = (channels_last ? thread % PACKS : thread / pixels % PACKS) * pack;
-    const index_t image = thread / pixels / PACKS;
-    return {
-        unsigned(image), unsigned(channel), unsigned(pixel / Out::size(3)), unsigned(pixel % Out::size(3)),
-        image < Out::size(0)
-    };
-}
-
-__device__ __forceinline__ const X::type *plane_of(const X::type *x, const Pixel &pixel) {
-    return x + pixel.image * X::stride(0) + pixel.channel * X::stride(1);
-}
+#include "pixels.cuh"
 
 __device__ __forceinline__ void store(Out::type *out, const Pixel &pixel, const float (&values)[pack]) {
-    store_floats(
-        out + pixel.image * Out::stride(0) + pixel.channel * Out::stride(1) + pixel.row * Out::stride(2) +
-            pixel.column * Out::stride(3),
-        values
-    );
+    store_floats(out + place_in<Out>(pixel, pixel.row, pixel.column), values);
 }
 
 #kernel max_pool2d_kernel
-KERNEL(max_pool2d_kernel) {
+WAITING_KERNEL(max_pool2d_kernel) {
     const Pixel pixel = own_pixel();
     if (!pixel.exists) {
         return;
     }
-    wait_for_inputs();
-    let_next_kernel_start();
-    const X::type *plane = plane_of(x, pixel);
+    begin_in_turn();
     // Rows and columns in the padding before the image wrap around to large numbers.
     const unsigned top = pixel.row * param::stride(0) - param::padding(0);
     const unsigned left = pixel.column * param::stride(1) - param::padding(1);
@@ -69,7 +33,7 @@ KERNEL(max_pool2d_kernel) {
             const unsigned column = left + j * param::dilation(1);
             if (column < X::size(3)) {
                 float values[pack];
-                load_floats(values, plane + row * X::stride(2) + column * X::stride(3));
+                load_floats(values, x + place_in<X>(pixel, row, column));
 #pragma unroll
                 for (int k = 0; k < pack; k++) {
                     highest[k] = values[k] > highest[k] || isnan(values[k]) ? values[k] : highest[k];
@@ -94,7 +58,7 @@ __device__ __forceinline__ Window window_at(int position, int window, int stride
     return {max(first, 0), min(end, size), end - first};
 }
 
-KERNEL(avg_pool2d_kernel) {
+WAITING_KERNEL(avg_pool2d_kernel) {
     const Pixel pixel = own_pixel();
     if (!pixel.exists) {
         return;
@@ -105,14 +69,12 @@ KERNEL(avg_pool2d_kernel) {
     const Window columns = window_at(
         int(pixel.column), param::window(1), param::stride(1), param::padding(1), int(X::size(3))
     );
-    wait_for_inputs();
-    let_next_kernel_start();
-    const X::type *plane = plane_of(x, pixel);
+    begin_in_turn();
     float sums[pack] = {};
     for (int row = rows.first; row < rows.end; row++) {
         for (int column = columns.first; column < columns.end; column++) {
             float values[pack];
-            load_floats(values, plane + index_t(row) * X::stride(2) + index_t(column) * X::stride(3));
+            load_floats(values, x + place_in<X>(pixel, row, column));
 #pragma unroll
             for (int k = 0; k < pack; k++) {
                 sums[k] += values[k];
@@ -132,12 +94,13 @@ KERNEL(avg_pool2d_kernel) {
 }
 
 #kernel adaptive_avg_pool2d_kernel
-// A warp makes 32 / `walkers` packs of one pixel, since a window may be a whole image; `walkers` lanes share each window.
+// A warp makes 32 / `walkers` packs of `pack` channels of one pixel; `walkers` lanes share each window, which may be a
+// whole image.
 constexpr unsigned PACKS = unsigned(Out::size(1)) / pack;
 constexpr unsigned OWN_PACKS = WARP / walkers;
 constexpr unsigned GROUPS = (PACKS + OWN_PACKS - 1) / OWN_PACKS;
 
-KERNEL(adaptive_avg_pool2d_kernel) {
+WAITING_KERNEL(adaptive_avg_pool2d_kernel) {
     const index_t warp = blockIdx.x * index_t(THREADS / WARP) + threadIdx.x / WARP;
     const unsigned own = unsigned(warp % GROUPS) * OWN_PACKS + threadIdx.x % OWN_PACKS;
     const unsigned walker = threadIdx.x % WARP / OWN_PACKS;
@@ -155,8 +118,7 @@ KERNEL(adaptive_avg_pool2d_kernel) {
     const unsigned width = ((out_column + 1) * X::size(3) + Out::size(3) - 1) / Out::size(3) - left;
     const X::type *corner =
         x + image * X::stride(0) + channel * X::stride(1) + top * X::stride(2) + left * X::stride(3);
-    wait_for_inputs();
-    let_next_kernel_start();
+    begin_in_turn();
     float sums[pack] = {};
 #pragma unroll 8
     for (unsigned i = walker; i < width * height; i += walkers) {

@@ -1,48 +1,84 @@
 // Phases of a resident kernel that multiply a few rows (up to eight) with a weight [N, K], whose rows come through the
-// ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized; without
-// an x, it is what the splits of attention found, put together.
+// ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
+// `mailed`, x comes as mail, and with `mails` the result goes as mail, too.
+//
+// A unit of up to eight weight rows is one operand of the tensor cores' products, x the other. The warps share out the
+// columns, 64 at a time. A product does not mind in which order its terms come: a lane takes 16 bytes side by side.
 
 #include "linear_result.cuh"
 
+using Element = Weight::type;
+using Half = Element;
+
+#include "tensor_cores.cuh"
+
 constexpr int rows = param::m;
 constexpr int depth = param::k;
-constexpr int pieces = gated ? 2 : 1;
-constexpr int pack = 16 / sizeof(Weight::type);
-constexpr int teams = warps / splits;
-constexpr int part_packs = depth / pack / splits;
-constexpr int last_packs = part_packs % chunk_packs;
-constexpr int capacity = 32;  // of the sums that a warp keeps until they are written
-
-using Element = Weight::type;
+constexpr int pack = 16 / sizeof(Element);
+constexpr int packs = depth / pack;
+constexpr int last_packs = packs % chunk_packs;
+constexpr int line = 8;  // packs of 128 bytes
+constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
+constexpr int capacity = rows < 32 ? 32 / rows : 1;  // units whose sums are kept until they are written
+constexpr int x_row = (packs + line - 1) / line * line * pack;
 
 struct Scratch {
-    alignas(16) Element x[rows][depth];
-    float sums[warps][capacity][pieces][rows];
+    alignas(16) Element x[rows][x_row];
+    float sums[warps][capacity][UNIT_ROWS][rows];
     float squares[rows][warps];
-    float2 part_stats[part_count];
-    float part_weights[part_count];
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
 
+// Zeros behind rows of x that do not end in whole lines: the last line is read whole.
+__device__ __forceinline__ void pad(Scratch &scratch) {
+    constexpr int over = x_row / pack - packs;
+    for (int i = threadIdx.x; i < rows * over; i += THREADS) {
+        store_pack<pack>(&scratch.x[i % rows][depth + i / rows * pack], Pack<Element, pack>{});
+    }
+}
+
 // x to shared memory, normalized if it is to be.
-__device__ __forceinline__ void stage(Scratch &scratch, const Element *x, const Gain::type *gain) {
-    constexpr int packs = depth / pack;
+__device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
     constexpr int held = (packs + THREADS - 1) / THREADS;
     Pack<Element, pack> values[rows][held];
     Pack<Gain::type, pack> gains[held];
+    if constexpr (Gain::present) {
 #pragma unroll
-    for (int i = 0; i < held; i++) {
-        const int at = i * THREADS + threadIdx.x;
-        if (at < packs) {
-            if constexpr (Gain::present) {
+        for (int i = 0; i < held; i++) {
+            const int at = i * THREADS + threadIdx.x;
+            if (at < packs) {
                 gains[i] = load_pack<pack>(gain + at * pack);
             }
+        }
+    }
+    if constexpr (!mailed) {
+        grid.wait();
+    }
 #pragma unroll
-            for (int row = 0; row < rows; row++) {
-                values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
-                if constexpr (!normed) {
-                    store_pack<pack>(&scratch.x[row][at * pack], values[row][i]);
+    for (int row = 0; row < rows; row++) {
+        bool complete;
+        do {
+            complete = true;
+#pragma unroll
+            for (int i = 0; i < held; i++) {
+                const int at = i * THREADS + threadIdx.x;
+                if (at >= packs) {
+                    continue;
                 }
+                if constexpr (mailed) {
+                    complete &= grid.receive(reinterpret_cast<uint4 &>(values[row][i]), row * depth + at * pack);
+                } else {
+                    values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
+                }
+            }
+        } while (!complete);
+    }
+    if constexpr (!normed) {
+#pragma unroll
+        for (int i = 0; i < rows * held; i++) {
+            const int at = i % held * THREADS + threadIdx.x;
+            if (at < packs) {
+                store_pack<pack>(&scratch.x[i / held][at * pack], values[i / held][i % held]);
             }
         }
     }
@@ -66,7 +102,7 @@ __device__ __forceinline__ void stage(Scratch &scratch, const Element *x, const 
                 scratch.squares[row][threadIdx.x / WARP] = squares;
             }
         }
-        __syncthreads();
+        sync_block();
 #pragma unroll
         for (int row = 0; row < rows; row++) {
             float total = 0.0f;
@@ -95,124 +131,97 @@ __device__ __forceinline__ void stage(Scratch &scratch, const Element *x, const 
             }
         }
     }
-    __syncthreads();
+    sync_block();
 }
 
-// The splits' parts of attention, [batch, KV head, row, split, dimension], as `LeaveParts` leaves them, to shared memory.
-template <typename Parts>
-__device__ __forceinline__ void stage_parts(Scratch &scratch, const float *parts, const float *stats) {
-    constexpr int width = Parts::size(4);
-    constexpr int count = Parts::size(3);
-    constexpr int problem_rows = Parts::size(2);
-    constexpr int kv_heads = Parts::size(1);
-    constexpr int queries = rows / int(Parts::size(0));
-    constexpr int sharing = problem_rows / queries;
-    constexpr int side = 4;
-    for (int i = threadIdx.x; i < part_count; i += THREADS) {
-        scratch.part_stats[i] = reinterpret_cast<const float2 *>(stats)[i];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < part_count; i += THREADS) {
-        const float2 *of_row = scratch.part_stats + i / count * count;
-        float largest = -3.402823466e38f;
+// Where the two pieces of a line that a lane reads begin, in packs. Those of odd rows come in the other order, so that lanes
+// that read at a time meet different banks.
+__device__ __forceinline__ int piece(int turn, int which) {
+    const int part = threadIdx.x % 4;
+    return (turn * warps + threadIdx.x / WARP) * line + (which ? 4 + part : part);
+}
+
+// What a warp's products need of x, for the lines of one chunk.
+template <int packs>
+struct Columns {
+    static constexpr int lines = (packs + line - 1) / line;
+    static constexpr int turns = (lines + warps - 1) / warps;
+    Words of[turns][2];
+
+    __device__ __forceinline__ Columns(const Element (&x)[rows][x_row], int first_pack) {
+        const int group = threadIdx.x % WARP / 4;
+        const Element *x_at = x[group < rows ? group : rows - 1] + first_pack * pack;
 #pragma unroll
-        for (int split = 0; split < count; split++) {
-            largest = fmaxf(largest, of_row[split].x);
-        }
-        // A split without keys left no sums.
-        const float2 own = scratch.part_stats[i];
-        scratch.part_weights[i] = own.y == 0.0f ? -1.0f : expf(own.x - largest);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < part_count / count * width / side; i += THREADS) {
-        const int row = i / (width / side);
-        const int dim = i % (width / side) * side;
-        float sum[side] = {};
-        float total = 0.0f;
-#pragma unroll
-        for (int split = 0; split < count; split++) {
-            const float weight = scratch.part_weights[row * count + split];
-            if (weight >= 0.0f) {
-                total = fmaf(weight, scratch.part_stats[row * count + split].y, total);
-                float part[side];
-                load_floats(part, parts + (row * count + split) * width + dim);
-#pragma unroll
-                for (int j = 0; j < side; j++) {
-                    sum[j] = fmaf(weight, part[j], sum[j]);
-                }
+        for (int turn = 0; turn < turns; turn++) {
+            if (takes(turn)) {
+                of[turn][0] = *reinterpret_cast<const Words *>(x_at + piece(turn, 0) * pack);
+                of[turn][1] = *reinterpret_cast<const Words *>(x_at + piece(turn, 1) * pack);
             }
         }
-#pragma unroll
-        for (int j = 0; j < side; j++) {
-            sum[j] = total == 0.0f ? 0.0f : sum[j] / total;
-        }
-        const int kv_head = row / problem_rows % kv_heads;
-        const int query = row % problem_rows / sharing;
-        const int head = kv_head * sharing + row % sharing;
-        store_floats(&scratch.x[row / (problem_rows * kv_heads) * queries + query][head * width + dim], sum);
     }
-    __syncthreads();
-}
 
-// A warp's sums of a weight row and its gate, two for each so that an addition need not wait for the last one.
+    __device__ __forceinline__ static bool takes(int turn) {
+        return turn < lines / warps || turn * warps + int(threadIdx.x) / WARP < lines;
+    }
+};
+
+// A warp's part of the sums of a unit, in fragments: rows of x by rows of the unit.
 struct Sums {
-    float of[pieces][rows][2];
+    float of[4][4] = {};  // four, so that a product need not wait for the last one
 
-    // The products of `packs` packs of weights in a slot with the part of x that they meet.
+    // Adds the products of the next slot's rows with the part of x that they meet.
     template <int packs>
-    __device__ __forceinline__ void add(const char *slot, const Element (&x)[rows][depth], int first_pack) {
-        const int lane = threadIdx.x % WARP;
+    __device__ __forceinline__ void take(Ring &ring, const Columns<packs> &columns) {
+        const int group = threadIdx.x % WARP / 4;
+        const bool odd = group % 2;
+        const char *slot = ring.wait() + (group < unit_rows ? group : unit_rows - 1) * slot_stride;
 #pragma unroll
-        for (int turn = 0; turn < (packs + WARP - 1) / WARP; turn++) {
-            const int at = turn * WARP + lane;
-            if (turn < packs / WARP || at < packs) {
-                float weights[pieces][pack];
+        for (int turn = 0; turn < Columns<packs>::turns; turn++) {
+            if (Columns<packs>::takes(turn)) {
+                Words weights[2];
 #pragma unroll
-                for (int piece = 0; piece < pieces; piece++) {
-                    const Weight::type *data = reinterpret_cast<const Weight::type *>(slot);
-                    load_floats(weights[piece], data + (piece * chunk_packs + at) * pack);
+                for (int i = 0; i < 2; i++) {
+                    const int at = piece(turn, odd ? 1 - i : i);
+                    weights[i] = load_words(reinterpret_cast<const Half *>(slot + at * 16), packs % line == 0 || at < packs);
                 }
 #pragma unroll
-                for (int row = 0; row < rows; row++) {
-                    float values[pack];
-                    load_floats(values, &x[row][(first_pack + at) * pack]);
+                for (int i = 0; i < 2; i++) {
+                    const Words &x = columns.of[turn][i];
+                    unsigned w[4];
 #pragma unroll
-                    for (int piece = 0; piece < pieces; piece++) {
-#pragma unroll
-                        for (int j = 0; j < pack; j++) {
-                            of[piece][row][j % 2] = fmaf(values[j], weights[piece][j], of[piece][row][j % 2]);
-                        }
+                    for (int j = 0; j < 4; j++) {
+                        w[j] = odd ? weights[1 - i].at[j] : weights[i].at[j];
                     }
+                    // Rows 0 to 7 of the first product and 8 to 15 of the second are the sums.
+                    multiply(of[2 * i], x.at[0], x.at[1], x.at[2], x.at[3], w[0], w[2]);
+                    multiply(of[2 * i + 1], x.at[0], x.at[1], x.at[2], x.at[3], w[1], w[3]);
                 }
             }
         }
+        ring.release();
     }
 
-    __device__ __forceinline__ void reduce(float (&result)[pieces][rows]) const {
-        const int lane = threadIdx.x % WARP;
+    __device__ __forceinline__ void leave(float (&target)[UNIT_ROWS][rows]) const {
+        const int group = threadIdx.x % WARP / 4;
 #pragma unroll
-        for (int piece = 0; piece < pieces; piece++) {
-#pragma unroll
-            for (int row = 0; row < rows; row++) {
-                const float sum = warp_sum(of[piece][row][0] + of[piece][row][1]);
-                if (lane == 0) {
-                    result[piece][row] = sum;
-                }
+        for (int i = 0; i < 2; i++) {
+            if (group < rows) {
+                target[threadIdx.x % 4 * 2 + i][group] = (of[0][i] + of[1][2 + i]) + (of[2][i] + of[3][2 + i]);
             }
         }
     }
 };
 
-// Where a thread's first result goes, and what is added to it, which can be read before the sums are there.
+// Where a thread's result goes.
 struct Place {
-    int row;
-    int team;
     int turn;
+    int index;  // in its unit
+    int row;
     int column;
 
     __device__ __forceinline__ Place(int number, int start)
-        : row(number % rows), team(number / rows % teams), turn(number / (rows * teams)),
-          column(start + (turn * teams + team) * gridDim.x + blockIdx.x) {}
+        : turn(number / (own_rows * rows)), index(number % own_rows), row(number / own_rows % rows),
+          column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
 };
 
 PHASE(look_ahead) {
@@ -221,7 +230,7 @@ PHASE(look_ahead) {
             prefetch(gain, depth * sizeof(Gain::type));
         }
         if constexpr (Bias::present) {
-            prefetch(bias, pieces * param::n * sizeof(Bias::type));
+            prefetch(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
         }
     }
 }
@@ -229,65 +238,65 @@ PHASE(look_ahead) {
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
     const int warp = threadIdx.x / WARP;
-    const int first_pack = warp % splits * part_packs;
-    const int stride = teams * gridDim.x;
     const Place first(threadIdx.x, 0);
-    Addends addends;
-    if (first.column < int(param::n)) {
+    Addends addends;  // they can be read before the sums are there
+    if (first.turn < capacity && first.column < int(param::n)) {
         addends = Addends(bias, residual, first.row, first.column);
     }
-    if constexpr (X::present) {
-        stage(scratch, reinterpret_cast<const Element *>(x), gain);
-    } else {
-        stage_parts<Parts>(scratch, parts, stats);
-    }
-    for (int start = 0; start < int(param::n); start += capacity * stride) {
-        int column = start + warp / splits * gridDim.x + blockIdx.x;
-        Sums before;
-        int turn = 0;
-        for (; turn < capacity && column < int(param::n); turn++) {
-            Sums sums{};
+    pad(scratch);
+    stage(grid, scratch, x, gain);
+    constexpr int chunks = packs / chunk_packs;
+    // What fits in registers need not be read for every unit.
+    constexpr bool keeps = chunks + (last_packs != 0) == 1;
+    const Columns<keeps ? packs : line> kept(scratch.x, 0);
+    for (int start = 0; start < units; start += capacity * gridDim.x) {
+        int unit = start + blockIdx.x;
+        for (int turn = 0; turn < capacity && unit < units; turn++, unit += gridDim.x) {
+            Sums sums;
+            if (keeps) {
+                sums.take(ring, kept);
+            } else {
 #pragma unroll 1
-            for (int chunk = 0; chunk < part_packs / chunk_packs; chunk++) {
-                sums.add<chunk_packs>(ring.wait(), scratch.x, first_pack + chunk * chunk_packs);
-                ring.release();
+                for (int chunk = 0; chunk < chunks; chunk++) {
+                    sums.take(ring, Columns<chunk_packs>(scratch.x, chunk * chunk_packs));
+                }
+                if (last_packs != 0) {
+                    sums.take(ring, Columns<last_packs == 0 ? line : last_packs>(scratch.x, packs - last_packs));
+                }
             }
-            if constexpr (last_packs != 0) {
-                sums.add<last_packs>(ring.wait(), scratch.x, first_pack + part_packs - last_packs);
-                ring.release();
-            }
-            // The warp's lanes exchange a row's sums while they read the next one.
-            if (turn > 0) {
-                before.reduce(scratch.sums[warp][turn - 1]);
-            }
-            before = sums;
-            column += stride;
+            sums.leave(scratch.sums[warp][turn]);
         }
-        if (turn > 0) {
-            before.reduce(scratch.sums[warp][turn - 1]);
+        if (mailed && start == 0) {
+            grid.wait();
+        } else {
+            sync_block();
         }
-        __syncthreads();
-        for (int number = threadIdx.x; number < capacity * teams * rows; number += THREADS) {
+        for (int number = threadIdx.x; number < capacity * own_rows * rows; number += THREADS) {
             const Place place(number, start);
             if (place.column >= int(param::n)) {
-                break;
+                continue;
             }
             float sum = 0.0f;
             float up = 0.0f;
 #pragma unroll
-            for (int part = 0; part < splits; part++) {
-                sum += scratch.sums[place.team * splits + part][place.turn][0][place.row];
+            for (int other = 0; other < warps; other++) {
+                sum += scratch.sums[other][place.turn][place.index][place.row];
                 if constexpr (gated) {
-                    up += scratch.sums[place.team * splits + part][place.turn][1][place.row];
+                    up += scratch.sums[other][place.turn][own_rows + place.index][place.row];
                 }
             }
             if (start > 0 || number >= THREADS) {
                 addends = Addends(bias, residual, place.row, place.column);
             }
-            finish(sum, up, addends, out, place.row, place.column);
+            const Out::type result = addends.result(sum, up);
+            const index_t target = place.row * Out::stride(0) + place.column * Out::stride(1);
+            out[target] = result;
+            if constexpr (mails) {
+                grid.send(target, result);
+            }
         }
-        if (start + capacity * stride < int(param::n)) {
-            __syncthreads();
+        if (start + capacity * gridDim.x < units) {
+            sync_block();
         }
     }
 }

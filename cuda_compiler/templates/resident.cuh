@@ -1,25 +1,25 @@
-// What the phases of a resident kernel share: one block for every multiprocessor goes through the program's steps, and
-// a barrier of the whole grid separates them.
+// What the phases of a resident kernel share: one block for every multiprocessor goes through the program's steps. A barrier
+// of the whole grid separates them; what a product makes for the next one goes ahead of it, as mail.
 //
-// The weights depend on no step. So each warp has a ring of slots in shared memory which it fills with its parts of the
-// weights in the order of their use, far ahead: the memory stays busy while the blocks wait for each other. From sm_90 on
-// the copy engine fills them; before, each lane copies what it will read itself, from sm_80 on asynchronously.
+// The weights depend on no step. So one warp of a block does nothing but fetch the block's parts of the weights into a
+// ring of slots in shared memory, in the order of their use and far ahead: the memory stays busy while the blocks wait for
+// each other. From sm_90 on the copy engine fetches, on sm_80 the warp's lanes do, asynchronously.
 
 #kernel tables
 #define BULK (__CUDA_ARCH__ >= 900)  // whether there is a copy engine
 
-constexpr int warps = THREADS / WARP;
+constexpr int warps = THREADS / WARP;  // that compute
 
-// How a product's weight is shared out: a team of `splits` warps takes a row (or a row and its gate) at a time, each
-// warp of it a part of the row, in chunks that fit a slot.
+// How a product's weight is shared out: a block takes a unit of rows at a time (or of rows and their gates, one half each),
+// in chunks of columns that fit a slot.
 struct Stream {
-    int rows;  // or pairs of rows
-    int splits;
-    int pieces;  // rows that are used together: 2 where there are gates
+    int units;
+    int unit_rows;
+    int own_rows;  // of them; the others are their partners
+    int rows;  // of the weight, without partners
     unsigned row_bytes;
-    unsigned part_bytes;
     unsigned chunk_bytes;
-    unsigned long long piece_bytes;  // from a row to its partner
+    unsigned stride;  // bytes from one row of a slot to the next
 };
 
 struct Step {
@@ -34,188 +34,263 @@ struct Operands {
 };
 
 #kernel ring
-__device__ __forceinline__ unsigned shared_address(const void *data) { return unsigned(__cvta_generic_to_shared(data)); }
-
-// What a warp fetches next.
-struct Cursor {
-    int step;
-    int row;
-    int rows;
-    int stride;  // from one row of the warp to the next
-    int pieces;
-    unsigned begin;  // within the warp's part of the row
-    unsigned part_bytes;
-    unsigned chunk_bytes;
-    unsigned long long piece_bytes;
-    unsigned long long stride_bytes;
-    const char *row_start;  // of the warp's part
-};
-
-// The beginning of the first step from `step` on that has a row for this warp.
-__device__ __noinline__ Cursor seek(const Operands &operands, int step) {
-    Cursor cursor = {};
-    for (; step < STEPS; step++) {
-        if (steps[step].stream < 0) {
-            continue;
-        }
-        const Stream &stream = streams[steps[step].stream];
-        const int warp = threadIdx.x / WARP;
-        cursor.row = warp / stream.splits * gridDim.x + blockIdx.x;
-        if (cursor.row < stream.rows) {
-            cursor.rows = stream.rows;
-            cursor.stride = warps / stream.splits * gridDim.x;
-            cursor.pieces = stream.pieces;
-            cursor.part_bytes = stream.part_bytes;
-            cursor.chunk_bytes = stream.chunk_bytes;
-            cursor.piece_bytes = stream.piece_bytes;
-            cursor.stride_bytes = (unsigned long long)(cursor.stride) * stream.row_bytes;
-            cursor.row_start = static_cast<const char *>(operands.at[steps[step].weight])
-                + (unsigned long long)(cursor.row) * stream.row_bytes + warp % stream.splits * stream.part_bytes;
-            break;
-        }
-    }
-    cursor.step = step;
-    return cursor;
+// The registers of the warps that fetch go to those that compute. It is for whole groups of four warps, of which only one
+// has something to fetch.
+__device__ __forceinline__ void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
 }
 
-struct Ring {
-    const Operands &operands;
-    char *slots;
-    unsigned full;  // address of this warp's mbarriers, one for each slot
-    int depth;
-    int filled = 0;   // the slot to fill next
-    int current = 0;  // the slot to use next
-    unsigned parity = 0;
-    Cursor next;
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+}
 
-    __device__ __forceinline__ Ring(const Operands &operands, char *memory) : operands(operands) {
+__device__ __forceinline__ unsigned shared_address(const void *data) { return unsigned(__cvta_generic_to_shared(data)); }
+
+__device__ __forceinline__ void wait_for(unsigned mbarrier, unsigned parity) {
+    unsigned done = 0;
+    while (!done) {
+#if BULK
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(mbarrier), "r"(parity) : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(mbarrier), "r"(parity) : "memory");
+#endif
+    }
+}
+
+// The slots, and where in them somebody is: the warp that fills them, or a warp that uses them.
+struct Ring {
+    char *slots;
+    unsigned full;  // address of the mbarriers that say that a slot is full, and behind them that it is free
+    int depth;
+    int current = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ Ring(char *memory) : slots(memory + SCRATCH_BYTES) {
         unsigned bytes;
         asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-        depth = int(bytes - SCRATCH_BYTES) / (warps * (SLOT_BYTES + 8));
-        const int warp = threadIdx.x / WARP;
-        slots = memory + SCRATCH_BYTES + warp * depth * SLOT_BYTES;
-        full = shared_address(memory + SCRATCH_BYTES + warps * depth * SLOT_BYTES) + warp * depth * 8;
-#if __CUDA_ARCH__ >= 800
-        if (threadIdx.x % WARP == 0) {
-#pragma unroll 1
-            for (int slot = 0; slot < depth; slot++) {
-                const int arrivals = BULK ? 1 : WARP;
-                asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(full + 8 * slot), "r"(arrivals) : "memory");
-            }
-#if BULK
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-        }
-        __syncwarp();
-#endif
-        next = seek(operands, 0);
-#pragma unroll 1
-        for (int slot = 0; slot < depth; slot++) {
-            fetch();
-        }
+        depth = int(bytes - SCRATCH_BYTES) / (SLOT_BYTES + 16);
+        full = shared_address(slots + depth * SLOT_BYTES);
     }
 
-    // Starts to fill the slot that is free next.
-    __device__ __forceinline__ void fetch() {
-        const int lane = threadIdx.x % WARP;
-        if (next.step == STEPS || (BULK && lane != 0)) {
-            return;
+    __device__ __forceinline__ unsigned free() const { return full + 8 * depth; }
+
+    __device__ __forceinline__ void initialize() const {
+        for (int slot = threadIdx.x; slot < depth; slot += blockDim.x) {
+            const int arrivals = BULK ? 1 : WARP;
+            asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(full + 8 * slot), "r"(arrivals) : "memory");
+            asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(free() + 8 * slot), "r"(warps) : "memory");
         }
-        const unsigned left = next.part_bytes - next.begin;
-        const unsigned bytes = left < next.chunk_bytes ? left : next.chunk_bytes;
-        const char *source = next.row_start + next.begin;
-        char *target = slots + filled * SLOT_BYTES;
 #if BULK
-        const unsigned signal = full + 8 * filled;
-        asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                     :: "r"(signal), "r"(next.pieces * bytes) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-#pragma unroll 1
-        for (int piece = 0; piece < next.pieces; piece++) {
-#if BULK
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                :: "r"(shared_address(target)), "l"(source), "r"(bytes), "r"(signal) : "memory");
-#else
-#pragma unroll 4
-            for (unsigned at = lane * 16; at < bytes; at += WARP * 16) {
-#if __CUDA_ARCH__ >= 800
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                             :: "r"(shared_address(target + at)), "l"(source + at) : "memory");
-#else
-                *reinterpret_cast<uint4 *>(target + at) = *reinterpret_cast<const uint4 *>(source + at);
-#endif
-            }
-#endif
-            source += next.piece_bytes;
-            target += next.chunk_bytes;
-        }
-#if __CUDA_ARCH__ >= 800 && !BULK
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full + 8 * filled) : "memory");
-#endif
-        filled = filled + 1 == depth ? 0 : filled + 1;
-        next.begin += bytes;
-        if (next.begin == next.part_bytes) {
-            next.begin = 0;
-            next.row += next.stride;
-            next.row_start += next.stride_bytes;
-            if (next.row >= next.rows) {
-                next = seek(operands, next.step + 1);
-            }
+    }
+
+    __device__ __forceinline__ void advance() {
+        if (++current == depth) {
+            current = 0;
+            parity ^= 1;
         }
     }
 
     // The slot to use next, once it is full.
     __device__ __forceinline__ const char *wait() const {
-#if __CUDA_ARCH__ >= 800
-        unsigned done = 0;
-        while (!done) {
-            asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                         : "=r"(done) : "r"(full + 8 * current), "r"(parity) : "memory");
-        }
-#endif
+        wait_for(full + 8 * current, parity);
         return slots + current * SLOT_BYTES;
     }
 
     // Gives the current slot back, to be filled with what comes next.
     __device__ __forceinline__ void release() {
         __syncwarp();
-        if (++current == depth) {
-            current = 0;
-            parity ^= 1;
+        if (threadIdx.x % WARP == 0) {
+            asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(free() + 8 * current) : "memory");
         }
-        fetch();
+        advance();
+    }
+
+    // Starts to fill the current slot, once it is free, with `bytes` of each row: a lane has a row, which begins at
+    // `source`, or none.
+    __device__ __forceinline__ void fetch(const char *source, bool has_row, unsigned stride, unsigned bytes) {
+        const int lane = threadIdx.x % WARP;
+        const unsigned signal = full + 8 * current;
+        const unsigned target = shared_address(slots + current * SLOT_BYTES);
+        wait_for(free() + 8 * current, parity ^ 1);
+#if BULK
+        const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
+        if (lane == 0) {
+            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                         :: "r"(signal), "r"(rows * bytes) : "memory");
+        }
+        __syncwarp();
+        if (has_row) {
+            // Weights are read once, and what is read again should stay in the L2 cache.
+            unsigned long long policy;
+            asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                         "[%0], [%1], %2, [%3], %4;"
+                         :: "r"(target + lane * stride), "l"(source), "r"(bytes), "r"(signal), "l"(policy) : "memory");
+        }
+#else
+        for (int row = 0; row < UNIT_ROWS; row++) {
+            if (__shfl_sync(0xffffffffu, has_row, row)) {
+                const unsigned long long start = __shfl_sync(0xffffffffu, (unsigned long long)(source), row);
+                for (unsigned at = lane * 16; at < bytes; at += WARP * 16) {
+                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                                 :: "r"(target + row * stride + at), "l"(start + at) : "memory");
+                }
+            }
+        }
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(signal) : "memory");
+#endif
+        advance();
+    }
+
+    // Everything that the block's steps stream, by one warp. No more slots are on their way at a time than keep the memory
+    // busy: with more, the few reads that a step waits for would queue behind them.
+    __device__ __forceinline__ void fill(const Operands &operands) {
+        const int lane = threadIdx.x % WARP;
+        Ring landed = *this;
+        const int most = depth < IN_FLIGHT ? depth : IN_FLIGHT;
+        int flying = 0;
+        for (int step = 0; step < STEPS; step++) {
+            if (steps[step].stream < 0) {
+                continue;
+            }
+            const Stream stream = streams[steps[step].stream];
+            const char *weight = static_cast<const char *>(operands.at[steps[step].weight]);
+            for (int unit = blockIdx.x; unit < stream.units; unit += gridDim.x) {
+                const bool partner = lane >= stream.own_rows;
+                const int row = unit * stream.own_rows + lane - (partner ? stream.own_rows : 0);
+                const bool has_row = lane < stream.unit_rows && row < stream.rows;
+                const char *source = weight + (unsigned long long)(row + (partner ? stream.rows : 0)) * stream.row_bytes;
+                for (unsigned begin = 0; begin < stream.row_bytes; begin += stream.chunk_bytes) {
+                    if (flying == most) {
+                        landed.wait();
+                        landed.advance();
+                    } else {
+                        flying++;
+                    }
+                    const unsigned left = stream.row_bytes - begin;
+                    fetch(source + begin, has_row, stream.stride, left < stream.chunk_bytes ? left : stream.chunk_bytes);
+                }
+            }
+        }
     }
 };
 
-// No block goes on before all have come here, and what they wrote before is seen behind it. All blocks but the first add
-// 1 to the counter, the first what makes its sign change once all have; so it needs no reset.
-struct GridBarrier {
-    unsigned *counter;
+// The blocks of the grid, and what they have in common: a counter, the number of steps that earlier runs took, and mail.
+//
+// The barrier: no block goes on before all have come here, and what they wrote before is seen behind it. All blocks but
+// the first add 1 to the counter, the first what makes its sign change once all have; so it needs no reset.
+//
+// Letters are values with a tag that says which step sent them, so that whoever waits for one sees when it is there. Mail
+// are the 16-bit letters that a step sends to the next one, which may read them before the barrier between the two, but
+// must write nothing before it. So the mail of two steps is kept, and nobody overwrites what is still read.
+struct Grid {
+    unsigned *memory;
     unsigned sign;
+    unsigned base;
+    int step = 0;
 
-    __device__ __forceinline__ GridBarrier(void *counter) : counter(static_cast<unsigned *>(counter)) {
+    __device__ __forceinline__ Grid(void *memory) : memory(static_cast<unsigned *>(memory)) {
         // Nobody can have changed the sign yet, since this block has not arrived.
-        sign = *static_cast<volatile unsigned *>(counter) & 0x80000000u;
+        sign = *static_cast<volatile unsigned *>(memory) & 0x80000000u;
+        base = this->memory[1];
     }
 
     __device__ __forceinline__ void arrive() {
-        __syncthreads();
+        sync_block();
         if (threadIdx.x == 0) {
             const unsigned amount = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
-            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(amount) : "memory");
+            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(memory), "r"(amount) : "memory");
         }
     }
 
+    // Waits until all blocks have done the step before.
     __device__ __forceinline__ void wait() {
+        if (step == 0) {
+            return;
+        }
         if (threadIdx.x == 0) {
             unsigned now;
             do {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(memory) : "memory");
             } while (((now ^ sign) & 0x80000000u) == 0);
         }
         sign ^= 0x80000000u;
-        __syncthreads();
+        sync_block();
+    }
+
+    __device__ __forceinline__ void finish() {
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            memory[1] = base + STEPS;
+        }
+    }
+
+    __device__ __forceinline__ unsigned tag(int sender) const { return base + sender + 1; }
+
+    __device__ __forceinline__ unsigned *mail(int sender, int index) const {
+        return memory + 4 + sender % 2 * LETTERS + index;
+    }
+
+    template <typename T>
+    __device__ __forceinline__ unsigned written(const T &value) const {
+        return reinterpret_cast<const unsigned short &>(value) | tag(step) << 16;
+    }
+
+    // To the next step.
+    template <typename T>
+    __device__ __forceinline__ void send(int index, const T &value) const {
+        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(mail(step, index)), "r"(written(value)) : "memory");
+    }
+
+    template <typename T>
+    __device__ __forceinline__ void send(int index, const T (&values)[4]) const {
+        asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                     :: "l"(mail(step, index)), "r"(written(values[0])), "r"(written(values[1])),
+                        "r"(written(values[2])), "r"(written(values[3])) : "memory");
+    }
+
+    // Eight values from the last step, from `index` on; whether they were there.
+    __device__ __forceinline__ bool receive(uint4 &values, int index) const {
+        const unsigned *from = mail(step - 1, index);
+        unsigned at[8];
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(at[0]), "=r"(at[1]), "=r"(at[2]), "=r"(at[3]) : "l"(from) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(at[4]), "=r"(at[5]), "=r"(at[6]), "=r"(at[7]) : "l"(from + 4) : "memory");
+        unsigned wrong = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            wrong |= at[i] ^ tag(step - 1) << 16;
+        }
+        values = make_uint4(
+            __byte_perm(at[0], at[1], 0x5410), __byte_perm(at[2], at[3], 0x5410),
+            __byte_perm(at[4], at[5], 0x5410), __byte_perm(at[6], at[7], 0x5410)
+        );
+        return wrong >> 16 == 0;
+    }
+
+    // Two letters to other blocks in this step.
+    __device__ __forceinline__ void send(unsigned long long *letters, float first, float second) const {
+        const unsigned long long tagged = (unsigned long long)(tag(step)) << 32;
+        asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
+                     :: "l"(letters), "l"(tagged | __float_as_uint(first)), "l"(tagged | __float_as_uint(second))
+                     : "memory");
+    }
+
+    __device__ __forceinline__ bool receive(const unsigned long long *letters, float &first, float &second) const {
+        unsigned long long found[2];
+        asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                     : "=l"(found[0]), "=l"(found[1]) : "l"(letters) : "memory");
+        first = __uint_as_float(unsigned(found[0]));
+        second = __uint_as_float(unsigned(found[1]));
+        return unsigned(found[0] >> 32) == tag(step) && unsigned(found[1] >> 32) == tag(step);
     }
 };
 

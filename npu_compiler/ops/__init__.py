@@ -1,6 +1,6 @@
 """The op table. Importing the package registers every op."""
 
-from npu_compiler.ops import aliases, conv, elementwise, indexing, matmul, reductions, tensor, transformer
+from npu_compiler.ops import aliases, conv, elementwise, indexing, matmul, reductions, sorting, tensor, transformer
 from npu_compiler.ops.registry import OPS, Args, Op, find_op, register_op, unsupported_reason
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "matmul",
     "reductions",
     "register_op",
+    "sorting",
     "tensor",
     "transformer",
     "unsupported_reason",

@@ -115,7 +115,7 @@ def _keeps_dtype(node: OpNode, graph: IRGraph) -> bool:
 _MOVES = frozenset({
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "slice",
     "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "contiguous", "clone", "alias", "detach",
-    "index_select", "gather", "index", "repeat", "to", "pad", "flip", "roll",
+    "index_select", "gather", "index", "repeat", "to", "pad", "flip", "roll", "sort", "msort", "topk",
 })  # fmt: skip
 _UNBOUNDED_ATTRS = frozenset({"end", "start", "dim_size"})
 

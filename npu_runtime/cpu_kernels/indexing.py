@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 from npu_runtime.cpu_kernels.registry import Params, Tensors, cpu_kernel
@@ -38,3 +39,9 @@ def index_copy(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     positions, *sources = inputs
     for source, out in zip(sources, outputs, strict=True):
         out.index_copy_(params["dim"], positions.long(), source.to(out.dtype))
+
+
+@cpu_kernel("argsort_kernel")
+def argsort(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """Where the elements of each row come from when it is sorted; equal ones keep their order."""
+    outputs[0].copy_(torch.argsort(inputs[0], dim=-1, descending=bool(params["descending"]), stable=True))

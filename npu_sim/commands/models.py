@@ -58,6 +58,7 @@ def generate(
     with progress(f"preparing {checkpoint.name}") as report:
         chosen = open_device(device, fast)
         network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
+        network.prepare(sampler)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 
     def reply(text: str) -> TextStream:

@@ -64,15 +64,30 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
 
 def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
     """IR of `SelfFeedingDecode`. Raises InputError where the model cannot be traced."""
-    import torch
-
     from npu_sim.llm.modules import SelfFeedingDecode
 
     model = SelfFeedingDecode(meta_model(checkpoint))
-    with torch.device("meta"):
-        token, position = (torch.empty(1, dtype=torch.long) for _ in range(2))
-        history = torch.empty(cache_length, dtype=torch.long)
-    return _trace(checkpoint, model, (token, position, history, *_empty_caches(checkpoint, cache_length)), "decode")
+    inputs = (*_loop_state(cache_length), *_empty_caches(checkpoint, cache_length))
+    return _trace(checkpoint, model, inputs, "decode")
+
+
+def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
+    """IR of `SamplingDecode`. Raises InputError where the model cannot be traced."""
+    import torch
+
+    from npu_sim.llm.modules import SamplingDecode
+
+    model = SamplingDecode(meta_model(checkpoint))
+    settings, uniforms = (torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length))
+    inputs = (*_loop_state(cache_length), settings, uniforms, *_empty_caches(checkpoint, cache_length))
+    return _trace(checkpoint, model, inputs, "sampling")
+
+
+def _loop_state(cache_length: int) -> tuple["torch.Tensor", ...]:
+    """Token, position and history of a step that feeds itself."""
+    import torch
+
+    return tuple(torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
 
 
 def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
@@ -114,6 +129,12 @@ def compile_prefill(
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
     """The same for `SelfFeedingDecode`."""
     return _compiled(checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length),
+                     [cache_length], target)  # fmt: skip
+
+
+def compile_sampling_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
+    """The same for `SamplingDecode`."""
+    return _compiled(checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length),
                      [cache_length], target)  # fmt: skip
 
 

@@ -106,10 +106,61 @@ class SelfFeedingDecode(nn.Module):
         v: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         logits, *cache = self._step[0](token[None], position, None, k, v)
-        scores = logits.flatten()
-        best = scores.argmax(0, keepdim=True)
-        found = torch.where(scores.index_select(0, best).abs() < torch.inf, best, -1)
-        only = torch.zeros(1, dtype=torch.long, device=token.device)
-        history = torch.index_copy(history, 0, position, found)
-        following = torch.index_copy(token, 0, only, found)
-        return (logits, following, torch.index_copy(position, 0, only, position + 1), history, *cache)
+        best = logits.flatten().argmax(0, keepdim=True)
+        return (logits, *_fed_back(logits, best, best, token, position, history), *cache)
+
+
+class SamplingDecode(SelfFeedingDecode):
+    """`SelfFeedingDecode` with a token that is drawn.
+
+    forward: token, position, history as there, settings [3] (temperature, top_k, top_p, as `drawn` takes them),
+    uniforms [S] (numbers from [0, 1), of which the one at index `position` decides), k, v
+    → the same, with the drawn token for the likeliest.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        token: torch.Tensor,
+        position: torch.Tensor,
+        history: torch.Tensor,
+        settings: torch.Tensor,
+        uniforms: torch.Tensor,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        logits, *cache = self._step[0](token[None], position, None, k, v)
+        order = logits.flatten().argsort(descending=True, stable=True)
+        place = drawn(logits.flatten().index_select(0, order), settings, uniforms.index_select(0, position))
+        chosen = order.index_select(0, place)
+        return (logits, *_fed_back(logits, order[:1], chosen, token, position, history), *cache)
+
+
+def drawn(scores: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """A place [1] in scores [vocab] that descend, drawn as `sampling.make_sampler` does.
+
+    Args:
+        settings: [3], float32: temperature above 0; top_k from 1; top_p from (0, 1].
+        uniform: [1], a number from [0, 1).
+    """
+    temperature, top_k, top_p = settings.split(1)
+    places = torch.arange(len(scores), dtype=scores.dtype, device=scores.device)
+    weights = torch.where(places < top_k, torch.exp((scores - scores[:1]) / temperature), 0)
+    reached = weights.cumsum(0)
+    kept = reached - weights < top_p * reached[-1:]
+    passed = kept & (reached > uniform * torch.where(kept, reached, 0).amax(0, keepdim=True))
+    return torch.where(passed, 1.0, 0.0).argmax(0, keepdim=True)
+
+
+def _fed_back(
+    logits: torch.Tensor,
+    best: torch.Tensor,
+    chosen: torch.Tensor,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    history: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The chosen token, the position after `position`, and history with the token in it, each in its input's place."""
+    found = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
+    only = torch.zeros(1, dtype=torch.long, device=token.device)
+    history = torch.index_copy(history, 0, position, found)
+    return torch.index_copy(token, 0, only, found), torch.index_copy(position, 0, only, position + 1), history

@@ -4,14 +4,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
 from npu_sim.llm.checkpoint import Checkpoint, as_ids
-from npu_sim.llm.graph import compile_decode_loop, compile_prefill, state_with_buffers
-from npu_sim.llm.sampling import NOT_FINITE, Logits, Sampler, greedy
+from npu_sim.llm.graph import compile_decode_loop, compile_prefill, compile_sampling_loop, state_with_buffers
+from npu_sim.llm.sampling import NOT_FINITE, Drawing, Logits, Sampler, greedy
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
@@ -100,14 +101,36 @@ class LanguageModel:
         }
         history, self._look = self.device.backend.allocate_visible((self.cache_length,), "int32")
 
-        def stepper(program: "CompiledProgram", kept: "dict[str, DeviceBuffer]") -> _Step:
-            weights = load_weights(state, program, self.device, cache=shared, progress=progress)
+        def stepper(
+            program: "CompiledProgram", kept: "dict[str, DeviceBuffer]", report: Callable[[int, int], None] | None
+        ) -> _Step:
+            weights = load_weights(state, program, self.device, cache=shared, progress=report)
             return _Step(program, Executor(program, self.device), weights, kept, self.device)
 
-        self._prefill_step = stepper(self.prefill_program, self._kv) if self.prefill_program is not None else None
-        self._decode_step = stepper(self.decode_program, {**self._kv, "history": history})
+        def sampling_step() -> _Step:
+            program = compile_sampling_loop(checkpoint, self.cache_length, target)
+            return stepper(program, {**self._kv, "history": history}, None)
+
+        prefill = self.prefill_program
+        self._prefill_step = stepper(prefill, self._kv, progress) if prefill is not None else None
+        self._decode_step = stepper(self.decode_program, {**self._kv, "history": history}, progress)
+        self._make_sampling_step = sampling_step
         self._user: object = None
         self.tokens: list[int] = []
+
+    def prepare(self, sampler: Sampler) -> None:
+        """Make ready what only generating with this sampler needs; else the first generation does."""
+        self._self_feeding_step(sampler)
+
+    def _self_feeding_step(self, sampler: Sampler) -> "_Step | None":
+        """The step that chooses as the sampler does; None where the host chooses."""
+        if sampler is greedy:
+            return self._decode_step
+        return self._sampling_step if isinstance(sampler, Drawing) and self.device.backend.runs_ahead > 1 else None
+
+    @cached_property
+    def _sampling_step(self) -> "_Step":
+        return self._make_sampling_step()
 
     @property
     def vocab_size(self) -> int:
@@ -190,7 +213,10 @@ class LanguageModel:
         Raises InputError for a token outside the vocabulary, NPUError for logits that are not finite.
         """
         self._check_ids([token])
-        return self._follow_on_device(token, steps) if sampler is greedy else self._follow(token, steps, sampler)
+        step = self._self_feeding_step(sampler)
+        if step is None:
+            return self._follow(token, steps, sampler)
+        return self._follow_on_device(step, token, steps, sampler if isinstance(sampler, Drawing) else None)
 
     def _follow(self, token: int, steps: int, sampler: Sampler) -> Iterator[int]:
         for _ in range(steps):
@@ -199,9 +225,11 @@ class LanguageModel:
             token = sampler(self.decode(token))
             yield token
 
-    def _follow_on_device(self, token: int, steps: int) -> Iterator[int]:
-        """`_follow` with `greedy`. The device chooses, and several steps are launched before the first one's choice is
-        looked at: none waits for the host.
+    def _follow_on_device(
+        self, step: "_Step", token: int, steps: int, drawing: Drawing | None = None
+    ) -> Iterator[int]:
+        """`_follow` with a step that chooses itself: several are launched before the first one's choice is looked at,
+        and none waits for the host. The numbers that decide what is drawn are there before the first one.
 
         Steps that turn out not to be wanted have written rows beyond the sequence, which does no harm (see
         `_prefill_chunk`). Where someone else has used the cache since the last token, they are launched anew.
@@ -215,15 +243,20 @@ class LanguageModel:
             if self._user is not me:
                 self._user = me
                 under_way.clear()
-                self._decode_step.write(token=[token], position=[position])
+                step.write(token=[token], position=[position])
+                if drawing is not None:
+                    upcoming = drawing.upcoming(self.cache_length - position)
+                    step.write(settings=drawing.settings, uniforms=np.pad(upcoming, (position, 0)))
             while len(under_way) < min(backend.runs_ahead, steps - done, self.cache_length - position):
-                self._decode_step.run()
+                step.run()
                 under_way.append(backend.marker())
             under_way.popleft()()
             self.tokens.append(token)
             token = int(self._look()[position])
             if token < 0:
                 raise NPUError(NOT_FINITE)
+            if drawing is not None:
+                drawing.skip()
             yield token
 
     def generate(
@@ -240,8 +273,8 @@ class LanguageModel:
 
         Args:
             max_new_tokens: By default, until the cache is full.
-            sampler: `greedy` is done by the device, which then never waits for the host. Any other is called with the
-                logits of every step, for which it does.
+            sampler: `greedy` and what `make_sampler` makes are done by a device that runs ahead of the host, which then
+                never waits for it. Any other is called with the logits of every step.
             stop: Tokens that end it and are not returned; by default `eos_ids()`.
 
         Raises:
@@ -334,10 +367,10 @@ class _Step:
         self._logits = program.output_specs[0].name
         self._outputs: dict[str, DeviceBuffer] = {}
 
-    def write(self, **values: Sequence[Any]) -> None:
+    def write(self, **values: "Sequence[Any] | np.ndarray") -> None:
         """Set inputs that are not kept, by name."""
         for name, value in values.items():
-            self._inputs[name].write(np.array(value, np.int32), self._specs[name])
+            self._inputs[name].write(np.asarray(value), self._specs[name])
 
     def run(self) -> None:
         self._outputs = self.executor.run(self._bound, self._weights)

@@ -1,0 +1,54 @@
+"""Ops that sort. One kernel finds the order; the sorted values are picked by it."""
+
+from __future__ import annotations
+
+from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.ir_reader import OpNode
+from npu_compiler.lowering import Lowering
+from npu_compiler.ops.registry import register_op
+from npu_compiler.views import View
+
+# Along the last dimension; equal elements keep their order, zeros of both signs are equal, NaN is above all.
+declare_kernel("argsort_kernel", "sort.metal", "x -> order", descending="?")
+
+
+@register_op("aten.sort", "aten.msort")
+def lower_sort(ctx: Lowering, node: OpNode) -> None:
+    view = ctx.view(node.inputs[0])
+    dim = node.attrs.get("dim", -1) if node.base == "aten.sort" else 0
+    values = ctx.output(0)
+    order = ctx.output(1) if len(node.outputs) > 1 else ctx.temp(view.shape, "int32")
+    _argsort(ctx, view, order, dim, bool(node.attrs.get("descending", False)))
+    _pick(ctx, view, order, values, dim)
+
+
+@register_op("aten.argsort")
+def lower_argsort(ctx: Lowering, node: OpNode) -> None:
+    descending = bool(node.attrs.get("descending", False))
+    _argsort(ctx, ctx.view(node.inputs[0]), ctx.output(), node.attrs.get("dim", -1), descending)
+
+
+@register_op("aten.topk")
+def lower_topk(ctx: Lowering, node: OpNode) -> None:
+    """The first `k` of all in order; of equals the earlier ones."""
+    view, dim = ctx.view(node.inputs[0]), node.attrs.get("dim", -1)
+    order = ctx.temp(view.shape, "int32")
+    _argsort(ctx, view, order, dim, bool(node.attrs.get("largest", True)))
+    if view.rank:
+        order = order.slice(view.dim(dim), 0, node.attrs["k"])
+    _pick(ctx, view, order, ctx.output(0), dim)
+    ctx.finish(order, 1)
+
+
+def _argsort(ctx: Lowering, view: View, order: View, dim: int, descending: bool) -> None:
+    if view.rank == 0:
+        view, order = view.unsqueeze(0), order.unsqueeze(0)
+    last, dim = view.rank - 1, view.dim(dim)
+    ctx.emit("argsort_kernel", [view.transpose(dim, last)], [order.transpose(dim, last)], {"descending": descending})
+
+
+def _pick(ctx: Lowering, view: View, order: View, values: View, dim: int) -> None:
+    if view.rank == 0:
+        ctx.copy(view, values)
+        return
+    ctx.emit("gather_kernel", [view, order], [values], {"dim": view.dim(dim)})
