@@ -30,7 +30,7 @@ from npu_compiler.views import View
 
 RESIDENT = "resident"
 THREADS = 256  # of a block that compute
-_ALL_THREADS = THREADS + 4 * WARP  # with those that fetch weights
+_ALL_THREADS = THREADS + 4 * WARP  # with those that fetch weights or keep the grid's barrier
 _WARPS = THREADS // WARP
 _UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 _LINE_BYTES = 128  # that a warp takes of each row
@@ -447,6 +447,8 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             "        give_registers();",
             "        if (threadIdx.x < THREADS + WARP) {",
             "            ring.fill(operands);",
+            "        } else if (threadIdx.x < THREADS + 2 * WARP) {",
+            f"            keep_barrier(operands.at[{memory}]);",
             "        }",
             "    } else {",
             "        take_registers();",

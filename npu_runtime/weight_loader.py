@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from npu_compiler.codegen_core import WeightSpec
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.dtypes import numpy_dtype, saturating_cast
 from npu_compiler.errors import WeightError
@@ -18,7 +19,7 @@ from npu_compiler.graph_optimizer import WeightTransformRecipe
 from npu_compiler.weight_recipe import apply_recipe
 from npu_runtime.backend import Backend, DeviceBuffer
 from npu_runtime.buffer import as_backend
-from npu_runtime.pieces import in_pieces
+from npu_runtime.pieces import ahead, in_pieces
 
 if TYPE_CHECKING:
     from npu_runtime.device import Device
@@ -48,26 +49,35 @@ def load_weights(
     """
     backend = as_backend(device)
     with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
-    buffers: dict[str, DeviceBuffer] = {}
     problems = _name_problems(program, with_state, strict)
-    for index, (name, weight) in enumerate(program.weight_specs.items()):
-        spec = weight.spec
-        shared = f"{weight.recipe}|{spec.storage}|{spec.alloc_shape or spec.shape}"
-        if cache is not None and shared in cache:
-            buffers[name] = cache[shared]
-        else:
-            state = {key: to_numpy(with_state[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in with_state}
-            problems += [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
+    known = {} if cache is None else cache
+    keys = {
+        name: f"{weight.recipe}|{weight.spec.storage}|{weight.spec.alloc_shape or weight.spec.shape}"
+        for name, weight in program.weight_specs.items()
+    }
+    wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
+    made = ahead(lambda weight: _made(weight, with_state), list(wanted.values()))
+    for done, key in enumerate(keys.values(), 1):
+        weight = wanted.pop(key, None)
+        if weight is not None:
+            found, parts = next(made)
+            problems += found
             if not problems:
-                parts = [cast_weight(part, spec.storage) for part in _parts(weight.recipe, state)]
-                buffers[name] = backend.allocate_joined(parts, spec)
-                if cache is not None:
-                    cache[shared] = buffers[name]
+                known[key] = backend.allocate_joined(parts, weight.spec)
         if progress is not None:
-            progress(index + 1, len(program.weight_specs))
+            progress(done, len(keys))
     if problems:
         raise weight_error(f"program '{program.name}'", problems)
-    return buffers
+    return {name: known[key] for name, key in keys.items()}
+
+
+def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], list[np.ndarray]]:
+    """What is wrong with a weight, and if nothing is, its parts as they are stored."""
+    state = {key: to_numpy(source[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in source}
+    problems = [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
+    if problems or len(state) < len(set(weight.recipe.keys())):
+        return problems, []
+    return [], [cast_weight(part, weight.spec.storage) for part in _parts(weight.recipe, state)]
 
 
 def _parts(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:

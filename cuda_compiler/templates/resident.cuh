@@ -183,47 +183,59 @@ struct Ring {
     }
 };
 
-// The blocks of the grid, and what they have in common: a counter, the number of steps that earlier runs took, and mail.
-//
-// The barrier: no block goes on before all have come here, and what they wrote before is seen behind it. All blocks but
-// the first add 1 to the counter, the first what makes its sign change once all have; so it needs no reset.
+// Has the threads that compute and the warp that keeps the grid's barrier wait for each other.
+template <int barrier>
+__device__ __forceinline__ void meet() {
+    asm volatile("bar.sync %0, %1;" :: "n"(barrier), "n"(THREADS + WARP) : "memory");
+}
+
+constexpr int step_done = 2;
+constexpr int grid_done = 3;
+
+// The barrier between steps, by one warp of each block, so that no other waits for the memory system: no block goes on
+// before all have come here, and what they wrote before is seen behind it. All blocks but the first add 1 to the counter,
+// the first what makes its sign change once all have; so it needs no reset.
+__device__ __forceinline__ void keep_barrier(void *memory) {
+    unsigned *const counter = static_cast<unsigned *>(memory);
+    // Nobody can have changed the sign yet, since this block has not arrived.
+    unsigned sign = *static_cast<volatile unsigned *>(memory) & 0x80000000u;
+    const unsigned amount = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
+    for (int step = 0; step + 1 < STEPS; step++) {
+        meet<step_done>();
+        if (threadIdx.x % WARP == 0) {
+            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(amount) : "memory");
+            unsigned now;
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+            } while (((now ^ sign) & 0x80000000u) == 0);
+        }
+        sign ^= 0x80000000u;
+        __syncwarp();
+        meet<grid_done>();
+    }
+}
+
+// The blocks of the grid as a step sees them, and what they have in common: the barrier's counter, the number of steps that
+// earlier runs took, and mail.
 //
 // Letters are values with a tag that says which step sent them, so that whoever waits for one sees when it is there. Mail
 // are the 16-bit letters that a step sends to the next one, which may read them before the barrier between the two, but
 // must write nothing before it. So the mail of two steps is kept, and nobody overwrites what is still read.
 struct Grid {
     unsigned *memory;
-    unsigned sign;
     unsigned base;
     int step = 0;
 
-    __device__ __forceinline__ Grid(void *memory) : memory(static_cast<unsigned *>(memory)) {
-        // Nobody can have changed the sign yet, since this block has not arrived.
-        sign = *static_cast<volatile unsigned *>(memory) & 0x80000000u;
-        base = this->memory[1];
-    }
+    __device__ __forceinline__ Grid(void *memory)
+        : memory(static_cast<unsigned *>(memory)), base(static_cast<unsigned *>(memory)[1]) {}
 
-    __device__ __forceinline__ void arrive() {
-        sync_block();
-        if (threadIdx.x == 0) {
-            const unsigned amount = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
-            asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(memory), "r"(amount) : "memory");
-        }
-    }
+    __device__ __forceinline__ void arrive() const { meet<step_done>(); }
 
     // Waits until all blocks have done the step before.
-    __device__ __forceinline__ void wait() {
-        if (step == 0) {
-            return;
+    __device__ __forceinline__ void wait() const {
+        if (step > 0) {
+            meet<grid_done>();
         }
-        if (threadIdx.x == 0) {
-            unsigned now;
-            do {
-                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(memory) : "memory");
-            } while (((now ^ sign) & 0x80000000u) == 0);
-        }
-        sign ^= 0x80000000u;
-        sync_block();
     }
 
     __device__ __forceinline__ void finish() {
