@@ -235,10 +235,10 @@ class _Matcher:
         ):
             return []
         row_bytes = k * itemsize(weight.dtype)
-        own_rows = _own_rows(n, _UNIT_ROWS // 2 if gated else _UNIT_ROWS)
-        unit_rows = 2 * own_rows if gated else own_rows
+        own = own_rows(n, _UNIT_ROWS // 2 if gated else _UNIT_ROWS)
+        unit_rows = 2 * own if gated else own
         chunk = _chunk_bytes(row_bytes, unit_rows)
-        stream = Stream(groups(n, own_rows), unit_rows, own_rows, n, row_bytes, chunk, chunk)
+        stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
         constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
                       "slot_stride": chunk, "mailed": False, "mails": False}  # fmt: skip
@@ -262,7 +262,7 @@ class _Matcher:
                      _whole(attend_memory(match, _WARPS)), early, early_memory(match, _WARPS), letters)  # fmt: skip
 
 
-def _own_rows(rows: int, most: int) -> int:
+def own_rows(rows: int, most: int) -> int:
     """Rows of a weight that a block takes at a time: as many as leave the busiest multiprocessor the fewest."""
 
     def busiest(own: int) -> int:

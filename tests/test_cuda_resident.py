@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,13 +13,15 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch_ir import extract_ir
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget
+from cuda_compiler import CUDACodegenTarget, resident
 from cuda_compiler.cuda_templates import Specializer
 from cuda_compiler.resident import RESIDENT, form_resident_kernels
-from npu_compiler import CompiledProgram
+from npu_compiler import CodegenTarget, CompiledProgram
 from npu_compiler.codegen_core import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
 from npu_sim.llm import Checkpoint, extract_graph
@@ -119,6 +123,64 @@ def test_it_compiles_for_every_architecture(name: str, dtype: str) -> None:
     plan = plan_of(name, 1, dtype)
     cuda_toolchain.compile_sources({call.source: plan.sources[call.source] for call in plan.calls
                                     if call.kernel == RESIDENT})  # fmt: skip
+
+
+def resident_sources(plan: ExecutionPlan) -> list[str]:
+    return [plan.sources[call.source] for call in plan.calls if call.kernel == RESIDENT]
+
+
+def test_every_step_but_the_first_reads_what_the_last_one_mails() -> None:
+    (source,) = resident_sources(plan_of("qwen2", 1))
+    assert source.count("constexpr bool mailed = false;") == source.count("constexpr bool mails = false;") == 1
+    assert source.count("constexpr bool mailed = true;") == source.count("constexpr bool mails = true;") > 3
+
+
+class AddsItsInput(nn.Module):
+    """h = a(x), b(h) + h: the second product's residual is made by the step before it."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(features, features) for _ in "abc")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return self.c(self.b(h) + h)
+
+
+def adding_program(target: CodegenTarget) -> CompiledProgram:
+    with torch.device("meta"):
+        module, x = AddsItsInput(256).bfloat16().eval(), torch.empty(2, 256, dtype=torch.bfloat16)
+    return npu_compiler.compile(extract_ir(module, (x,), model_name="adds").to_dict(), target=target)
+
+
+def test_what_is_read_before_the_barrier_besides_mail_is_older_than_the_last_step() -> None:
+    (source,) = resident_sources(adding_program(CUDACodegenTarget()).plan)
+    # a(x) is read as the residual of the second product, so that one waits for the barrier; the third one need not.
+    assert source.count("constexpr bool mailed = true;") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+def test_a_residual_of_the_step_before_is_complete(rng: np.random.Generator) -> None:
+    gpu, module = cuda_gpu.cuda_backends()[0], AddsItsInput(256).bfloat16().eval()
+    program = adding_program(gpu.target)
+    executor, weights = Executor(program, gpu), load_weights(module.state_dict(), program, gpu)
+    wide = copy.deepcopy(module).float()
+    for _ in range(50):
+        x = torch.from_numpy(rng.standard_normal((2, 256)).astype(np.float32)).bfloat16()
+        (found,) = executor.run({program.input_specs[0].name: x}, weights).values()
+        expected = wide(x.float()).detach().numpy()
+        error = np.linalg.norm(found.to_numpy().astype(np.float32) - expected) / np.linalg.norm(expected)
+        assert error < 2e-2
+
+
+@pytest.mark.parametrize(("rows", "most", "own"), [(2048, 8, 8), (1536, 8, 6), (8960, 4, 4), (151936, 8, 8), (5, 8, 5)])
+def test_rows_are_shared_out_so_that_the_busiest_multiprocessor_has_the_fewest(rows: int, most: int, own: int) -> None:
+    def busiest(own: int) -> int:
+        return math.ceil(math.ceil(rows / own) / 132) * own
+
+    assert resident.own_rows(rows, most) == own
+    assert busiest(own) == min(map(busiest, range(most // 2 + 1, most + 1)))
 
 
 def decode(

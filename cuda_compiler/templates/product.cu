@@ -153,9 +153,9 @@ struct Columns {
         const Element *x_at = x[group < rows ? group : rows - 1] + first_pack * pack;
 #pragma unroll
         for (int turn = 0; turn < turns; turn++) {
-            if (takes(turn)) {
-                of[turn][0] = *reinterpret_cast<const Words *>(x_at + piece(turn, 0) * pack);
-                of[turn][1] = *reinterpret_cast<const Words *>(x_at + piece(turn, 1) * pack);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                of[turn][i] = load_words(x_at + piece(turn, i) * pack, takes(turn));
             }
         }
     }
@@ -169,36 +169,39 @@ struct Columns {
 struct Sums {
     float of[4][4] = {};  // four, so that a product need not wait for the last one
 
-    // Adds the products of the next slot's rows with the part of x that they meet.
+    // Adds the products of a slot's rows with the part of x that they meet.
     template <int packs>
-    __device__ __forceinline__ void take(Ring &ring, const Columns<packs> &columns) {
+    __device__ __forceinline__ void add(const char *slot, const Columns<packs> &columns) {
         const int group = threadIdx.x % WARP / 4;
         const bool odd = group % 2;
-        const char *slot = ring.wait() + (group < unit_rows ? group : unit_rows - 1) * slot_stride;
+        slot += (group < unit_rows ? group : unit_rows - 1) * slot_stride;
+        Words weights[Columns<packs>::turns][2];
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
-            if (Columns<packs>::takes(turn)) {
-                Words weights[2];
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int at = piece(turn, odd ? 1 - i : i);
-                    weights[i] = load_words(reinterpret_cast<const Half *>(slot + at * 16), packs % line == 0 || at < packs);
-                }
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const Words &x = columns.of[turn][i];
-                    unsigned w[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        w[j] = odd ? weights[1 - i].at[j] : weights[i].at[j];
-                    }
-                    // Rows 0 to 7 of the first product and 8 to 15 of the second are the sums.
-                    multiply(of[2 * i], x.at[0], x.at[1], x.at[2], x.at[3], w[0], w[2]);
-                    multiply(of[2 * i + 1], x.at[0], x.at[1], x.at[2], x.at[3], w[1], w[3]);
-                }
+            for (int i = 0; i < 2; i++) {
+                const int at = piece(turn, odd ? 1 - i : i);
+                const bool inside = packs % line == 0 || at < packs;
+                weights[turn][i] = load_words(
+                    reinterpret_cast<const Half *>(slot + at * 16), inside && Columns<packs>::takes(turn)
+                );
             }
         }
-        ring.release();
+#pragma unroll
+        for (int turn = 0; turn < Columns<packs>::turns; turn++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const Words &x = columns.of[turn][i];
+                unsigned w[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    w[j] = odd ? weights[turn][1 - i].at[j] : weights[turn][i].at[j];
+                }
+                // Rows 0 to 7 of the first product and 8 to 15 of the second are the sums.
+                multiply(of[2 * i], x.at[0], x.at[1], x.at[2], x.at[3], w[0], w[2]);
+                multiply(of[2 * i + 1], x.at[0], x.at[1], x.at[2], x.at[3], w[1], w[3]);
+            }
+        }
     }
 
     __device__ __forceinline__ void leave(float (&target)[UNIT_ROWS][rows]) const {
@@ -251,17 +254,48 @@ PHASE(product) {
     const Columns<keeps ? packs : line> kept(scratch.x, 0);
     for (int start = 0; start < units; start += capacity * gridDim.x) {
         int unit = start + blockIdx.x;
-        for (int turn = 0; turn < capacity && unit < units; turn++, unit += gridDim.x) {
+        int turn = 0;
+        if (keeps) {
+            // Two units at a time: what one waits for, the other one is busy with.
+            for (; turn + 1 < capacity && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
+                Sums first, second;
+                Ring behind = ring;
+                behind.advance();
+                const char *const slot = ring.wait();
+                const char *const other = behind.wait();
+                first.add(slot, kept);
+                second.add(other, kept);
+                ring.release();
+                ring.release();
+                first.leave(scratch.sums[warp][turn]);
+                second.leave(scratch.sums[warp][turn + 1]);
+            }
+        }
+        for (; turn < capacity && unit < units; turn++, unit += gridDim.x) {
             Sums sums;
             if (keeps) {
-                sums.take(ring, kept);
+                sums.add(ring.wait(), kept);
+                ring.release();
             } else {
 #pragma unroll 1
-                for (int chunk = 0; chunk < chunks; chunk++) {
-                    sums.take(ring, Columns<chunk_packs>(scratch.x, chunk * chunk_packs));
+                for (int chunk = 0; chunk + 1 < chunks; chunk += 2) {
+                    Ring behind = ring;
+                    behind.advance();
+                    const char *const slot = ring.wait();
+                    const char *const other = behind.wait();
+                    sums.add(slot, Columns<chunk_packs>(scratch.x, chunk * chunk_packs));
+                    sums.add(other, Columns<chunk_packs>(scratch.x, (chunk + 1) * chunk_packs));
+                    ring.release();
+                    ring.release();
+                }
+                if (chunks % 2 != 0) {
+                    sums.add(ring.wait(), Columns<chunk_packs>(scratch.x, (chunks - 1) * chunk_packs));
+                    ring.release();
                 }
                 if (last_packs != 0) {
-                    sums.take(ring, Columns<last_packs == 0 ? line : last_packs>(scratch.x, packs - last_packs));
+                    const Columns<last_packs == 0 ? line : last_packs> columns(scratch.x, packs - last_packs);
+                    sums.add(ring.wait(), columns);
+                    ring.release();
                 }
             }
             sums.leave(scratch.sums[warp][turn]);
