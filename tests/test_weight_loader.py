@@ -16,6 +16,7 @@ from npu_compiler.dtypes import saturating_cast
 from npu_compiler.errors import WeightError
 from npu_compiler.ir_reader import TensorSpec
 from npu_runtime import Device
+from npu_runtime.pieces import ahead
 from npu_runtime.weight_loader import MappedCheckpoint, cast_weight, holds_nan, to_numpy
 
 SEVERAL_PIECES = 2_500_001  # elements
@@ -87,3 +88,23 @@ def test_joined_parts_lie_behind_each_other(device: str, storage: str, rng: np.r
     buffer = Device(device).backend.allocate_joined(parts, TensorSpec("w", whole.shape, "float16", storage))
     assert buffer.dtype == storage
     np.testing.assert_array_equal(buffer.to_numpy(), whole)
+
+
+def test_work_done_ahead_comes_in_order_and_is_bounded() -> None:
+    started: list[int] = []
+
+    def work(number: int) -> int:
+        started.append(number)
+        return number * number
+
+    results = ahead(work, range(100))
+    assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
+    assert len(started) <= 9
+    assert list(results) == [number * number for number in range(5, 100)] and sorted(started) == list(range(100))
+
+
+def test_an_error_of_work_done_ahead_arrives_at_its_turn() -> None:
+    results = ahead(lambda number: 6 // (3 - number), range(5))
+    assert [next(results) for _ in range(3)] == [2, 3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
