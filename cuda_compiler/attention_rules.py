@@ -26,7 +26,7 @@ _TILE_WARPS = 4
 # GPU idle; the more rows the better.
 _TILES = ((128, 32, 528), (64, 64, 96))
 # The same for warpgroups: the more of them a block has, the more rows share what it copies.
-_WARPGROUP_TILES = ((128, 132), (64, 48))
+_WARPGROUP_TILES = ((128, 96), (64, 48))
 _WITH_WARPGROUPS = 90  # later GPUs multiply otherwise
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64

@@ -118,7 +118,7 @@ WARPGROUP_ATTENTION = [
         70, 1200, "bool", np.broadcast_to(np.arange(1200) // 200 % 2 == 1, (70, 1200)))),
     tiled("small-blocks", 64, 520, 128, heads=(96, 48), causal=True),
     tiled("small-blocks-mask", 64, 520, 64, heads=(96, 48), mask=shared_mask(64, 520, "bool", None, 96)),
-    tiled("shared-causal", 100, 700, 128, heads=(168, 28), causal=True),
+    tiled("shared-causal", 100, 700, 128, heads=(120, 20), causal=True),
     tiled("no-mask", 130, 257, 64, heads=(96, 96)),
     tiled("one-tile", 130, 128, 128, heads=(96, 96)),
     tiled("apart", 64, 300, 64, heads=(96, 96), inputs=(
