@@ -35,7 +35,7 @@ _WARPS = THREADS // WARP
 _UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 _LINE_BYTES = 128  # that a warp takes of each row
 _SLOT_BYTES = _UNIT_ROWS * 3072
-_IN_FLIGHT = 2  # slots of a ring
+_IN_FLIGHT = 2  # slots of a ring, which has as many at least: a product takes two at a time
 _LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 _MULTIPROCESSORS = 132  # for which work is divided evenly; others may run the kernel as well
 _MAX_ROWS = 8
@@ -57,7 +57,6 @@ class Stream:
     rows: int
     row_bytes: int
     chunk_bytes: int
-    stride: int
 
     def __str__(self) -> str:
         return f"{{{', '.join(str(getattr(self, member.name)) for member in fields(self))}}}"
@@ -69,9 +68,11 @@ class Phase:
 
     Attributes:
         call: The op-level call whose parameters are compiled in.
+        file, function: The template, and what of it.
         inputs, outputs: Operand name → view, None for an absent one.
+        constants: Compiled in besides the parameters.
         scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
-        early: Inputs that are read ahead, so no phase of the same kernel may write them.
+        early: Operands that are read ahead, so no earlier phase of the same kernel may write them.
         early_bytes: Bytes of shared memory for what of these is kept; its `Early` is not larger.
         letters: How many letters of 8 bytes its blocks send each other.
         stream: How `weight` is shared out, for phases that stream one.
@@ -238,11 +239,11 @@ class _Matcher:
         own = own_rows(n, _UNIT_ROWS // 2 if gated else _UNIT_ROWS)
         unit_rows = 2 * own if gated else own
         chunk = _chunk_bytes(row_bytes, unit_rows)
-        stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk, chunk)
+        stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
         constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
-                      "slot_stride": chunk, "mailed": False, "mails": False}  # fmt: skip
-        sums = 4 * _WARPS * _UNIT_ROWS * m * max(1, 32 // m)
+                      "mailed": False, "mails": False}  # fmt: skip
+        sums = 4 * _WARPS * _UNIT_ROWS * m * (32 // m)
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
         return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT,
@@ -292,7 +293,11 @@ def _with_mail(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
         others = {view.buffer for name, view in after.inputs.items() if view is not None and name not in reads}
         if written & others or not _fits_mail(out) or not all(_is_part(view, out) for view in read):
             continue
-        if after.stream and not (read[0].is_contiguous and read[0].numel == out.numel):
+        if after.stream and not (read[0].is_contiguous and (read[0].numel, read[0].offset) == (out.numel, out.offset)):
+            continue
+        # Attention sends letters and renews its cache before the barrier.
+        renewed = {view.buffer for name, view in after.outputs.items() if view is not None and name != "out"}
+        if (before.letters and after.letters) or renewed & {view.buffer for view in before.operands.values()}:
             continue
         inputs = after.inputs if after.stream else {**after.inputs, "sent": out}
         result[index - 1] = replace(before, constants={**before.constants, "mails": True})
@@ -308,11 +313,11 @@ def _fits_mail(out: View) -> bool:
         if stride != expected:
             return False
         expected *= size
-    return out.dtype in HALF_DTYPES
+    return out.dtype in HALF_DTYPES and out.strides[-1] == 1
 
 
 def _is_part(view: View, out: View) -> bool:
-    """Whether a view shows what of a result its readers can take by eight values."""
+    """Whether a view is a part of a result that can be read eight values at a time."""
     eight = all(size == 1 or stride % 8 == 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False))
     return (
         (view.buffer, view.dtype) == (out.buffer, out.dtype)
@@ -360,8 +365,8 @@ def _early_bytes(run: Run) -> int:
 
 
 def _least_shared(run: Run) -> int:
-    """Shared memory that a block needs at least: the scratch and two slots."""
-    return _scratch_bytes(run) + 2 * (_SLOT_BYTES + 16)
+    """Shared memory that a block needs at least: the scratch and the fewest slots."""
+    return _scratch_bytes(run) + _IN_FLIGHT * (_SLOT_BYTES + 16)
 
 
 def _whole(size: int) -> int:

@@ -19,7 +19,7 @@ constexpr int packs = depth / pack;
 constexpr int last_packs = packs % chunk_packs;
 constexpr int line = 8;  // packs of 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
-constexpr int capacity = rows < 32 ? 32 / rows : 1;  // units whose sums are kept until they are written
+constexpr int capacity = 32 / rows;  // units whose sums are kept until they are written
 constexpr int x_row = (packs + line - 1) / line * line * pack;
 
 struct Scratch {
@@ -27,7 +27,7 @@ struct Scratch {
     float sums[warps][capacity][UNIT_ROWS][rows];
     float squares[rows][warps];
 };
-static_assert(sizeof(Scratch) <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) + 2 * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
 
 // Zeros behind rows of x that do not end in whole lines: the last line is read whole.
 __device__ __forceinline__ void pad(Scratch &scratch) {
@@ -50,9 +50,6 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
                 gains[i] = load_pack<pack>(gain + at * pack);
             }
         }
-    }
-    if constexpr (!mailed) {
-        grid.wait();
     }
 #pragma unroll
     for (int row = 0; row < rows; row++) {
@@ -134,8 +131,7 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
     sync_block();
 }
 
-// Where the two pieces of a line that a lane reads begin, in packs. Those of odd rows come in the other order, so that lanes
-// that read at a time meet different banks.
+// Where the two pieces of a line that a lane reads begin, in packs.
 __device__ __forceinline__ int piece(int turn, int which) {
     const int part = threadIdx.x % 4;
     return (turn * warps + threadIdx.x / WARP) * line + (which ? 4 + part : part);
@@ -173,8 +169,9 @@ struct Sums {
     template <int packs>
     __device__ __forceinline__ void add(const char *slot, const Columns<packs> &columns) {
         const int group = threadIdx.x % WARP / 4;
+        // The pieces of odd rows are read in the other order, so that lanes that read at a time meet different banks.
         const bool odd = group % 2;
-        slot += (group < unit_rows ? group : unit_rows - 1) * slot_stride;
+        slot += (group < unit_rows ? group : unit_rows - 1) * chunk_packs * 16;
         Words weights[Columns<packs>::turns][2];
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
@@ -241,10 +238,13 @@ PHASE(look_ahead) {
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
     const int warp = threadIdx.x / WARP;
-    const Place first(threadIdx.x, 0);
+    if constexpr (!mailed) {
+        grid.wait();
+    }
+    const Place own(threadIdx.x, 0);
     Addends addends;  // they can be read before the sums are there
-    if (first.turn < capacity && first.column < int(param::n)) {
-        addends = Addends(bias, residual, first.row, first.column);
+    if (own.turn < capacity && own.column < int(param::n)) {
+        addends = Addends(bias, residual, own.row, own.column);
     }
     pad(scratch);
     stage(grid, scratch, x, gain);
@@ -305,11 +305,9 @@ PHASE(product) {
         } else {
             sync_block();
         }
-        for (int number = threadIdx.x; number < capacity * own_rows * rows; number += THREADS) {
-            const Place place(number, start);
-            if (place.column >= int(param::n)) {
-                continue;
-            }
+        static_assert(capacity * own_rows * rows <= THREADS, "a thread has one result at a time");
+        const Place place(threadIdx.x, start);
+        if (place.turn < capacity && place.column < int(param::n)) {
             float sum = 0.0f;
             float up = 0.0f;
 #pragma unroll
@@ -319,7 +317,7 @@ PHASE(product) {
                     up += scratch.sums[other][place.turn][own_rows + place.index][place.row];
                 }
             }
-            if (start > 0 || number >= THREADS) {
+            if (start > 0) {
                 addends = Addends(bias, residual, place.row, place.column);
             }
             const Out::type result = addends.result(sum, up);

@@ -18,8 +18,7 @@ struct Stream {
     int own_rows;  // of them; the others are their partners
     int rows;  // of the weight, without partners
     unsigned row_bytes;
-    unsigned chunk_bytes;
-    unsigned stride;  // bytes from one row of a slot to the next
+    unsigned chunk_bytes;  // and from one row of a slot to the next
 };
 
 struct Step {
@@ -34,8 +33,8 @@ struct Operands {
 };
 
 #kernel ring
-// The registers of the warps that fetch go to those that compute. It is for whole groups of four warps, of which only one
-// has something to fetch.
+// The registers of the other warps go to those that compute. It is for whole groups of four warps, of which two have nothing
+// to do here.
 __device__ __forceinline__ void give_registers() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -155,7 +154,6 @@ struct Ring {
     __device__ __forceinline__ void fill(const Operands &operands) {
         const int lane = threadIdx.x % WARP;
         Ring landed = *this;
-        const int most = depth < IN_FLIGHT ? depth : IN_FLIGHT;
         int flying = 0;
         for (int step = 0; step < STEPS; step++) {
             if (steps[step].stream < 0) {
@@ -169,14 +167,14 @@ struct Ring {
                 const bool has_row = lane < stream.unit_rows && row < stream.rows;
                 const char *source = weight + (unsigned long long)(row + (partner ? stream.rows : 0)) * stream.row_bytes;
                 for (unsigned begin = 0; begin < stream.row_bytes; begin += stream.chunk_bytes) {
-                    if (flying == most) {
+                    if (flying == IN_FLIGHT) {
                         landed.wait();
                         landed.advance();
                     } else {
                         flying++;
                     }
                     const unsigned left = stream.row_bytes - begin;
-                    fetch(source + begin, has_row, stream.stride, left < stream.chunk_bytes ? left : stream.chunk_bytes);
+                    fetch(source + begin, has_row, stream.chunk_bytes, left < stream.chunk_bytes ? left : stream.chunk_bytes);
                 }
             }
         }
@@ -220,7 +218,7 @@ __device__ __forceinline__ void keep_barrier(void *memory) {
 //
 // Letters are values with a tag that says which step sent them, so that whoever waits for one sees when it is there. Mail
 // are the 16-bit letters that a step sends to the next one, which may read them before the barrier between the two, but
-// must write nothing before it. So the mail of two steps is kept, and nobody overwrites what is still read.
+// must write nothing before it that the last step still reads or writes. So the mail of two steps is kept.
 struct Grid {
     unsigned *memory;
     unsigned base;

@@ -42,7 +42,7 @@ struct Scratch {
         Found found;
     } memory[warps];
 };
-static_assert(sizeof(Scratch) <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) + 2 * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
 
 // What part of the work is a block's.
 struct Item {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void begin(
 }
 
 constexpr int pack = smaller(
-    smaller(width % 16 == 0 && value_width % 16 == 0 ? 8 : 4, Unrotated::vector),
+    smaller(width % 16 == 0 && (tokens == 0 || value_width % 16 == 0) ? 8 : 4, Unrotated::vector),
     smaller(Key_source::vector, Value_source::vector)
 );
 
@@ -419,11 +419,10 @@ __device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *
         }
         if constexpr (mails) {
             grid.send(place + dim, values);
-        } else {
+        }
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                out[place + (dim + j) * Out::stride(3)] = values[j];
-            }
+        for (int j = 0; j < 4; j++) {
+            out[place + (dim + j) * Out::stride(3)] = values[j];
         }
     }
 }
