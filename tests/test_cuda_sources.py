@@ -9,7 +9,7 @@ import pytest
 from cuda_sources import GRAPHS, sources
 from cuda_toolchain import architectures, compile_sources
 
-SHARE = 24
+SHARE = 36
 
 
 @pytest.mark.parametrize("name", GRAPHS)
