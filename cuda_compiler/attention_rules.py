@@ -125,8 +125,12 @@ def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, s
     """Bytes of `SplitMemory` in `attention_split.cuh`."""
     padded = groups(width, 32) * 32, groups(value_width, 64) * 64
     tiles = stages * BLOCK_KEYS * sum(padded) * 2
-    found = (3 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * padded[1] // 32 * 33) * 4
-    return warps * max(tiles, found)
+    return warps * max(tiles, found_memory(rows, value_width))
+
+
+def found_memory(rows: int, value_width: int) -> int:
+    """Bytes of `Found` there, which is what a warp leaves for the others."""
+    return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * groups(value_width, 64) * 64)
 
 
 def _tiled(

@@ -370,7 +370,7 @@ def _least_shared(run: Run) -> int:
 
 
 def _whole(size: int) -> int:
-    return -(-size // 128) * 128
+    return groups(size, 128) * 128
 
 
 def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
@@ -449,14 +449,14 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             "    ring.initialize();",
             "    __syncthreads();",
             "    if (threadIdx.x >= THREADS) {",
-            "        give_registers();",
+            "        give_registers<40>();",
             "        if (threadIdx.x < THREADS + WARP) {",
             "            ring.fill(operands);",
             "        } else if (threadIdx.x < THREADS + 2 * WARP) {",
             f"            keep_barrier(operands.at[{memory}]);",
             "        }",
             "    } else {",
-            "        take_registers();",
+            "        take_registers<232>();",
             "        compute(ring, operands, shared);",
             "    }",
             "#else",

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.attention_rules import BLOCK_ROWS, suits_tensor_cores
-from cuda_compiler.cuda_templates import groups
+from cuda_compiler.attention_rules import BLOCK_ROWS, found_memory, suits_tensor_cores
+from cuda_compiler.rotary_rules import shown_heads
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View
@@ -47,8 +47,7 @@ def attend_memory(match: AttentionMatch, warps: int) -> int:
     rows = min(match.q.shape[2] * (match.q.shape[1] // match.k.shape[1]), BLOCK_ROWS)
     width, value_width = match.q.shape[3], match.v.shape[3]
     staged = (rows * (width + 32) + _tokens(match) * (width + value_width)) * itemsize(match.q.dtype)
-    found = 4 * (2 * BLOCK_ROWS + rows * groups(value_width, 64) * 64)
-    return staged + warps * found + 48
+    return staged + warps * found_memory(rows, value_width) + 48
 
 
 def _tokens(match: AttentionMatch) -> int:
@@ -119,15 +118,7 @@ def _alike(source: View, cache: View) -> bool:
 
 def _before(view: View, turned: View, x: View) -> View | None:
     """Where what `view` shows of a rotation's result was before; None where it does not show whole heads."""
-    if view.buffer != turned.buffer or view.rank != 4 or (view.shape[0], *view.shape[2:]) != (
-        turned.shape[0], *turned.shape[2:]
-    ):  # fmt: skip
+    heads = shown_heads(view, turned)
+    if heads is None or x.strides[3] != 1:
         return None
-    pairs = zip(view.shape, view.strides, turned.strides, strict=True)
-    if any(size > 1 and mine != whole for size, mine, whole in pairs):
-        return None
-    head, rest = divmod(view.offset - turned.offset, turned.strides[1])
-    if rest or not 0 <= head <= turned.shape[1] - view.shape[1] or x.strides[3] != 1:
-        return None
-    return replace(x, shape=view.shape, offset=x.offset + head * x.strides[1])
-
+    return replace(x, shape=view.shape, offset=x.offset + heads.start * x.strides[1])

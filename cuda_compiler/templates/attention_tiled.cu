@@ -42,10 +42,6 @@ __device__ __forceinline__ void copy_stage(Stage &stage, const Problem &problem,
     copy_tile<value_tiles>(stage.v, problem.v, V::stride(2), tile * tile_keys, value_width);
 }
 
-__device__ __forceinline__ unsigned shared_address(const Half *data) {
-    return unsigned(__cvta_generic_to_shared(data));
-}
-
 // Four 8 × 8 matrices as fragments; lanes 8i to 8i + 7 say where the rows of matrix i begin in shared memory. Transposed,
 // lane 4g + p holds rows 2p and 2p + 1 of column g.
 template <bool transposed>
@@ -181,11 +177,8 @@ __device__ __forceinline__ void sum_up(
 
 KERNEL(attention_tiled) {
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
-    // The last rows have the most keys where attention is causal: they begin first.
-    constexpr int heads = int(K::size(0)) * kv_heads;
-    const int row_block = row_blocks - 1 - int(blockIdx.x) / heads;
-    const int head = int(blockIdx.x) % heads;
-    const Problem problem(q, k, v, mask, head / kv_heads, head % kv_heads);
+    const int row_block = own_row_block();
+    const Problem problem(q, k, v, mask, own_problem() / kv_heads, own_problem() % kv_heads);
     const int block_row = row_block * tile_rows;
     const int first_row = block_row + int(threadIdx.x) / WARP * row_tiles * block_rows;
     const Tiles tiles(verdicts, problem, row_block);

@@ -14,6 +14,13 @@ __device__ __forceinline__ float power_of_2(float exponent) {
     return result;
 }
 
+constexpr int problems = int(K::size(0)) * kv_heads;
+
+// The block's pair of a batch and a KV head, and its rows there. The last rows have the most keys where attention is causal:
+// they begin first.
+__device__ __forceinline__ int own_problem() { return int(blockIdx.x) % problems; }
+__device__ __forceinline__ int own_row_block() { return row_blocks - 1 - int(blockIdx.x) / problems; }
+
 // The tiles of keys that a block has to multiply.
 struct Tiles {
     const Verdicts::type *verdicts;  // of the block

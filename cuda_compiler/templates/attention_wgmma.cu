@@ -188,11 +188,8 @@ struct Consumer {
 
 KERNEL(attention_wgmma) {
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
-    // The last rows have the most keys where attention is causal: they begin first.
-    constexpr int heads = int(K::size(0)) * kv_heads;
-    const int row_block = row_blocks - 1 - int(blockIdx.x) / heads;
-    const int head = int(blockIdx.x) % heads;
-    const Problem problem(q, k, v, mask, head / kv_heads, head % kv_heads);
+    const int row_block = own_row_block();
+    const Problem problem(q, k, v, mask, own_problem() / kv_heads, own_problem() % kv_heads);
     const int block_row = row_block * tile_rows;
     const Tiles tiles(verdicts, problem, row_block);
     if (threadIdx.x == 0) {
@@ -207,7 +204,7 @@ KERNEL(attention_wgmma) {
     const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / warpgroup_threads, 0);
     if (warpgroup == consumers) {
         if constexpr (consumers > 1) {
-            give_registers_back<24>();
+            give_registers<24>();
         }
         copy_all(memory, problem, tiles, block_row);
     } else {

@@ -21,6 +21,8 @@ __device__ __forceinline__ void sync_block() {
 #endif
 }
 
+__device__ __forceinline__ unsigned shared_address(const void *data) { return unsigned(__cvta_generic_to_shared(data)); }
+
 // 16-bit floats are storage only: arithmetic is in float.
 struct alignas(2) f16 {
     unsigned short bits;

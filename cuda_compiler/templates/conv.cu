@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_fragments(unsigned (&words)[4], const Half 
 #if __CUDA_ARCH__ >= 800
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(unsigned(__cvta_generic_to_shared(lane_row))) : "memory");
+                 : "r"(shared_address(lane_row)) : "memory");
 #endif
 }
 
@@ -182,7 +182,7 @@ __device__ __forceinline__ void add_partial(float (&values)[PACK], const float *
 #if __CUDA_ARCH__ >= 900
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address) : "r"(unsigned(__cvta_generic_to_shared(own))), "r"(sharer));
+        : "=r"(address) : "r"(shared_address(own)), "r"(sharer));
 #pragma unroll
     for (int i = 0; i < PACK; i += 4) {
         float part[4];

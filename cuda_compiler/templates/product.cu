@@ -259,8 +259,7 @@ PHASE(product) {
             // Two units at a time: what one waits for, the other one is busy with.
             for (; turn + 1 < capacity && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
                 Sums first, second;
-                Ring behind = ring;
-                behind.advance();
+                const Ring behind = ring.behind();
                 const char *const slot = ring.wait();
                 const char *const other = behind.wait();
                 first.add(slot, kept);
@@ -279,8 +278,7 @@ PHASE(product) {
             } else {
 #pragma unroll 1
                 for (int chunk = 0; chunk + 1 < chunks; chunk += 2) {
-                    Ring behind = ring;
-                    behind.advance();
+                    const Ring behind = ring.behind();
                     const char *const slot = ring.wait();
                     const char *const other = behind.wait();
                     sums.add(slot, Columns<chunk_packs>(scratch.x, chunk * chunk_packs));

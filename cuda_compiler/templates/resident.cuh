@@ -33,34 +33,7 @@ struct Operands {
 };
 
 #kernel ring
-// The registers of the other warps go to those that compute. It is for whole groups of four warps, of which two have nothing
-// to do here.
-__device__ __forceinline__ void give_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
-}
-
-__device__ __forceinline__ void take_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-#endif
-}
-
-__device__ __forceinline__ unsigned shared_address(const void *data) { return unsigned(__cvta_generic_to_shared(data)); }
-
-__device__ __forceinline__ void wait_for(unsigned mbarrier, unsigned parity) {
-    unsigned done = 0;
-    while (!done) {
-#if BULK
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(mbarrier), "r"(parity) : "memory");
-#else
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(done) : "r"(mbarrier), "r"(parity) : "memory");
-#endif
-    }
-}
+#include "warp_jobs.cuh"
 
 // The slots, and where in them somebody is: the warp that fills them, or a warp that uses them.
 struct Ring {
@@ -82,8 +55,8 @@ struct Ring {
     __device__ __forceinline__ void initialize() const {
         for (int slot = threadIdx.x; slot < depth; slot += blockDim.x) {
             const int arrivals = BULK ? 1 : WARP;
-            asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(full + 8 * slot), "r"(arrivals) : "memory");
-            asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(free() + 8 * slot), "r"(warps) : "memory");
+            start_barrier(full + 8 * slot, arrivals);
+            start_barrier(free() + 8 * slot, warps);
         }
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -99,15 +72,22 @@ struct Ring {
 
     // The slot to use next, once it is full.
     __device__ __forceinline__ const char *wait() const {
-        wait_for(full + 8 * current, parity);
+        wait_at(full + 8 * current, parity);
         return slots + current * SLOT_BYTES;
+    }
+
+    // As it will be when the current slot is given back.
+    __device__ __forceinline__ Ring behind() const {
+        Ring next = *this;
+        next.advance();
+        return next;
     }
 
     // Gives the current slot back, to be filled with what comes next.
     __device__ __forceinline__ void release() {
         __syncwarp();
         if (threadIdx.x % WARP == 0) {
-            asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(free() + 8 * current) : "memory");
+            arrive_at(free() + 8 * current);
         }
         advance();
     }
@@ -118,7 +98,7 @@ struct Ring {
         const int lane = threadIdx.x % WARP;
         const unsigned signal = full + 8 * current;
         const unsigned target = shared_address(slots + current * SLOT_BYTES);
-        wait_for(free() + 8 * current, parity ^ 1);
+        wait_at(free() + 8 * current, parity ^ 1);
 #if BULK
         const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
         if (lane == 0) {
@@ -144,7 +124,7 @@ struct Ring {
                 }
             }
         }
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(signal) : "memory");
+        arrive_after_copies_at(signal);
 #endif
         advance();
     }

@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply(
 __device__ __forceinline__ void copy_words(Half *target, const Half *source, bool inside) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(unsigned(__cvta_generic_to_shared(target))), "l"(source), "r"(inside ? 16 : 0) : "memory");
+                 :: "r"(shared_address(target)), "l"(source), "r"(inside ? 16 : 0) : "memory");
 #else
     *reinterpret_cast<Words *>(target) = load_words(source, inside);
 #endif

@@ -8,13 +8,11 @@
 #error "this program was compiled for a GPU of compute capability 9.0; compile it with this device's target"
 #endif
 
+#include "warp_jobs.cuh"
+
 constexpr int warpgroup_threads = 128;
 constexpr int warpgroup_rows = 64;
 constexpr int slab_width = 64;
-
-__device__ __forceinline__ unsigned shared_address(const void *data) {
-    return unsigned(__cvta_generic_to_shared(data));
-}
 
 // What tells a product where a matrix begins; `across` is from one slab to the next, in bytes.
 __device__ __forceinline__ unsigned long long matrix_at(unsigned address, int across) {
@@ -110,42 +108,14 @@ __device__ __forceinline__ void pin(float (&sums)[count][4]) {
     }
 }
 
-template <int registers>
-__device__ __forceinline__ void give_registers_back() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(registers));
-}
-
-template <int registers>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(registers));
-}
-
-// Passed, and ready for the next round, when so many have arrived. Rounds alternate between parities 0 and 1.
+// A barrier as `warp_jobs.cuh` has them, in shared memory.
 struct Barrier {
     unsigned long long state;
 
-    __device__ __forceinline__ void start(int arrivals) {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(this)), "r"(arrivals) : "memory");
-    }
-
-    __device__ __forceinline__ void arrive() {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(this)) : "memory");
-    }
-
-    // As soon as this thread's copies so far are done.
-    __device__ __forceinline__ void arrive_after_copies() {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(shared_address(this)) : "memory");
-    }
-
-    // For the end of the round of this parity; the round before the first one has parity 1 and is over.
-    __device__ __forceinline__ void wait(int parity) {
-        unsigned passed;
-        do {
-            asm volatile("{.reg .pred passed; mbarrier.try_wait.parity.shared::cta.b64 passed, [%1], %2; "
-                         "selp.u32 %0, 1, 0, passed;}"
-                         : "=r"(passed) : "r"(shared_address(this)), "r"(parity) : "memory");
-        } while (passed == 0);
-    }
+    __device__ __forceinline__ void start(int arrivals) { start_barrier(shared_address(this), arrivals); }
+    __device__ __forceinline__ void arrive() { arrive_at(shared_address(this)); }
+    __device__ __forceinline__ void arrive_after_copies() { arrive_after_copies_at(shared_address(this)); }
+    __device__ __forceinline__ void wait(int parity) { wait_at(shared_address(this), parity); }
 };
 
 // What threads have written to shared memory, before this, can be read by products after it.

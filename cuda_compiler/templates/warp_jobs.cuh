@@ -1,0 +1,45 @@
+// What warps of a block with different jobs need: barriers in shared memory, named by their addresses, and each other's
+// registers. From sm_80 on.
+
+// A barrier is passed, and ready for the next round, when so many have arrived. Rounds alternate between parities 0 and 1.
+__device__ __forceinline__ void start_barrier(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive_at(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// As soon as this thread's copies so far are done.
+__device__ __forceinline__ void arrive_after_copies_at(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
+}
+
+// For the end of the round of this parity; the round before the first one has parity 1 and is over.
+__device__ __forceinline__ void wait_at(unsigned barrier, unsigned parity) {
+    unsigned passed = 0;
+    while (!passed) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+#else
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+#endif
+    }
+}
+
+// For whole groups of four warps, on GPUs where that is possible.
+template <int registers>
+__device__ __forceinline__ void give_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(registers));
+#endif
+}
+
+template <int registers>
+__device__ __forceinline__ void take_registers() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(registers));
+#endif
+}
