@@ -384,7 +384,7 @@ def test_memory_that_is_too_small_or_not_to_be_had(backend: Backend) -> None:
         NPUBuffer.from_numpy(np.ones((3, 4), np.float32), backend, alloc_shape=(2, 4))
     with pytest.raises(InputError, match=r"does not fit in \[12\]"):
         NPUBuffer.from_numpy(np.ones((3, 4), np.float32), backend, alloc_shape=(12,))
-    with pytest.raises(DeviceError, match="out of memory: cannot allocate float32"):
+    with pytest.raises(DeviceError, match=r"out of memory: .*float32\[1099511627776, 1048576\]"):
         NPUBuffer.zeros((2**40, 2**20), backend, "float32")
     with pytest.raises(DeviceError, match="the device does not store float64; it stores bfloat16, bool"):
         NPUBuffer.zeros((2,), backend, "float64")

@@ -106,17 +106,17 @@ def invoke(folder: Path, *args: str) -> Any:
 
 
 def save_model_with_tokenizer(folder: Path) -> Path:
-    """A random Qwen2 whose tokens are the letters from b, as a Hugging Face folder."""
+    """A random Qwen2 whose tokens are letters and that never ends, as a Hugging Face folder."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     torch.manual_seed(3)
     config = transformers.Qwen2Config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=26, max_position_embeddings=64, initializer_range=0.3, eos_token_id=0, dtype="bfloat16",
+        vocab_size=26, max_position_embeddings=64, initializer_range=0.3, eos_token_id=None, dtype="bfloat16",
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    vocabulary = {"<end>": 0, **{chr(ord("a") + letter): letter for letter in range(1, 26)}}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<end>"))
+    vocabulary = {chr(ord("a") + letter): letter for letter in range(26)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder

@@ -26,6 +26,7 @@ from cuda_compiler.resident import RESIDENT, form_resident_kernels
 from npu_compiler import CodegenTarget, CompiledProgram
 from npu_compiler.codegen_core import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
+from npu_runtime.cpu_backend import tensor_to_numpy
 from npu_sim.llm import Checkpoint, extract_graph
 from npu_sim.llm.graph import state_with_buffers
 
@@ -222,7 +223,9 @@ def test_other_wirings_are_right_time_after_time(kind: type[Wired], rng: np.rand
     k, v = (torch.from_numpy(rng.standard_normal((1, 4, CACHE, 64)).astype(np.float32)).bfloat16() for _ in "kv")
     for _ in range(50):
         x = torch.from_numpy(rng.standard_normal((1, 1, 256)).astype(np.float32)).bfloat16()
-        inputs = dict(zip((spec.name for spec in program.input_specs), (x, k, v), strict=True))
+        inputs = {
+            spec.name: tensor_to_numpy(value) for spec, value in zip(program.input_specs, (x, k, v), strict=True)
+        }
         found = executor.run(inputs, weights)
         with torch.no_grad():
             expected = wide(x.float(), k.float(), v.float())

@@ -695,7 +695,12 @@ def extract(case: Case, model_dtype: torch.dtype) -> dict[str, Any]:
     meta = [(x.to(model_dtype) if x.is_floating_point() else x).to("meta") for x in drawn]
     weights = {n: x for n, (x, arg) in enumerate(zip(meta, case.args, strict=True)) if arg.weight}
     inputs = tuple(x for x, arg in zip(meta, case.args, strict=True) if not arg.weight)
-    return torch_ir.extract_ir(CaseModule(case, weights), inputs).to_dict()
+    try:
+        return torch_ir.extract_ir(CaseModule(case, weights), inputs).to_dict()
+    except torch_ir.ExportError as error:
+        if "convolution_overrideable" in str(error):
+            pytest.skip("PyTorch before 2.13 exports no _convolution from the meta device")
+        raise
 
 
 def expected(case: Case, args: list[torch.Tensor]) -> list[np.ndarray]:
