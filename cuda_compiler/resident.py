@@ -35,6 +35,7 @@ _WARPS = THREADS // WARP
 _UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 _LINE_BYTES = 128  # that a warp takes of each row
 _SLOT_BYTES = _UNIT_ROWS * 3072
+_AHEAD = 2  # steps that a step's look ahead comes before it
 _IN_FLIGHT = 2  # slots of a ring, which has as many at least: a product takes two at a time
 _LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 _MULTIPROCESSORS = 132  # for which work is divided evenly; others may run the kernel as well
@@ -254,7 +255,7 @@ class _Matcher:
         kv_heads, keys = match.k.shape[1], match.k.shape[2]
         rows = queries * (heads // kv_heads)
         items = batch * kv_heads * groups(rows, BLOCK_ROWS)
-        splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
+        splits = min(groups(keys, BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
         letters = batch * kv_heads * rows * splits * (2 + match.v.shape[3])
         constants = {"splits": splits, "mailed": False, "mails": False}
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
@@ -331,8 +332,8 @@ def _is_part(view: View, out: View) -> bool:
 def _resident(run: Run, make: Specializer) -> KernelCall:
     """The run as one call: inputs and outputs are all that its phases read and write."""
     phases, mail = _with_mail(run.phases)
-    mail = groups(mail, 4) * 4
-    memory = make.counters(f"{run.calls[-1].node}.grid", 4 + 2 * mail)
+    mail = groups(mail, 8) * 8
+    memory = make.counters(f"{run.calls[-1].node}.grid", 4 + 3 * mail // 2)
     if letters := max(phase.letters for phase in phases):
         parts = make.counters(f"{run.calls[-1].node}.letters", 2 * letters)
         phases = [replace(phase, outputs={**phase.outputs, "parts": parts}) if phase.letters else phase
@@ -357,7 +358,7 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
 
 
 def _scratch_bytes(run: Run) -> int:
-    return 2 * _early_bytes(run) + max(phase.scratch for phase in run.phases)
+    return (_AHEAD + 1) * _early_bytes(run) + max(phase.scratch for phase in run.phases)
 
 
 def _early_bytes(run: Run) -> int:
@@ -391,7 +392,7 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             f", static_cast<{TYPES[view.dtype]} *>(operands.at[now.operand[{index}]])"
             for index, view in enumerate(operands.values())
         )
-        arguments = f"(ring, grid, early, shared + 2 * EARLY_BYTES{arguments})"
+        arguments = f"(ring, grid, early, shared + (AHEAD + 1) * EARLY_BYTES{arguments})"
         cases[number] = f"        case {number}: phase{number}::{phase.function}{arguments}; break;"
         ahead[number] = f"        case {number}: phase{number}::look_ahead{arguments}; break;"
     widest = max(len(phase.operands) for phase in run.phases)
@@ -400,7 +401,7 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
     head = {
         "THREADS": THREADS, "UNIT_ROWS": _UNIT_ROWS, "SLOT_BYTES": _SLOT_BYTES, "SCRATCH_BYTES": _scratch_bytes(run),
         "EARLY_BYTES": _early_bytes(run),
-        "IN_FLIGHT": _IN_FLIGHT, "LETTERS": mail, "MAX_OPERANDS": widest, "OPERANDS": len(place),
+        "AHEAD": _AHEAD, "IN_FLIGHT": _IN_FLIGHT, "MAIL": mail, "MAX_OPERANDS": widest, "OPERANDS": len(place),
         "STEPS": len(steps),
     }  # fmt: skip
     return "\n".join(
@@ -419,25 +420,25 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             f"    Grid grid(operands.at[{memory}]);",
             "    const auto look_ahead = [&](int step) {",
             "        const Step &now = steps[step];",
-            "        char *early = shared + step % 2 * EARLY_BYTES;",
+            "        char *early = shared + step % (AHEAD + 1) * EARLY_BYTES;",
             "        switch (now.phase) {",
             *ahead.values(),
             "        }",
             "    };",
-            "    look_ahead(0);",
+            "    for (int step = 0; step < AHEAD && step < STEPS; step++) {",
+            "        look_ahead(step);",
+            "    }",
             "    sync_block();",
             "    for (; grid.step < STEPS; grid.step++) {",
-            "        if (grid.step + 1 < STEPS) {",
-            "            look_ahead(grid.step + 1);",
+            "        if (grid.step + AHEAD < STEPS) {",
+            "            look_ahead(grid.step + AHEAD);",
             "        }",
             "        const Step &now = steps[grid.step];",
-            "        char *early = shared + grid.step % 2 * EARLY_BYTES;",
+            "        char *early = shared + grid.step % (AHEAD + 1) * EARLY_BYTES;",
             "        switch (now.phase) {",
             *cases.values(),
             "        }",
-            "        if (grid.step + 1 < STEPS) {",
-            "            grid.arrive();",
-            "        }",
+            "        grid.leave();",
             "    }",
             "    grid.finish();",
             "}",

@@ -27,7 +27,7 @@ struct Scratch {
     float sums[warps][capacity][UNIT_ROWS][rows];
     float squares[rows][warps];
 };
-static_assert(sizeof(Scratch) + 2 * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) + (AHEAD + 1) * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
 
 // Zeros behind rows of x that do not end in whole lines: the last line is read whole.
 __device__ __forceinline__ void pad(Scratch &scratch) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
 // x to shared memory, normalized if it is to be.
 __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
     constexpr int held = (packs + THREADS - 1) / THREADS;
-    Pack<Element, pack> values[rows][held];
+    Pack<Element, pack> values[rows][held] = {};
     Pack<Gain::type, pack> gains[held];
     if constexpr (Gain::present) {
 #pragma unroll
@@ -69,6 +69,12 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
                 }
             }
         } while (!complete);
+        if constexpr (mailed) {
+#pragma unroll
+            for (int i = 0; i < held; i++) {
+                Grid::read(reinterpret_cast<uint4 &>(values[row][i]));
+            }
+        }
     }
     if constexpr (!normed) {
 #pragma unroll
@@ -320,10 +326,10 @@ PHASE(product) {
             }
             const Out::type result = addends.result(sum, up);
             const index_t target = place.row * Out::stride(0) + place.column * Out::stride(1);
-            out[target] = result;
             if constexpr (mails) {
                 grid.send(target, result);
             }
+            out[target] = result;
         }
         if (start + capacity * gridDim.x < units) {
             sync_block();

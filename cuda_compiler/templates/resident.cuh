@@ -196,16 +196,21 @@ __device__ __forceinline__ void keep_barrier(void *memory) {
 // The blocks of the grid as a step sees them, and what they have in common: the barrier's counter, the number of steps that
 // earlier runs took, and mail.
 //
-// Letters are values with a tag that says which step sent them, so that whoever waits for one sees when it is there. Mail
-// are the 16-bit letters that a step sends to the next one, which may read them before the barrier between the two, but
-// must write nothing before it that the last step still reads or writes. So the mail of two steps is kept.
+// Mail are the 16-bit values that a step sends to the next one, which may read them before the barrier between the two, but
+// must write nothing before it that the last step still reads or writes. A box in which nothing lies yet holds zeros; so a
+// value is written as its complement, and the one whose complement is 0, a NaN, as another NaN. There are three boxes, one
+// for what a step sends, one for what it reads, and one, which all have read, that it empties for the next step.
+//
+// Letters are values with a tag that says which step sent them, so that whoever waits for one sees when it is there.
 struct Grid {
     unsigned *memory;
     unsigned base;
     int step = 0;
+    int box;  // that this step sends to
 
     __device__ __forceinline__ Grid(void *memory)
-        : memory(static_cast<unsigned *>(memory)), base(static_cast<unsigned *>(memory)[1]) {}
+        : memory(static_cast<unsigned *>(memory)), base(static_cast<unsigned *>(memory)[1]),
+          box(static_cast<int *>(memory)[2]) {}
 
     __device__ __forceinline__ void arrive() const { meet<step_done>(); }
 
@@ -216,55 +221,74 @@ struct Grid {
         }
     }
 
-    __device__ __forceinline__ void finish() {
-        if (blockIdx.x == 0 && threadIdx.x == 0) {
-            memory[1] = base + STEPS;
+    // Ends the step.
+    __device__ __forceinline__ void leave() {
+        box = box == 2 ? 0 : box + 1;
+        const int at = (blockIdx.x * THREADS + threadIdx.x) * 8;
+        for (int i = at; i < MAIL; i += gridDim.x * THREADS * 8) {
+            *reinterpret_cast<uint4 *>(mail(box, i)) = make_uint4(0, 0, 0, 0);
+        }
+        if (step + 1 < STEPS) {
+            arrive();
         }
     }
 
-    __device__ __forceinline__ unsigned tag(int sender) const { return base + sender + 1; }
+    __device__ __forceinline__ void finish() {
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            memory[1] = base + STEPS;
+            memory[2] = box;
+        }
+    }
 
-    __device__ __forceinline__ unsigned *mail(int sender, int index) const {
-        return memory + 4 + sender % 2 * LETTERS + index;
+    __device__ __forceinline__ unsigned short *mail(int box, int index) const {
+        return reinterpret_cast<unsigned short *>(memory + 4) + box * MAIL + index;
     }
 
     template <typename T>
-    __device__ __forceinline__ unsigned written(const T &value) const {
-        return reinterpret_cast<const unsigned short &>(value) | tag(step) << 16;
+    __device__ __forceinline__ static unsigned short written(const T &value) {
+        const unsigned short complement = ~reinterpret_cast<const unsigned short &>(value);
+        return complement == 0 ? 0x8000 : complement;
     }
 
     // To the next step.
     template <typename T>
     __device__ __forceinline__ void send(int index, const T &value) const {
-        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(mail(step, index)), "r"(written(value)) : "memory");
+        asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" :: "l"(mail(box, index)), "h"(written(value)) : "memory");
     }
 
     template <typename T>
     __device__ __forceinline__ void send(int index, const T (&values)[4]) const {
-        asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                     :: "l"(mail(step, index)), "r"(written(values[0])), "r"(written(values[1])),
-                        "r"(written(values[2])), "r"(written(values[3])) : "memory");
+        asm volatile("st.relaxed.gpu.global.v4.u16 [%0], {%1, %2, %3, %4};"
+                     :: "l"(mail(box, index)), "h"(written(values[0])), "h"(written(values[1])),
+                        "h"(written(values[2])), "h"(written(values[3])) : "memory");
     }
 
-    // Eight values from the last step, from `index` on; whether they were there.
+    // Eight values from the last step, from `index` on, into what was zeros at first; whether they are all there.
     __device__ __forceinline__ bool receive(uint4 &values, int index) const {
-        const unsigned *from = mail(step - 1, index);
-        unsigned at[8];
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(at[0]), "=r"(at[1]), "=r"(at[2]), "=r"(at[3]) : "l"(from) : "memory");
-        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(at[4]), "=r"(at[5]), "=r"(at[6]), "=r"(at[7]) : "l"(from + 4) : "memory");
-        unsigned wrong = 0;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            wrong |= at[i] ^ tag(step - 1) << 16;
-        }
-        values = make_uint4(
-            __byte_perm(at[0], at[1], 0x5410), __byte_perm(at[2], at[3], 0x5410),
-            __byte_perm(at[4], at[5], 0x5410), __byte_perm(at[6], at[7], 0x5410)
-        );
-        return wrong >> 16 == 0;
+        asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
+                     "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                     : "+r"(values.x), "+r"(values.y), "+r"(values.z), "+r"(values.w)
+                     : "l"(mail(box == 0 ? 2 : box - 1, index)), "r"(lacks(values)) : "memory");
+        return lacks(values) == 0;
     }
+
+    // What was received as it was before it was sent.
+    __device__ __forceinline__ static void read(uint4 &values) {
+        values = make_uint4(~values.x, ~values.y, ~values.z, ~values.w);
+    }
+
+    // Not 0 if one of the values is 0: only then subtracting 1 from each, with borrows, sets a sign that was not set.
+    __device__ __forceinline__ static unsigned lacks(const uint4 &values) {
+        const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
+        unsigned found = 0;
+#pragma unroll
+        for (unsigned pair : pairs) {
+            found |= (pair - 0x00010001u) & ~pair;
+        }
+        return found & 0x80008000u;
+    }
+
+    __device__ __forceinline__ unsigned tag(int sender) const { return base + sender + 1; }
 
     // Two letters to other blocks in this step.
     __device__ __forceinline__ void send(unsigned long long *letters, float first, float second) const {

@@ -16,7 +16,9 @@ struct Q {
 
 constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
 
-// How far a warp has come before the step. The L2 cache has its next two tiles, or is fetching them.
+constexpr int tiles_ahead = 4;  // of a warp that the L2 cache has, or is fetching
+
+// How far a warp has come before the step.
 struct Begun {
     int key;  // of the first tile
     int next;
@@ -42,7 +44,7 @@ struct Scratch {
         Found found;
     } memory[warps];
 };
-static_assert(sizeof(Scratch) + 2 * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) + (AHEAD + 1) * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
 
 // What part of the work is a block's.
 struct Item {
@@ -56,7 +58,7 @@ struct Item {
           kv_head(number / (splits * row_blocks) % kv_heads), batch(number / (splits * row_blocks * kv_heads)) {}
 
     __device__ __forceinline__ bool has(int key) const {
-        return key >= 0 && key / (block_keys * warps) % splits == split;
+        return key >= 0 && key / block_keys % splits == split;
     }
 };
 
@@ -162,13 +164,16 @@ __device__ __forceinline__ void begin(
 ) {
     const int warp = threadIdx.x / WARP;
     const Given<Cos, Index> given(item, cos, sin, index);
-    Turns turns(problem, item.first_row, item.split * warps + warp, splits * warps);
+    Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
     const int key = turns.next();
     const int next = turns.next();
     prefetch_tile(problem, key);
     prefetch_tile(problem, next);
     if (threadIdx.x % WARP == 0) {
         early.begun[warp] = Begun{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
+    }
+    for (int tile = 2; tile < tiles_ahead; tile++) {
+        prefetch_tile(problem, turns.next());
     }
     given.keep(early);
 }
@@ -191,7 +196,7 @@ struct Pair {
     int half;  // elements from a pack to its partner
     int dim;
     int angle = -1;  // the query whose angles turn it
-    Pack<Half, pack> low, high;
+    Pack<Half, pack> low = {}, high = {};
 
     // The `number`-th pair of the queries, the new keys and the new values of a block.
     template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value>
@@ -260,6 +265,10 @@ struct Pair {
     __device__ __forceinline__ void place(const Early &early) {
         if (source == nullptr) {
             return;
+        }
+        if constexpr (mailed) {
+            Grid::read(reinterpret_cast<uint4 &>(low));
+            Grid::read(reinterpret_cast<uint4 &>(high));
         }
         if (Cos::present && angle >= 0) {
             float first[pack], second[pack], cosines[2][pack], sines[2][pack];
@@ -482,11 +491,15 @@ PHASE(attend_keys) {
         }
         sync_block();
         renew(key_words, values, early, scratch, key);
-        Turns turns(problem, item.first_row, item.split * warps + warp, splits * warps);
+        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
         turns.turn = begun.turn;
         turns.found = begun.found;
         turns.looked = begun.looked;
         turns.lowest_counts = begun.lowest_counts;
+        Turns scout = turns;
+        for (int tile = 2; tile < tiles_ahead; tile++) {
+            scout.next();
+        }
         problem.q = &scratch.q[0][0] - item.first_row * Q::row;
         State state;
         state.start(problem, item.first_row);
@@ -501,7 +514,7 @@ PHASE(attend_keys) {
             if (next < keys) {
                 load(values, problem, next);
                 next = turns.next();
-                prefetch_tile(problem, next);
+                prefetch_tile(problem, scout.next());
             }
         }
         combine_warps(problem, item.first_row, state, scratch.memory, SendParts{grid, parts, item.split});
