@@ -35,7 +35,7 @@ _WARPS = THREADS // WARP
 _UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 _LINE_BYTES = 128  # that a warp takes of each row
 _SLOT_BYTES = _UNIT_ROWS * 3072
-_AHEAD = 2  # steps that a step's look ahead comes before it
+_STEPS_AHEAD = 3  # of which what was found out ahead is kept
 _IN_FLIGHT = 2  # slots of a ring, which has as many at least: a product takes two at a time
 _LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 _MULTIPROCESSORS = 132  # for which work is divided evenly; others may run the kernel as well
@@ -44,6 +44,7 @@ _MAX_STAGED_BYTES = 48 * 1024  # of a product's input
 _CONSTANT = ("gain", "weight", "bias")
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
+_MIN_TILES = 4  # of keys that a split has, as more splits have more to tell each other
 _PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 _GAIN = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
@@ -101,7 +102,7 @@ class Phase:
             f", {'const ' if name in self.inputs else ''}{TYPES[view.dtype]} *{name}"
             for name, view in self.operands.items()
         )
-        signature = f"void name(Ring &ring, Grid &grid, char *early_memory, char *shared{arguments})"
+        signature = f"void name(Ring &ring, Grid &grid, Ahead &ahead, char *shared{arguments})"
         return "\n".join(
             [
                 specialized(self.call, KERNELS[self.call.kernel], self.inputs, self.outputs, self.constants),
@@ -244,7 +245,7 @@ class _Matcher:
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
         constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
                       "mailed": False, "mails": False}  # fmt: skip
-        sums = 4 * _WARPS * _UNIT_ROWS * m * (32 // m)
+        sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * max(8 // m, 1)
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
         return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT,
@@ -255,7 +256,7 @@ class _Matcher:
         kv_heads, keys = match.k.shape[1], match.k.shape[2]
         rows = queries * (heads // kv_heads)
         items = batch * kv_heads * groups(rows, BLOCK_ROWS)
-        splits = min(groups(keys, BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
+        splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
         letters = batch * kv_heads * rows * splits * (2 + match.v.shape[3])
         constants = {"splits": splits, "mailed": False, "mails": False}
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
@@ -358,7 +359,11 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
 
 
 def _scratch_bytes(run: Run) -> int:
-    return (_AHEAD + 1) * _early_bytes(run) + max(phase.scratch for phase in run.phases)
+    return _ahead_bytes(run) + max(phase.scratch for phase in run.phases)
+
+
+def _ahead_bytes(run: Run) -> int:
+    return _STEPS_AHEAD * _early_bytes(run) + _whole(16 * _STEPS_AHEAD)
 
 
 def _early_bytes(run: Run) -> int:
@@ -378,7 +383,7 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
     texts: dict[str, int] = {}
     streams: dict[str, int] = {}
     cases: dict[int, str] = {}
-    ahead: dict[int, str] = {}
+    outlooks: dict[int, str] = {}
     steps = []
     for phase in run.phases:
         number = texts.setdefault(phase.text(), len(texts))
@@ -392,16 +397,16 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             f", static_cast<{TYPES[view.dtype]} *>(operands.at[now.operand[{index}]])"
             for index, view in enumerate(operands.values())
         )
-        arguments = f"(ring, grid, early, shared + (AHEAD + 1) * EARLY_BYTES{arguments})"
+        arguments = f"(ring, grid, ahead, shared + AHEAD_BYTES{arguments})"
         cases[number] = f"        case {number}: phase{number}::{phase.function}{arguments}; break;"
-        ahead[number] = f"        case {number}: phase{number}::look_ahead{arguments}; break;"
+        outlooks[number] = f"        case {number}: phase{number}::look_ahead{arguments}; break;"
     widest = max(len(phase.operands) for phase in run.phases)
     views = [view for phase in run.phases for view in phase.operands.values()]
     namespaces = [f"namespace phase{number} {{\n{text}}}\n" for text, number in texts.items()]
     head = {
         "THREADS": THREADS, "UNIT_ROWS": _UNIT_ROWS, "SLOT_BYTES": _SLOT_BYTES, "SCRATCH_BYTES": _scratch_bytes(run),
-        "EARLY_BYTES": _early_bytes(run),
-        "AHEAD": _AHEAD, "IN_FLIGHT": _IN_FLIGHT, "MAIL": mail, "MAX_OPERANDS": widest, "OPERANDS": len(place),
+        "EARLY_BYTES": _early_bytes(run), "AHEAD_BYTES": _ahead_bytes(run), "STEPS_AHEAD": _STEPS_AHEAD,
+        "IN_FLIGHT": _IN_FLIGHT, "MAIL": mail, "MAX_OPERANDS": widest, "OPERANDS": len(place),
         "STEPS": len(steps),
     }  # fmt: skip
     return "\n".join(
@@ -416,49 +421,49 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             "};",
             kernel_text("resident.cuh", "ring"),
             *namespaces,
-            "__device__ __forceinline__ void compute(Ring &ring, const Operands &operands, char *shared) {",
-            f"    Grid grid(operands.at[{memory}]);",
-            "    const auto look_ahead = [&](int step) {",
-            "        const Step &now = steps[step];",
-            "        char *early = shared + step % (AHEAD + 1) * EARLY_BYTES;",
-            "        switch (now.phase) {",
-            *ahead.values(),
-            "        }",
-            "    };",
-            "    for (int step = 0; step < AHEAD && step < STEPS; step++) {",
-            "        look_ahead(step);",
-            "    }",
-            "    sync_block();",
+            "__device__ __forceinline__ void compute("
+            "Ring &ring, Grid &grid, Ahead &ahead, const Operands &operands, char *shared) {",
             "    for (; grid.step < STEPS; grid.step++) {",
-            "        if (grid.step + AHEAD < STEPS) {",
-            "            look_ahead(grid.step + AHEAD);",
-            "        }",
             "        const Step &now = steps[grid.step];",
-            "        char *early = shared + grid.step % (AHEAD + 1) * EARLY_BYTES;",
             "        switch (now.phase) {",
             *cases.values(),
             "        }",
+            "        ahead.release();",
             "        grid.leave();",
             "    }",
             "    grid.finish();",
+            "}",
+            "__device__ __forceinline__ void look_ahead("
+            "Ring &ring, Grid &grid, Ahead &ahead, const Operands &operands, char *shared) {",
+            "    for (; grid.step < STEPS; grid.step++) {",
+            "        const Step &now = steps[grid.step];",
+            "        ahead.claim();",
+            "        switch (now.phase) {",
+            *outlooks.values(),
+            "        }",
+            "        ahead.finish();",
+            "    }",
             "}",
             f'extern "C" __global__ void __launch_bounds__({_ALL_THREADS}, 1) {RESIDENT}('
             "const __grid_constant__ Operands operands) {",
             "    extern __shared__ __align__(128) char shared[];",
             "#if __CUDA_ARCH__ >= 800",
             "    Ring ring(shared);",
+            f"    Grid grid(operands.at[{memory}]);",
+            "    Ahead ahead(shared);",
             "    ring.initialize();",
+            "    ahead.initialize();",
             "    __syncthreads();",
-            "    if (threadIdx.x >= THREADS) {",
-            "        give_registers<40>();",
-            "        if (threadIdx.x < THREADS + WARP) {",
-            "            ring.fill(operands);",
-            "        } else if (threadIdx.x < THREADS + 2 * WARP) {",
-            f"            keep_barrier(operands.at[{memory}]);",
-            "        }",
-            "    } else {",
+            "    if (threadIdx.x < THREADS) {",
             "        take_registers<232>();",
-            "        compute(ring, operands, shared);",
+            "        compute(ring, grid, ahead, operands, shared);",
+            "        return;",
+            "    }",
+            "    give_registers<40>();",
+            "    switch (threadIdx.x / WARP - warps) {",
+            "        case 0: ring.fill(operands); break;",
+            f"        case 1: keep_barrier(operands.at[{memory}]); break;",
+            "        case 2: look_ahead(ring, grid, ahead, operands, shared); break;",
             "    }",
             "#else",
             "    __trap();  // no GPU before sm_80 has the shared memory to be given this kernel",

@@ -19,15 +19,15 @@ constexpr int packs = depth / pack;
 constexpr int last_packs = packs % chunk_packs;
 constexpr int line = 8;  // packs of 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
-constexpr int capacity = 32 / rows;  // units whose sums are kept until they are written
+constexpr int batch = rows < 8 ? 8 / rows : 1;  // units whose results a block writes together
 constexpr int x_row = (packs + line - 1) / line * line * pack;
 
 struct Scratch {
     alignas(16) Element x[rows][x_row];
-    float sums[warps][capacity][UNIT_ROWS][rows];
+    float sums[2][warps][batch][UNIT_ROWS][rows];  // of batches in turns
     float squares[rows][warps];
 };
-static_assert(sizeof(Scratch) + (AHEAD + 1) * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - AHEAD_BYTES, "the scratch memory is the largest phase's");
 
 // Zeros behind rows of x that do not end in whole lines: the last line is read whole.
 __device__ __forceinline__ void pad(Scratch &scratch) {
@@ -53,28 +53,21 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
     }
 #pragma unroll
     for (int row = 0; row < rows; row++) {
+        bool there[held] = {};
         bool complete;
         do {
             complete = true;
 #pragma unroll
             for (int i = 0; i < held; i++) {
                 const int at = i * THREADS + threadIdx.x;
-                if (at >= packs) {
-                    continue;
-                }
                 if constexpr (mailed) {
-                    complete &= grid.receive(reinterpret_cast<uint4 &>(values[row][i]), row * depth + at * pack);
-                } else {
+                    there[i] = grid.receive(values[row][i], row * depth + at * pack, !there[i] && at < packs);
+                    complete &= there[i];
+                } else if (at < packs) {
                     values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
                 }
             }
         } while (!complete);
-        if constexpr (mailed) {
-#pragma unroll
-            for (int i = 0; i < held; i++) {
-                Grid::read(reinterpret_cast<uint4 &>(values[row][i]));
-            }
-        }
     }
     if constexpr (!normed) {
 #pragma unroll
@@ -249,7 +242,7 @@ PHASE(product) {
     }
     const Place own(threadIdx.x, 0);
     Addends addends;  // they can be read before the sums are there
-    if (own.turn < capacity && own.column < int(param::n)) {
+    if (own.turn < batch && own.column < int(param::n)) {
         addends = Addends(bias, residual, own.row, own.column);
     }
     pad(scratch);
@@ -258,12 +251,14 @@ PHASE(product) {
     // What fits in registers need not be read for every unit.
     constexpr bool keeps = chunks + (last_packs != 0) == 1;
     const Columns<keeps ? packs : line> kept(scratch.x, 0);
-    for (int start = 0; start < units; start += capacity * gridDim.x) {
+    int buffer = 0;
+    for (int start = 0; start < units; start += batch * gridDim.x, buffer ^= 1) {
+        float(&sums_of)[batch][UNIT_ROWS][rows] = scratch.sums[buffer][warp];
         int unit = start + blockIdx.x;
         int turn = 0;
         if (keeps) {
             // Two units at a time: what one waits for, the other one is busy with.
-            for (; turn + 1 < capacity && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
+            for (; turn + 1 < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
                 Sums first, second;
                 const Ring behind = ring.behind();
                 const char *const slot = ring.wait();
@@ -272,11 +267,11 @@ PHASE(product) {
                 second.add(other, kept);
                 ring.release();
                 ring.release();
-                first.leave(scratch.sums[warp][turn]);
-                second.leave(scratch.sums[warp][turn + 1]);
+                first.leave(sums_of[turn]);
+                second.leave(sums_of[turn + 1]);
             }
         }
-        for (; turn < capacity && unit < units; turn++, unit += gridDim.x) {
+        for (; turn < batch && unit < units; turn++, unit += gridDim.x) {
             Sums sums;
             if (keeps) {
                 sums.add(ring.wait(), kept);
@@ -302,23 +297,24 @@ PHASE(product) {
                     ring.release();
                 }
             }
-            sums.leave(scratch.sums[warp][turn]);
+            sums.leave(sums_of[turn]);
         }
+        // Behind this, nobody reads the sums of the batch before: the next ones may take their place.
         if (mailed && start == 0) {
             grid.wait();
         } else {
             sync_block();
         }
-        static_assert(capacity * own_rows * rows <= THREADS, "a thread has one result at a time");
+        static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
         const Place place(threadIdx.x, start);
-        if (place.turn < capacity && place.column < int(param::n)) {
+        if (place.turn < batch && place.column < int(param::n)) {
             float sum = 0.0f;
             float up = 0.0f;
 #pragma unroll
             for (int other = 0; other < warps; other++) {
-                sum += scratch.sums[other][place.turn][place.index][place.row];
+                sum += scratch.sums[buffer][other][place.turn][place.index][place.row];
                 if constexpr (gated) {
-                    up += scratch.sums[other][place.turn][own_rows + place.index][place.row];
+                    up += scratch.sums[buffer][other][place.turn][own_rows + place.index][place.row];
                 }
             }
             if (start > 0) {
@@ -330,9 +326,6 @@ PHASE(product) {
                 grid.send(target, result);
             }
             out[target] = result;
-        }
-        if (start + capacity * gridDim.x < units) {
-            sync_block();
         }
     }
 }

@@ -161,6 +161,58 @@ struct Ring {
     }
 };
 
+// What a warp finds out ahead of a step, for some steps at a time, in turns: their memory, and behind it mbarriers that say
+// that it is ready, and behind these that it is free.
+struct Ahead {
+    char *memory;
+    int current = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ Ahead(char *memory) : memory(memory) {}
+
+    __device__ __forceinline__ unsigned ready() const { return shared_address(memory + STEPS_AHEAD * EARLY_BYTES); }
+    __device__ __forceinline__ unsigned free() const { return ready() + 8 * STEPS_AHEAD; }
+
+    __device__ __forceinline__ void initialize() const {
+        if (threadIdx.x < STEPS_AHEAD) {
+            start_barrier(ready() + 8 * threadIdx.x, 1);
+            start_barrier(free() + 8 * threadIdx.x, warps);
+        }
+    }
+
+    __device__ __forceinline__ void advance() {
+        if (++current == STEPS_AHEAD) {
+            current = 0;
+            parity ^= 1;
+        }
+    }
+
+    // The current step's memory.
+    __device__ __forceinline__ char *now() const { return memory + current * EARLY_BYTES; }
+
+    // Until it is free, by the warp that looks ahead.
+    __device__ __forceinline__ void claim() const { wait_at(free() + 8 * current, parity ^ 1); }
+
+    __device__ __forceinline__ void finish() {
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) {
+            arrive_at(ready() + 8 * current);
+        }
+        advance();
+    }
+
+    // Until it is ready, by the warps that compute.
+    __device__ __forceinline__ void wait() const { wait_at(ready() + 8 * current, parity); }
+
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) {
+            arrive_at(free() + 8 * current);
+        }
+        advance();
+    }
+};
+
 // Has the threads that compute and the warp that keeps the grid's barrier wait for each other.
 template <int barrier>
 __device__ __forceinline__ void meet() {
@@ -263,29 +315,24 @@ struct Grid {
                         "h"(written(values[2])), "h"(written(values[3])) : "memory");
     }
 
-    // Eight values from the last step, from `index` on, into what was zeros at first; whether they are all there.
-    __device__ __forceinline__ bool receive(uint4 &values, int index) const {
+    // Eight values from the last step, from `index` on, if they are `wanted`; whether all are there, or not wanted.
+    template <typename Values>
+    __device__ __forceinline__ bool receive(Values &values, int index, bool wanted = true) const {
+        static_assert(sizeof(Values) == 16, "eight values of two bytes");
+        uint4 &at = reinterpret_cast<uint4 &>(values);
+        unsigned found[4] = {~at.x, ~at.y, ~at.z, ~at.w};
         asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
                      "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                     : "+r"(values.x), "+r"(values.y), "+r"(values.z), "+r"(values.w)
-                     : "l"(mail(box == 0 ? 2 : box - 1, index)), "r"(lacks(values)) : "memory");
-        return lacks(values) == 0;
-    }
-
-    // What was received as it was before it was sent.
-    __device__ __forceinline__ static void read(uint4 &values) {
-        values = make_uint4(~values.x, ~values.y, ~values.z, ~values.w);
-    }
-
-    // Not 0 if one of the values is 0: only then subtracting 1 from each, with borrows, sets a sign that was not set.
-    __device__ __forceinline__ static unsigned lacks(const uint4 &values) {
-        const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
-        unsigned found = 0;
+                     : "+r"(found[0]), "+r"(found[1]), "+r"(found[2]), "+r"(found[3])
+                     : "l"(mail(box == 0 ? 2 : box - 1, index)), "r"(unsigned(wanted)) : "memory");
+        at = make_uint4(~found[0], ~found[1], ~found[2], ~found[3]);
+        // Where one of two values is 0, and only there, subtracting 1 from each sets a sign that was not set.
+        unsigned lacking = 0;
 #pragma unroll
-        for (unsigned pair : pairs) {
-            found |= (pair - 0x00010001u) & ~pair;
+        for (unsigned pair : found) {
+            lacking |= (pair - 0x00010001u) & ~pair;
         }
-        return found & 0x80008000u;
+        return !wanted || (lacking & 0x80008000u) == 0;
     }
 
     __device__ __forceinline__ unsigned tag(int sender) const { return base + sender + 1; }
@@ -308,9 +355,9 @@ struct Grid {
     }
 };
 
-// Has the L2 cache ready what the next step reads and no step writes; `bytes` from `data` on, by the threads of one block.
+// Has the L2 cache ready what a step reads and no step writes; `bytes` from `data` on, by a warp.
 __device__ __forceinline__ void prefetch(const void *data, unsigned bytes) {
-    for (unsigned at = threadIdx.x * 128; at < bytes; at += THREADS * 128) {
+    for (unsigned at = threadIdx.x % WARP * 128; at < bytes; at += WARP * 128) {
         asm volatile("prefetch.global.L2 [%0];" :: "l"(static_cast<const char *>(data) + at));
     }
 }

@@ -16,7 +16,7 @@ struct Q {
 
 constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
 
-constexpr int tiles_ahead = 4;  // of a warp that the L2 cache has, or is fetching
+constexpr int tiles_ahead = 2;  // of a warp that the L2 cache has, or is fetching
 
 // How far a warp has come before the step.
 struct Begun {
@@ -44,7 +44,7 @@ struct Scratch {
         Found found;
     } memory[warps];
 };
-static_assert(sizeof(Scratch) + (AHEAD + 1) * EARLY_BYTES <= SCRATCH_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - AHEAD_BYTES, "the scratch memory is the largest phase's");
 
 // What part of the work is a block's.
 struct Item {
@@ -63,51 +63,6 @@ struct Item {
 };
 
 constexpr int items = int(K::size(0)) * kv_heads * row_blocks * splits;
-
-// What the step before has no part in, this thread's share of it: the angles' cosines and sines, the tokens' places.
-template <typename Cosines, typename Indices>
-struct Given {
-    static constexpr int own = (queries * width + THREADS - 1) / THREADS;
-    Cos::type cosine[own];
-    Sin::type sine[own];
-    int key;
-
-    __device__ __forceinline__ Given(
-        const Item &item, const Cos::type *cos, const Sin::type *sin, const Index::type *index
-    ) {
-        if constexpr (Indices::present) {
-            key = threadIdx.x < tokens ? index[threadIdx.x * Indices::stride(0)] : 0;
-        }
-        if constexpr (Cosines::present) {
-#pragma unroll
-            for (int i = 0; i < own; i++) {
-                const int at = i * THREADS + threadIdx.x;
-                const int query = at / width < queries ? at / width : 0;
-                const int dim = at % width;
-                cosine[i] = cos[item.batch * Cos::stride(0) + query * Cos::stride(2) + dim * Cos::stride(3)];
-                sine[i] = sin[item.batch * Sin::stride(0) + query * Sin::stride(2) + dim * Sin::stride(3)];
-            }
-        }
-    }
-
-    __device__ __forceinline__ void keep(Early &early) const {
-        if constexpr (Indices::present) {
-            if (threadIdx.x < tokens) {
-                early.token_keys[threadIdx.x] = unsigned(key) < unsigned(keys) ? key : -1;
-            }
-        }
-        if constexpr (Cosines::present) {
-#pragma unroll
-            for (int i = 0; i < own; i++) {
-                const int at = i * THREADS + threadIdx.x;
-                if (at < queries * width) {
-                    early.cosines[at / width][at % width] = cosine[i];
-                    early.sines[at / width][at % width] = sine[i];
-                }
-            }
-        }
-    }
-};
 
 // Has the L2 cache fetch the rows of a tile, by one warp.
 template <typename X>
@@ -157,25 +112,52 @@ __device__ __forceinline__ void load(ValueWords &values, const Problem &problem,
     load(values, problem.v, V::stride(2), first, value_width);
 }
 
-// Looks at the mask and has the L2 cache fetch each warp's first tiles, of which only a new row can still change.
-__device__ __forceinline__ void begin(
-    Early &early, const Problem &problem, const Item &item, const Cos::type *cos, const Sin::type *sin,
-    const Index::type *index
+// What the step before has no part in: the angles' cosines and sines, the tokens' places. By threads `thread` of `threads`.
+template <typename Cosines, typename Indices>
+__device__ __forceinline__ void keep_given(
+    Early &early, const Item &item, const Cos::type *cos, const Sin::type *sin, const Index::type *index, int thread,
+    int threads
 ) {
-    const int warp = threadIdx.x / WARP;
-    const Given<Cos, Index> given(item, cos, sin, index);
-    Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
-    const int key = turns.next();
-    const int next = turns.next();
-    prefetch_tile(problem, key);
-    prefetch_tile(problem, next);
-    if (threadIdx.x % WARP == 0) {
-        early.begun[warp] = Begun{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
+    if constexpr (Indices::present) {
+        for (int token = thread; token < tokens; token += threads) {
+            const int key = index[token * Indices::stride(0)];
+            early.token_keys[token] = unsigned(key) < unsigned(keys) ? key : -1;
+        }
     }
-    for (int tile = 2; tile < tiles_ahead; tile++) {
-        prefetch_tile(problem, turns.next());
+    if constexpr (Cosines::present) {
+#pragma unroll 4
+        for (int at = thread; at < queries * width; at += threads) {
+            const int query = at / width;
+            const int dim = at % width;
+            early.cosines[query][dim] = cos[item.batch * Cos::stride(0) + query * Cos::stride(2) + dim * Cos::stride(3)];
+            early.sines[query][dim] = sin[item.batch * Sin::stride(0) + query * Sin::stride(2) + dim * Sin::stride(3)];
+        }
     }
-    given.keep(early);
+}
+
+// Looks at the mask for each warp that will compute and has the L2 cache fetch its first tiles, of which only a new row can
+// still change. By warp `part` of `parts`.
+__device__ __forceinline__ void begin(
+    Early &early, const Item &item, const K::type *k, const V::type *v, const Mask::type *mask, const Cos::type *cos,
+    const Sin::type *sin, const Index::type *index, int part, int parts
+) {
+    const Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (int warp = part; warp < warps; warp += parts) {
+        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+        const int key = turns.next();
+        const int next = turns.next();
+        prefetch_tile(problem, key);
+        prefetch_tile(problem, next);
+        if (lane == 0) {
+            early.begun[warp] = Begun{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
+        }
+        for (int tile = 2; tile < tiles_ahead; tile++) {
+            prefetch_tile(problem, turns.next());
+        }
+    }
+    keep_given<Cos, Index>(early, item, cos, sin, index, part * WARP + lane, parts * WARP);
 }
 
 constexpr int pack = smaller(
@@ -196,7 +178,7 @@ struct Pair {
     int half;  // elements from a pack to its partner
     int dim;
     int angle = -1;  // the query whose angles turn it
-    Pack<Half, pack> low = {}, high = {};
+    Pack<Half, pack> low, high;
 
     // The `number`-th pair of the queries, the new keys and the new values of a block.
     template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value>
@@ -253,8 +235,8 @@ struct Pair {
         }
         if constexpr (mailed) {
             const int index = source - sent;
-            const bool first = grid.receive(reinterpret_cast<uint4 &>(low), index);
-            return grid.receive(reinterpret_cast<uint4 &>(high), index + half) && first;
+            const bool first = grid.receive(low, index);
+            return grid.receive(high, index + half) && first;
         } else {
             low = load_pack<pack>(source);
             high = load_pack<pack>(source + half);
@@ -265,10 +247,6 @@ struct Pair {
     __device__ __forceinline__ void place(const Early &early) {
         if (source == nullptr) {
             return;
-        }
-        if constexpr (mailed) {
-            Grid::read(reinterpret_cast<uint4 &>(low));
-            Grid::read(reinterpret_cast<uint4 &>(high));
         }
         if (Cos::present && angle >= 0) {
             float first[pack], second[pack], cosines[2][pack], sines[2][pack];
@@ -438,14 +416,13 @@ __device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *
 
 PHASE(look_ahead) {
     if (blockIdx.x < items) {
-        const Item item(blockIdx.x);
-        const Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
-        begin(*reinterpret_cast<Early *>(early_memory), problem, item, cos, sin, index);
+        begin(*reinterpret_cast<Early *>(ahead.now()), Item(blockIdx.x), k, v, mask, cos, sin, index, 0, 1);
     }
 }
 
 PHASE(attend_keys) {
-    Early &early = *reinterpret_cast<Early *>(early_memory);
+    ahead.wait();
+    Early &early = *reinterpret_cast<Early *>(ahead.now());
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
     const int warp = threadIdx.x / WARP;
     if constexpr (!mailed) {
@@ -455,7 +432,7 @@ PHASE(attend_keys) {
         const Item item(number);
         Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
         if (number >= gridDim.x) {
-            begin(early, problem, item, cos, sin, index);
+            begin(early, item, k, v, mask, cos, sin, index, warp, warps);
             sync_block();
         }
         // All that comes from memory is asked for at once.
@@ -496,9 +473,9 @@ PHASE(attend_keys) {
         turns.found = begun.found;
         turns.looked = begun.looked;
         turns.lowest_counts = begun.lowest_counts;
-        Turns scout = turns;
+        Turns beyond = turns;
         for (int tile = 2; tile < tiles_ahead; tile++) {
-            scout.next();
+            beyond.next();
         }
         problem.q = &scratch.q[0][0] - item.first_row * Q::row;
         State state;
@@ -514,7 +491,7 @@ PHASE(attend_keys) {
             if (next < keys) {
                 load(values, problem, next);
                 next = turns.next();
-                prefetch_tile(problem, scout.next());
+                prefetch_tile(problem, beyond.next());
             }
         }
         combine_warps(problem, item.first_row, state, scratch.memory, SendParts{grid, parts, item.split});
