@@ -44,6 +44,8 @@ _MAX_STAGED_BYTES = 48 * 1024  # of a product's input
 _CONSTANT = ("gain", "weight", "bias")
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
+_LONG_BYTES = 16 << 20  # of a step's weight, from which on its blocks end at times that differ
+_PATIENCE = 1000  # nanoseconds; looking for what is not there yet slows down those who still make it
 _MIN_TILES = 4  # of keys that a split has, as more splits have more to tell each other
 _PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 _GAIN = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
@@ -244,7 +246,7 @@ class _Matcher:
         stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
         constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
-                      "mailed": False, "mails": False}  # fmt: skip
+                      "mailed": False, "mails": False, "patience": 0}  # fmt: skip
         sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * max(8 // m, 1)
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
@@ -258,7 +260,7 @@ class _Matcher:
         items = batch * kv_heads * groups(rows, BLOCK_ROWS)
         splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
         letters = batch * kv_heads * rows * splits * (2 + match.v.shape[3])
-        constants = {"splits": splits, "mailed": False, "mails": False}
+        constants = {"splits": splits, "mailed": False, "mails": False, "patience": _PATIENCE}
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
         early = ("k", "v", "mask", "index", "cos", "sin")
         return Phase(match.call, "resident_attention.cu", "attend_keys", inputs, outputs, constants,
@@ -303,7 +305,10 @@ def _with_mail(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
             continue
         inputs = after.inputs if after.stream else {**after.inputs, "sent": out}
         result[index - 1] = replace(before, constants={**before.constants, "mails": True})
-        result[index] = replace(after, inputs=inputs, constants={**after.constants, "mailed": True})
+        constants = {**after.constants, "mailed": True}
+        if before.stream and before.stream.row_bytes * before.stream.rows > _LONG_BYTES:
+            constants["patience"] = _PATIENCE
+        result[index] = replace(after, inputs=inputs, constants=constants)
         most = max(most, out.numel)
     return result, most
 

@@ -51,6 +51,9 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
             }
         }
     }
+    if constexpr (patience > 0) {
+        __nanosleep(patience);
+    }
 #pragma unroll
     for (int row = 0; row < rows; row++) {
         bool there[held] = {};

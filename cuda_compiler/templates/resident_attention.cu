@@ -16,9 +16,9 @@ struct Q {
 
 constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
 
-constexpr int tiles_ahead = 2;  // of a warp that the L2 cache has, or is fetching
+constexpr int tiles_under_way = 4;  // of a warp that the L2 cache has, or is fetching, while the step is done
 
-// How far a warp has come before the step.
+// How far a warp has come before the step. The L2 cache has its next two tiles, or is fetching them.
 struct Begun {
     int key;  // of the first tile
     int next;
@@ -152,9 +152,6 @@ __device__ __forceinline__ void begin(
         prefetch_tile(problem, next);
         if (lane == 0) {
             early.begun[warp] = Begun{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
-        }
-        for (int tile = 2; tile < tiles_ahead; tile++) {
-            prefetch_tile(problem, turns.next());
         }
     }
     keep_given<Cos, Index>(early, item, cos, sin, index, part * WARP + lane, parts * WARP);
@@ -447,6 +444,15 @@ PHASE(attend_keys) {
             fragment_biases(problem, item.first_row, key, bias);
             load(values, problem, key);
         }
+        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+        turns.turn = begun.turn;
+        turns.found = begun.found;
+        turns.looked = begun.looked;
+        turns.lowest_counts = begun.lowest_counts;
+        Turns beyond = turns;
+        for (int tile = 2; tile < tiles_under_way; tile++) {
+            prefetch_tile(problem, beyond.next());
+        }
         Pair pairs[(Pair::count + THREADS - 1) / THREADS];
 #pragma unroll
         for (int i = 0; i < int(sizeof(pairs) / sizeof(Pair)); i++) {
@@ -468,15 +474,6 @@ PHASE(attend_keys) {
         }
         sync_block();
         renew(key_words, values, early, scratch, key);
-        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
-        turns.turn = begun.turn;
-        turns.found = begun.found;
-        turns.looked = begun.looked;
-        turns.lowest_counts = begun.lowest_counts;
-        Turns beyond = turns;
-        for (int tile = 2; tile < tiles_ahead; tile++) {
-            beyond.next();
-        }
         problem.q = &scratch.q[0][0] - item.first_row * Q::row;
         State state;
         state.start(problem, item.first_row);
@@ -501,6 +498,9 @@ PHASE(attend_keys) {
     }
     if constexpr (mailed) {
         grid.wait();
+    }
+    if (blockIdx.x >= items) {
+        __nanosleep(patience);
     }
     add_up(grid, parts, out);
 }
