@@ -234,6 +234,20 @@ def test_other_wirings_are_right_time_after_time(kind: type[Wired], rng: np.rand
             assert np.linalg.norm(ours - reference) / np.linalg.norm(reference) < 2e-2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+def test_what_is_not_a_number_is_mailed_like_any_value(seed: int) -> None:
+    torch.manual_seed(seed)
+    gpu, module = cuda_gpu.cuda_backends()[0], AddsItsInput().bfloat16().eval()
+    program = wired_program(AddsItsInput, gpu.target)
+    executor, weights = Executor(program, gpu), load_weights(module.state_dict(), program, gpu)
+    for value in (math.nan, -math.nan, 1.0):
+        inputs = {spec.name: np.ones(spec.shape, np.float32) for spec in program.input_specs}
+        inputs[program.input_specs[0].name][0, 0, 3] = value
+        (found,) = executor.run(inputs, weights).values()
+        assert np.isnan(found.to_numpy().astype(np.float32)).all() == math.isnan(value)
+
+
 @pytest.mark.parametrize(("rows", "most", "own"), [(2048, 8, 8), (1536, 8, 6), (8960, 4, 4), (151936, 8, 8), (5, 8, 5)])
 def test_rows_are_shared_out_so_that_the_busiest_multiprocessor_has_the_fewest(rows: int, most: int, own: int) -> None:
     def busiest(own: int) -> int:

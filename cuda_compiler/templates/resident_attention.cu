@@ -16,8 +16,6 @@ struct Q {
 
 constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
 
-constexpr int tiles_under_way = 4;  // of a warp that the L2 cache has, or is fetching, while the step is done
-
 // How far a warp has come before the step. The L2 cache has its next two tiles, or is fetching them.
 struct Begun {
     int key;  // of the first tile
@@ -63,6 +61,19 @@ struct Item {
 };
 
 constexpr int items = int(K::size(0)) * kv_heads * row_blocks * splits;
+
+// Whether a part has keys that are attended to, or new ones.
+__device__ __forceinline__ bool has_keys(const Early &early, const Item &item) {
+    bool found = false;
+#pragma unroll
+    for (const Begun &begun : early.begun) {
+        found |= begun.key < keys;
+    }
+    for (int token = 0; token < tokens; token++) {
+        found |= item.has(early.token_keys[token]);
+    }
+    return found;
+}
 
 // Has the L2 cache fetch the rows of a tile, by one warp.
 template <typename X>
@@ -425,13 +436,24 @@ PHASE(attend_keys) {
     if constexpr (!mailed) {
         grid.wait();
     }
+    bool idle = true;
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
         const Item item(number);
         Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
+        const SendParts send{grid, parts, item.split};
         if (number >= gridDim.x) {
+            sync_block();
             begin(early, item, k, v, mask, cos, sin, index, warp, warps);
             sync_block();
         }
+        if (!has_keys(early, item)) {
+            const int row = item.first_row + threadIdx.x;
+            if (threadIdx.x < held_rows && row < rows) {
+                send(problem, row, 0, -FLOAT_MAX, 0.0f, {});
+            }
+            continue;
+        }
+        idle = false;
         // All that comes from memory is asked for at once.
         const Begun &begun = early.begun[warp];
         int key = begun.key;
@@ -443,15 +465,6 @@ PHASE(attend_keys) {
             load(key_words, problem, key);
             fragment_biases(problem, item.first_row, key, bias);
             load(values, problem, key);
-        }
-        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
-        turns.turn = begun.turn;
-        turns.found = begun.found;
-        turns.looked = begun.looked;
-        turns.lowest_counts = begun.lowest_counts;
-        Turns beyond = turns;
-        for (int tile = 2; tile < tiles_under_way; tile++) {
-            prefetch_tile(problem, beyond.next());
         }
         Pair pairs[(Pair::count + THREADS - 1) / THREADS];
 #pragma unroll
@@ -474,6 +487,11 @@ PHASE(attend_keys) {
         }
         sync_block();
         renew(key_words, values, early, scratch, key);
+        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+        turns.turn = begun.turn;
+        turns.found = begun.found;
+        turns.looked = begun.looked;
+        turns.lowest_counts = begun.lowest_counts;
         problem.q = &scratch.q[0][0] - item.first_row * Q::row;
         State state;
         state.start(problem, item.first_row);
@@ -488,18 +506,15 @@ PHASE(attend_keys) {
             if (next < keys) {
                 load(values, problem, next);
                 next = turns.next();
-                prefetch_tile(problem, beyond.next());
+                prefetch_tile(problem, next);
             }
         }
-        combine_warps(problem, item.first_row, state, scratch.memory, SendParts{grid, parts, item.split});
-        if (number + int(gridDim.x) < items) {
-            sync_block();
-        }
+        combine_warps(problem, item.first_row, state, scratch.memory, send);
     }
     if constexpr (mailed) {
         grid.wait();
     }
-    if (blockIdx.x >= items) {
+    if (idle) {
         __nanosleep(patience);
     }
     add_up(grid, parts, out);
