@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import Any
 
 OURS, EAGER, COMPILED = "npu-sim", "PyTorch eager", "torch.compile"
+Key = tuple[str | int, ...]
+
+
+def _key(task: str, model: str, case: dict[str, int]) -> Key:
+    """What was measured, which is also the order to list it in."""
+    return (task, model, *(value for _, value in sorted(case.items())))
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,8 @@ class Figure:
     notes: str = ""
 
     @property
-    def key(self) -> str:
-        return f"{self.task} {self.model} {sorted(self.case.items())}"
+    def key(self) -> Key:
+        return _key(self.task, self.model, self.case)
 
     @property
     def speedup(self) -> float | None:
@@ -55,8 +61,8 @@ class Account:
     rows: list[tuple[str, float, float]]
 
     @property
-    def key(self) -> str:
-        return f"{self.task} {self.model} {sorted(self.case.items())}"
+    def key(self) -> Key:
+        return _key(self.task, self.model, self.case)
 
 
 @dataclass
@@ -78,10 +84,15 @@ class Run:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def merged(self, later: Run) -> Run:
-        """Both runs' figures; where both measured the same, the later one's."""
+        """Both runs' figures in order; where both measured the same, the later one's."""
         figures = {figure.key: figure for figure in (*self.figures, *later.figures)}
         accounts = {account.key: account for account in (*self.accounts, *later.accounts)}
-        return Run(later.machine, list(figures.values()), list(accounts.values()), {**self.other, **later.other})
+        return Run(
+            later.machine,
+            [figures[key] for key in sorted(figures)],
+            [accounts[key] for key in sorted(accounts)],
+            {**self.other, **later.other},
+        )
 
 
 def load_run(path: Path) -> Run:

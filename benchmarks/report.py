@@ -58,8 +58,7 @@ def document(run: Run, chart_name: str) -> str:
 
 
 def _of(run: Run, task: str) -> list[Figure]:
-    found = [figure for figure in run.figures if figure.task == task]
-    return sorted(found, key=lambda figure: (figure.model, *figure.case.values()))
+    return sorted((figure for figure in run.figures if figure.task == task), key=lambda figure: figure.key)
 
 
 def _network(figure: Figure) -> str:

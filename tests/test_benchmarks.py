@@ -49,12 +49,12 @@ def test_a_run_comes_back_from_its_file(run: Run, tmp_path: Path) -> None:
     assert load_run(path) == run
 
 
-def test_merging_keeps_other_figures_and_takes_the_later_of_the_same(run: Run) -> None:
+def test_merging_keeps_other_figures_in_order_and_takes_the_later_of_the_same(run: Run) -> None:
     again = replace(run.figures[2], ms={OURS: 0.7})
     new = figure("vision", "ResNet-18", 0.1, 0.3, batch=1)
     later = Run({**MACHINE, "date": "2026-01-03"}, [again, new], [], {"weights, GB/s": 6.0})
     merged = run.merged(later)
-    assert merged.figures == [*run.figures[:2], again, *run.figures[3:], new]
+    assert merged.figures == [again, *run.figures[:2], run.figures[3], new, run.figures[4]]
     assert merged.accounts == run.accounts
     assert merged.other == {"second start, s": 0.75, "weights, GB/s": 6.0}
     assert merged.machine["date"] == "2026-01-03"
