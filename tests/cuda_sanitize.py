@@ -2,9 +2,9 @@
 
     python tests/cuda_sanitize.py [memcheck racecheck initcheck]
 
-Every kernel that the compiler makes of the cases is run at least once in each dtype; racecheck takes those that use
-shared memory. Each operand has an allocation of its own, so that a step beyond it is seen. Ends with 1 if a tool or a
-comparison complains.
+Every kernel that the compiler makes of the cases is run at least once in each dtype, and the resident kernels of small
+models; racecheck takes those that use shared memory. Each operand has an allocation of its own, so that a step beyond
+it is seen. Ends with 1 if a tool or a comparison complains.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from metal_harness import DTYPES, Case, all_cases, call_of, plan_of, run_case  # noqa: E402
+from cuda_wirings import WIRED, check_wired  # noqa: E402
+from metal_harness import DTYPES, all_cases, call_of, plan_of, run_case  # noqa: E402
 from test_cuda_templates import CASES  # noqa: E402
 
 from cuda_compiler import CUDACodegenTarget  # noqa: E402
@@ -39,17 +40,20 @@ TOOLS = {
 }
 _FOUND = 9
 
+Job = tuple[str, Callable[[CUDABackend], object]]
 
-def chosen(tool: str) -> list[tuple[Case, str]]:
-    """The cases for a tool, with their dtypes: the first that makes a kernel or a list of kernels."""
-    first: dict[Any, tuple[Case, str]] = {}
+
+def chosen(tool: str) -> list[Job]:
+    """What a tool watches, by name: the first case that makes a kernel or a list of kernels, and resident kernels."""
+    first: dict[Any, Job] = {}
     for case in [*all_cases(), *CASES]:
         for dtype in (*DTYPES, "float32"):
             plan = plan_of(call_of(case, dtype), CUDACodegenTarget())
             text = "".join(plan.sources.values())
             if tool != "racecheck" or "__shared__" in text:
-                first.setdefault((case.kernel, tuple(call.kernel for call in plan.calls), dtype), (case, dtype))
-    return list(first.values())
+                key = (case.kernel, tuple(call.kernel for call in plan.calls), dtype)
+                first.setdefault(key, (f"{case.id}-{dtype}", partial(run_case, case, dtype=dtype, seed=1)))
+    return [*first.values(), *((kind.__name__, partial(check_wired, kind, times=2)) for kind in WIRED)]
 
 
 class UnwrittenBuffer(CUDABuffer):
@@ -79,16 +83,13 @@ def run_part(tool: str, part: int, parts: int) -> int:
     cupy.cuda.set_allocator(None)
     backend = UnwrittenBackend() if tool == "initcheck" else CUDABackend()
     failed = 0
-    for case, dtype in chosen(tool)[part::parts]:
-        if tool == "initcheck":
-            with suppress(AssertionError):  # what was never written has no right value
-                run_case(case, backend, dtype, 1)
-            continue
+    for name, job in chosen(tool)[part::parts]:
         try:
-            run_case(case, backend, dtype, 1)
+            job(backend)
         except AssertionError as error:
-            print(f"{case.id}-{dtype}: {error}")
-            failed = 1
+            if tool != "initcheck":  # what was never written has no right value
+                print(f"{name}: {error}")
+                failed = 1
     return failed
 
 

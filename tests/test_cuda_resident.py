@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -14,19 +13,16 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch_ir import extract_ir
+from cuda_wirings import WIRED, AddsItsInput, NarrowValues, Wired, check_wired, wired_program
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget, resident
 from cuda_compiler.cuda_templates import Specializer
 from cuda_compiler.resident import RESIDENT, form_resident_kernels
-from npu_compiler import CodegenTarget, CompiledProgram
+from npu_compiler import CompiledProgram
 from npu_compiler.codegen_core import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
-from npu_runtime.cpu_backend import tensor_to_numpy
 from npu_sim.llm import Checkpoint, extract_graph
 from npu_sim.llm.graph import state_with_buffers
 
@@ -138,70 +134,6 @@ def test_every_step_but_the_first_reads_what_the_last_one_mails() -> None:
     assert source.count("constexpr bool mailed = true;") == source.count("constexpr bool mails = true;") > 3
 
 
-class Wired(nn.Module):
-    """Four heads of width 64 and linears around them, in ways that language models of today are not wired."""
-
-    def __init__(self, value_width: int = 64) -> None:
-        super().__init__()
-        sizes = {"q": (256, 256), "gate": (256, 256), "up": (256, 256), "o": (4 * value_width, 256), "p": (256, 256)}
-        for name, (inputs, outputs) in sizes.items():
-            setattr(self, name, nn.Linear(inputs, outputs, bias=False))
-
-    def attend(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(self.q(x).view(1, 1, 4, 64).transpose(1, 2), k, v)
-
-    def joined(self, attended: Tensor) -> Tensor:
-        return attended.transpose(1, 2).reshape(1, 1, -1)
-
-
-class AddsItsInput(Wired):
-    """A product's residual is made by the step before it, whose rows are shared out in another way."""
-
-    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        h = F.silu(self.gate(x)) * self.up(x)
-        return self.p(self.o(h) + h)
-
-
-class AddsAttention(Wired):
-    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attended = self.joined(self.attend(x, k, v))
-        return self.o(attended) + attended
-
-
-class AttendsTwice(Wired):
-    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.o(self.joined(F.scaled_dot_product_attention(self.attend(x, k, v), v, k)))
-
-
-class ReturnsAttention(Wired):
-    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        attended = self.joined(self.attend(x, k, v))
-        return self.o(attended), attended
-
-
-class NarrowValues(Wired):
-    def __init__(self) -> None:
-        super().__init__(value_width=40)
-
-    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.o(self.joined(self.attend(x, k, v[..., :40])))
-
-
-# Which of the steps read what the last one mails.
-WIRED = {
-    AddsItsInput: [False, False, True], AddsAttention: [False, True, False], AttendsTwice: [False, True, False, True],
-    ReturnsAttention: [False, True, True],
-}  # fmt: skip
-
-
-def wired_program(kind: type[Wired], target: CodegenTarget) -> CompiledProgram:
-    shapes = (1, 1, 256), (1, 4, CACHE, 64), (1, 4, CACHE, 64)
-    with torch.device("meta"):
-        inputs = tuple(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-        ir = extract_ir(kind().bfloat16().eval(), inputs, model_name="wired")
-    return npu_compiler.compile(ir.to_dict(), target=target)
-
-
 @pytest.mark.parametrize("kind", WIRED)
 def test_what_is_read_before_the_barrier_besides_mail_is_older_than_the_last_step(kind: type[Wired]) -> None:
     (source,) = resident_sources(wired_program(kind, CUDACodegenTarget()).plan)
@@ -215,23 +147,9 @@ def test_values_that_are_no_whole_pairs_of_packs_compile() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
 @pytest.mark.parametrize("kind", [*WIRED, NarrowValues])
-def test_other_wirings_are_right_time_after_time(kind: type[Wired], rng: np.random.Generator, seed: int) -> None:
+def test_other_wirings_are_right_time_after_time(kind: type[Wired], seed: int) -> None:
     torch.manual_seed(seed)
-    gpu, module = cuda_gpu.cuda_backends()[0], kind().bfloat16().eval()
-    program, wide = wired_program(kind, gpu.target), copy.deepcopy(module).float()
-    executor, weights = Executor(program, gpu), load_weights(module.state_dict(), program, gpu)
-    k, v = (torch.from_numpy(rng.standard_normal((1, 4, CACHE, 64)).astype(np.float32)).bfloat16() for _ in "kv")
-    for _ in range(50):
-        x = torch.from_numpy(rng.standard_normal((1, 1, 256)).astype(np.float32)).bfloat16()
-        inputs = {
-            spec.name: tensor_to_numpy(value) for spec, value in zip(program.input_specs, (x, k, v), strict=True)
-        }
-        found = executor.run(inputs, weights)
-        with torch.no_grad():
-            expected = wide(x.float(), k.float(), v.float())
-        for buffer, value in zip(found.values(), expected if isinstance(expected, tuple) else (expected,), strict=True):
-            ours, reference = buffer.to_numpy().astype(np.float32).ravel(), value.numpy().ravel()
-            assert np.linalg.norm(ours - reference) / np.linalg.norm(reference) < 2e-2
+    check_wired(kind, cuda_gpu.cuda_backends()[0], times=50)
 
 
 @pytest.mark.gpu
