@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from cuda_compiler.attention_rules import BLOCK_KEYS, BLOCK_ROWS
 from cuda_compiler.cuda_templates import (
@@ -19,18 +19,18 @@ from cuda_compiler.cuda_templates import (
     groups,
     index_type,
     kernel_text,
-    specialized,
     template_text,
     vector_width,
 )
 from cuda_compiler.resident_attention import AttentionMatch, attend_memory, early_memory, match_attention
+from cuda_compiler.resident_phases import PATIENCE, Phase, Stream, with_mail
 from npu_compiler.codegen_core import KERNELS, ExecutionPlan, KernelCall, distinct_bytes
 from npu_compiler.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.views import View
 
 RESIDENT = "resident"
 THREADS = 256  # of a block that compute
-_ALL_THREADS = THREADS + 4 * WARP  # with those that fetch weights or keep the grid's barrier
+_ALL_THREADS = THREADS + 4 * WARP  # with those that fetch weights, keep the grid's barrier or look ahead
 _WARPS = THREADS // WARP
 _UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 _LINE_BYTES = 128  # that a warp takes of each row
@@ -44,75 +44,9 @@ _MAX_STAGED_BYTES = 48 * 1024  # of a product's input
 _CONSTANT = ("gain", "weight", "bias")
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
-_LONG_BYTES = 16 << 20  # of a step's weight, from which on its blocks end at times that differ
-_PATIENCE = 1000  # nanoseconds; looking for what is not there yet slows down those who still make it
 _MIN_TILES = 4  # of keys that a split has, as more splits have more to tell each other
 _PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 _GAIN = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
-
-
-@dataclass(frozen=True)
-class Stream:
-    """How the blocks share a product's weight; the members of `Stream` in `resident.cuh`."""
-
-    units: int
-    unit_rows: int
-    own_rows: int
-    rows: int
-    row_bytes: int
-    chunk_bytes: int
-
-    def __str__(self) -> str:
-        return f"{{{', '.join(str(getattr(self, member.name)) for member in fields(self))}}}"
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What all blocks do between two barriers.
-
-    Attributes:
-        call: The op-level call whose parameters are compiled in.
-        file, function: The template, and what of it.
-        inputs, outputs: Operand name → view, None for an absent one.
-        constants: Compiled in besides the parameters.
-        scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
-        early: Operands that are read ahead, so no earlier phase of the same kernel may write them.
-        early_bytes: Bytes of shared memory for what of these is kept; its `Early` is not larger.
-        letters: How many letters of 8 bytes its blocks send each other.
-        stream: How `weight` is shared out, for phases that stream one.
-    """
-
-    call: KernelCall
-    file: str
-    function: str
-    inputs: Mapping[str, View | None]
-    outputs: Mapping[str, View | None]
-    constants: Mapping[str, bool | int | float]
-    scratch: int
-    early: tuple[str, ...] = ()
-    early_bytes: int = 0
-    letters: int = 0
-    stream: Stream | None = None
-
-    @property
-    def operands(self) -> dict[str, View]:
-        return {name: view for name, view in (*self.inputs.items(), *self.outputs.items()) if view is not None}
-
-    def text(self) -> str:
-        """The phase's code; phases of equal text share it."""
-        arguments = "".join(
-            f", {'const ' if name in self.inputs else ''}{TYPES[view.dtype]} *{name}"
-            for name, view in self.operands.items()
-        )
-        signature = f"void name(Ring &ring, Grid &grid, Ahead &ahead, char *shared{arguments})"
-        return "\n".join(
-            [
-                specialized(self.call, KERNELS[self.call.kernel], self.inputs, self.outputs, self.constants),
-                f"#define PHASE(name) __device__ __forceinline__ {signature}",
-                kernel_text(self.file, self.function),
-                "#undef PHASE\n",
-            ]
-        )
 
 
 @dataclass
@@ -260,7 +194,7 @@ class _Matcher:
         items = batch * kv_heads * groups(rows, BLOCK_ROWS)
         splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
         letters = batch * kv_heads * rows * splits * (2 + match.v.shape[3])
-        constants = {"splits": splits, "mailed": False, "mails": False, "patience": _PATIENCE}
+        constants = {"splits": splits, "mailed": False, "mails": False, "patience": PATIENCE}
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
         early = ("k", "v", "mask", "index", "cos", "sin")
         return Phase(match.call, "resident_attention.cu", "attend_keys", inputs, outputs, constants,
@@ -283,61 +217,9 @@ def _chunk_bytes(row_bytes: int, unit_rows: int) -> int:
     return groups(needed, groups(needed, _SLOT_BYTES // unit_rows // group)) * group
 
 
-def _with_mail(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
-    """The phases, with mail from one to the next where that reads it, and how many values are sent at most."""
-    result, most = list(phases), 0
-    for index, after in enumerate(phases[1:], 1):
-        before = result[index - 1]
-        out = before.outputs["out"]
-        assert out is not None
-        reads = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
-        read = [view for name in reads if (view := after.inputs[name]) is not None]
-        # The other operands are read before the barrier.
-        written = {view.buffer for view in before.outputs.values() if view is not None}
-        others = {view.buffer for name, view in after.inputs.items() if view is not None and name not in reads}
-        if written & others or not _fits_mail(out) or not all(_is_part(view, out) for view in read):
-            continue
-        if after.stream and not (read[0].is_contiguous and (read[0].numel, read[0].offset) == (out.numel, out.offset)):
-            continue
-        # Attention sends letters and renews its cache before the barrier.
-        renewed = {view.buffer for name, view in after.outputs.items() if view is not None and name != "out"}
-        if (before.letters and after.letters) or renewed & {view.buffer for view in before.operands.values()}:
-            continue
-        inputs = after.inputs if after.stream else {**after.inputs, "sent": out}
-        result[index - 1] = replace(before, constants={**before.constants, "mails": True})
-        constants = {**after.constants, "mailed": True}
-        if before.stream and before.stream.row_bytes * before.stream.rows > _LONG_BYTES:
-            constants["patience"] = _PATIENCE
-        result[index] = replace(after, inputs=inputs, constants=constants)
-        most = max(most, out.numel)
-    return result, most
-
-
-def _fits_mail(out: View) -> bool:
-    """Whether the elements lie side by side, in whatever order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return out.dtype in HALF_DTYPES and out.strides[-1] == 1
-
-
-def _is_part(view: View, out: View) -> bool:
-    """Whether a view is a part of a result that can be read eight values at a time."""
-    eight = all(size == 1 or stride % 8 == 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False))
-    return (
-        (view.buffer, view.dtype) == (out.buffer, out.dtype)
-        and eight
-        and view.strides[-1] == 1
-        and view.shape[-1] % 16 == 0
-        and (view.offset - out.offset) % 8 == 0
-    )
-
-
 def _resident(run: Run, make: Specializer) -> KernelCall:
     """The run as one call: inputs and outputs are all that its phases read and write."""
-    phases, mail = _with_mail(run.phases)
+    phases, mail = with_mail(run.phases)
     mail = groups(mail, 8) * 8
     memory = make.counters(f"{run.calls[-1].node}.grid", 4 + 3 * mail // 2)
     if letters := max(phase.letters for phase in phases):
@@ -402,9 +284,9 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             f", static_cast<{TYPES[view.dtype]} *>(operands.at[now.operand[{index}]])"
             for index, view in enumerate(operands.values())
         )
-        arguments = f"(ring, grid, ahead, shared + AHEAD_BYTES{arguments})"
-        cases[number] = f"        case {number}: phase{number}::{phase.function}{arguments}; break;"
-        outlooks[number] = f"        case {number}: phase{number}::look_ahead{arguments}; break;"
+        computes = f"phase{number}::{phase.function}(ring, grid, ahead, shared + AHEAD_BYTES{arguments})"
+        cases[number] = f"        case {number}: {computes}; break;"
+        outlooks[number] = f"        case {number}: phase{number}::look_ahead(ahead{arguments}); break;"
     widest = max(len(phase.operands) for phase in run.phases)
     views = [view for phase in run.phases for view in phase.operands.values()]
     namespaces = [f"namespace phase{number} {{\n{text}}}\n" for text, number in texts.items()]
@@ -427,7 +309,8 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             kernel_text("resident.cuh", "ring"),
             *namespaces,
             "__device__ __forceinline__ void compute("
-            "Ring &ring, Grid &grid, Ahead &ahead, const Operands &operands, char *shared) {",
+            "Ring &ring, Ahead &ahead, const Operands &operands, char *shared) {",
+            f"    Grid grid(operands.at[{memory}]);",
             "    for (; grid.step < STEPS; grid.step++) {",
             "        const Step &now = steps[grid.step];",
             "        switch (now.phase) {",
@@ -438,10 +321,9 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             "    }",
             "    grid.finish();",
             "}",
-            "__device__ __forceinline__ void look_ahead("
-            "Ring &ring, Grid &grid, Ahead &ahead, const Operands &operands, char *shared) {",
-            "    for (; grid.step < STEPS; grid.step++) {",
-            "        const Step &now = steps[grid.step];",
+            "__device__ __forceinline__ void look_ahead(Ahead &ahead, const Operands &operands) {",
+            "    for (int step = 0; step < STEPS; step++) {",
+            "        const Step &now = steps[step];",
             "        ahead.claim();",
             "        switch (now.phase) {",
             *outlooks.values(),
@@ -454,21 +336,20 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             "    extern __shared__ __align__(128) char shared[];",
             "#if __CUDA_ARCH__ >= 800",
             "    Ring ring(shared);",
-            f"    Grid grid(operands.at[{memory}]);",
             "    Ahead ahead(shared);",
             "    ring.initialize();",
             "    ahead.initialize();",
             "    __syncthreads();",
             "    if (threadIdx.x < THREADS) {",
             "        take_registers<232>();",
-            "        compute(ring, grid, ahead, operands, shared);",
+            "        compute(ring, ahead, operands, shared);",
             "        return;",
             "    }",
             "    give_registers<40>();",
             "    switch (threadIdx.x / WARP - warps) {",
             "        case 0: ring.fill(operands); break;",
             f"        case 1: keep_barrier(operands.at[{memory}]); break;",
-            "        case 2: look_ahead(ring, grid, ahead, operands, shared); break;",
+            "        case 2: look_ahead(ahead, operands); break;",
             "    }",
             "#else",
             "    __trap();  // no GPU before sm_80 has the shared memory to be given this kernel",

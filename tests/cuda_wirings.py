@@ -83,9 +83,10 @@ def wired_program(kind: type[Wired], target: CodegenTarget) -> CompiledProgram:
     return npu_compiler.compile(ir.to_dict(), target=target)
 
 
-def check_wired(kind: type[Wired], gpu: CUDABackend, times: int) -> None:
+def check_wired(kind: type[Wired], gpu: CUDABackend, seed: int, times: int) -> None:
     """Compares what a resident kernel gives for inputs that are new every time with PyTorch in float32."""
-    module, rng = kind().bfloat16().eval(), np.random.default_rng(7)
+    torch.manual_seed(seed)
+    module, rng = kind().bfloat16().eval(), np.random.default_rng(seed)
     program, wide = wired_program(kind, gpu.target), copy.deepcopy(module).float()
     executor, weights = Executor(program, gpu), load_weights(module.state_dict(), program, gpu)
     k, v = (torch.from_numpy(rng.standard_normal((1, 4, CACHE, 64)).astype(np.float32)).bfloat16() for _ in "kv")

@@ -226,7 +226,7 @@ struct Place {
           column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
 };
 
-PHASE(look_ahead) {
+LOOK_AHEAD {
     if (blockIdx.x == 0) {
         if constexpr (Gain::present) {
             prefetch(gain, depth * sizeof(Gain::type));

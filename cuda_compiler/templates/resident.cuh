@@ -1,5 +1,5 @@
 // What the phases of a resident kernel share: one block for every multiprocessor goes through the program's steps. A barrier
-// of the whole grid separates them; what a product makes for the next one goes ahead of it, as mail.
+// of the whole grid separates them; what one makes for the next one goes ahead of it, as mail.
 //
 // The weights depend on no step. So one warp of a block does nothing but fetch the block's parts of the weights into a
 // ring of slots in shared memory, in the order of their use and far ahead: the memory stays busy while the blocks wait for
@@ -204,7 +204,9 @@ struct Ahead {
     // Until it is ready, by the warps that compute.
     __device__ __forceinline__ void wait() const { wait_at(ready() + 8 * current, parity); }
 
+    // By them, too. A step that did not need it may not overtake it either: barriers know only odd from even rounds.
     __device__ __forceinline__ void release() {
+        wait();
         __syncwarp();
         if (threadIdx.x % WARP == 0) {
             arrive_at(free() + 8 * current);
@@ -246,12 +248,12 @@ __device__ __forceinline__ void keep_barrier(void *memory) {
 }
 
 // The blocks of the grid as a step sees them, and what they have in common: the barrier's counter, the number of steps that
-// earlier runs took, and mail.
+// earlier runs took, the box to send to next, and mail.
 //
 // Mail are the 16-bit values that a step sends to the next one, which may read them before the barrier between the two, but
 // must write nothing before it that the last step still reads or writes. A box in which nothing lies yet holds zeros; so a
-// value is written as its complement, and the one whose complement is 0, a NaN, as another NaN. There are three boxes, one
-// for what a step sends, one for what it reads, and one, which all have read, that it empties for the next step.
+// value is written as its complement, which is never 0: a NaN that is computed has no sign. There are three boxes, one for
+// what a step sends, one for what it reads, and one, which all have read, that it empties for the next step.
 //
 // Letters are values with a tag that says which step sent them, so that whoever waits for one sees when it is there.
 struct Grid {
@@ -298,8 +300,7 @@ struct Grid {
 
     template <typename T>
     __device__ __forceinline__ static unsigned short written(const T &value) {
-        const unsigned short complement = ~reinterpret_cast<const unsigned short &>(value);
-        return complement == 0 ? 0x8000 : complement;
+        return ~reinterpret_cast<const unsigned short &>(value);
     }
 
     // To the next step.
@@ -335,11 +336,11 @@ struct Grid {
         return !wanted || (lacking & 0x80008000u) == 0;
     }
 
-    __device__ __forceinline__ unsigned tag(int sender) const { return base + sender + 1; }
+    __device__ __forceinline__ unsigned tag() const { return base + step + 1; }
 
     // Two letters to other blocks in this step.
     __device__ __forceinline__ void send(unsigned long long *letters, float first, float second) const {
-        const unsigned long long tagged = (unsigned long long)(tag(step)) << 32;
+        const unsigned long long tagged = (unsigned long long)(tag()) << 32;
         asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};"
                      :: "l"(letters), "l"(tagged | __float_as_uint(first)), "l"(tagged | __float_as_uint(second))
                      : "memory");
@@ -351,7 +352,7 @@ struct Grid {
                      : "=l"(found[0]), "=l"(found[1]) : "l"(letters) : "memory");
         first = __uint_as_float(unsigned(found[0]));
         second = __uint_as_float(unsigned(found[1]));
-        return unsigned(found[0] >> 32) == tag(step) && unsigned(found[1] >> 32) == tag(step);
+        return unsigned(found[0] >> 32) == tag() && unsigned(found[1] >> 32) == tag();
     }
 };
 

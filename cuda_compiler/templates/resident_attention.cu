@@ -422,7 +422,7 @@ __device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *
     }
 }
 
-PHASE(look_ahead) {
+LOOK_AHEAD {
     if (blockIdx.x < items) {
         begin(*reinterpret_cast<Early *>(ahead.now()), Item(blockIdx.x), k, v, mask, cos, sin, index, 0, 1);
     }
