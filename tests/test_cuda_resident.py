@@ -51,6 +51,10 @@ CONFIGS = {
     "llama of many heads": config(
         LlamaConfig, hidden_size=320, num_attention_heads=20, num_key_value_heads=20, vocab_size=20_000
     ),
+    # Two units of two chunks for a block, the second one of which is a part.
+    "llama of long rows": config(
+        LlamaConfig, hidden_size=1280, intermediate_size=4000, num_attention_heads=8, num_hidden_layers=1
+    ),
     "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
     "qwen2": config(Qwen2Config),
     "qwen3": config(Qwen3Config),
@@ -123,7 +127,8 @@ def test_what_a_phase_reads_before_the_barrier_is_written_by_no_earlier_one() ->
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama of odd sizes", "float16"), ("llama of many heads", "bfloat16"), ("qwen2", "bfloat16")]
+    ("name", "dtype"),
+    [("llama of odd sizes", "float16"), ("llama of many heads", "bfloat16"), ("llama of long rows", "bfloat16")],
 )
 def test_it_compiles_for_every_architecture(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
