@@ -179,9 +179,10 @@ class _Matcher:
         chunk = _chunk_bytes(row_bytes, unit_rows)
         stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
+        batch = _MAX_ROWS // m
         constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
-                      "mailed": False, "mails": False, "patience": 0}  # fmt: skip
-        sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * max(8 // m, 1)
+                      "batch": batch, "mailed": False, "mails": False, "patience": 0}  # fmt: skip
+        sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * batch
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
         return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT,

@@ -1,6 +1,6 @@
 // Phases of a resident kernel that multiply a few rows (up to eight) with a weight [N, K], whose rows come through the
 // ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
-// `mailed`, x comes as mail, and with `mails` the result goes as mail, too.
+// `mailed`, x comes as mail, and with `mails` the result goes as mail, too. A block writes the results of `batch` units together.
 //
 // A unit of up to eight weight rows is one operand of the tensor cores' products, x the other. The warps share out the
 // columns, 64 at a time. A product does not mind in which order its terms come: a lane takes 16 bytes side by side.
@@ -19,7 +19,6 @@ constexpr int packs = depth / pack;
 constexpr int last_packs = packs % chunk_packs;
 constexpr int line = 8;  // packs of 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
-constexpr int batch = rows < 8 ? 8 / rows : 1;  // units whose results a block writes together
 constexpr int x_row = (packs + line - 1) / line * line * pack;
 
 struct Scratch {

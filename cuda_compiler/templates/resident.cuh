@@ -36,43 +36,29 @@ struct Operands {
 #include "warp_jobs.cuh"
 
 // The slots, and where in them somebody is: the warp that fills them, or a warp that uses them.
-struct Ring {
+struct Ring : Pipeline {
     char *slots;
-    unsigned full;  // address of the mbarriers that say that a slot is full, and behind them that it is free
-    int depth;
-    int current = 0;
-    unsigned parity = 0;
 
-    __device__ __forceinline__ Ring(char *memory) : slots(memory + SCRATCH_BYTES) {
+    __device__ __forceinline__ Ring(char *memory) : Ring(memory + SCRATCH_BYTES, slots_there()) {}
+    __device__ __forceinline__ Ring(char *slots, int depth)
+        : Pipeline(shared_address(slots + depth * SLOT_BYTES), depth), slots(slots) {}
+
+    __device__ __forceinline__ static int slots_there() {
         unsigned bytes;
         asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-        depth = int(bytes - SCRATCH_BYTES) / (SLOT_BYTES + 16);
-        full = shared_address(slots + depth * SLOT_BYTES);
+        return int(bytes - SCRATCH_BYTES) / (SLOT_BYTES + 16);
     }
 
-    __device__ __forceinline__ unsigned free() const { return full + 8 * depth; }
-
     __device__ __forceinline__ void initialize() const {
-        for (int slot = threadIdx.x; slot < depth; slot += blockDim.x) {
-            const int arrivals = BULK ? 1 : WARP;
-            start_barrier(full + 8 * slot, arrivals);
-            start_barrier(free() + 8 * slot, warps);
-        }
+        Pipeline::initialize(BULK ? 1 : WARP, warps);
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
 
-    __device__ __forceinline__ void advance() {
-        if (++current == depth) {
-            current = 0;
-            parity ^= 1;
-        }
-    }
-
     // The slot to use next, once it is full.
     __device__ __forceinline__ const char *wait() const {
-        wait_at(full + 8 * current, parity);
+        wait_until_full();
         return slots + current * SLOT_BYTES;
     }
 
@@ -84,13 +70,7 @@ struct Ring {
     }
 
     // Gives the current slot back, to be filled with what comes next.
-    __device__ __forceinline__ void release() {
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) {
-            arrive_at(free() + 8 * current);
-        }
-        advance();
-    }
+    __device__ __forceinline__ void release() { hand_over(free()); }
 
     // Starts to fill the current slot, once it is free, with `bytes` of each row: a lane has a row, which begins at
     // `source`, or none.
@@ -98,7 +78,7 @@ struct Ring {
         const int lane = threadIdx.x % WARP;
         const unsigned signal = full + 8 * current;
         const unsigned target = shared_address(slots + current * SLOT_BYTES);
-        wait_at(free() + 8 * current, parity ^ 1);
+        wait_until_free();
 #if BULK
         const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
         if (lane == 0) {
@@ -161,57 +141,29 @@ struct Ring {
     }
 };
 
-// What a warp finds out ahead of a step, for some steps at a time, in turns: their memory, and behind it mbarriers that say
-// that it is ready, and behind these that it is free.
-struct Ahead {
+// What a warp finds out ahead of a step, for some steps at a time.
+struct Ahead : Pipeline {
     char *memory;
-    int current = 0;
-    unsigned parity = 0;
 
-    __device__ __forceinline__ Ahead(char *memory) : memory(memory) {}
+    __device__ __forceinline__ Ahead(char *memory)
+        : Pipeline(shared_address(memory + STEPS_AHEAD * EARLY_BYTES), STEPS_AHEAD), memory(memory) {}
 
-    __device__ __forceinline__ unsigned ready() const { return shared_address(memory + STEPS_AHEAD * EARLY_BYTES); }
-    __device__ __forceinline__ unsigned free() const { return ready() + 8 * STEPS_AHEAD; }
-
-    __device__ __forceinline__ void initialize() const {
-        if (threadIdx.x < STEPS_AHEAD) {
-            start_barrier(ready() + 8 * threadIdx.x, 1);
-            start_barrier(free() + 8 * threadIdx.x, warps);
-        }
-    }
-
-    __device__ __forceinline__ void advance() {
-        if (++current == STEPS_AHEAD) {
-            current = 0;
-            parity ^= 1;
-        }
-    }
+    __device__ __forceinline__ void initialize() const { Pipeline::initialize(1, warps); }
 
     // The current step's memory.
     __device__ __forceinline__ char *now() const { return memory + current * EARLY_BYTES; }
 
-    // Until it is free, by the warp that looks ahead.
-    __device__ __forceinline__ void claim() const { wait_at(free() + 8 * current, parity ^ 1); }
+    // Waits until it may be written, by the warp that looks ahead.
+    __device__ __forceinline__ void claim() const { wait_until_free(); }
+    __device__ __forceinline__ void finish() { hand_over(full); }
 
-    __device__ __forceinline__ void finish() {
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) {
-            arrive_at(ready() + 8 * current);
-        }
-        advance();
-    }
-
-    // Until it is ready, by the warps that compute.
-    __device__ __forceinline__ void wait() const { wait_at(ready() + 8 * current, parity); }
+    // Waits until it may be read, by the warps that compute.
+    __device__ __forceinline__ void wait() const { wait_until_full(); }
 
     // By them, too. A step that did not need it may not overtake it either: barriers know only odd from even rounds.
     __device__ __forceinline__ void release() {
         wait();
-        __syncwarp();
-        if (threadIdx.x % WARP == 0) {
-            arrive_at(free() + 8 * current);
-        }
-        advance();
+        hand_over(free());
     }
 };
 

@@ -29,6 +29,45 @@ __device__ __forceinline__ void wait_at(unsigned barrier, unsigned parity) {
     }
 }
 
+// Places that some warps fill and others use, in turns: barriers that say that a place is full, and behind them that it is
+// free, and which place is somebody's next.
+struct Pipeline {
+    unsigned full;
+    int depth;
+    int current = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ Pipeline(unsigned full, int depth) : full(full), depth(depth) {}
+
+    __device__ __forceinline__ unsigned free() const { return full + 8 * depth; }
+
+    __device__ __forceinline__ void initialize(int fillers, int users) const {
+        for (int place = threadIdx.x; place < depth; place += blockDim.x) {
+            start_barrier(full + 8 * place, fillers);
+            start_barrier(free() + 8 * place, users);
+        }
+    }
+
+    __device__ __forceinline__ void wait_until_full() const { wait_at(full + 8 * current, parity); }
+    __device__ __forceinline__ void wait_until_free() const { wait_at(free() + 8 * current, parity ^ 1); }
+
+    __device__ __forceinline__ void advance() {
+        if (++current == depth) {
+            current = 0;
+            parity ^= 1;
+        }
+    }
+
+    // By a whole warp, which has done its part: the current place is full, or free.
+    __device__ __forceinline__ void hand_over(unsigned barriers) {
+        __syncwarp();
+        if (threadIdx.x % WARP == 0) {
+            arrive_at(barriers + 8 * current);
+        }
+        advance();
+    }
+};
+
 // For whole groups of four warps, on GPUs where that is possible.
 template <int registers>
 __device__ __forceinline__ void give_registers() {
