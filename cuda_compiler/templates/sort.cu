@@ -82,7 +82,7 @@ KERNEL(count_digits) {
 #kernel move_by_digit
 constexpr int HELPERS = THREADS / DIGITS;  // threads that add up one digit's counts
 
-// The sum of the values of threads below this one, among the first DIGITS; all of these call it.
+// The sum of the values of the threads below this one.
 __device__ __forceinline__ int sum_below(int value, int *totals) {
     const int warp = threadIdx.x / WARP;
     int sum = value;
@@ -94,7 +94,7 @@ __device__ __forceinline__ int sum_below(int value, int *totals) {
     if (threadIdx.x % WARP == WARP - 1) {
         totals[warp] = sum;
     }
-    asm volatile("bar.sync 1, %0;" :: "n"(DIGITS) : "memory");
+    __syncthreads();
     for (int i = 0; i < warp; i++) {
         sum += totals[i];
     }
@@ -115,7 +115,7 @@ __device__ __forceinline__ unsigned lanes_of(int digit) {
 // A tile is sorted in shared memory first, so that neighbours go to neighbours.
 KERNEL(move_by_digit) {
     __shared__ int partial[2][HELPERS][DIGITS];
-    __shared__ int totals[2][DIGITS / WARP];
+    __shared__ int totals[2][WARPS];
     __shared__ int shift[DIGITS];  // from a place in the sorted tile to one in the row
     __shared__ unsigned short places[WARPS][DIGITS];
     __shared__ unsigned sorted_ranks[TILE];
@@ -169,15 +169,16 @@ KERNEL(move_by_digit) {
         __syncwarp();
     }
     __syncthreads();
+    earlier = 0;
+    all = 0;
+    for (int i = 0; i < HELPERS; i++) {
+        earlier += partial[0][i][digit];
+        all += partial[1][i][digit];
+    }
+    int start = sum_below(found[tile * DIGITS], totals[0]);
+    const int smaller = sum_below(all, totals[1]);
     if (helper == 0) {
-        earlier = 0;
-        all = 0;
-        for (int i = 0; i < HELPERS; i++) {
-            earlier += partial[0][i][digit];
-            all += partial[1][i][digit];
-        }
-        int start = sum_below(found[tile * DIGITS], totals[0]);
-        shift[digit] = sum_below(all, totals[1]) + earlier - start;
+        shift[digit] = smaller + earlier - start;
         for (int i = 0; i < WARPS; i++) {
             const int count = places[i][digit];
             places[i][digit] = start;
