@@ -177,9 +177,9 @@ class _Matcher:
         own = own_rows(n, _UNIT_ROWS // 2 if gated else _UNIT_ROWS)
         unit_rows = 2 * own if gated else own
         chunk = _chunk_bytes(row_bytes, unit_rows)
+        batch = max(_MAX_ROWS // m, 2)  # a block takes units in pairs
         stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
-        batch = _MAX_ROWS // m
         constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
                       "batch": batch, "mailed": False, "mails": False, "patience": 0}  # fmt: skip
         sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * batch
@@ -359,4 +359,3 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
             "",
         ]
     )
-

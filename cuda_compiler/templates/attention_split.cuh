@@ -376,15 +376,13 @@ __device__ __forceinline__ void fragment_biases(
     }
 }
 
-// Puts together what the warps of a block have found, and hands it to finish(problem, row, dim, maximum, total, sums of
-// dimensions dim to dim + 3), neighbours side by side. `memory[warp].found` is a warp's own.
-template <int warps, typename Memory, typename Finish>
-__device__ __forceinline__ void combine_warps(
-    const Problem &problem, int first_row, State &state, Memory (&memory)[warps], Finish finish
+// Puts together what the first `used` warps of a block left, and hands it to finish(problem, row, dim, maximum, total, sums of
+// dimensions dim to dim + 3), neighbours side by side.
+template <int used, int warps, typename Memory, typename Finish>
+__device__ __forceinline__ void combine_found(
+    const Problem &problem, int first_row, Memory (&memory)[warps], Finish finish
 ) {
     constexpr int pieces = value_width / 4;
-    state.leave(memory[threadIdx.x / WARP].found);
-    sync_block();
     for (int i = threadIdx.x; i < held_rows * pieces; i += warps * WARP) {
         const int row = i / pieces;
         const int piece = i % pieces;
@@ -393,13 +391,13 @@ __device__ __forceinline__ void combine_warps(
         }
         float largest = -FLOAT_MAX;
 #pragma unroll
-        for (int warp = 0; warp < warps; warp++) {
+        for (int warp = 0; warp < used; warp++) {
             largest = fmaxf(largest, memory[warp].found.largest[row]);
         }
         float total = 0.0f;
         float sums[4] = {};
 #pragma unroll
-        for (int warp = 0; warp < warps; warp++) {
+        for (int warp = 0; warp < used; warp++) {
             Found &found = memory[warp].found;
             const float weight = expf(found.largest[row] - largest);
             float part[4];
@@ -411,6 +409,26 @@ __device__ __forceinline__ void combine_warps(
             }
         }
         finish(problem, first_row + row, 4 * piece, largest, total, sums);
+    }
+}
+
+// The same for what the warps of a block have found, of which none behind the first `used` has found anything.
+// `memory[warp].found` is a warp's own.
+template <int warps, typename Memory, typename Finish>
+__device__ __forceinline__ void combine_warps(
+    const Problem &problem, int first_row, State &state, Memory (&memory)[warps], Finish finish, int used = warps
+) {
+    state.leave(memory[threadIdx.x / WARP].found);
+    sync_block();
+    // Loops of known length have all that they read on its way at a time.
+    if (used <= 1) {
+        combine_found<1>(problem, first_row, memory, finish);
+    } else if (used <= 2) {
+        combine_found<smaller(2, warps)>(problem, first_row, memory, finish);
+    } else if (used <= 4) {
+        combine_found<smaller(4, warps)>(problem, first_row, memory, finish);
+    } else {
+        combine_found<warps>(problem, first_row, memory, finish);
     }
 }
 

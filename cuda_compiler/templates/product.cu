@@ -2,7 +2,7 @@
 // ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
 // `mailed`, x comes as mail, and with `mails` the result goes as mail, too. A block writes the results of `batch` units together.
 //
-// A unit of up to eight weight rows is one operand of the tensor cores' products, x the other. The warps share out the
+// A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The warps share out the
 // columns, 64 at a time. A product does not mind in which order its terms come: a lane takes 16 bytes side by side.
 
 #include "linear_result.cuh"
@@ -18,6 +18,7 @@ constexpr int pack = 16 / sizeof(Element);
 constexpr int packs = depth / pack;
 constexpr int last_packs = packs % chunk_packs;
 constexpr int line = 8;  // packs of 128 bytes
+constexpr int fours = (rows + 3) / 4;  // of rows of x
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
 constexpr int x_row = (packs + line - 1) / line * line * pack;
 
@@ -138,21 +139,23 @@ __device__ __forceinline__ int piece(int turn, int which) {
     return (turn * warps + threadIdx.x / WARP) * line + (which ? 4 + part : part);
 }
 
-// What a warp's products need of x, for the lines of one chunk.
+// What a warp's products need of x, for the lines of one chunk: lanes of groups 0 to 3 have the first piece of four rows of
+// x, and the others the second one.
 template <int packs>
 struct Columns {
     static constexpr int lines = (packs + line - 1) / line;
     static constexpr int turns = (lines + warps - 1) / warps;
-    Words of[turns][2];
+    Words of[turns][fours];
 
     __device__ __forceinline__ Columns(const Element (&x)[rows][x_row], int first_pack) {
         const int group = threadIdx.x % WARP / 4;
-        const Element *x_at = x[group < rows ? group : rows - 1] + first_pack * pack;
 #pragma unroll
-        for (int turn = 0; turn < turns; turn++) {
+        for (int four = 0; four < fours; four++) {
+            const int row = 4 * four + group % 4;
+            const Element *x_at = x[row < rows ? row : rows - 1] + first_pack * pack;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                of[turn][i] = load_words(x_at + piece(turn, i) * pack, takes(turn));
+            for (int turn = 0; turn < turns; turn++) {
+                of[turn][four] = load_words(x_at + piece(turn, group / 4) * pack, takes(turn));
             }
         }
     }
@@ -162,23 +165,27 @@ struct Columns {
     }
 };
 
-// A warp's part of the sums of a unit, in fragments: rows of x by rows of the unit.
+// What fits in registers need not be read for every unit.
+constexpr int chunks = packs / chunk_packs;
+constexpr bool keeps = chunks + (last_packs != 0) == 1;
+
+// A warp's part of the sums of a unit. Rows 0 to 7 of a fragment are the unit's with one piece of their lines, rows 8 to 15
+// the same rows with the other piece, and each has met four rows of x with either piece, of which one is right.
 struct Sums {
-    float of[4][4] = {};  // four, so that a product need not wait for the last one
+    float of[fours][2][4] = {};  // two of each, so that a product need not wait for the last one
 
     // Adds the products of a slot's rows with the part of x that they meet.
     template <int packs>
     __device__ __forceinline__ void add(const char *slot, const Columns<packs> &columns) {
         const int group = threadIdx.x % WARP / 4;
-        // The pieces of odd rows are read in the other order, so that lanes that read at a time meet different banks.
-        const bool odd = group % 2;
         slot += (group < unit_rows ? group : unit_rows - 1) * chunk_packs * 16;
         Words weights[Columns<packs>::turns][2];
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int at = piece(turn, odd ? 1 - i : i);
+                // Odd rows begin with the second piece, so that lanes that read at a time meet different banks.
+                const int at = piece(turn, i ^ group % 2);
                 const bool inside = packs % line == 0 || at < packs;
                 weights[turn][i] = load_words(
                     reinterpret_cast<const Half *>(slot + at * 16), inside && Columns<packs>::takes(turn)
@@ -187,29 +194,80 @@ struct Sums {
         }
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
+            const unsigned(&top)[4] = weights[turn][0].at;
+            const unsigned(&bottom)[4] = weights[turn][1].at;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const Words &x = columns.of[turn][i];
-                unsigned w[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    w[j] = odd ? weights[turn][1 - i].at[j] : weights[turn][i].at[j];
-                }
-                // Rows 0 to 7 of the first product and 8 to 15 of the second are the sums.
-                multiply(of[2 * i], x.at[0], x.at[1], x.at[2], x.at[3], w[0], w[2]);
-                multiply(of[2 * i + 1], x.at[0], x.at[1], x.at[2], x.at[3], w[1], w[3]);
+            for (int four = 0; four < fours; four++) {
+                const unsigned(&x)[4] = columns.of[turn][four].at;
+                multiply(of[four][0], top[0], bottom[0], top[1], bottom[1], x[0], x[1]);
+                multiply(of[four][1], top[2], bottom[2], top[3], bottom[3], x[2], x[3]);
             }
         }
     }
 
     __device__ __forceinline__ void leave(float (&target)[UNIT_ROWS][rows]) const {
         const int group = threadIdx.x % WARP / 4;
+        const int part = threadIdx.x % 4;  // of the columns, of which parts 2 and 3 met the second piece
+        const bool bottom = (group % 2 != 0) != (part >= 2);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (group < rows) {
-                target[threadIdx.x % 4 * 2 + i][group] = (of[0][i] + of[1][2 + i]) + (of[2][i] + of[3][2 + i]);
+        for (int four = 0; four < fours; four++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float(&even)[4] = of[four][0];
+                const float(&odd)[4] = of[four][1];
+                float sum = bottom ? even[2 + i] + odd[2 + i] : even[i] + odd[i];
+                sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+                const int row = 4 * four + 2 * part + i;
+                if (part < 2 && row < rows) {
+                    target[group][row] = sum;
+                }
             }
         }
+    }
+};
+
+// Has `visit` the part of x for each chunk of a row.
+template <typename Kept, typename Visit>
+__device__ __forceinline__ void for_chunks(const Scratch &scratch, const Kept &kept, Visit visit) {
+    if constexpr (keeps) {
+        visit(kept);
+    } else {
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            visit(Columns<chunk_packs>(scratch.x, chunk * chunk_packs));
+        }
+        if constexpr (last_packs != 0) {
+            visit(Columns<last_packs == 0 ? line : last_packs>(scratch.x, packs - last_packs));
+        }
+    }
+}
+
+struct OneUnit {
+    Ring &ring;
+    Sums &sums;
+
+    template <int packs>
+    __device__ __forceinline__ void operator()(const Columns<packs> &columns) const {
+        sums.add(ring.wait(), columns);
+        ring.release();
+    }
+};
+
+// Two at a time: what one waits for, the other one is busy with.
+struct TwoUnits {
+    Ring &ring;
+    Sums &first;
+    Sums &second;
+
+    template <int packs>
+    __device__ __forceinline__ void operator()(const Columns<packs> &columns) const {
+        const Ring behind = ring.behind();
+        const char *const slot = ring.wait();
+        const char *const other = behind.wait();
+        first.add(slot, columns);
+        second.add(other, columns);
+        ring.release();
+        ring.release();
     }
 };
 
@@ -249,56 +307,21 @@ PHASE(product) {
     }
     pad(scratch);
     stage(grid, scratch, x, gain);
-    constexpr int chunks = packs / chunk_packs;
-    // What fits in registers need not be read for every unit.
-    constexpr bool keeps = chunks + (last_packs != 0) == 1;
     const Columns<keeps ? packs : line> kept(scratch.x, 0);
     int buffer = 0;
     for (int start = 0; start < units; start += batch * gridDim.x, buffer ^= 1) {
         float(&sums_of)[batch][UNIT_ROWS][rows] = scratch.sums[buffer][warp];
         int unit = start + blockIdx.x;
         int turn = 0;
-        if (keeps) {
-            // Two units at a time: what one waits for, the other one is busy with.
-            for (; turn + 1 < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
-                Sums first, second;
-                const Ring behind = ring.behind();
-                const char *const slot = ring.wait();
-                const char *const other = behind.wait();
-                first.add(slot, kept);
-                second.add(other, kept);
-                ring.release();
-                ring.release();
-                first.leave(sums_of[turn]);
-                second.leave(sums_of[turn + 1]);
-            }
+        for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
+            Sums first, second;
+            for_chunks(scratch, kept, TwoUnits{ring, first, second});
+            first.leave(sums_of[turn]);
+            second.leave(sums_of[turn + 1]);
         }
-        for (; turn < batch && unit < units; turn++, unit += gridDim.x) {
+        if (turn < batch && unit < units) {
             Sums sums;
-            if (keeps) {
-                sums.add(ring.wait(), kept);
-                ring.release();
-            } else {
-#pragma unroll 1
-                for (int chunk = 0; chunk + 1 < chunks; chunk += 2) {
-                    const Ring behind = ring.behind();
-                    const char *const slot = ring.wait();
-                    const char *const other = behind.wait();
-                    sums.add(slot, Columns<chunk_packs>(scratch.x, chunk * chunk_packs));
-                    sums.add(other, Columns<chunk_packs>(scratch.x, (chunk + 1) * chunk_packs));
-                    ring.release();
-                    ring.release();
-                }
-                if (chunks % 2 != 0) {
-                    sums.add(ring.wait(), Columns<chunk_packs>(scratch.x, (chunks - 1) * chunk_packs));
-                    ring.release();
-                }
-                if (last_packs != 0) {
-                    const Columns<last_packs == 0 ? line : last_packs> columns(scratch.x, packs - last_packs);
-                    sums.add(ring.wait(), columns);
-                    ring.release();
-                }
-            }
+            for_chunks(scratch, kept, OneUnit{ring, sums});
             sums.leave(sums_of[turn]);
         }
         // Behind this, nobody reads the sums of the batch before: the next ones may take their place.
@@ -307,6 +330,7 @@ PHASE(product) {
         } else {
             sync_block();
         }
+        static_assert(batch % 2 == 0, "units come in pairs");
         static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
         const Place place(threadIdx.x, start);
         if (place.turn < batch && place.column < int(param::n)) {

@@ -11,7 +11,7 @@
 constexpr int warps = THREADS / WARP;  // that compute
 
 // How a product's weight is shared out: a block takes a unit of rows at a time (or of rows and their gates, one half each),
-// in chunks of columns that fit a slot.
+// in chunks of columns that fit a slot. Two units of a block take turns, chunk by chunk.
 struct Stream {
     int units;
     int unit_rows;
@@ -121,20 +121,24 @@ struct Ring : Pipeline {
             }
             const Stream stream = streams[steps[step].stream];
             const char *weight = static_cast<const char *>(operands.at[steps[step].weight]);
-            for (int unit = blockIdx.x; unit < stream.units; unit += gridDim.x) {
-                const bool partner = lane >= stream.own_rows;
-                const int row = unit * stream.own_rows + lane - (partner ? stream.own_rows : 0);
-                const bool has_row = lane < stream.unit_rows && row < stream.rows;
-                const char *source = weight + (unsigned long long)(row + (partner ? stream.rows : 0)) * stream.row_bytes;
+            const bool partner = lane >= stream.own_rows;
+            const int own = lane - (partner ? stream.own_rows : 0);
+            const char *partners = weight + (partner ? (unsigned long long)stream.rows * stream.row_bytes : 0);
+            for (int first = blockIdx.x; first < stream.units; first += 2 * gridDim.x) {
                 for (unsigned begin = 0; begin < stream.row_bytes; begin += stream.chunk_bytes) {
-                    if (flying == IN_FLIGHT) {
-                        landed.wait();
-                        landed.advance();
-                    } else {
-                        flying++;
-                    }
                     const unsigned left = stream.row_bytes - begin;
-                    fetch(source + begin, has_row, stream.chunk_bytes, left < stream.chunk_bytes ? left : stream.chunk_bytes);
+                    for (int unit = first; unit < stream.units && unit <= first + int(gridDim.x); unit += gridDim.x) {
+                        if (flying == IN_FLIGHT) {
+                            landed.wait();
+                            landed.advance();
+                        } else {
+                            flying++;
+                        }
+                        const int row = unit * stream.own_rows + own;
+                        const bool has_row = lane < stream.unit_rows && row < stream.rows;
+                        const char *source = partners + (unsigned long long)row * stream.row_bytes + begin;
+                        fetch(source, has_row, stream.chunk_bytes, left < stream.chunk_bytes ? left : stream.chunk_bytes);
+                    }
                 }
             }
         }

@@ -62,13 +62,18 @@ struct Item {
 
 constexpr int items = int(K::size(0)) * kv_heads * row_blocks * splits;
 
-// Whether a part has keys that are attended to, or new ones.
-__device__ __forceinline__ bool has_keys(const Early &early, const Item &item) {
-    bool found = false;
+// The first warps of a block, of which none behind them has keys that are attended to.
+__device__ __forceinline__ int warps_with_keys(const Early &early) {
+    int count = 0;
 #pragma unroll
-    for (const Begun &begun : early.begun) {
-        found |= begun.key < keys;
+    for (int warp = 0; warp < warps; warp++) {
+        count = early.begun[warp].key < keys ? warp + 1 : count;
     }
+    return count;
+}
+
+__device__ __forceinline__ bool has_new_keys(const Early &early, const Item &item) {
+    bool found = false;
     for (int token = 0; token < tokens; token++) {
         found |= item.has(early.token_keys[token]);
     }
@@ -446,7 +451,8 @@ PHASE(attend_keys) {
             begin(early, item, k, v, mask, cos, sin, index, warp, warps);
             sync_block();
         }
-        if (!has_keys(early, item)) {
+        const int used = warps_with_keys(early);
+        if (used == 0 && !has_new_keys(early, item)) {
             const int row = item.first_row + threadIdx.x;
             if (threadIdx.x < held_rows && row < rows) {
                 send(problem, row, 0, -FLOAT_MAX, 0.0f, {});
@@ -509,7 +515,7 @@ PHASE(attend_keys) {
                 prefetch_tile(problem, next);
             }
         }
-        combine_warps(problem, item.first_row, state, scratch.memory, send);
+        combine_warps(problem, item.first_row, state, scratch.memory, send, used);
     }
     if constexpr (mailed) {
         grid.wait();
