@@ -37,6 +37,8 @@ _LINE_BYTES = 128  # that a warp takes of each row
 _SLOT_BYTES = _UNIT_ROWS * 3072
 _STEPS_AHEAD = 3  # that may be looked ahead at a time
 _IN_FLIGHT = 2  # slots of a ring, which has as many at least: a product takes two at a time
+_MOST_IN_FLIGHT = 4  # where a step waits for slots alone
+_PACE_BYTES = 16  # behind the ring, for a barrier
 _LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 _MULTIPROCESSORS = 132  # for which work is divided evenly; others may run the kernel as well
 _MAX_ROWS = 8
@@ -180,8 +182,9 @@ class _Matcher:
         batch = max(_MAX_ROWS // m, 2)  # a block takes units in pairs
         stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
-        constants |= {"gated": gated, "units": stream.units, "unit_rows": unit_rows, "chunk_packs": chunk // 16,
-                      "batch": batch, "mailed": False, "mails": False, "patience": 0}  # fmt: skip
+        constants |= {"gated": gated, "units": stream.units, "is_long": stream.is_long, "unit_rows": unit_rows,
+                      "chunk_packs": chunk // 16, "batch": batch, "mailed": False, "mails": False,
+                      "patience": 0}  # fmt: skip
         sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * batch
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
@@ -260,7 +263,7 @@ def _early_bytes(run: Run) -> int:
 
 def _least_shared(run: Run) -> int:
     """Shared memory that a block needs at least: the scratch and the fewest slots."""
-    return _scratch_bytes(run) + _IN_FLIGHT * (_SLOT_BYTES + 16)
+    return _scratch_bytes(run) + _IN_FLIGHT * (_SLOT_BYTES + 16) + _PACE_BYTES
 
 
 def _whole(size: int) -> int:
@@ -294,8 +297,8 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
     head = {
         "THREADS": THREADS, "UNIT_ROWS": _UNIT_ROWS, "SLOT_BYTES": _SLOT_BYTES, "SCRATCH_BYTES": _scratch_bytes(run),
         "EARLY_BYTES": _early_bytes(run), "AHEAD_BYTES": _ahead_bytes(run), "STEPS_AHEAD": _STEPS_AHEAD,
-        "IN_FLIGHT": _IN_FLIGHT, "MAIL": mail, "MAX_OPERANDS": widest, "OPERANDS": len(place),
-        "STEPS": len(steps),
+        "IN_FLIGHT": _IN_FLIGHT, "MOST_IN_FLIGHT": _MOST_IN_FLIGHT, "PACE_BYTES": _PACE_BYTES, "MAIL": mail,
+        "MAX_OPERANDS": widest, "OPERANDS": len(place), "STEPS": len(steps),
     }  # fmt: skip
     return "\n".join(
         [

@@ -11,7 +11,7 @@ from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
 
 PATIENCE = 1000  # nanoseconds; looking for what is not there yet slows down those who still make it
-_LONG_BYTES = 16 << 20  # of a product's weight, from which on its blocks end at times that differ
+_LONG_BYTES = 16 << 20  # of a weight
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,11 @@ class Stream:
     def weight_bytes(self) -> int:
         """Of all rows, and of their partners."""
         return self.units * self.unit_rows * self.row_bytes
+
+    @property
+    def is_long(self) -> bool:
+        """Whether blocks take so long that they end at different times."""
+        return self.weight_bytes > _LONG_BYTES
 
     def __str__(self) -> str:
         return f"{{{', '.join(str(getattr(self, member.name)) for member in fields(self))}}}"
@@ -108,7 +113,7 @@ def with_mail(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
         inputs = after.inputs if after.stream else {**after.inputs, "sent": out}
         result[index - 1] = replace(before, constants={**before.constants, "mails": True})
         constants = {**after.constants, "mailed": True}
-        if before.stream and after.stream and before.stream.weight_bytes > _LONG_BYTES:
+        if before.stream and after.stream and before.stream.is_long:
             constants["patience"] = PATIENCE
         result[index] = replace(after, inputs=inputs, constants=constants)
         most = max(most, out.numel)

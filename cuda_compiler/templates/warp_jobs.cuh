@@ -15,18 +15,26 @@ __device__ __forceinline__ void arrive_after_copies_at(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-// For the end of the round of this parity; the round before the first one has parity 1 and is over.
+// Whether the last round that is over has this parity; the round before the first one has parity 1 and is over.
+__device__ __forceinline__ bool is_over_at(unsigned barrier, unsigned parity) {
+    unsigned passed;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+    return passed;
+}
+
+// For the end of the round of this parity.
 __device__ __forceinline__ void wait_at(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
     unsigned passed = 0;
     while (!passed) {
-#if __CUDA_ARCH__ >= 900
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                      : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
-#else
-        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
-#endif
     }
+#else
+    while (!is_over_at(barrier, parity)) {
+    }
+#endif
 }
 
 // Places that some warps fill and others use, in turns: barriers that say that a place is full, and behind them that it is
