@@ -103,14 +103,16 @@ def watch(tool: str, parts: int, part: int) -> subprocess.CompletedProcess[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tools", nargs="*", default=list(TOOLS), choices=list(TOOLS), metavar="tool")
+    parser.add_argument("tools", nargs="*", metavar="tool", help=f"{', '.join(TOOLS)}; all, where none is named")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := set(options.tools) - TOOLS.keys():
+        parser.error(f"no tool {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}")
     if options.part is not None:
         return run_part(options.tools[0], options.part, options.jobs)
     status = 0
-    for tool in options.tools:
+    for tool in options.tools or TOOLS:
         with ThreadPoolExecutor(options.jobs) as pool:
             done = list(pool.map(partial(watch, tool, options.jobs), range(options.jobs)))
         faulty = [each for each in done if each.returncode]
