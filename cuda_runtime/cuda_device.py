@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +40,32 @@ def load_cupy() -> Any:
     return cupy
 
 
+@contextmanager
+def waking_driver(device_id: int) -> Iterator[None]:
+    """Meanwhile the driver starts, which takes as long as importing CuPy does and holds no lock of Python's."""
+    thread = threading.Thread(target=wake_driver, args=(device_id,), name="wake-driver")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+@cache
+def wake_driver(device_id: int) -> None:
+    """Have the driver make the GPU's primary context, the one that CuPy uses.
+
+    What goes wrong here goes wrong again where CuPy asks for the same, and is reported there.
+    """
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+    except OSError:
+        return
+    gpu, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), device_id) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
+
+
 class CUDADevice:
     """A GPU and the one stream on which everything of a backend happens, in order.
 
@@ -51,7 +80,8 @@ class CUDADevice:
     """
 
     def __init__(self, device_id: int = 0) -> None:
-        self.cupy = load_cupy()
+        with waking_driver(device_id):
+            self.cupy = load_cupy()
         cuda = self.cupy.cuda
         self.runtime, self.driver = cuda.runtime, cuda.driver
         self.failures: tuple[type[Exception], ...] = (self.runtime.CUDARuntimeError, self.driver.CUDADriverError)

@@ -24,6 +24,7 @@ from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend
 from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
 from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
+from cuda_runtime.cuda_device import wake_driver, waking_driver
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.tuned_products import TunedProducts
@@ -64,6 +65,42 @@ def test_without_cupy_the_package_imports_and_opening_it_says_what_to_install() 
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("DeviceError the CUDA device needs CuPy")
     assert "pip install 'npu-simulation[cuda13]'" in done.stdout
+
+
+@pytest.mark.parametrize("gpus", [None, 0, 1, 4])
+def test_the_driver_makes_the_context_meanwhile_or_leaves_the_error_to_cupy(
+    monkeypatch: pytest.MonkeyPatch, gpus: int | None
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if gpus is None:
+                raise OSError(name)
+
+        def cuInit(self, flags: int) -> int:
+            asked.append(("init", flags))
+            return 0 if gpus else 100  # CUDA_ERROR_NO_DEVICE
+
+        def cuDeviceGet(self, gpu: Any, device_id: int) -> int:
+            asked.append(("gpu", device_id))
+            gpu._obj.value = 7
+            return 0 if device_id < (gpus or 0) else 101  # CUDA_ERROR_INVALID_DEVICE
+
+        def cuDevicePrimaryCtxRetain(self, context: Any, gpu: Any) -> int:
+            asked.append(("context", gpu.value))
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    wake_driver.cache_clear()
+    try:
+        for _ in range(2):
+            with waking_driver(2):
+                pass
+    finally:
+        wake_driver.cache_clear()
+    whole = [("init", 0), ("gpu", 2), ("context", 7)]
+    assert asked == {None: [], 0: whole[:1], 1: whole[:2], 4: whole}[gpus]
 
 
 class NVRTCError(RuntimeError):
