@@ -26,8 +26,8 @@ float32 on fresh random inputs: r > 0.999, and the same argmax but for near-ties
 
 The peers: `torch.compile` is a model written for it (fused QKV and gate+up, SDPA, a static cache) in
 `mode="reduce-overhead"` with coordinate-descent tuning; eager PyTorch runs the same model. SDPA is called in the way
-that is the fastest at that shape. The ResNets are channels-last, BatchNorms folded by `freezing`, in the better of
-`reduce-overhead` and `max-autotune` where a note names both.
+that is the fastest at that shape. The ResNets are channels-last, BatchNorms folded by `freezing`, in the mode that a
+note names, or the better one of two.
 
 ![]({chart})
 """

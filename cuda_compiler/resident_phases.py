@@ -11,7 +11,7 @@ from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
 
 PATIENCE = 1000  # nanoseconds; looking for what is not there yet slows down those who still make it
-_LONG_BYTES = 16 << 20  # of a weight
+_LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Stream:
 
     @property
     def is_long(self) -> bool:
-        """Whether blocks take so long that they end at different times."""
+        """Whether blocks are busy with it for so long that they want more slots, and end at different times."""
         return self.weight_bytes > _LONG_BYTES
 
     def __str__(self) -> str:

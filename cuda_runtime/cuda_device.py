@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,13 @@ def load_cupy() -> Any:
 
 @contextmanager
 def waking_driver(device_id: int) -> Iterator[None]:
-    """Meanwhile the driver starts, which takes as long as importing CuPy does and holds no lock of Python's."""
+    """Meanwhile the driver starts, which takes as long as importing CuPy does and holds no lock of Python's.
+
+    Where CuPy is not installed it does not: nobody would use the GPU.
+    """
+    if find_spec("cupy") is None:
+        yield
+        return
     thread = threading.Thread(target=wake_driver, args=(device_id,), name="wake-driver")
     thread.start()
     try:
@@ -62,7 +69,7 @@ def wake_driver(device_id: int) -> None:
     except OSError:
         return
     gpu, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), device_id) == 0:
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), ctypes.c_int(device_id)) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)
 
 
@@ -80,7 +87,7 @@ class CUDADevice:
     """
 
     def __init__(self, device_id: int = 0) -> None:
-        with waking_driver(device_id):
+        with waking_driver(int(device_id)):
             self.cupy = load_cupy()
         cuda = self.cupy.cuda
         self.runtime, self.driver = cuda.runtime, cuda.driver

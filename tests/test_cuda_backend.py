@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import nn
 from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_runtime import CUDABackend
+from cuda_runtime import CUDABackend, cuda_device
 from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
 from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
 from cuda_runtime.cuda_device import wake_driver, waking_driver
@@ -72,6 +73,7 @@ def test_the_driver_makes_the_context_meanwhile_or_leaves_the_error_to_cupy(
     monkeypatch: pytest.MonkeyPatch, gpus: int | None
 ) -> None:
     asked: list[tuple[Any, ...]] = []
+    meanwhile = threading.Event()
 
     class Driver:
         def __init__(self, name: str) -> None:
@@ -79,24 +81,30 @@ def test_the_driver_makes_the_context_meanwhile_or_leaves_the_error_to_cupy(
                 raise OSError(name)
 
         def cuInit(self, flags: int) -> int:
-            asked.append(("init", flags))
+            if meanwhile.wait(10):
+                asked.append(("init", flags))
             return 0 if gpus else 100  # CUDA_ERROR_NO_DEVICE
 
-        def cuDeviceGet(self, gpu: Any, device_id: int) -> int:
-            asked.append(("gpu", device_id))
+        def cuDeviceGet(self, gpu: Any, device_id: ctypes.c_int) -> int:
+            asked.append(("gpu", device_id.value))
             gpu._obj.value = 7
-            return 0 if device_id < (gpus or 0) else 101  # CUDA_ERROR_INVALID_DEVICE
+            return 0 if device_id.value < (gpus or 0) else 101  # CUDA_ERROR_INVALID_DEVICE
 
         def cuDevicePrimaryCtxRetain(self, context: Any, gpu: Any) -> int:
             asked.append(("context", gpu.value))
             return 0
 
     monkeypatch.setattr(ctypes, "CDLL", Driver)
+    monkeypatch.setattr(cuda_device, "find_spec", lambda name: name)
     wake_driver.cache_clear()
     try:
         for _ in range(2):
-            with waking_driver(2):
-                pass
+            with pytest.raises(KeyError), waking_driver(2):  # whatever happens in it, the thread has ended behind it
+                meanwhile.set()
+                raise KeyError
+        monkeypatch.setattr(cuda_device, "find_spec", lambda name: None)
+        with waking_driver(3):
+            pass
     finally:
         wake_driver.cache_clear()
     whole = [("init", 0), ("gpu", 2), ("context", 7)]

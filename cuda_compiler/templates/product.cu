@@ -1,6 +1,7 @@
 // Phases of a resident kernel that multiply a few rows (up to eight) with a weight [N, K], whose rows come through the
 // ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
 // `mailed`, x comes as mail, and with `mails` the result goes as mail, too. A block writes the results of `batch` units together.
+// While it goes through a weight that `is_long`, more slots may be on their way.
 //
 // A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The warps share out the
 // columns, 64 at a time. A product does not mind in which order its terms come: a lane takes 16 bytes side by side.

@@ -35,6 +35,24 @@ struct Operands {
 #kernel ring
 #include "warp_jobs.cuh"
 
+// The slots that are on their way, in order.
+struct Flight {
+    Pipeline first;
+    int slots = 0;
+
+    __device__ __forceinline__ Flight(const Pipeline &first) : first(first) {}
+
+    // Waits until there are fewer than `most`, and one joins them.
+    __device__ __forceinline__ void join(int most) {
+        while (slots >= most) {
+            first.wait_until_full();
+            first.advance();
+            slots--;
+        }
+        slots++;
+    }
+};
+
 // The slots, and where in them somebody is: the warp that fills them, or a warp that uses them.
 struct Ring : Pipeline {
     char *slots;
@@ -76,27 +94,23 @@ struct Ring : Pipeline {
     __device__ __forceinline__ void release() { hand_over(free()); }
 
     // No more slots are on their way at a time than keep the memory busy: with more, the few reads that a step waits for
-    // would queue behind them. Between these calls, by one thread that computes, a step waits for nothing but slots. So the
-    // rounds of a barrier say: such a time has begun, and is over.
+    // would queue behind them. Between these two calls, by one thread that computes, it waits for slots and for little else,
+    // and there may be more. They are the rounds of a barrier, of which an odd number is over in between.
     __device__ __forceinline__ void hurry() const { arrive_at(pace()); }
     __device__ __forceinline__ void calm_down() const { arrive_at(pace()); }
     __device__ __forceinline__ bool hurries() const { return is_over_at(pace(), 0); }
     __device__ __forceinline__ unsigned pace() const { return full + 16 * depth; }
 
     // Starts to fill the current slot, once it is free, with `bytes` of each row: a lane has a row, which begins at
-    // `source`, or none. `landing` is the first of the slots that are on their way, `flying` their number.
+    // `source`, or none.
     __device__ __forceinline__ void fetch(
-        Pipeline &landing, int &flying, const char *source, bool has_row, unsigned stride, unsigned bytes
+        Flight &flight, const char *source, bool has_row, unsigned stride, unsigned bytes
     ) {
         const int lane = threadIdx.x % WARP;
         const unsigned signal = full + 8 * current;
-        const unsigned target = full - (depth - current) * SLOT_BYTES;
+        const unsigned target = full - (depth - current) * SLOT_BYTES;  // of `slots`, without registers for it
         const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
-        for (const int most = hurries() ? smaller(MOST_IN_FLIGHT, depth) : IN_FLIGHT; flying >= most; flying--) {
-            landing.wait_until_full();
-            landing.advance();
-        }
-        flying++;
+        flight.join(hurries() ? smaller(MOST_IN_FLIGHT, depth) : IN_FLIGHT);
         wait_until_free();
 #if BULK
         if (lane == 0) {
@@ -130,8 +144,7 @@ struct Ring : Pipeline {
     // Everything that the block's steps stream, by one warp.
     __device__ __forceinline__ void fill(const Operands &operands) {
         const int lane = threadIdx.x % WARP;
-        Pipeline landing = *this;
-        int flying = 0;
+        Flight flight(*this);
         for (int step = 0; step < STEPS; step++) {
             if (steps[step].stream < 0) {
                 continue;
@@ -150,7 +163,7 @@ struct Ring : Pipeline {
                         const int row = unit * stream.own_rows;
                         const char *source = own_row + (unsigned long long)row * stream.row_bytes + begin;
                         const unsigned bytes = left < stream.chunk_bytes ? left : stream.chunk_bytes;
-                        fetch(landing, flying, source, row < end, stream.chunk_bytes, bytes);
+                        fetch(flight, source, row < end, stream.chunk_bytes, bytes);
                     }
                 }
             }

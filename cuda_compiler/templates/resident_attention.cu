@@ -62,7 +62,7 @@ struct Item {
 
 constexpr int items = int(K::size(0)) * kv_heads * row_blocks * splits;
 
-// The first warps of a block, of which none behind them has keys that are attended to.
+// How many of a block's first warps there are behind which none has keys that are attended to.
 __device__ __forceinline__ int warps_with_keys(const Early &early) {
     int count = 0;
 #pragma unroll

@@ -81,6 +81,7 @@ KERNEL(count_digits) {
 
 #kernel move_by_digit
 constexpr int HELPERS = THREADS / DIGITS;  // threads that add up one digit's counts
+static_assert(THREADS % DIGITS == 0, "every digit has as many");
 
 // The sum of the values of the threads below this one.
 __device__ __forceinline__ int sum_below(int value, int *totals) {
@@ -176,9 +177,9 @@ KERNEL(move_by_digit) {
         all += partial[1][i][digit];
     }
     int start = sum_below(found[tile * DIGITS], totals[0]);
-    const int smaller = sum_below(all, totals[1]);
+    const int below = sum_below(all, totals[1]);
     if (helper == 0) {
-        shift[digit] = smaller + earlier - start;
+        shift[digit] = below + earlier - start;
         for (int i = 0; i < WARPS; i++) {
             const int count = places[i][digit];
             places[i][digit] = start;

@@ -23,18 +23,22 @@ __device__ __forceinline__ bool is_over_at(unsigned barrier, unsigned parity) {
     return passed;
 }
 
+// The same, for which the hardware waits a while.
+__device__ __forceinline__ bool is_soon_over_at(unsigned barrier, unsigned parity) {
+#if __CUDA_ARCH__ >= 900
+    unsigned passed;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+    return passed;
+#else
+    return is_over_at(barrier, parity);
+#endif
+}
+
 // For the end of the round of this parity.
 __device__ __forceinline__ void wait_at(unsigned barrier, unsigned parity) {
-#if __CUDA_ARCH__ >= 900
-    unsigned passed = 0;
-    while (!passed) {
-        asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                     : "=r"(passed) : "r"(barrier), "r"(parity) : "memory");
+    while (!is_soon_over_at(barrier, parity)) {
     }
-#else
-    while (!is_over_at(barrier, parity)) {
-    }
-#endif
 }
 
 // Places that some warps fill and others use, in turns: barriers that say that a place is full, and behind them that it is
