@@ -231,7 +231,7 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
         phases = [replace(phase, outputs={**phase.outputs, "parts": parts}) if phase.letters else phase
                   for phase in phases]  # fmt: skip
     run = replace(run, phases=phases)
-    writes = list(dict.fromkeys(view for phase in run.phases for view in phase.outputs.values() if view is not None))
+    writes = dict.fromkeys(view for phase in run.phases for view in phase.outputs.values() if view is not None)
     reads = dict.fromkeys(view for phase in run.phases for view in phase.inputs.values() if view is not None)
     inputs = [view for view in reads if view not in writes]
     outputs = [*writes, memory]
