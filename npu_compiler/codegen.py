@@ -44,7 +44,7 @@ def generate_execution_plan(
     Args:
         source_shapes: `state_dict` key → shape, for checking weights at load time.
     """
-    graph, donations = donate_inputs(graph)
+    graph, donations = donate_inputs(graph, target)
     ctx = lower_graph(graph, target)
     output_views = _own_outputs(ctx, donations)
     output_buffers = {view.buffer for view in output_views.values()} - set(donations.values())
@@ -88,22 +88,27 @@ def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSp
     return replace(graph.tensors[tensor], name=name, storage=view.dtype)
 
 
-def donate_inputs(graph: IRGraph) -> tuple[IRGraph, dict[str, str]]:
+def donate_inputs(graph: IRGraph, target: CodegenTarget) -> tuple[IRGraph, dict[str, str]]:
     """Mark on each index_copy, single or paired, which of the graph inputs that it updates it may update in place.
 
-    It may when the result is a graph output and nobody reads the old value afterwards. The attribute `donated` holds
-    the positions of those results.
+    It may when the result is a graph output and nobody reads the old value afterwards, under whatever name: which
+    tensors are windows onto the input, lowering the graph without donations says. The attribute `donated` holds the
+    positions of those results.
 
     Returns:
         The graph, and output name → input name.
     """
+    if not any(source in graph.inputs for node in graph.nodes for source in _updated(node)):
+        return graph, {}
+    views = lower_graph(graph, target).views
     last_read = {name: index for index, node in enumerate(graph.nodes) for name in node.inputs}
     donations: dict[str, str] = {}
     nodes: list[OpNode] = []
     for index, node in enumerate(graph.nodes):
         donated = []
         for position, (source, result) in enumerate(zip(_updated(node), node.outputs, strict=False)):
-            if _may_donate(node, source, result, graph, index, last_read, donations):
+            aliases = {name for name, view in views.items() if view.buffer == source} - {source}
+            if _may_donate(node, source, result, graph, index, last_read, donations, aliases):
                 donations[graph.output_names[graph.outputs.index(result)]] = source
                 donated.append(position)
         nodes.append(replace(node, attrs={**node.attrs, "donated": donated}) if donated else node)
@@ -125,6 +130,7 @@ def _may_donate(
     index: int,
     last_read: dict[str, int],
     donations: dict[str, str],
+    aliases: set[str],
 ) -> bool:
     return (
         source in graph.inputs
@@ -134,23 +140,9 @@ def _may_donate(
         and node.inputs.count(source) == 1
         and source not in donations.values()
         and graph.tensors[source].storage == graph.tensors[result].storage
-        and not _reads_through_alias(graph, source, index)
+        and aliases.isdisjoint(graph.outputs)
+        and all(aliases.isdisjoint(later.inputs) for later in graph.nodes[index:])
     )
-
-
-def _reads_through_alias(graph: IRGraph, source: str, index: int) -> bool:
-    """Whether the node at `index` or a later one reads a tensor that codegen may have made a view of the input."""
-    from npu_compiler.ops.aliases import is_alias
-
-    aliases = {source}
-    for position, node in enumerate(graph.nodes):
-        if aliases.isdisjoint(node.inputs):
-            continue
-        if position >= index and not (aliases - {source}).isdisjoint(node.inputs):
-            return True
-        if is_alias(node) or node.base in ("aten.to", "npu.cast"):
-            aliases.update(node.outputs)
-    return any(name in aliases for name in graph.outputs)
 
 
 def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:

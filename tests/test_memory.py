@@ -259,12 +259,20 @@ def test_peak_memory_is_at_most_what_eager_pytorch_holds(name: str) -> None:
 # donation
 
 
+# Ops of which lowering makes windows onto their input, with arguments of which that is true.
+WINDOWS: dict[str, tuple[Any, ...]] = {
+    "aten.slice.Tensor": (0, 0, 4),
+    "aten.constant_pad_nd.default": ([0, 0],),
+    "aten.clone.default": (),
+}
+
+
 def cache_update(
     *, returned: int = 1, old_returned: bool = False, read_after: str | None = None, kept: bool = True
 ) -> IRBuilder:
     g = IRBuilder()
     cache, at, rows = g.input("cache", 8, 4), g.input("at", 2, dtype="int64"), g.input("rows", 2, 4)
-    view = g(read_after, cache, 0, 0, 4) if read_after == "aten.slice.Tensor" else None
+    view = g(read_after, cache, *WINDOWS[read_after]) if read_after in WINDOWS else None
     new = g("aten.index_copy.default", cache, 0, at, rows, name="new")
     g.output(*[new] * (returned if kept else 0))
     if not kept:
@@ -304,12 +312,12 @@ def test_a_cache_is_updated_in_place_and_comes_back_as_the_same_buffer(backend: 
     "g",
     [
         cache_update(read_after="aten.relu.default"),
-        cache_update(read_after="aten.slice.Tensor"),
+        *(cache_update(read_after=window) for window in WINDOWS),
         cache_update(old_returned=True),
         cache_update(kept=False),
         cache_update(returned=2),
     ],
-    ids=["read-later", "view-read-later", "returned", "result-not-returned", "returned-twice"],
+    ids=["read-later", *WINDOWS, "returned", "result-not-returned", "returned-twice"],
 )
 def test_a_cache_whose_old_value_is_still_wanted_is_not_donated(g: IRBuilder, backend: Backend) -> None:
     program, graph, arrays = compile(g.ir(), backend.target, compute_dtype="float32"), read_ir(g.ir()), feed()
