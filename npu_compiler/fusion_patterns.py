@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+from npu_compiler.dtypes import is_float
 from npu_compiler.errors import NPUError
 from npu_compiler.fusion_engine import Fusion, Match, Maybe, Num, P, Pattern, Rewriter, Var, add, apply_fusion, mul
 from npu_compiler.fusion_joins import fuse_shared_input_linears, pair_cache_updates, share_rope
@@ -56,7 +57,7 @@ def _rewrite_rms_norm(match: Match, rewriter: Rewriter) -> OpNode | None:
     source = match.tensors["x"]
     weight = match.tensors.get("w")
     width = specs[source].shape[-1]
-    if specs[match.root.outputs[0]].shape != specs[source].shape:
+    if specs[match.root.outputs[0]].shape != specs[source].shape or not is_float(specs[source].dtype):
         return None
     if weight is not None and specs[weight].shape != (width,):
         return None
@@ -209,7 +210,7 @@ def _rewrite_rope(match: Match, rewriter: Rewriter) -> OpNode | None:
     shapes = [rewriter.tensors[name].shape for name in names]
     if len(shapes[0]) < 2 or shapes[0] != rewriter.tensors[match.root.outputs[0]].shape:
         return None
-    if any(shape[-1:] != shapes[0][-1:] for shape in shapes):
+    if any(shape[-1:] != shapes[0][-1:] for shape in shapes) or shapes[0][-1] % 2:
         return None
     return _fused("npu.rope", match, names)
 

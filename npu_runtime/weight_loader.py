@@ -114,6 +114,8 @@ def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterato
         yield f"misshapen: '{key}' is {list(array.shape)}, the model wants {list(shape)}"
     elif holds_nan(array):
         yield f"not a number: '{key}' holds NaN"
+    elif array.dtype.kind in "iu" and array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        yield f"too large: '{key}' holds integers beyond 32 bits"
 
 
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}

@@ -91,6 +91,11 @@ def t5_style_norm(x: torch.Tensor) -> torch.Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
+def norm_of_integers(x: torch.Tensor) -> torch.Tensor:
+    whole = (4 * x).to(torch.int32).float()
+    return whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
 def explicit(groups: int, masked: bool) -> Callable[..., torch.Tensor]:
     module = SimpleNamespace(num_key_value_groups=groups, training=False)
 
@@ -403,6 +408,10 @@ LOOKALIKES = {
         function(lambda x, c, s: rotate_pieces(heads(x[:, :8]), heads(x[:, 8:]), c, s)),
         ((1, 16, 8), (1, 8, 8), (1, 8, 8)),
         0,
+    ),
+    "norm-of-integers": Case("rms_norm", op("npu.rms_norm"), function(norm_of_integers), (ROWS,), 0),
+    "rotation-of-an-odd-width": Case(
+        "rope", op("npu.rope"), function(apply_rotary_pos_emb), ((2, 4, 5, 7), (2, 2, 5, 7), (2, 5, 7), (2, 5, 7)), 0
     ),
     "second-update-reads-the-first": Case(
         "paired_cache_update",

@@ -70,6 +70,12 @@ def test_one_nan_among_millions_is_found(dtype: type, rng: np.random.Generator) 
     assert holds_nan(values)
 
 
+@pytest.mark.parametrize(("value", "fits"), [(2**31 - 1, True), (2**31, False), (-(2**31), True), (-(2**31) - 1, False)])
+def test_integers_beyond_what_the_device_holds_are_a_problem(value: int, fits: bool) -> None:
+    problems = list(check_weight("table", np.array([0, value], np.int64), (2,)))
+    assert problems == [] if fits else problems == ["too large: 'table' holds integers beyond 32 bits"]
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_large_cast_is_the_cast_of_its_elements(dtype: str, rng: np.random.Generator) -> None:
     values = rng.standard_normal((5, SEVERAL_PIECES // 5), np.float32)

@@ -185,8 +185,9 @@ def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     steps = [(f"clamp_{name}", bound) for name, bound in bounds.items()]
     if not steps:
         ctx.finish(value)
+    spec = ctx.spec(node.outputs[0])
     for index, (op, bound) in enumerate(steps):
-        out = ctx.output() if index == len(steps) - 1 else ctx.temp(value.shape, value.dtype)
+        out = ctx.output() if index == len(steps) - 1 else ctx.temp(spec.shape, spec.storage)
         ctx.elementwise(op, [value, bound], out)  # type: ignore[list-item]
         value = out
 
