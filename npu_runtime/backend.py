@@ -44,6 +44,7 @@ class DeviceBuffer(ABC):
         self.dtype = dtype
         self.native_handle = native_handle
         self.prepared: dict[Any, Any] = {}
+        self._writes = [0]  # a list, so that all handles share it
         self._is_current: Callable[[], bool] | None = None
 
     @property
@@ -86,6 +87,12 @@ class DeviceBuffer(ABC):
         spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
         self._upload(pack_array(data, spec))
         self.prepared.clear()
+        self._writes[0] += 1
+
+    @property
+    def version(self) -> int:
+        """How often `write` has replaced the content, through whatever handle."""
+        return self._writes[0]
 
     @abstractmethod
     def _download(self) -> np.ndarray:

@@ -47,6 +47,7 @@ class Executor:
         self._memory: dict[str, DeviceBuffer] = {}
         self._allocate_owned()
         self._weights: Mapping[str, DeviceBuffer] | None = None
+        self._versions: list[int] = []  # of the weights
         self._launches: list[Launch | None] = [None] * len(plan.calls)
         self._users: dict[str, list[int]] = {name: [] for name in (*self._specs, *plan.weights)}
         for index, call in enumerate(plan.calls):
@@ -158,7 +159,7 @@ class Executor:
         moved = [name for name, buffer in inputs.items() if self._is_elsewhere(name, buffer)]
         if moved:
             self._check_sharing(inputs)
-        if self._weights != weights:
+        if self._weights != weights or self._versions != [buffer.version for buffer in weights.values()]:
             self._bind_weights(weights)
         for name in moved:
             self._memory[name] = inputs[name]
@@ -199,14 +200,16 @@ class Executor:
                 )
 
     def _bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> None:
-        """Check and bind weights, and run the prologue if any of them is another buffer than before."""
+        """Check and bind weights, and run the prologue if any of them is another buffer, or written, since before."""
         plan = self.program.plan
         missing = sorted(plan.weights.keys() - weights.keys())
         if missing:
             raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
         for name, weight in plan.weights.items():
             _check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
-        changed = {name for name in plan.weights if self._is_elsewhere(name, weights[name])}
+        before = dict(zip(self._weights or {}, self._versions, strict=False))
+        changed = {name for name in plan.weights
+                   if self._is_elsewhere(name, weights[name]) or before.get(name) != weights[name].version}  # fmt: skip
         if self._weights is None or changed:
             self._weights = None
             changed |= {view.buffer for call in plan.prologue for view in call.outputs}
@@ -216,6 +219,7 @@ class Executor:
                 self._prepare(call)()
             self.backend.synchronize()
         self._weights = dict(weights)
+        self._versions = [buffer.version for buffer in weights.values()]
 
     def _prepare(self, call: KernelCall) -> Launch:
         self.counters["prepared"] += 1

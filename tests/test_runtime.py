@@ -231,6 +231,21 @@ def test_a_program_without_weights_runs_its_prologue_once(backend: Backend) -> N
 
 
 @EVERY_BACKEND
+def test_a_weight_that_is_written_counts_from_the_next_run_on(backend: Backend) -> None:
+    g = IRBuilder()
+    x = g.input("x", 3, 8)
+    g.output(g("aten.linear.default", g("aten.relu.default", x), g.weight("w0", 8, 8)))
+    program = compile(g.ir(), backend.target, compute_dtype="float32")
+    weights, data = load_weights(state(1), program, backend), np.ones((3, 8), np.float32)
+    executor, (name,) = Executor(program, backend), weights
+    output = program.output_specs[0].name
+    np.testing.assert_allclose(executor.run({"x": data}, weights)[output].to_numpy(), data @ state(1)["w0"].T, rtol=1e-5)
+    weights[name].write(np.full((8, 8), 2.0, np.float32))
+    for runner in (executor, Executor(program, backend), executor):
+        np.testing.assert_array_equal(runner.run({"x": data}, weights)[output].to_numpy(), np.full((3, 8), 16.0))
+
+
+@EVERY_BACKEND
 def test_executors_share_weights_and_take_turns_with_donated_caches(backend: Backend) -> None:
     g = IRBuilder()
     cache, at, x = g.input("cache", 4, 8), g.input("at", 1, dtype="int64"), g.input("x", 1, 8)

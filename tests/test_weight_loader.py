@@ -70,7 +70,9 @@ def test_one_nan_among_millions_is_found(dtype: type, rng: np.random.Generator) 
     assert holds_nan(values)
 
 
-@pytest.mark.parametrize(("value", "fits"), [(2**31 - 1, True), (2**31, False), (-(2**31), True), (-(2**31) - 1, False)])
+@pytest.mark.parametrize(
+    ("value", "fits"), [(2**31 - 1, True), (2**31, False), (-(2**31), True), (-(2**31) - 1, False)]
+)
 def test_integers_beyond_what_the_device_holds_are_a_problem(value: int, fits: bool) -> None:
     problems = list(check_weight("table", np.array([0, value], np.int64), (2,)))
     assert problems == ([] if fits else ["too large: 'table' holds integers beyond 32 bits"])
