@@ -95,6 +95,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
             whole.save(path)
         return whole
 
+    save()
     for measurement in measurements(only, quick, ceilings, budget):
         try:
             for entry in measurement:

@@ -65,6 +65,9 @@ class Account:
         return _key(self.task, self.model, self.case)
 
 
+_SAME = ("gpu", "torch", "cuda")  # in all runs whose figures stand on one page
+
+
 @dataclass
 class Run:
     """The figures of one run, or of several on the same kind of machine.
@@ -84,7 +87,13 @@ class Run:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def merged(self, later: Run) -> Run:
-        """Both runs' figures in order; where both measured the same, the later one's."""
+        """Both runs' figures in order; where both measured the same, the later one's.
+
+        Raises:
+            ValueError: they were made on different machines, or with other versions.
+        """
+        if other := [f"{key} {self.machine[key]}" for key in _SAME if self.machine[key] != later.machine[key]]:
+            raise ValueError(f"the figures that are there were made with another {', '.join(other)}")
         figures = {figure.key: figure for figure in (*self.figures, *later.figures)}
         accounts = {account.key: account for account in (*self.accounts, *later.accounts)}
         return Run(

@@ -22,7 +22,7 @@ rates; activations are not in it.
 
 All contenders of a row ran in one process, in turn, on the same weights; milliseconds are medians over rounds of many
 steps each, by device events, the host's part included. Before a row is timed, its logits are compared with PyTorch's in
-float32 on fresh random inputs: r > 0.999, and the same argmax but for near-ties.
+float32 on fresh random inputs: r > 0.999, or no less than eager PyTorch's, and the same argmax but for near-ties.
 
 The peers: `torch.compile` is a model written for it (fused QKV and gate+up, SDPA, a static cache) in
 `mode="reduce-overhead"` with coordinate-descent tuning; eager PyTorch runs the same model. SDPA is called in the way

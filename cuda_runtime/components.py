@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_runtime.cublaslt import load_library
-from cuda_runtime.cuda_device import CUDADevice, load_cupy
+from cuda_runtime.cuda_device import CUDADevice, load_cupy, load_nvrtc
 from cuda_runtime.cudnn import load_cudnn
 from npu_compiler.errors import DeviceError
 
@@ -57,10 +57,7 @@ def _gpus() -> str:
 
 
 def _nvrtc() -> str:
-    try:
-        return ".".join(map(str, load_cupy().cuda.nvrtc.getVersion()))
-    except (ImportError, AttributeError, RuntimeError) as error:
-        raise DeviceError(f"it does not load ({error}); pip install 'cupy-cuda13x[ctk]'") from error
+    return ".".join(map(str, load_nvrtc(load_cupy()).getVersion()))
 
 
 def _cublaslt() -> str:

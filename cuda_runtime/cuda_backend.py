@@ -14,7 +14,7 @@ import numpy as np
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.conv_rules import CONVOLUTION
 from cuda_runtime.cublaslt import CUBLAS_GEMM
-from cuda_runtime.cuda_device import CUDADevice
+from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
@@ -182,14 +182,8 @@ class CUDABackend(Backend):
 
     @cached_property
     def _cache(self) -> KernelCache:
-        try:
-            nvrtc = self._device.cupy.cuda.nvrtc
-            return KernelCache(nvrtc, self._device.arch, cache_folder() / "cuda", self.counters)
-        except (ImportError, AttributeError, RuntimeError) as error:
-            raise DeviceError(
-                f"NVRTC, CUDA's run-time compiler, does not load ({error}); it comes with the CUDA toolkit, or with: "
-                "pip install 'cupy-cuda13x[ctk]'"
-            ) from error
+        nvrtc = load_nvrtc(self._device.cupy)
+        return KernelCache(nvrtc, self._device.arch, cache_folder() / "cuda", self.counters)
 
     @cached_property
     def _products(self) -> TunedProducts:
@@ -293,8 +287,6 @@ class CUDABackend(Backend):
     def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
         """What enqueues a kernel on operands at these addresses, inputs first."""
         grid, block, shared = call.params["grid"], call.params["block"], call.params["shared"]
-        if 0 in grid:
-            return _do_nothing
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
@@ -353,7 +345,9 @@ class CUDABackend(Backend):
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """One CUDA graph launch."""
-        return GraphSequence(self._device, [launch for launch in launches if isinstance(launch, CUDALaunch)])
+        own = [launch for launch in launches if isinstance(launch, CUDALaunch)]
+        assert len(own) == len(launches), "a launch of another backend"
+        return GraphSequence(self._device, own)
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -392,7 +386,3 @@ def _address(operand: Operand) -> int:
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return int(operand.memory.native_handle.data.ptr) + operand.byte_offset + first
-
-
-def _do_nothing() -> None:
-    """What a kernel with an empty grid does."""

@@ -41,6 +41,24 @@ def load_cupy() -> Any:
     return cupy
 
 
+def load_nvrtc(cupy: Any) -> Any:
+    """CUDA's run-time compiler, through CuPy.
+
+    Raises:
+        DeviceError: it does not load.
+    """
+    try:
+        nvrtc = cupy.cuda.nvrtc
+        nvrtc.getVersion()
+    except (ImportError, AttributeError, RuntimeError) as error:
+        major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        raise DeviceError(
+            f"NVRTC, CUDA's run-time compiler, does not load ({error}); it comes with the CUDA toolkit, or with: "
+            f"pip install 'cupy-cuda{major}x[ctk]'"
+        ) from error
+    return nvrtc
+
+
 @contextmanager
 def waking_driver(device_id: int) -> Iterator[None]:
     """Meanwhile the driver starts, which takes as long as importing CuPy does and holds no lock of Python's.

@@ -38,7 +38,8 @@ def load_cudnn() -> Any:
         cudnn.backend_version()
     except (ImportError, OSError, RuntimeError, AssertionError, AttributeError) as error:
         raise DeviceError(
-            f"cuDNN does not load ({error}); install it with: pip install 'npu-simulation[cuda13]'"
+            f"cuDNN does not load ({error}); install it with: pip install 'npu-simulation[cuda13]' "
+            "(or [cuda12] for a CUDA 12 driver)"
         ) from error
     return cudnn
 

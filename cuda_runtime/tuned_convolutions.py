@@ -67,14 +67,19 @@ class TunedConvolutions:
         memory = self._device.allocate(max(needs.values(), default=0), "the memory that convolutions are tried in")
         found = {key: self._fastest_kernel(unknown[key], memory) for key in needs}
         deadline = time.monotonic() + _MOST_SECONDS
+        untried = set()
         for key, (form, seconds) in sorted(found.items(), key=lambda item: -item[1][1]):
-            if seconds < _SHORT or time.monotonic() > deadline:
+            if seconds < _SHORT:
                 break
+            if time.monotonic() > deadline:
+                untried.add(key)
+                continue
             found[key] = self._faster_plan(unknown[key], memory, form, seconds)
         for key, (form, seconds) in found.items():
             self._chosen[key] = form
             self._device.counters["tuned"] += 1
-            self._keep(key, unknown[key], seconds)
+            if key not in untried and math.isfinite(seconds):
+                self._keep(key, unknown[key], seconds)
 
     def form(self, call: KernelCall) -> Form:
         """What makes a convolution: a plan of cuDNN, or a call of one of our kernels."""

@@ -94,7 +94,8 @@ class TunedProducts:
             algorithm, seconds = self._fastest(unknown[key], scratch)
             self._chosen[key] = algorithm
             self._device.counters["tuned"] += 1
-            self._keep(key, algorithm, seconds)
+            if math.isfinite(seconds):
+                self._keep(key, algorithm, seconds)
 
     def _fastest(self, call: KernelCall, scratch: Any) -> tuple[Algorithm, float]:
         """The fastest algorithm and its seconds."""

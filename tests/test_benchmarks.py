@@ -58,6 +58,8 @@ def test_merging_keeps_other_figures_in_order_and_takes_the_later_of_the_same(ru
     assert merged.accounts == run.accounts
     assert merged.other == {"second start, s": 0.75, "weights, GB/s": 6.0}
     assert merged.machine["date"] == "2026-01-03"
+    with pytest.raises(ValueError, match=f"made with another gpu {MACHINE['gpu']}"):
+        run.merged(Run({**MACHINE, "gpu": "another"}))
 
 
 def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:

@@ -505,6 +505,14 @@ def test_algorithms_that_do_not_run_are_passed_over(tmp_path: Path, rng: np.rand
     assert tuned(tmp_path, call, {3: 1.0, 4: 2.0}, broken={0, 3}) == (4, 16)
 
 
+def test_a_choice_among_algorithms_none_of_which_ran_is_not_kept(tmp_path: Path, rng: np.random.Generator) -> None:
+    call, _, _ = gemm_case(False, False, 1, 0, rng)
+    with pytest.raises(DeviceError):
+        tuned(tmp_path, call, broken=set(range(99)))
+    assert not list(tmp_path.iterdir())
+    assert tuned(tmp_path, call, {3: 1.0}) == (3, 16)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

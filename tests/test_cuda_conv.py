@@ -276,6 +276,25 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
     assert path.read_text() == content and json.loads(content)["microseconds"] == 1
 
 
+def test_what_there_was_no_time_for_is_tried_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tried = convolution(CASES[0]), []
+
+    class Slow(Tuned):
+        def _fastest_kernel(self, call: KernelCall, memory: object) -> tuple[Any, float]:
+            return super()._fastest_kernel(call, memory)[0], 1.0
+
+        def _faster_plan(self, call: KernelCall, memory: Any, best: Any, least: float) -> tuple[Any, float]:
+            tried.append(call)
+            return best, least
+
+    for seconds, count in ((-1.0, 0), (60.0, 1), (60.0, 1)):
+        monkeypatch.setattr(tuned_convolutions, "_MOST_SECONDS", seconds)
+        process = Slow(tmp_path, 1)
+        process.tune([call])
+        assert len(tried) == count and len(list(tmp_path.iterdir())) == count
+        assert process.form(call) == tuned_convolutions.kernels_of(call)[1]
+
+
 def test_what_was_not_tuned_is_made_as_the_compiler_suggests(tmp_path: Path) -> None:
     call = convolution(CASES[0])
     form = Tuned(tmp_path, 1).form(call)
