@@ -172,6 +172,14 @@ def test_what_the_op_table_cannot_lower_goes_to_the_cpu_whatever_the_function_sa
         assert plan.reasons == {"erfinv": "op 'aten.erfinv.default' is not in the op table"}
 
 
+def test_averages_of_integers_are_pytorchs(backend: Backend) -> None:
+    g = IRBuilder()
+    plan = partition(g.output(g("aten.avg_pool2d.default", g.input("x", 1, 2, 4, 4, dtype="int64"), [2, 2])).ir())
+    assert devices(plan) == ["cpu"] and "averages of integers" in plan.reasons["avg_pool2d"]
+    x = np.full((1, 2, 4, 4), 2**24 + 1)
+    np.testing.assert_array_equal(answers(backend, plan, {}, {"x": x}), [x[:, :, :2, :2]])
+
+
 # transfers and reports
 
 

@@ -235,7 +235,11 @@ def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("max_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
 
 
-@register_op("aten.avg_pool2d", "aten.avg_pool1d")
+def _averages_integers(node: OpNode, graph: IRGraph) -> str | None:
+    return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "averages of integers"
+
+
+@register_op("aten.avg_pool2d", "aten.avg_pool1d", unsupported=_averages_integers)
 def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
@@ -253,7 +257,8 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
 
 
-@register_op("aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d")
+@register_op("aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d",
+             unsupported=_averages_integers)  # fmt: skip
 def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
     x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
     ctx.emit("adaptive_avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], flops=x.numel)
