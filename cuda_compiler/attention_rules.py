@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cuda_compiler.cuda_templates import MAX_GRID, WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.cuda_templates import (
+    MAX_GRID,
+    MULTIPROCESSORS,
+    WARP,
+    Specializer,
+    groups,
+    template_rule,
+    vector_width,
+)
 from npu_compiler.codegen_core import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
@@ -15,10 +23,10 @@ BLOCK_ROWS = 16  # of a warp's product
 BLOCK_KEYS = 16
 _WARPS = 4
 _STAGES = 2  # tiles of keys that a warp has in shared memory
-_FILLING_BLOCKS = 264  # two for each multiprocessor of a large GPU
+_FILLING_BLOCKS = 2 * MULTIPROCESSORS
 _ENOUGH_BLOCKS = 64  # to leave the keys of 16 rows to one block, which saves adding up
 _WIDEST = 128  # whose sums a warp holds in registers
-_RESIDENT = 2  # blocks of a multiprocessor, which leaves a thread all the registers that it needs
+_MIN_BLOCKS = 2  # of a multiprocessor, which leaves a thread all the registers that it needs
 _COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of a result that a block of the plain kernel makes
 _TILE_WARPS = 4
@@ -34,7 +42,7 @@ _WARPGROUP_KEYS = 128
 _WARPGROUP_STAGES = 2
 _BARRIERS = 4 * 8  # bytes, for each stage
 _SURVEY_THREADS = 256
-_SURVEY_RESIDENT = 4
+_SURVEY_MIN_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -114,7 +122,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     split = make.kernel(call, "attention.cu", function="attention_split", inputs=operands.inputs, outputs=partial,
                         grid=(splits, kv_heads * row_blocks, batch), block=(_WARPS * WARP, 1, 1),
                         shared=split_memory(rows, width, value_width), constants={**constants, "stages": _STAGES},
-                        resident=_RESIDENT)  # fmt: skip
+                        min_blocks=_MIN_BLOCKS)  # fmt: skip
     combine = make.kernel(call, "attention.cu", function="attention_combine", inputs=partial, outputs=out,
                           grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
                           block=(_COMBINE_THREADS, 1, 1), constants=constants)  # fmt: skip
@@ -143,7 +151,7 @@ def _tiled(
                         inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
                         grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
                         block=(_TILE_WARPS * WARP, 1, 1), shared=shared,
-                        constants={"tile_rows": tile_rows, "tile_keys": tile_keys}, resident=_RESIDENT)  # fmt: skip
+                        constants={"tile_rows": tile_rows, "tile_keys": tile_keys}, min_blocks=_MIN_BLOCKS)  # fmt: skip
     return [*calls, tiled]
 
 
@@ -180,7 +188,7 @@ def _survey(
     verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
     survey = make.kernel(call, "attention_survey.cu", function="attention_survey", inputs=operands.inputs,
                          outputs={"verdicts": verdicts}, grid=(prod(looks), 1, 1), block=(_SURVEY_THREADS, 1, 1),
-                         constants=constants, resident=_SURVEY_RESIDENT)  # fmt: skip
+                         constants=constants, min_blocks=_SURVEY_MIN_BLOCKS)  # fmt: skip
     make.learn(subject, verdicts)
     return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
 

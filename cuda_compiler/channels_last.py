@@ -29,7 +29,6 @@ _OVER_IMAGES = ("conv", "pool")
 # Other kernels that reach every element by its strides, whatever these are.
 _OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel")
 
-_CONSTANT = ("weight", "constant", "persistent")  # buffers that no call of a run writes
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
@@ -164,7 +163,7 @@ class _Relaid:
         # rounded. A result that is not rounded deserves all of it, and depthwise convolutions use no tensor cores.
         rounds = out.dtype == x.dtype and not _is_depthwise(call, weight)
         dtype = x.dtype if rounds else weight.dtype
-        constant = self.plan.buffers[weight.buffer].kind in _CONSTANT
+        constant = self.plan.buffers[weight.buffer].is_constant
         fold = _fold(call, x, weight)
         if fold > 1:
             call, x, weight = self._folded(call, x, weight, out, dtype, fold)
@@ -228,7 +227,7 @@ class _Relaid:
         key = (weight, shape, dtype)
         if key in self._weights:
             return self._weights[key]
-        constant = self.plan.buffers[weight.buffer].kind in _CONSTANT
+        constant = self.plan.buffers[weight.buffer].is_constant
         order = (2, 3, 1, 0) if _is_depthwise(call, weight) else (0, 2, 3, 1)
         kind: BufferKind = "persistent" if constant else "arena"
         packed = self._buffer(f"{call.node}.weight", (weight.shape[0], *shape), dtype, kind, order)

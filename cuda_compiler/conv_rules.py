@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cuda_compiler.cuda_templates import WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.views import View
@@ -24,8 +24,7 @@ CONSTANT_WEIGHT = "constant_weight"
 PACK = 8  # channels that our convolutions move at a time
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels of a block of the form for any operands
-_MULTIPROCESSORS = 132
-_FULL = _MULTIPROCESSORS * 512  # threads that keep a large GPU busy
+_FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _FORMS = 5  # how many shapes of a tiled convolution are worth trying
 
 
@@ -125,11 +124,11 @@ class Tile:
         blocks = _blocks(self, pixels, channels) * self.splits
         steps = groups(groups(depth, self.terms), self.splits)
         resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
-        together = min(resident, groups(blocks, _MULTIPROCESSORS))
+        together = min(resident, groups(blocks, MULTIPROCESSORS))
         copied = 2 * (self.m + self.n) * self.terms / 64
         multiplied = 2 * self.m * self.n * self.terms / 2300
         step = max(150.0, together * copied, together * multiplied)
-        waves = groups(blocks, _MULTIPROCESSORS * together)
+        waves = groups(blocks, MULTIPROCESSORS * together)
         return waves * (steps * step + 1500 + (900 if self.splits > 1 else 0))
 
     def kernel(self, make: Specializer, call: KernelCall, aligned: bool) -> KernelCall:
@@ -164,7 +163,7 @@ def _tiles(pixels: int, channels: int, depth: int) -> list[Tile]:
         Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
         for tile in _SHAPES
         for splits in (1, 2, 4, 8)
-        if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * _MULTIPROCESSORS
+        if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
     ]
     return sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))[:_FORMS]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cuda_compiler.cuda_templates import (
+    MULTIPROCESSORS,
     TYPES,
     WARP,
     Specializer,
@@ -24,7 +25,7 @@ from npu_compiler.elementwise import ELEMENTWISE, as_float32
 from npu_compiler.views import View
 
 _BLOCK = 256
-_ENOUGH_THREADS = 132 * 256  # a wider vector is no gain until this many threads have work
+_ENOUGH_THREADS = MULTIPROCESSORS * 256  # a wider vector is no gain until this many threads have work
 _MAX_NAME = 60
 
 

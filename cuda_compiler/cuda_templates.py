@@ -25,6 +25,7 @@ Size3: TypeAlias = tuple[int, int, int]
 
 WARP = 32
 MAX_GRID = (2**31 - 1, 65535, 65535)
+MULTIPROCESSORS = 132  # of a large GPU, for which work is shared out; others run the same kernels
 TYPES = {"float32": "float", "float16": "f16", "bfloat16": "bf16", "int32": "int", "bool": "bool"}
 _WIDEST_VECTOR = 16  # elements
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
@@ -97,7 +98,7 @@ class Specializer:
         inputs: Mapping[str, View | None] | None = None,
         outputs: Mapping[str, View | None] | None = None,
         constants: Mapping[str, bool | int | float] | None = None,
-        resident: int = 1,
+        min_blocks: int = 1,
         cluster: int = 1,
     ) -> KernelCall:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
@@ -109,8 +110,8 @@ class Specializer:
             function: The kernel's name; by default the call's.
             inputs, outputs: Operand name → view, None for an absent optional one; by default the declaration's.
             constants: Further `constexpr`s, by name.
-            resident: Blocks that a multiprocessor should hold at a time, which bounds a thread's registers. Where it is
-                1, the compiler prefers many threads to many loads on their way.
+            min_blocks: That a multiprocessor should hold at a time, which bounds a thread's registers. Where it is 1,
+                the compiler prefers many threads to many loads on their way.
             cluster: Neighbouring blocks along z that see each other's shared memory, on GPUs that have clusters.
         """
         function = function or call.kernel
@@ -122,7 +123,7 @@ class Specializer:
             views = dict(zip(declared, bound, strict=True))
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
-        source = self._source(call, decl, file, function, block, resident, cluster, inputs, outputs, constants or {})
+        source = self._source(call, decl, file, function, block, min_blocks, cluster, inputs, outputs, constants or {})
         launch = {"grid": check_grid(grid, call), "block": list(block), "shared": shared, "overlapping": True}
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch)
@@ -140,7 +141,7 @@ class Specializer:
         file: str,
         function: str,
         block: Size3,
-        resident: int,
+        min_blocks: int,
         cluster: int,
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
@@ -151,14 +152,14 @@ class Specializer:
             (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared_buffers))
             for name, view in (*inputs.items(), *outputs.items())
         ]
-        shape = (block, resident, cluster)
+        shape = (block, min_blocks, cluster)
         key = repr((call.kernel, file, function, shape, geometry, len(inputs), dict(call.params), dict(constants)))
         if key not in self._made:
             parts = [
                 template_text("common.cuh"),
                 template_text("overlap.cuh"),
                 specialized(call, decl, inputs, outputs, constants),
-                _signature(inputs, outputs, shared_buffers, block, resident, cluster),
+                _signature(inputs, outputs, shared_buffers, block, min_blocks, cluster),
                 kernel_text(file, function),
             ]
             views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]
@@ -364,7 +365,7 @@ def _signature(
     outputs: Mapping[str, View | None],
     shared_buffers: set[str],
     block: Size3,
-    resident: int,
+    min_blocks: int,
     cluster: int,
 ) -> str:
     """The macros by which a template begins its kernel: `WAITING_KERNEL` where it waits itself for what the kernel
@@ -376,7 +377,7 @@ def _signature(
                 alone = "" if view.buffer in shared_buffers else "__restrict__ "
                 arguments[name] = f"{const}{TYPES[view.dtype]} *{alone}{name}"
     threads = block[0] * block[1] * block[2]
-    bounds = f"{threads}" if resident == 1 else f"{threads}, {resident}"
+    bounds = f"{threads}" if min_blocks == 1 else f"{threads}, {min_blocks}"
     attributes = f"CLUSTER({cluster}) " if cluster > 1 else ""
     attributes += f"__launch_bounds__({bounds})"
     declared = ", ".join(arguments.values())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuda_compiler.cuda_templates import WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import is_float, itemsize
 from npu_compiler.views import View, collapse, numel
 
 VECTOR_ROWS = 8  # up to so many rows a product is bound by the bandwidth of reading the weight
 _WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
-_FILLING_WARPS = 132 * 16  # enough to keep the memory of a large GPU busy
+_FILLING_WARPS = MULTIPROCESSORS * 16  # enough to keep the memory busy
 _LOADS = 8  # 16-byte loads of the weight that a thread has on their way
 _TILE = 64
 _TILE_THREADS = 256
@@ -97,7 +97,7 @@ def _matvec_along_terms(
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
     return make.kernel(call, "matvec.cu", function="matvec", inputs=inputs, outputs={"out": call.outputs[0]},
                        grid=(groups(n, _WARPS // splits * columns), 1, 1), block=(_WARPS * WARP, 1, 1),
-                       constants=constants, resident=8 if call.params["m"] == 1 else 4)  # fmt: skip
+                       constants=constants, min_blocks=8 if call.params["m"] == 1 else 4)  # fmt: skip
 
 
 def _unrolled(steps: int, most: int) -> int:

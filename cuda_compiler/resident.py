@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cuda_compiler.attention_rules import BLOCK_KEYS, BLOCK_ROWS
 from cuda_compiler.cuda_templates import (
+    MULTIPROCESSORS,
     TYPES,
     WARP,
     Specializer,
@@ -40,7 +41,6 @@ _IN_FLIGHT = 2  # slots of a ring, which has as many at least: a product takes t
 _MOST_IN_FLIGHT = 4  # while a block goes through a long weight
 _PACE_BYTES = 16  # behind the ring, for a barrier
 _LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
-_MULTIPROCESSORS = 132  # for which work is divided evenly; others may run the kernel as well
 _MAX_ROWS = 8
 _MAX_STAGED_BYTES = 48 * 1024  # of a product's input
 _CONSTANT = ("gain", "weight", "bias")
@@ -161,7 +161,7 @@ class _Matcher:
         m, n, k = (call.params[name] for name in "mnk")
         gated = call.kernel == "gated_matmul_vec_kernel"
         pack = 16 // itemsize(weight.dtype)
-        constant = self.plan.buffers[weight.buffer].kind in ("weight", "constant", "persistent")
+        constant = self.plan.buffers[weight.buffer].is_constant
         if (
             m > _MAX_ROWS
             or m * k * itemsize(x.dtype) > _MAX_STAGED_BYTES
@@ -196,7 +196,7 @@ class _Matcher:
         kv_heads, keys = match.k.shape[1], match.k.shape[2]
         rows = queries * (heads // kv_heads)
         items = batch * kv_heads * groups(rows, BLOCK_ROWS)
-        splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(_MULTIPROCESSORS, items))
+        splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(MULTIPROCESSORS, items))
         letters = batch * kv_heads * rows * splits * (2 + match.v.shape[3])
         constants = {"splits": splits, "mailed": False, "mails": False, "patience": PATIENCE}
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
@@ -209,7 +209,7 @@ def own_rows(rows: int, most: int) -> int:
     """Rows of a weight that a block takes at a time: as many as leave the busiest multiprocessor the fewest."""
 
     def busiest(own: int) -> int:
-        return groups(groups(rows, own), _MULTIPROCESSORS) * own
+        return groups(groups(rows, own), MULTIPROCESSORS) * own
 
     return min(range(most, most // 2, -1), key=busiest)
 

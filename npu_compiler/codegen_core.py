@@ -135,6 +135,11 @@ class BufferAllocation:
     donor: str | None = None
 
     @property
+    def is_constant(self) -> bool:
+        """Whether no call of a run writes it."""
+        return self.kind in ("weight", "constant", "persistent")
+
+    @property
     def size_bytes(self) -> int:
         count = 1
         for size in self.alloc_shape:

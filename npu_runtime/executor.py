@@ -228,8 +228,8 @@ class Executor:
 
     def _operand(self, view: View) -> Operand:
         buffer: BufferAllocation = self.program.plan.buffers[view.buffer]
-        constant = buffer.kind in ("weight", "constant", "persistent")
-        return Operand(self._memory[view.buffer], view, buffer.offset if buffer.kind == "arena" else 0, constant)
+        offset = buffer.offset if buffer.kind == "arena" else 0
+        return Operand(self._memory[view.buffer], view, offset, buffer.is_constant)
 
 
 def _check_fits(buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]) -> None:

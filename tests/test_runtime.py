@@ -231,7 +231,9 @@ def test_a_program_without_weights_runs_its_prologue_once(backend: Backend) -> N
 
 
 @pytest.mark.parametrize(
-    "backend", [CPUBackend(), BACKEND, *(pytest.param(gpu, marks=pytest.mark.gpu) for gpu in GPUS)], ids=str
+    "backend",
+    [CPUBackend(), BACKEND, *(pytest.param(gpu, marks=pytest.mark.gpu) for gpu in GPUS)],
+    ids=["native", "cpu", *("cuda" for _ in GPUS)],
 )
 def test_a_weight_that_is_written_counts_from_the_next_run_on(backend: Backend) -> None:
     g = IRBuilder()
