@@ -14,8 +14,10 @@ from torch_ir.ir import TensorMeta
 from torch_ir.ops.registry import register_executor
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.ir_reader import IRGraph
+from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
+from npu_compiler.ops.tensor import unclear_end
+from npu_compiler.ops.transformer import is_named, unclear_affine
 from npu_runtime.cpu_backend import numpy_to_tensor, tensor_to_numpy
 
 _PREFIX = "npu_fallback::"
@@ -23,7 +25,11 @@ _registered: set[str] = set()
 
 
 class CPUPartition:
-    """A graph prepared for the CPU: built once, run many times."""
+    """A graph prepared for the CPU: built once, run many times.
+
+    Raises:
+        DeviceError: the IR does not tell which of its optional tensors a node was given.
+    """
 
     def __init__(self, graph: IRGraph, weights: Mapping[str, Any]) -> None:
         self.graph = graph
@@ -74,6 +80,9 @@ def _torch_ir(graph: IRGraph) -> IR:
 
     nodes = []
     for node in graph.nodes:
+        reason = unclear_reason(node, graph)
+        if reason is not None:
+            raise DeviceError(f"node '{node.name}' ({node.op_type}) cannot run on the CPU either: {reason}")
         _ensure_executor(node.op_type)
         shapes = [graph.tensors[out].shape for out in node.outputs]
         attrs = {"attrs": node.attrs, "dtypes": [graph.tensors[out].dtype for out in node.outputs], "shapes": shapes}
@@ -136,6 +145,17 @@ def _resolve(op_type: str) -> Any:
         raise ExecutionError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either{advice}") from error
 
 
+def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
+    """Why a node's tensors cannot be told apart: the IR drops omitted optional ones without a trace."""
+    base = node.base.removesuffix("_")
+    if base in ("aten.clamp", "aten.clip") and node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
+        return "clamp with one tensor bound: the IR does not tell whether it is the lower or the upper"
+    in_training = base in BATCH_NORM_OPS and (node.attrs.get("training") or node.attrs.get("train"))
+    if in_training and len(node.inputs) == 3 and not is_named(node.inputs[1], graph, "running_mean"):
+        return "batch_norm in training mode with two tensors: the IR does not tell whether they are its weight and bias"
+    return unclear_end(node) or unclear_affine(node, graph)
+
+
 _STATS_ONLY = frozenset({*BATCH_NORM_OPS, "aten.instance_norm"})
 
 
@@ -145,10 +165,8 @@ def bind_arguments(
     """Rebuild an op's arguments from the IR's flat tensor list and attributes.
 
     The IR drops omitted optional tensors without a trace; where the count tells which were omitted (normalization with
-    statistics but no affine parameters), they are put back.
+    statistics but no affine parameters), they are put back; `unclear_reason` refuses the nodes where it does not.
     """
-    if op_type == "aten.clamp.Tensor" and len(inputs) == 2:
-        raise ExecutionError("clamp with one tensor bound: the IR does not tell whether it is the lower or the upper")
     remaining = list(inputs)
     sizes, masks = list(attrs.get("_tensor_list_sizes") or []), list(attrs.get("_tensor_list_none_masks") or [])
     stats_only = (

@@ -18,9 +18,10 @@ from cuda_gpu import DEVICES
 from metal_harness import open_metal
 from torch import nn
 
-from npu_compiler import compile, get_supported_ops, is_op_supported, partition, read_ir
+from npu_compiler import ConstraintError, DeviceError, compile, get_supported_ops, is_op_supported, partition, read_ir
+from npu_compiler.constraint_checker import find_violations
 from npu_compiler.ops import find_op
-from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, load_weights
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
 from npu_runtime.cpu_backend import tensor_to_numpy
 
 A = torch.ops.aten
@@ -78,6 +79,11 @@ def distinct(*shape: int) -> Arg:
 
 def i(*shape: int, low: int = 0, high: int = 4, dtype: torch.dtype = torch.int64) -> Arg:
     return Arg(shape, lambda s: torch.randint(low, high, s, dtype=dtype))
+
+
+def large(*shape: int, dtype: torch.dtype = torch.int64) -> Arg:
+    """Integers of which float32 holds no exact product, and int32 tens of products."""
+    return i(*shape, low=4097, high=6000, dtype=dtype)
 
 
 def b(*shape: int) -> Arg:
@@ -148,6 +154,8 @@ case("clamp", lambda x: (x.clamp(-0.5, 0.5), x.clamp(min=0.1), x.clamp(max=0.1),
 case("clamp-int-bounds", lambda x: x.clamp(0, 1), f(4, 5))
 case("clamp-ints", lambda x: x.clamp(1, 2), i(4, 5))
 case("clamp-tensors", lambda x, lo, hi: torch.clamp(x, lo, hi), f(4, 5), f(5), p(4, 1))
+case("clamp-ints-float-bounds", lambda x: (x.clamp(0.5, 1.5), x.clamp(-1.5, 0)), i(4, 5))
+case("clamp-wide-bounds", lambda x, lo, hi: torch.clamp(x, lo, hi), f(4, 1), f(5), p(4, 5))
 case("clamp-crossed", lambda x: x.clamp(0.5, -0.5), f(4, 5))
 case("clamp_min/max", lambda x: A.clamp_max(A.clamp_min(x, -0.5), 0.5), f(4, 5))
 case("clamp_min/max-tensor", lambda x, y: (A.clamp_min(x, y), A.clamp_max(x, y)), f(4, 5), f(5))
@@ -265,6 +273,24 @@ case("matmul-4d-transposed", lambda x, y: torch.matmul(x, y.transpose(-1, -2)), 
 case("matmul-empty", torch.matmul, f(2, 4, 0), f(2, 0, 5))
 case("mm/mv/dot", lambda x, y, v: (torch.mm(x, y), torch.mv(x, v), torch.dot(v, v), torch.vdot(v, v)), f(4, 7), f(7, 5), f(7))
 case("mm-int", torch.mm, i(4, 7), i(7, 5))
+# Integers whose products and sums float32 does not hold.
+case("matmul-large-ints", lambda x, y, v: (torch.mm(x, y), torch.matmul(x.unsqueeze(0), y), torch.mv(x, v), torch.matmul(v, y), torch.dot(v, v)),
+     large(4, 7), large(7, 5), large(7))  # fmt: skip
+case("matmul-large-int32", torch.matmul, large(1, 7, dtype=torch.int32), large(7, 3, dtype=torch.int32))
+case("bmm-large-ints", lambda c, x, y: (torch.bmm(x, y), torch.baddbmm(c, x, y), torch.baddbmm(c, x, y, beta=-3, alpha=2)),
+     large(2, 4, 5), large(2, 4, 7), large(2, 7, 5))  # fmt: skip
+case("addmm-large-ints", lambda c, x, y, v: (torch.addmm(v, x, y), torch.addmm(c, x, y, alpha=3), torch.addmm(c, x, y, beta=0), torch.addmv(v, y.t(), x[0])),
+     large(4, 5), large(4, 7), large(7, 5), large(5))  # fmt: skip
+case("addmm-large-int-alpha", lambda c, x, y: torch.addmm(c, x, y, alpha=16777217, beta=33554433), i(4, 5), i(4, 7), i(7, 5))
+refused("linear-bias-by-row", lambda x, y, c, d: (F.linear(x, y, c), F.linear(x, y, d)), f(4, 7), f(5, 7), f(4, 5), f(1, 5))
+case("linear-large-ints", lambda x, y, v: (F.linear(x, y), F.linear(x, y, v), F.linear(x[0], y), F.linear(x, y[0])),
+     large(4, 7), large(5, 7), large(5))  # fmt: skip
+case("linear-large-ints-fused", lambda x, y, v, c: (F.relu(F.linear(x, y, v)), F.linear(-x, y, v) + c, F.linear(x, y).double(), F.linear(x, y) + c.float()),
+     large(4, 7), large(5, 7), large(5), large(4, 5))  # fmt: skip
+case("linear-large-ints-shared", lambda x, y, v, c: F.linear(x, y, v) - F.linear(x, c), large(4, 7), replace(large(5, 7), weight=True),
+     replace(large(5), weight=True), replace(large(5, 7), weight=True))  # fmt: skip
+case("einsum-large-ints", lambda x, y, z: (torch.einsum("ij,jk->ik", x, y), torch.einsum("ij,ij->", x, x), torch.einsum("ij->i", z),
+     torch.einsum("ij->", z), torch.einsum("ij,k->ik", z, torch.ones_like(y[0]))), large(4, 7), large(7, 5), i(3, 7, low=2**24, high=2**24 + 99))  # fmt: skip
 case("bmm", torch.bmm, f(3, 4, 7), f(3, 7, 5))
 case("bmm-strided", lambda x, y: torch.bmm(x.transpose(1, 2), y[:, :, ::2]), f(3, 7, 4), f(3, 7, 10))
 case("baddbmm", torch.baddbmm, f(3, 4, 5), f(3, 4, 7), f(3, 7, 5))
@@ -552,7 +578,8 @@ case("linspace", lambda x: (torch.linspace(0, 1, 5, device=x.device), torch.lins
 case("positions", lambda x: x + torch.arange(5, device=x.device)[None, :, None] * 0.5, f(2, 5, 3))
 case("causal-mask", lambda x: x.masked_fill(torch.ones(5, 5, dtype=torch.bool, device=x.device).triu(1), -1.0), f(2, 5, 5))
 refused("linspace-tensor", lambda x: torch.linspace(x, 2.0, 5, device=x.device), f())
-case("diff", lambda x, y: (x.diff(), x.diff(dim=0), x.diff(prepend=y)), f(3, 4), f(3, 1))
+case("diff", lambda x: (x.diff(), x.diff(dim=0)), f(3, 4))
+refused("diff-both-ends", lambda x, y, z: x.diff(prepend=y, append=z), f(3, 4), f(3, 1), f(3, 2))
 case("diff-int-bool", lambda x, y: (x.diff(), y.diff()), i(3, 4), b(3, 4))
 case("meshgrid", lambda x, y: (*torch.meshgrid(x, y, indexing="ij"), *torch.meshgrid(x, y, indexing="xy")), f(3), f(4))
 case("meshgrid-default", lambda x, y: A.meshgrid([x, y]), f(3), f(4))
@@ -787,6 +814,79 @@ def test_op_that_the_device_refuses_runs_on_the_cpu(case: Case, backend: Backend
     executor.load_weights(weights)
     for got, want in zip(executor.execute(inputs).values(), expected(case, args), strict=True):
         assert_near(got, want, case, variant)
+
+
+UNTOLD: list[tuple[str, Callable[..., torch.Tensor], tuple[Arg, ...], str]] = [
+    ("diff-prepend", lambda x, y: x.diff(prepend=y), (f(3, 4), f(3, 1)), "does not tell whether it is to be prepended or appended"),
+    ("diff-append", lambda x, y: x.diff(append=y), (f(3, 4), f(3, 1)), "does not tell whether it is to be prepended or appended"),
+    ("group_norm-weight", lambda x, g: F.group_norm(x, 3, g), (f(2, 6, 4), w(6)), "does not tell whether it is the weight or the bias"),
+    ("group_norm-bias", lambda x, c: F.group_norm(x, 3, None, c), (f(2, 6, 4), w(6)), "does not tell whether it is the weight or the bias"),
+    ("instance_norm-bias", lambda x, c: F.instance_norm(x, bias=c), (f(2, 3, 4), w(3)), "does not tell whether it is the weight or the bias"),
+    ("clamp-min", lambda x, lo: x.clamp(min=lo), (f(3, 4), f(4)), "does not tell"),
+    ("clip-max", lambda x, hi: x.clip(max=hi), (f(3, 4), f(4)), "does not tell"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, function, args, reason", UNTOLD, ids=[name for name, *_ in UNTOLD])
+def test_an_omitted_tensor_never_shifts_the_next_one_into_its_place(
+    name: str, function: Callable[..., torch.Tensor], args: tuple[Arg, ...], reason: str, seed: int
+) -> None:
+    """The IR drops omitted tensors without a trace, so that neither the device nor the CPU can tell which is left."""
+    untold = Case(name, function, args)
+    ir = extract(untold, torch.float32)
+    with pytest.raises(ConstraintError, match=reason):
+        compile(ir)
+    inputs, weights = feeds(untold, arguments(untold, VARIANTS["float32"]), read_ir(ir).inputs)
+    with pytest.raises(DeviceError, match=f"cannot run on the CPU either: .*{reason}"):
+        execute_cpu_partition(read_ir(ir), inputs, weights)
+
+
+class LoneTensor(nn.Module):
+    """A norm whose checkpoint names its tensors."""
+
+    def __init__(self, norm: nn.Module, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm = norm
+        self.function = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.norm, x)
+
+
+@pytest.mark.parametrize(
+    "norm, function, reason",
+    [
+        (lambda: nn.LayerNorm(5), lambda norm, x: F.layer_norm(x, (5,), None, norm.bias), "not the weight"),
+        (lambda: nn.InstanceNorm1d(3, track_running_stats=True), lambda norm, x: norm(x), "not the weight"),
+        (lambda: nn.BatchNorm1d(3, track_running_stats=False), lambda norm, x: norm(x), "its weight and bias"),
+    ],
+    ids=["layer_norm-bias", "instance_norm-statistics", "batch_norm-affine-training"],
+)
+def test_a_norm_whose_tensors_names_say_otherwise_is_refused(
+    norm: Callable[[], nn.Module], function: Callable[[Any, torch.Tensor], torch.Tensor], reason: str
+) -> None:
+    with torch.device("meta"):
+        module, x = LoneTensor(norm(), function).train(), torch.zeros(2, 3, 5)
+    graph = read_ir(torch_ir.extract_ir(module, (x,)))
+    weights = {key: np.ones(graph.tensors[name].shape) for name, recipe in graph.weights.items() for key in recipe.keys()}
+    assert find_violations(graph)
+    with pytest.raises(DeviceError, match=reason):
+        execute_cpu_partition(graph, {graph.inputs[0]: np.zeros((2, 3, 5), np.float32)}, weights)
+
+
+def test_batch_statistics_need_no_affine_parameters() -> None:
+    with torch.device("meta"):
+        module, x = LoneTensor(nn.BatchNorm1d(3, affine=False), lambda norm, x: norm(x)).train(), torch.zeros(2, 3, 5)
+    graph = read_ir(torch_ir.extract_ir(module, (x,)))
+    weights = {key: np.ones(graph.tensors[name].shape) for name, recipe in graph.weights.items() for key in recipe.keys()}
+    value = torch.randn(2, 3, 5)
+    (got,) = execute_cpu_partition(graph, {graph.inputs[0]: value.numpy()}, weights).values()
+    np.testing.assert_allclose(got, F.batch_norm(value, None, None, training=True), atol=1e-5)
+
+
+def test_a_layer_norm_without_a_bias_runs_on_the_device() -> None:
+    norm = LoneTensor(nn.LayerNorm(5, bias=False).to("meta"), lambda norm, x: norm(x))
+    assert not find_violations(read_ir(torch_ir.extract_ir(norm, (torch.zeros(2, 5, device="meta"),))))
 
 
 def test_the_table_covers_every_supported_op() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from npu_compiler.codegen_core import declare_kernel
+from npu_compiler.dtypes import is_int
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
@@ -36,6 +37,9 @@ def emit_linear(
     activation: str = "none",
 ) -> None:
     """out[M, N] = act(x[M, K] · weight[N, K]ᵀ + bias) + residual; a transposed weight costs nothing."""
+    if is_int(x.dtype) and activation in ("none", "relu"):  # PyTorch has no other activation of integers
+        _emit_integer_linear(ctx, x, weight, out, bias, residual, activation)
+        return
     rows, out_rows = _rows(ctx, x), out.reshape((numel(out.shape[:-1]), out.shape[-1]))
     assert out_rows is not None
     m, k = rows.shape
@@ -56,8 +60,25 @@ def emit_linear(
     ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * k, source=source)
 
 
+def _emit_integer_linear(
+    ctx: Lowering, x: View, weight: View, out: View, bias: View | None, residual: View | None, activation: str
+) -> None:
+    """`emit_linear` of integers by the batched kernel: the linear ones sum in float, which is inexact beyond 2^24."""
+    steps: list[tuple[str, list[View]]] = [("add", [bias])] if bias is not None else []
+    steps += [(activation, [])] if activation != "none" else []
+    steps += [("add", [residual])] if residual is not None else []
+    if not steps and out.dtype != x.dtype:
+        steps = [("copy", [])]
+    value = ctx.temp(out.shape, x.dtype) if steps else out
+    emit_batched(ctx, x, weight.transpose(0, 1), value)
+    for index, (op, addend) in enumerate(steps):
+        result = out if index == len(steps) - 1 else ctx.temp(out.shape, x.dtype)
+        ctx.elementwise(op, [value, *addend], result)
+        value = result
+
+
 def emit_batched(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0) -> None:
-    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N], batch dimensions broadcast."""
+    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N], batch dimensions broadcast; integers multiply exactly."""
     batch = out.shape[:-2]
     (m, k), n = a.shape[-2:], b.shape[-1]
     a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
@@ -79,7 +100,12 @@ def emit_matmul(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0) 
         emit_batched(ctx, a, b, out, scale)
 
 
-@register_op("aten.linear", tensors=("input", "weight", "bias"))
+def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    shapes = [graph.tensors[name].shape for name in node.inputs[2:]]
+    return f"linear with a bias of shape {list(shapes[0])}" if shapes and len(shapes[0]) > 1 else None
+
+
+@register_op("aten.linear", tensors=("input", "weight", "bias"), unsupported=_linear_unsupported)
 def lower_linear(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
     if x.rank == 1 or weight.rank == 1:
@@ -133,16 +159,27 @@ def lower_addmm(ctx: Lowering, node: OpNode) -> None:
     if (alpha, beta) == (1, 1) and b.rank == 2 and addend.rank == 1:
         emit_linear(ctx, a, b.transpose(0, 1), out, addend)
         return
-    product = ctx.temp(out.shape, "float32")
+    product = ctx.temp(out.shape, _sum_dtype(out))
     emit_matmul(ctx, a, b, product)
     if beta == 0:
         ctx.elementwise("mul", [product, alpha], out)
-    elif beta == 1:
-        ctx.elementwise("add", [addend, product], out, {"alpha": alpha})
-    else:
-        scaled = ctx.temp(addend.shape, "float32")
-        ctx.elementwise("mul", [addend, beta], scaled)
-        ctx.elementwise("add", [scaled, product], out, {"alpha": alpha})
+        return
+    if is_int(out.dtype):  # the factor of `add` is a float32, which does not hold every integer
+        product, alpha = _scaled(ctx, product, alpha), 1
+    ctx.elementwise("add", [_scaled(ctx, addend, beta), product], out, {"alpha": alpha})
+
+
+def _scaled(ctx: Lowering, view: View, factor: float) -> View:
+    if factor == 1:
+        return view
+    scaled = ctx.temp(view.shape, _sum_dtype(view))
+    ctx.elementwise("mul", [view, factor], scaled)
+    return scaled
+
+
+def _sum_dtype(view: View) -> str:
+    """What sums of elements are kept in: float32, or integers as they are."""
+    return view.dtype if is_int(view.dtype) else "float32"
 
 
 def _parse_einsum(node: OpNode, graph: IRGraph) -> tuple[list[str], str] | None:
@@ -236,7 +273,7 @@ def _sum_out(ctx: Lowering, view: View, term: str, letters: list[str]) -> tuple[
 
     kept = "".join(x for x in term if x not in letters)
     shape: Shape = tuple(view.shape[term.index(x)] for x in kept)
-    total = ctx.temp(shape, "float32")
+    total = ctx.temp(shape, _sum_dtype(view))
     reduce(ctx, "sum", view, [term.index(x) for x in letters], total)
     return total, kept
 

@@ -43,9 +43,34 @@ def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("rmsnorm_kernel", [rows, *weights], [flat], params, flops=4 * x.numel)
 
 
+def unclear_affine(node: OpNode, graph: IRGraph) -> str | None:
+    """Why a norm cannot be read: the IR drops omitted optional tensors without a trace.
+
+    One tensor of a layer norm is its weight (`nn.LayerNorm(bias=False)`), and two of an instance norm are its weight
+    and bias, unless their names tell otherwise.
+    """
+    op, first = node.base.removeprefix("aten."), (*node.inputs[1:], "")[0]
+    if op in ("group_norm", "native_group_norm", "instance_norm") and len(node.inputs) == 2:
+        return f"{op} with one affine tensor: the IR does not tell whether it is the weight or the bias"
+    if op in ("layer_norm", "native_layer_norm") and len(node.inputs) == 2 and is_named(first, graph, "bias"):
+        return f"{op} with '{first}' but no second affine tensor: the IR does not tell that it is not the weight"
+    if op == "instance_norm" and node.attrs.get("use_input_stats") and is_named(first, graph, "running_mean"):
+        return f"instance_norm with '{first}': the IR does not tell that it is not the weight"
+    return None
+
+
+def is_named(name: str, graph: IRGraph, ending: str) -> bool:
+    """Whether a tensor's name, or its key in the checkpoint, ends so."""
+    keys = graph.weights[name].keys() if name in graph.weights else ()
+    return any(key.endswith(ending) for key in (name, *keys))
+
+
+def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    return "layer_norm that returns its statistics" if len(node.outputs) > 1 else unclear_affine(node, graph)
+
+
 @register_op("aten.layer_norm", "aten.native_layer_norm", "npu.layer_norm", tensors=("input", "weight", "bias"),
-             unsupported=lambda node, graph: "layer_norm that returns its statistics"
-             if len(node.outputs) > 1 else None)  # fmt: skip
+             unsupported=_layer_norm_unsupported)  # fmt: skip
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     width = numel(node.attrs.get("normalized_shape") or [x.shape[-1]])
@@ -68,7 +93,7 @@ def _group_norm(ctx: Lowering, x: View, affine: list[View], groups: int, eps: fl
     ctx.emit("groupnorm_kernel", [x, *affine], [ctx.output()], params, flops=8 * x.numel)
 
 
-@register_op("aten.group_norm", tensors=("input", "weight", "bias"))
+@register_op("aten.group_norm", tensors=("input", "weight", "bias"), unsupported=unclear_affine)
 def lower_group_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     _group_norm(ctx, x, affine, node.attrs["num_groups"], float(node.attrs.get("eps", 1e-5)))
@@ -77,7 +102,9 @@ def lower_group_norm(ctx: Lowering, node: OpNode) -> None:
 def _instance_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if not node.attrs.get("use_input_stats", True):
         return "instance normalization with running statistics"
-    return "instance normalization with running statistics" if len(node.inputs) > 3 else None
+    if len(node.inputs) > 3:
+        return "instance normalization with running statistics"
+    return unclear_affine(node, graph)
 
 
 @register_op("aten.instance_norm", tensors=("input", "weight", "bias"), unsupported=_instance_norm_unsupported)
