@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from dataclasses import dataclass
@@ -94,7 +95,9 @@ class CompiledProgram:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file or none of it."""
+    """Write a whole file or none of it. Raises `OSError`, also for a path that names no file ('.', '/')."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:

@@ -282,7 +282,7 @@ class _Reader:
         for name, item in raw.items():
             try:
                 values[name] = np.asarray(item["data"]).astype(numpy_dtype(item["dtype"]))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise IRError(f"constant '{name}': cannot read its data ({error})") from error
         return values
 

@@ -42,27 +42,36 @@ class View:
         """A dimension index made non-negative."""
         return index + self.rank if index < 0 else index
 
+    def _existing_dim(self, index: int) -> int:
+        if not -self.rank <= index < self.rank:
+            raise IndexError(f"there is no dimension {index} in {list(self.shape)}")
+        return self.dim(index)
+
     def permute(self, order: Sequence[int]) -> View:
-        dims = [self.dim(d) for d in order]
+        dims = [self._existing_dim(d) for d in order]
         return self._with(tuple(self.shape[d] for d in dims), tuple(self.strides[d] for d in dims))
 
     def transpose(self, first: int, second: int) -> View:
         order = list(range(self.rank))
         if order:
-            first, second = self.dim(first), self.dim(second)
+            first, second = self._existing_dim(first), self._existing_dim(second)
             order[first], order[second] = order[second], order[first]
         return self.permute(order)
 
     def slice(self, dim: int, start: int, stop: int, step: int = 1) -> View:
         """Elements start, start+step, … below stop of one dimension; bounds are already clamped."""
-        dim = self.dim(dim)
+        dim = self._existing_dim(dim)
+        if start < 0 or stop > self.shape[dim] or step < 1:
+            raise ValueError(f"no slice {start}:{stop}:{step} of dimension {dim} of {list(self.shape)}")
         length = max(0, -(-(stop - start) // step))
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         strides = (*self.strides[:dim], self.strides[dim] * step, *self.strides[dim + 1 :])
         return self._with(shape, strides, self.offset + start * self.strides[dim])
 
     def select(self, dim: int, index: int) -> View:
-        dim = self.dim(dim)
+        dim = self._existing_dim(dim)
+        if not -self.shape[dim] <= index < self.shape[dim]:
+            raise IndexError(f"there is no index {index} in dimension {dim} of {list(self.shape)}")
         index = index + self.shape[dim] if index < 0 else index
         shape = self.shape[:dim] + self.shape[dim + 1 :]
         strides = self.strides[:dim] + self.strides[dim + 1 :]
@@ -77,25 +86,31 @@ class View:
 
     def squeeze(self, dim: int) -> View:
         """Drop a dimension if its size is 1."""
-        if self.rank == 0 or self.shape[self.dim(dim)] != 1:
+        if self.rank == 0 or self.shape[self._existing_dim(dim)] != 1:
             return self
         return self.select(dim, 0)
 
     def expand(self, shape: Sequence[int]) -> View:
-        """Broadcast to a shape, aligning trailing dimensions; -1 keeps a size."""
+        """Broadcast to a shape, aligning trailing dimensions; -1 keeps a size.
+
+        Raises:
+            ValueError: a size is neither 1 nor the one wanted.
+        """
         lead = len(shape) - self.rank
         new_shape, strides = [], []
         for index, size in enumerate(shape):
             old = self.shape[index - lead] if index >= lead else 1
             size = old if size == -1 else size
+            if lead < 0 or old not in (1, size):
+                raise ValueError(f"{list(self.shape)} does not broadcast to {list(shape)}")
             stride = self.strides[index - lead] if index >= lead else 0
             new_shape.append(size)
             strides.append(0 if old == 1 and size != 1 else stride)
         return self._with(tuple(new_shape), tuple(strides))
 
     def reshape(self, shape: Shape) -> View | None:
-        """The same elements in the same order under another shape, or None where that needs a copy."""
-        strides = reshape_strides(self.shape, self.strides, shape)
+        """The same elements in the same order under another shape, or None where no strides show them so."""
+        strides = reshape_strides(self.shape, self.strides, shape) if numel(shape) == self.numel else None
         return None if strides is None else self._with(tuple(shape), strides)
 
     def _with(self, shape: Shape, strides: Shape, offset: int | None = None) -> View:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
@@ -26,9 +28,9 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
     for assignment in assignments:
         name, separator, path = assignment.partition("=")
         if not separator and assignment.endswith(".npz"):
-            found = dict(_load(Path(assignment)))
+            found = _load_npz(Path(assignment))
         elif separator and name and path:
-            found = {name: _load(Path(path))}
+            found = {name: _load_npy(Path(path))}
         else:
             raise InputError(f"'{assignment}' is not an input: write name=file.npy, with a name of {', '.join(known)}")
         for key, array in found.items():
@@ -36,8 +38,6 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
                 raise InputError(f"there is no input '{key}'; the inputs are {', '.join(known)}")
             if key in arrays:
                 raise InputError(f"input '{key}' is given twice")
-            if not isinstance(array, np.ndarray):
-                raise InputError(f"'{path}' holds several arrays; give it without a name, or give an .npy file")
             arrays[key] = array
     missing = [name for name in known if name not in arrays]
     if missing:
@@ -45,13 +45,36 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
     return arrays
 
 
-def _load(path: Path) -> Any:
+def _load_npy(path: Path) -> np.ndarray:
+    loaded = _load(path)
+    if isinstance(loaded, dict):
+        raise InputError(f"'{path}' holds several arrays; give it without a name, or give an .npy file")
+    return loaded
+
+
+def _load_npz(path: Path) -> dict[str, np.ndarray]:
+    loaded = _load(path)
+    if not isinstance(loaded, dict):
+        raise InputError(f"'{path}' is an .npy file in spite of its name: it holds one array without a name")
+    return loaded
+
+
+def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
+    """The array of an .npy file, or those of an .npz file by name, all read: only that finds a damaged one."""
     try:
-        return np.load(path, allow_pickle=False)
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            arrays = dict(loaded)
     except FileNotFoundError:
         raise InputError(f"no such file: '{path}'") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
         raise InputError(f"'{path}' is not a readable .npy or .npz file: {error}") from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):
+            raise InputError(f"'{path}' is not a readable .npz file: its member '{name}' is no array")
+    return arrays
 
 
 def random_inputs(specs: Sequence[TensorSpec], seed: int) -> dict[str, np.ndarray]:
@@ -70,8 +93,6 @@ def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
         parts = generator.standard_normal((2, *spec.shape))
         return np.asarray(parts[0] + 1j * parts[1], dtype)
     low, high = spec.bounds or (0, RANDOM_INDEX_LIMIT - 1)
-    if low <= 0 and high > RANDOM_INDEX_LIMIT and spec.bounds is None:
-        high = RANDOM_INDEX_LIMIT
     return generator.integers(low, high, spec.shape, endpoint=True).astype(dtype)
 
 
@@ -86,18 +107,22 @@ def choose_inputs(
 
 
 def read_weights(path: Path | None) -> Mapping[str, Any]:
-    """A state dict from .safetensors (a file or a folder, mapped), .npz, or a tensors-only .pt, .pth or .bin file.
+    """A state dict from .safetensors (a file or a folder, mapped), .npz, or a tensors-only file of
+    `torch.save` (.pt, .pth, .bin, .ckpt, .tar).
 
     Raises:
-        WeightError: no such file, or it holds no state dict.
+        WeightError: no such file, or it is damaged or holds no state dict.
     """
     if path is None:
         return {}
     if not path.exists():
         raise WeightError(f"no such weights: '{path}'")
     if path.suffix == ".npz":
-        return dict(_load(path))
-    if path.suffix in (".pt", ".pth", ".bin"):
+        try:
+            return _load_npz(path)
+        except InputError as error:
+            raise WeightError(str(error)) from error
+    if path.suffix in (".pt", ".pth", ".bin", ".ckpt", ".tar"):
         return _read_torch(path)
     from npu_runtime.weight_loader import MappedCheckpoint
 
@@ -108,8 +133,8 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     import torch
 
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:  # the unpickler raises all sorts of errors on damaged data
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightError(f"'{path}' is not a readable PyTorch weights file: {reason}") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state

@@ -9,7 +9,8 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,8 @@ def write_weights(module: nn.Module, path: Path) -> None:
     """Write a module's state dict as .safetensors. Raises `InputError` if it is on meta or cannot be written."""
     from safetensors.torch import save_file
 
+    if path.is_dir():
+        raise InputError(f"cannot write '{path}': it is a folder")
     state = module.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
         raise InputError("the model has no weights to write: its factory builds it on the meta device")
@@ -125,7 +128,7 @@ def load_model(
 
     Args:
         source: `package.module:factory`, `file.py:factory`, or a Hugging Face folder. A factory returns a module, or
-            a module and a tuple of example inputs.
+            a module and a tuple of example inputs; it imports from the file's folder, or the current one, too.
         inputs: Example inputs as `float32[1,3,224,224]`; a factory's own examples serve where there are none.
         task: One of `TASKS`, for a Hugging Face folder.
 
@@ -138,7 +141,8 @@ def load_model(
         return module, given or examples, Path(source).resolve().name
     if task is not None:
         raise InputError(f"--task is for a Hugging Face folder, and '{source}' is not a folder")
-    made = _find_factory(source)()
+    with _imports_from(_folder_of(source)):
+        made = _find_factory(source)()
     module, examples = made if isinstance(made, tuple) else (made, ())
     from torch import nn
 
@@ -158,6 +162,22 @@ def parse_example(text: str) -> torch.Tensor:
     if match is None or not isinstance(dtype, torch.dtype):
         raise InputError(f"'{text}' describes no input: write its dtype and shape, as in float32[1,3,224,224]")
     return torch.empty([int(size) for size in match["shape"].split(",") if size.strip()], dtype=dtype, device="meta")
+
+
+def _folder_of(source: str) -> Path:
+    """Where a factory's own imports are looked for first: beside its file, else in the current folder."""
+    where = source.rpartition(":")[0]
+    return Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
+
+
+@contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # what is imported may change the list too
+            sys.path.remove(str(folder))
 
 
 def _find_factory(source: str) -> Callable[[], Any]:
@@ -186,6 +206,8 @@ def _import_file(path: Path) -> Any:
 
 
 def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.Module, tuple[Any, ...]]:
+    if task is None:
+        raise InputError(f"'{folder}' is a folder of a Hugging Face model: name its --task, one of {', '.join(TASKS)}")
     if task not in TASKS:
         raise InputError(f"unknown task '{task}'; choose one of {', '.join(TASKS)}")
     if not (folder / "config.json").is_file():

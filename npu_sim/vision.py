@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from npu_compiler.errors import InputError, NPUError
+from npu_compiler.errors import InputError, NPUError, WeightError
 from npu_sim.cache import compile_cached
 
 if TYPE_CHECKING:
@@ -187,9 +187,13 @@ def extract_model_ir(model: VisionModel) -> dict[str, Any]:
 def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None) -> dict[str, "Tensor"]:
     """The model's state dict in float32: from `path`, else from its own checkpoint, else seeded and random.
 
-    Random weights come with a UserWarning. Raises InputError for a file that cannot be read or does not fit.
+    A file is any that `read_weights` reads. Random weights come with a UserWarning. Raises WeightError for a file that
+    cannot be read or does not fit.
     """
     import torch
+
+    from npu_runtime.cpu_backend import numpy_to_tensor
+    from npu_sim.arrays import read_weights
 
     if path is None and model.checkpoint is None:
         from npu_sim.models.resnet import seed_weights
@@ -199,41 +203,27 @@ def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None
         seed_weights(module, seed=0)
         return module.state_dict()
     checkpoint = Path(path) if path is not None else model.checkpoint()  # type: ignore[misc]
-    state = _read_checkpoint(checkpoint)
+    try:
+        state = {
+            key: value if isinstance(value, torch.Tensor) else numpy_to_tensor(value)
+            for key, value in read_weights(checkpoint).items()
+        }
+    except TypeError as error:
+        raise WeightError(f"{checkpoint} holds an array that PyTorch cannot: {error}") from error
     with torch.device("meta"):
         module = model.build()
     try:
         module.load_state_dict(state, strict=True, assign=True)
     except RuntimeError as error:
-        raise InputError(f"{checkpoint} does not fit {model.name}: {error}") from None
+        raise WeightError(f"{checkpoint} does not fit {model.name}: {error}") from None
     return {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
-
-
-def _read_checkpoint(path: Path) -> dict[str, "Tensor"]:
-    """A state dict from a .safetensors file or a tensors-only torch.save file, bare or under "state_dict"."""
-    import torch
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise InputError(f"no such weights file: {path}")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # each format's reader has errors of its own
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path} is not a readable .safetensors or PyTorch weights file: {reason}") from error
-    state = state.get("state_dict", state) if isinstance(state, dict) else state
-    if not (isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())):
-        raise InputError(f"{path} holds no state dict (tensors by parameter name)")
-    return state
 
 
 class Classifier:
     """A classifier compiled for a device and ready to run.
 
     The program is cached as .npubin in $NPU_SIM_CACHE, else ~/.cache/npu-simulation, under a hash of all that
-    went into it. `weights` is a .safetensors or .pth with torchvision's parameter names.
+    went into it. `weights` is a .safetensors, .npz or .pth with torchvision's parameter names.
     """
 
     def __init__(

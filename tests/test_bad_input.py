@@ -144,6 +144,7 @@ DANGLING = {"name": "ghost", "shape": [3, 4], "dtype": "float32", "producer_node
         ),
         (edited(constants={"table": {"data": "abc", "dtype": "float32"}}), "constant 'table': cannot read its data"),
         (edited(constants={"table": {}}), "constant 'table': cannot read its data"),
+        (edited(constants={"table": {"data": [2**70], "dtype": "int64"}}), "constant 'table': cannot read its data"),
         (edited(graph_outputs__0=DANGLING), "graph output 'ghost': reads output 0 of 'ghost'"),
         (edited(nodes__2__inputs__0__shape=[3, 5]), r"has shape \[3, 5\], but its producer says \[3, 4\]"),
     ],
@@ -206,6 +207,45 @@ def test_a_file_that_is_not_there_or_something_else(tmp_path: Path) -> None:
         compile(str(tmp_path))
     with pytest.raises(IRError, match="cannot read IR from a int: give a path, a dict, or a torch_ir IR"):
         compile(7)
+
+
+def one_node(op_type: str, *args: Any, inputs: int = 1, attrs: Any = (), out: list[int] | None = None) -> Any:
+    """The IR of one op on [2, 3], with so many inputs, attributes replaced (None deletes), another output shape."""
+    g = IRBuilder()
+    ir = copy.deepcopy(g.output(g(op_type, g.input("x", 2, 3), *args, name="bad")).ir())
+    (node,) = ir["nodes"]
+    node["inputs"] = node["inputs"][:inputs]
+    node["attrs"] = {key: value for key, value in {**node["attrs"], **dict(attrs)}.items() if value is not None}
+    for meta in (node["outputs"][0], ir["graph_outputs"][0]):
+        meta["shape"] = out or meta["shape"]
+    return ir
+
+
+@pytest.mark.parametrize(
+    ("ir", "message"),
+    [
+        (one_node("aten.softmax.int", -1, attrs={"dim": None}), r"softmax.int\): argument 'dim' is missing or unknown"),
+        (one_node("aten.softmax.int", -1, attrs={"dim": "x"}), r"softmax.int\): .*not supported between"),
+        (one_node("aten.add.Tensor", 1.0, attrs={"other": None}), "argument 'other' is missing or unknown"),
+        (one_node("aten.relu.default", inputs=0), "argument 'self' is missing or unknown"),
+        (one_node("aten.transpose.int", 0, 1, attrs={"dim1": 5}), r"there is no dimension 5 in \[2, 3\]"),
+        (one_node("aten.transpose.int", 0, 1, attrs={"dim0": -3}), r"there is no dimension -3 in \[2, 3\]"),
+        (one_node("aten.sum.dim_IntList", [1], attrs={"dim": [7]}), "its inputs, attributes and outputs do not go"),
+        (one_node("aten.sum.dim_IntList", [1], out=[5]), "its inputs, attributes and outputs do not go together"),
+        (one_node("aten.select.int", 0, 1, attrs={"index": 9}), r"there is no index 9 in dimension 0 of \[2, 3\]"),
+        (one_node("aten.slice.Tensor", 0, 0, 1, attrs={"step": 0}), "no slice 0:1:0 of dimension 0"),
+        (one_node("aten.narrow.default", 1, 1, 2, attrs={"length": 9}), "no slice 1:10:1 of dimension 1"),
+        (one_node("aten.view.default", [3, 2], out=[3, 3]), "its inputs, attributes and outputs do not go together"),
+        (one_node("aten.view.default", [3, 2], out=[2, 6]), "its inputs, attributes and outputs do not go together"),
+        (one_node("aten.expand.default", [2, 3], out=[4, 3]), r"\[2, 3\] does not broadcast to \[4, 3\]"),
+        (one_node("aten.relu.default", out=[300]), r"\[2, 3\] does not broadcast to \[300\]"),
+        (one_node("aten.sum.dim_IntList", [1], inputs=0), "tuple index out of range"),
+        (one_node("aten.relu.default", out=[3]), r"\[2, 3\] does not broadcast to \[3\]"),
+    ],
+)
+def test_a_node_that_cannot_be_lowered_is_an_error_that_names_it(ir: dict[str, Any], message: str) -> None:
+    with pytest.raises(IRError, match=rf"node 'bad' \(aten\..*{message}"):
+        compile(ir)
 
 
 # constraints

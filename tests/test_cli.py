@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from metal_kernels import shader_source
+from npu_compiler import WeightError
 from npu_runtime.cpu_kernels import CPU_KERNELS
 from npu_runtime.native.build import library_path
+from npu_sim.arrays import read_weights
 from npu_sim.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(place / "x.npy", rng.standard_normal((2, 8), np.float32))
     np.save(place / "wide.npy", np.zeros((2, 9), np.float32))
     (place / "bad.npy").write_text("no array")
+    (place / "bad.npz").write_bytes(b"PK\x03\x04 no archive")
     (place / "bad.json").write_text("{")
     (place / "bad.npubin").write_bytes(b"NPUBIN????")
     (place / "model_for_cli_test.py").write_text(FACTORY)
@@ -142,6 +146,8 @@ WRONG = [
     (["compile", "bad.json", "-o", "a.npubin"], "not valid JSON"),
     (["compile", "tiny.json"], "-o FILE.npubin"),
     (["compile", "tiny.json", "-o", "no/such/a.npubin"], "cannot write 'no/such/a.npubin'"),
+    (["compile", "tiny.json", "-o", "."], "cannot write '.': Is a directory"),
+    (["compile", "tiny.json", "-o", ""], "cannot write '.': Is a directory"),
     (["compile", "tiny.json", "-o", "a.npubin", "--dtype", "int4"], "unknown compute dtype 'int4'"),
     (["compile", "tiny.json", "-o", "a.npubin", "--target", "tpu"], "unknown target 'tpu'"),
     (["compile", "tiny.json", "-o", "a.npubin", "--disable-fusion", "magic"], "unknown fusion magic; known are silu"),
@@ -150,6 +156,10 @@ WRONG = [
     (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["run", "tiny.npubin"], "has 2 weights: name their file with --weights"),
     (["run", "tiny.npubin", "-w", "absent.pt"], "no such weights: 'absent.pt'"),
+    (["run", "tiny.npubin", "-w", "bad.npz"], "'bad.npz' is not a readable .npy or .npz file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "bad.npz"], "'bad.npz' is not a readable .npy"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=weights.npz"], "holds several arrays; give it without"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-o", "."], "cannot write '.': Is a directory"),
     (["run", "tiny.npubin", "-w", "bad.json"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "x.npy"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "tpu"], "unknown device 'tpu'; here are"),
@@ -170,7 +180,8 @@ WRONG = [
     (["profile", "tiny.npubin"], "has 2 weights: name their file with --weights"),
     (["classify", "absent.png"], "no such image: absent.png"),
     (["classify", "red.png", "--model", "vgg"], "no vision model named 'vgg'"),
-    (["classify", "red.png", "--weights", "absent.pth"], "no such weights file: absent.pth"),
+    (["classify", "red.png", "--weights", "absent.pth"], "no such weights: 'absent.pth'"),
+    (["classify", "red.png", "--model", "resnet18", "--weights", "bad.npz"], "not a readable .npy or .npz file"),
     (["generate", "absent.gguf", "-p", "Hello"], "no such GGUF file"),
     (["generate", ".", "-p", "Hello"], "has no config.json"),
     (["generate", "smollm2", "-p", ""], "the prompt is empty"),
@@ -183,6 +194,7 @@ WRONG = [
     (["extract", "model_for_cli_test.py:number", "-o", "a.json"], "made a int, not a torch.nn.Module"),
     (["extract", "model_for_cli_test.py:bare", "-o", "a.json"], "brings no example inputs"),
     (["extract", "model_for_cli_test.py:bare", "-o", "a.json", "-i", "float32"], "write its dtype and shape"),
+    (["extract", ".", "-o", "a.json"], "name its --task, one of text-generation"),
     (["extract", ".", "-o", "a.json", "--task", "sing"], "unknown task 'sing'; choose one of text-generation"),
     (["extract", ".", "-o", "a.json", "--task", "fill-mask"], "has no config.json"),
 ]
@@ -378,6 +390,50 @@ def test_extract_then_verify(folder: Path, tmp_path: Path) -> None:
     described = json.loads(invoke(folder, "describe", ir, "--json").stdout)
     assert described["inputs"][0]["shape"] == [5, 4]
     assert list(described["weights"].values()) == ["linear.weight", "linear.bias"]
+
+
+@pytest.mark.parametrize("where", ["module", "file"])
+def test_extract_imports_from_the_current_folder_and_beside_the_file(tmp_path: Path, where: str) -> None:
+    sibling, model = f"sibling_in_{where}_for_cli_test", f"{where}_for_cli_test"
+    (tmp_path / f"{sibling}.py").write_text(FACTORY)
+    (tmp_path / f"{model}.py").write_text(
+        f"import {sibling}\n\ndef factory():\n    from {sibling} import make\n    return make()\n"
+    )
+    before = list(sys.path)
+    folder, source = (tmp_path, model) if where == "module" else (ROOT, str(tmp_path / f"{model}.py"))
+    made = invoke(folder, "extract", f"{source}:factory", "-o", str(tmp_path / "model.json"), "--json")
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout)["name"] == "Scaled"
+    assert sys.path == before
+
+
+def test_extract_does_not_write_weights_over_a_folder(folder: Path, tmp_path: Path) -> None:
+    source = f"{folder / 'model_for_cli_test.py'}:make"
+    made = invoke(tmp_path, "extract", source, "-o", "model.json", "--weights", ".")
+    assert made.exit_code == 2
+    assert made.stderr == "error: cannot write '.': it is a folder\n"
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "npy", "objects", "text"])
+def test_damaged_npz_weights_are_a_weight_error(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, w=np.arange(4000.0))
+    whole = path.read_bytes()
+    assert read_weights(path)["w"][7] == 7
+    if damage == "cut":
+        path.write_bytes(whole[:-100])
+    elif damage == "changed":
+        path.write_bytes(whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:])
+    elif damage == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.ones(3))
+    elif damage == "objects":
+        np.savez(path, w=np.array([None, "x"], dtype=object))
+    else:
+        with ZipFile(path, "w") as archive:
+            archive.writestr("w", "no array")
+    with pytest.raises(WeightError, match=r"weights\.npz' is (not a readable|an \.npy file in spite of its name)"):
+        read_weights(path)
 
 
 def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

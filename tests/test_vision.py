@@ -1,8 +1,10 @@
 """The vision front end: images in, preprocessing, models and their weights, and classification end to end."""
 
 import contextlib
+import copy
 import io
 import os
+import re
 import secrets
 import struct
 import sys
@@ -20,7 +22,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from skimage import data
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, WeightError
 from npu_sim import vision
 from npu_sim.models.efficientnet import efficientnet_lite0, efficientnet_lite0_checkpoint
 from npu_sim.models.resnet import ResNet, random_images, resnet18, resnet34, resnet50, seed_weights
@@ -281,13 +283,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, module: str
         use()
 
 
-def test_weights_load_from_safetensors_and_pth_alike(tmp_path: Path) -> None:
+def test_weights_load_from_files_of_every_kind_alike(tmp_path: Path) -> None:
     state = {
         name: value.half() if value.is_floating_point() else value for name, value in resnet18().state_dict().items()
     }
     save_file(state, tmp_path / "resnet.safetensors")
     torch.save({"state_dict": state, "epoch": 90}, tmp_path / "resnet.pth")
-    for file in ("resnet.safetensors", "resnet.pth"):
+    torch.save(state, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    np.savez(tmp_path / "resnet.npz", **{name: value.numpy() for name, value in state.items()})
+    (tmp_path / "folder").mkdir()
+    save_file(state, tmp_path / "folder" / "resnet.safetensors")
+    for file in ("resnet.safetensors", "resnet.pth", "old.pth", "resnet.npz", "folder"):
         loaded = model_weights(find_model("resnet18"), tmp_path / file)
         assert loaded.keys() == state.keys()
         assert loaded["fc.bias"].dtype == torch.float32
@@ -302,17 +308,20 @@ def test_without_weights_resnet_is_random_and_says_so() -> None:
 
 def test_unusable_weights_are_one_clear_error(tmp_path: Path) -> None:
     model = find_model("resnet18")
-    with pytest.raises(InputError, match="no such weights file"):
+    with pytest.raises(WeightError, match="no such weights"):
         model_weights(model, tmp_path / "nowhere.pth")
-    for name in ("bad.safetensors", "bad.pth"):
+    for name in ("bad.safetensors", "bad.pth", "bad.npz"):
         (tmp_path / name).write_bytes(b"not weights")
-        with pytest.raises(InputError, match=f"{name} is not a readable .safetensors or PyTorch weights file"):
+        with pytest.raises(WeightError, match=f"{name}' is not a readable "):
             model_weights(model, tmp_path / name)
     torch.save([torch.zeros(2)], tmp_path / "list.pth")
-    with pytest.raises(InputError, match="holds no state dict"):
+    np.savez(tmp_path / "words.npz", w=np.array(["word"]))
+    with pytest.raises(WeightError, match=r"words\.npz holds an array that PyTorch cannot"):
+        model_weights(model, tmp_path / "words.npz")
+    with pytest.raises(WeightError, match="holds no state dict"):
         model_weights(model, tmp_path / "list.pth")
     torch.save(Path("code"), tmp_path / "pickle.pth")
-    with pytest.raises(InputError, match="is not a readable"):
+    with pytest.raises(WeightError, match="is not a readable"):
         model_weights(model, tmp_path / "pickle.pth")
 
 
@@ -321,7 +330,7 @@ def test_weights_of_another_model_list_what_does_not_fit(tmp_path: Path) -> None
     del state["bn1.bias"]
     state["fc.weight"] = torch.zeros(10, 512)
     save_file(state, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"(?s)does not fit resnet18: .*bn1.bias.*fc.weight"):
+    with pytest.raises(WeightError, match=r"(?s)does not fit resnet18: .*bn1.bias.*fc.weight"):
         model_weights(find_model("resnet18"), tmp_path / "other.safetensors")
 
 
@@ -381,6 +390,29 @@ def test_resnet_is_as_good_as_pytorch_in_float16(tmp_path: Path, name: str, devi
         reference = model(images)
         in_float16 = model.half()(images.half()).float()
     assert_design6(ours, reference, in_float16, seed=seed)
+
+
+def test_the_python_of_the_readme_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    extraction, execution, partitioning = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    model = resnet18().train()
+    seed_weights(model, 3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(state, "model.safetensors")
+    images = random_images(1, 4)
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval()(images).numpy()
+    names = {"model": model, "input_data": images.numpy(), "input_array": images.numpy(), "weights_dict": state}
+    exec(extraction, names)
+    assert "conv" in capsys.readouterr().out
+    exec(execution, names)
+    assert np.corrcoef(names["result"].ravel(), wanted.ravel())[0, 1] > 0.999
+    exec(partitioning, {**names, "ir_dict": names["ir"]}, results := {})
+    (output,) = results["result"].values()
+    assert np.corrcoef(output.ravel(), wanted.ravel())[0, 1] > 0.999
 
 
 def test_classify_checks_top() -> None:

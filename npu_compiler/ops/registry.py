@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from npu_compiler.dtypes import INT32_MAX, INT32_MIN
+from npu_compiler.errors import IRError
 from npu_compiler.ir_reader import IRGraph, OpNode, base_op
 from npu_compiler.lowering import Lowering
 from npu_compiler.views import MAX_RANK, View
@@ -103,7 +105,20 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
     for name, value in node.attrs.items():
         if isinstance(value, int) and not INT32_MIN <= value <= INT32_MAX and name not in _UNBOUNDED_ATTRS:
             return f"attribute '{name}' = {value} does not fit in int32"
-    return op.unsupported(node, graph)
+    with well_formed(node):
+        return op.unsupported(node, graph)
+
+
+@contextmanager
+def well_formed(node: OpNode) -> Iterator[None]:
+    """Whoever reads a node stumbles over what it lacks; that becomes an `IRError` which names the node."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
+        reason = str(error) or "its inputs, attributes and outputs do not go together"
+        if isinstance(error, KeyError):
+            reason = f"argument {error} is missing or unknown"
+        raise IRError(f"node '{node.name}' ({node.op_type}): {reason}") from error
 
 
 def _keeps_dtype(node: OpNode, graph: IRGraph) -> bool:
