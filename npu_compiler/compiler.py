@@ -33,6 +33,7 @@ Stage = tuple[str, Callable[[IRGraph], IRGraph]]
 
 def normalize(graph: IRGraph) -> IRGraph:
     """What every user of a graph wants first: no opaque rotary regions, no in-place ops, no assertions or no-ops."""
+    graph = _with_native_dtype(graph)
     for _, stage in _NORMALIZE:
         graph = stage(graph)
     return graph
@@ -46,9 +47,8 @@ _NORMALIZE: list[Stage] = [
 ]
 
 
-def _read(ir: str | Path | Mapping[str, Any] | IRGraph | Any) -> IRGraph:
-    """The graph, with its native dtype noted while the weights still are as they came."""
-    graph = read_ir(ir)
+def _with_native_dtype(graph: IRGraph) -> IRGraph:
+    """The graph with its native dtype noted, while all its weights are still there."""
     return replace(graph, native_dtype=native_dtype(graph))
 
 
@@ -88,7 +88,7 @@ def compile(
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
     """
     target = target or MetalCodegenTarget()
-    graph = _read(ir)
+    graph = read_ir(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
     graph = normalize(graph)
@@ -111,7 +111,7 @@ def trace_stages(
     disabled_fusions: Collection[str] = (),
 ) -> Iterator[tuple[str, IRGraph]]:
     """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does."""
-    graph = _read(ir)
+    graph = _with_native_dtype(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
     for name, stage in stages(dtype, target or MetalCodegenTarget(), disabled_fusions):

@@ -765,7 +765,7 @@ def assert_near(ours: np.ndarray, reference: np.ndarray, case: Case, variant: Va
 
 
 # Ops that the CPU lacks, that export rewrites, or whose every node the op table refuses for its many outputs.
-WITHOUT_CASE = {"aten.lift_fresh", "aten.cudnn_batch_norm", "aten.native_layer_norm", "aten.max_pool2d_with_indices"}
+WITHOUT_CASE = {"aten.lift_fresh", "aten.native_layer_norm", "aten.max_pool2d_with_indices"}
 
 
 def ids(cases: list[Case]) -> Any:

@@ -18,6 +18,7 @@ from ir_builder import IRBuilder
 from torch import nn
 from torch_ir import extract_ir
 
+import npu_compiler
 from npu_compiler import DeviceError, InputError, PartitionPlan, partition, read_ir
 from npu_runtime import Backend, DAGExecutor, execute_cpu_partition
 
@@ -359,6 +360,16 @@ def test_ops_with_several_outputs_and_tensor_lists_on_the_cpu() -> None:
     close(
         on_cpu(g, {"x": a, "i": np.array([3, 0])}), [np.take_along_axis(a, order, 1), order, np.roll(a, 2, 1), picked]
     )
+
+
+def test_a_model_has_the_same_compute_dtype_whole_and_in_parts() -> None:
+    """Most of its weights say which, also where nobody reads them."""
+    g = IRBuilder()
+    x, dead = g.input("x", 2, 8, dtype="bfloat16"), g.weight("dead", 64, 8, dtype="bfloat16")
+    g("aten.linear.default", x, dead)
+    g.output(g("aten.linear.default", g("aten.to.dtype", x, torch.float32), g.weight("w", 4, 8)))
+    whole, parts = npu_compiler.compile(g.ir()), partition(g.ir())
+    assert whole.compute_dtype == parts.compute_dtype == "bfloat16"
 
 
 def test_an_op_that_pytorch_does_not_have_is_a_device_error(backend: Backend) -> None:

@@ -345,7 +345,7 @@ BY_TYPE: dict[str, Callable[[random.Random], Any]] = {
     "Optional[List[int]]": lambda r: r.choice((None, [0], [-1], [0, 1], [1])),
 }
 DTYPES = ("float32", "float32", "float32", "float32", "int64", "bool", "float16", "int32")
-SKIP = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_permuted", "aten.cudnn_batch_norm"}
+SKIP = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_permuted"}
 NOT_DRAWN = {"device", "layout", "pin_memory", "memory_format", "generator", "training", "train"}
 
 

@@ -184,7 +184,7 @@ def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
 
 
 BATCH_NORM_OPS = ("aten.batch_norm", "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm",
-                  "aten.cudnn_batch_norm", "aten._batch_norm_no_update")  # fmt: skip
+                  "aten._batch_norm_no_update")  # fmt: skip
 
 
 @register_op(*BATCH_NORM_OPS, tensors=("input", "weight", "bias", "running_mean", "running_var"),
