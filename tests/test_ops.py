@@ -578,7 +578,7 @@ case("linspace", lambda x: (torch.linspace(0, 1, 5, device=x.device), torch.lins
 case("positions", lambda x: x + torch.arange(5, device=x.device)[None, :, None] * 0.5, f(2, 5, 3))
 case("causal-mask", lambda x: x.masked_fill(torch.ones(5, 5, dtype=torch.bool, device=x.device).triu(1), -1.0), f(2, 5, 5))
 refused("linspace-tensor", lambda x: torch.linspace(x, 2.0, 5, device=x.device), f())
-case("diff", lambda x: (x.diff(), x.diff(dim=0)), f(3, 4))
+case("diff", lambda x, y: (x.diff(), x.diff(dim=0), x.diff(prepend=y)), f(3, 4), f(3, 1))
 refused("diff-both-ends", lambda x, y, z: x.diff(prepend=y, append=z), f(3, 4), f(3, 1), f(3, 2))
 case("diff-int-bool", lambda x, y: (x.diff(), y.diff()), i(3, 4), b(3, 4))
 case("meshgrid", lambda x, y: (*torch.meshgrid(x, y, indexing="ij"), *torch.meshgrid(x, y, indexing="xy")), f(3), f(4))
@@ -817,8 +817,6 @@ def test_op_that_the_device_refuses_runs_on_the_cpu(case: Case, backend: Backend
 
 
 UNTOLD: list[tuple[str, Callable[..., torch.Tensor], tuple[Arg, ...], str]] = [
-    ("diff-prepend", lambda x, y: x.diff(prepend=y), (f(3, 4), f(3, 1)), "does not tell whether it is to be prepended or appended"),
-    ("diff-append", lambda x, y: x.diff(append=y), (f(3, 4), f(3, 1)), "does not tell whether it is to be prepended or appended"),
     ("group_norm-weight", lambda x, g: F.group_norm(x, 3, g), (f(2, 6, 4), w(6)), "does not tell whether it is the weight or the bias"),
     ("group_norm-bias", lambda x, c: F.group_norm(x, 3, None, c), (f(2, 6, 4), w(6)), "does not tell whether it is the weight or the bias"),
     ("instance_norm-bias", lambda x, c: F.instance_norm(x, bias=c), (f(2, 3, 4), w(3)), "does not tell whether it is the weight or the bias"),

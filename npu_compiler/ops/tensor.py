@@ -9,7 +9,7 @@ from npu_compiler.dtypes import as_int32, saturate
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.lowering import Lowering
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
-from npu_compiler.ops.registry import register_op
+from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.views import View
 
 declare_kernel("fill_kernel", "tensor_ops.metal", "-> out", value="f", int_value="i")
@@ -238,24 +238,22 @@ def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("cumsum_kernel", [view.transpose(dim, last)], [out.transpose(dim, last)])
 
 
-def unclear_end(node: OpNode) -> str | None:
-    """Why a `diff` cannot be read: the IR drops an omitted end without a trace."""
-    if node.base == "aten.diff" and len(node.inputs) == 2:
-        return "diff with one tensor to join: the IR does not tell whether it is to be prepended or appended"
-    return None
-
-
-def _diff_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    if node.attrs.get("n", 1) != 1 or len(node.inputs) > 2:
-        return "diff of higher order or with both ends given"
-    return unclear_end(node)
-
-
-@register_op("aten.diff", tensors=("self", "prepend", "append"), unsupported=_diff_unsupported)
+@register_op("aten.diff", tensors=("self", "prepend", "append"),
+             unsupported=lambda node, graph: None if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
+             else "diff of higher order or with both ends given")  # fmt: skip
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
+    """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not tell."""
     view, out = ctx.view(node.inputs[0]), ctx.output()
     dim = view.dim(node.attrs.get("dim", -1))
+    prepend = Args(node).tensor("prepend")
     size = view.shape[dim]
+    if prepend is not None:
+        head = ctx.view(prepend)
+        extra = head.shape[dim]
+        joined = ctx.temp((*view.shape[:dim], size + extra, *view.shape[dim + 1 :]), view.dtype)
+        ctx.copy(head, joined.slice(dim, 0, extra))
+        ctx.copy(view, joined.slice(dim, extra, extra + size))
+        view, size = joined, size + extra
     later, earlier = view.slice(dim, 1, size), view.slice(dim, 0, size - 1)
     ctx.elementwise("ne" if view.dtype == "bool" else "sub", [later, earlier], out)
 
