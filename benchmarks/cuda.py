@@ -95,7 +95,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
             whole.save(path)
         return whole
 
-    save()
+    save()  # before anything is measured, so that figures of another machine are refused at once
     for measurement in measurements(only, quick, ceilings, budget):
         try:
             for entry in measurement:

@@ -30,7 +30,6 @@ _OVER_IMAGES = ("conv", "pool")
 _OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel")
 
 
-
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan with its convolutions over channels-last operands."""
     if not any(call.kernel == _CONVOLUTION for call in plan.calls):

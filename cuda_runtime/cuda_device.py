@@ -41,6 +41,11 @@ def load_cupy() -> Any:
     return cupy
 
 
+def load_driver() -> Any:
+    """The driver's own library. Raises `OSError` where there is none."""
+    return ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+
+
 def load_nvrtc(cupy: Any) -> Any:
     """CUDA's run-time compiler, through CuPy.
 
@@ -83,7 +88,7 @@ def wake_driver(device_id: int) -> None:
     What goes wrong here goes wrong again where CuPy asks for the same, and is reported there.
     """
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+        driver = load_driver()
     except OSError:
         return
     gpu, context = ctypes.c_int(), ctypes.c_void_p()

@@ -7,11 +7,11 @@ the driver is called directly.
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from cuda_runtime.cuda_device import load_driver
 from npu_compiler.errors import DeviceError
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -34,7 +34,7 @@ class _Configuration(ctypes.Structure):
 
 @cache
 def _driver() -> Any:
-    library = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+    library = load_driver()
     library.cuLaunchKernelEx.argtypes = [
         ctypes.POINTER(_Configuration), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from npu_compiler.codegen_core import (
@@ -107,8 +107,9 @@ def donate_inputs(graph: IRGraph, target: CodegenTarget) -> tuple[IRGraph, dict[
     for index, node in enumerate(graph.nodes):
         donated = []
         for position, (source, result) in enumerate(zip(_updated(node), node.outputs, strict=False)):
-            aliases = {name for name, view in views.items() if view.buffer == source} - {source}
-            if _may_donate(node, source, result, graph, index, last_read, donations, aliases):
+            if _may_donate(node, source, result, graph, index, last_read, donations) and not _reads_window(
+                graph, views, source, index
+            ):
                 donations[graph.output_names[graph.outputs.index(result)]] = source
                 donated.append(position)
         nodes.append(replace(node, attrs={**node.attrs, "donated": donated}) if donated else node)
@@ -130,7 +131,6 @@ def _may_donate(
     index: int,
     last_read: dict[str, int],
     donations: dict[str, str],
-    aliases: set[str],
 ) -> bool:
     return (
         source in graph.inputs
@@ -140,9 +140,13 @@ def _may_donate(
         and node.inputs.count(source) == 1
         and source not in donations.values()
         and graph.tensors[source].storage == graph.tensors[result].storage
-        and aliases.isdisjoint(graph.outputs)
-        and all(aliases.isdisjoint(later.inputs) for later in graph.nodes[index:])
     )
+
+
+def _reads_window(graph: IRGraph, views: Mapping[str, View], source: str, index: int) -> bool:
+    """Whether the node at `index` or a later one, or the caller, reads a tensor that is a window onto the input."""
+    windows = {name for name, view in views.items() if view.buffer == source} - {source}
+    return not windows.isdisjoint(graph.outputs) or any(not windows.isdisjoint(n.inputs) for n in graph.nodes[index:])
 
 
 def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:

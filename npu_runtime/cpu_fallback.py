@@ -16,6 +16,7 @@ from torch_ir.ops.registry import register_executor
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
+from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
 from npu_runtime.cpu_backend import numpy_to_tensor, tensor_to_numpy
 
@@ -147,12 +148,10 @@ def _resolve(op_type: str) -> Any:
 def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
     """Why a node's tensors cannot be told apart: the IR drops omitted optional ones without a trace."""
     base = node.base.removesuffix("_")
-    if base in ("aten.clamp", "aten.clip") and node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
-        return "clamp with one tensor bound: the IR does not tell whether it is the lower or the upper"
     in_training = base in BATCH_NORM_OPS and (node.attrs.get("training") or node.attrs.get("train"))
     if in_training and len(node.inputs) == 3 and not is_named(node.inputs[1], graph, "running_mean"):
         return "batch_norm in training mode with two tensors: the IR does not tell whether they are its weight and bias"
-    return unclear_affine(node, graph)
+    return unclear_bound(node) or unclear_affine(node, graph)
 
 
 _STATS_ONLY = frozenset({*BATCH_NORM_OPS, "aten.instance_norm"})

@@ -47,7 +47,7 @@ class Executor:
         self._memory: dict[str, DeviceBuffer] = {}
         self._allocate_owned()
         self._weights: Mapping[str, DeviceBuffer] | None = None
-        self._versions: list[int] = []  # of the weights
+        self._versions: dict[str, int] = {}  # of the weights
         self._launches: list[Launch | None] = [None] * len(plan.calls)
         self._users: dict[str, list[int]] = {name: [] for name in (*self._specs, *plan.weights)}
         for index, call in enumerate(plan.calls):
@@ -159,7 +159,7 @@ class Executor:
         moved = [name for name, buffer in inputs.items() if self._is_elsewhere(name, buffer)]
         if moved:
             self._check_sharing(inputs)
-        if self._weights != weights or self._versions != [buffer.version for buffer in weights.values()]:
+        if self._weights != weights or self._versions != _versions(weights):
             self._bind_weights(weights)
         for name in moved:
             self._memory[name] = inputs[name]
@@ -207,11 +207,12 @@ class Executor:
             raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
         for name, weight in plan.weights.items():
             _check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
-        before = dict(zip(self._weights or {}, self._versions, strict=False))
-        changed = {name for name in plan.weights
-                   if self._is_elsewhere(name, weights[name]) or before.get(name) != weights[name].version}  # fmt: skip
+        changed = {
+            name for name in plan.weights
+            if self._is_elsewhere(name, weights[name]) or self._versions.get(name) != weights[name].version
+        }  # fmt: skip
         if self._weights is None or changed:
-            self._weights = None
+            self._weights, self._versions = None, {}
             changed |= {view.buffer for call in plan.prologue for view in call.outputs}
             self._memory.update({name: weights[name] for name in plan.weights})
             self._forget(i for i, call in enumerate(plan.calls) if any(view.buffer in changed for view in call.inputs))
@@ -219,7 +220,7 @@ class Executor:
                 self._prepare(call)()
             self.backend.synchronize()
         self._weights = dict(weights)
-        self._versions = [buffer.version for buffer in weights.values()]
+        self._versions = _versions(weights)
 
     def _prepare(self, call: KernelCall) -> Launch:
         self.counters["prepared"] += 1
@@ -230,6 +231,10 @@ class Executor:
         buffer: BufferAllocation = self.program.plan.buffers[view.buffer]
         offset = buffer.offset if buffer.kind == "arena" else 0
         return Operand(self._memory[view.buffer], view, offset, buffer.is_constant)
+
+
+def _versions(weights: Mapping[str, DeviceBuffer]) -> dict[str, int]:
+    return {name: buffer.version for name, buffer in weights.items()}
 
 
 def _check_fits(buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from npu_compiler.codegen_core import WeightSpec
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.dtypes import numpy_dtype, saturating_cast
+from npu_compiler.dtypes import INT32_MAX, INT32_MIN, numpy_dtype, saturating_cast
 from npu_compiler.errors import WeightError
 from npu_compiler.graph_optimizer import WeightTransformRecipe
 from npu_compiler.weight_recipe import apply_recipe
@@ -114,8 +114,12 @@ def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterato
         yield f"misshapen: '{key}' is {list(array.shape)}, the model wants {list(shape)}"
     elif holds_nan(array):
         yield f"not a number: '{key}' holds NaN"
-    elif array.dtype.kind in "iu" and array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+    elif _is_wide_int(array) and array.size and (array.min() < INT32_MIN or array.max() > INT32_MAX):
         yield f"too large: '{key}' holds integers beyond 32 bits"
+
+
+def _is_wide_int(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iu" and not np.can_cast(array.dtype, np.int32)
 
 
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}

@@ -167,13 +167,16 @@ def lower_div(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise(op, [operand(ctx, args, "self"), operand(ctx, args, "other")], ctx.output())  # type: ignore[list-item]
 
 
-def _clamp_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    if node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
-        return "clamp with one tensor bound: the IR does not tell which bound it is"
+def unclear_bound(node: OpNode) -> str | None:
+    """Why a clamp cannot be read: the IR drops an omitted bound without a trace."""
+    is_clamp = node.base.removesuffix("_") in ("aten.clamp", "aten.clip")
+    if is_clamp and node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
+        return "clamp with one tensor bound: the IR does not tell whether it is the lower or the upper"
     return None
 
 
-@register_op("aten.clamp", "aten.clip", tensors=("self", "min", "max"), unsupported=_clamp_unsupported)
+@register_op("aten.clamp", "aten.clip", tensors=("self", "min", "max"),
+             unsupported=lambda node, graph: unclear_bound(node))  # fmt: skip
 def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     value: View = ctx.view(node.inputs[0])
