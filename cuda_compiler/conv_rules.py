@@ -11,12 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.views import View
-
-CONVOLUTION = "convolution"  # the parameter that says what a convolution's call computes
-ALTERNATIVES = "alternatives"  # and the one that lists other kernels for it, as [kernel, source, grid, block, shared]
 
 # Set by the layout on convolutions whose weight no call of a run writes, so that it may be read ahead of time.
 CONSTANT_WEIGHT = "constant_weight"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.target import CUBLAS_GEMM
 from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.dtypes import is_float, itemsize
 from npu_compiler.views import View, collapse, numel
@@ -198,7 +199,7 @@ def gemm(
         **sides, **steps,
     }  # fmt: skip
     inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
-    return replace(call, kernel="cublas_gemm", source="", inputs=inputs, outputs=(out,), params=params)
+    return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=params)
 
 
 def _is_aligned(matrix: View) -> bool:

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cuda_runtime.cuda_device import CUDADevice
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
-
-CUBLAS_GEMM = "cublas_gemm"
 
 _MIB = 2**20
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}

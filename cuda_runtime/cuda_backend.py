@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cuda_compiler import CUDA_GPU, CUDACodegenTarget
-from cuda_compiler.conv_rules import CONVOLUTION
-from cuda_runtime.cublaslt import CUBLAS_GEMM
+from cuda_compiler.target import CONVOLUTION, CUBLAS_GEMM, CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
@@ -21,7 +19,7 @@ from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.overlapping import overlapping_launch
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from cuda_runtime.tuned_products import TunedProducts
-from npu_compiler.codegen import CodegenTarget, KernelCall
+from npu_compiler.codegen_core import CodegenTarget, KernelCall
 from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import TensorSpec
@@ -294,9 +292,7 @@ class CUDABackend(Backend):
         if call.params.get("overlapping") and self._device.arch >= 90:
             launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, stream, pointers)
         else:
-            launch = partial(
-                self._device.driver.launchKernel, function.ptr, *grid, *block, shared, stream, pointers, 0
-            )
+            launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, stream, pointers, 0)
 
         def start(keep: object = (function, arguments, places)) -> None:
             launch()

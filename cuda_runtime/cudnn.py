@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_compiler.conv_rules import CONVOLUTION
+from cuda_compiler.target import CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.errors import DeviceError
 
 WORKSPACE_BYTES = 64 * 2**20

@@ -12,11 +12,11 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cuda_compiler.conv_rules import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
 from cuda_runtime.trials import fill_randomly, graph_seconds, remember
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
 from npu_compiler.views import View

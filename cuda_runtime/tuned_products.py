@@ -24,7 +24,7 @@ from cuda_runtime.cublaslt import (
 )
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.trials import fill_randomly, graph_seconds, remember
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
 

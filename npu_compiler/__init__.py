@@ -1,8 +1,10 @@
 """Offline: torch_ir IR in, `.npubin` program out. Imports no torch and no device library."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from npu_compiler.codegen_core import CodegenTarget, MetalCodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.compiler import compile, trace_stages
 from npu_compiler.errors import (
     ConstraintError,
     DeviceError,
@@ -12,12 +14,39 @@ from npu_compiler.errors import (
     ProgramFormatError,
     WeightError,
 )
-from npu_compiler.ir_printer import print_graph
 from npu_compiler.ir_reader import IRGraph, TensorSpec, read_ir
-from npu_compiler.op_support import get_supported_ops, is_op_supported
-from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
 from npu_compiler.target_config import METAL_GPU, TargetConfig
 from npu_compiler.version import __version__
+
+if TYPE_CHECKING:
+    from npu_compiler.compiler import compile, trace_stages
+    from npu_compiler.ir_printer import print_graph
+    from npu_compiler.op_support import get_supported_ops, is_op_supported
+    from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
+
+# What compiles is imported when it is used: a program that was compiled before runs without.
+_COMPILES = {
+    "Partition": "partitioner",
+    "PartitionPlan": "partitioner",
+    "TransferOp": "partitioner",
+    "compile": "compiler",
+    "get_supported_ops": "op_support",
+    "is_op_supported": "op_support",
+    "partition": "partitioner",
+    "print_graph": "ir_printer",
+    "trace_stages": "compiler",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _COMPILES:
+        raise AttributeError(f"module 'npu_compiler' has no attribute '{name}'")
+    return getattr(import_module(f"npu_compiler.{_COMPILES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "METAL_GPU",

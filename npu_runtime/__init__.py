@@ -7,7 +7,6 @@ from npu_runtime.backend import Backend, DeviceBuffer, Operand
 from npu_runtime.buffer import NPUBuffer
 from npu_runtime.device import Device, available_devices, register_device
 from npu_runtime.executor import Executor
-from npu_runtime.metal_backend import MetalBackend
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import load_weights
 
@@ -15,15 +14,25 @@ if TYPE_CHECKING:
     from npu_runtime.cpu_backend import CPUBackend
     from npu_runtime.cpu_fallback import execute_cpu_partition
     from npu_runtime.dag_executor import DAGExecutor
+    from npu_runtime.metal_backend import MetalBackend
 
-# They work with torch, whose import takes longer than a second start on another device does without it.
-_WITH_TORCH = {"CPUBackend": "cpu_backend", "DAGExecutor": "dag_executor", "execute_cpu_partition": "cpu_fallback"}
+# Imported when used: torch and the op table, which they need, take longer than a second start on another device.
+_OF_SOME_DEVICES = {
+    "CPUBackend": "cpu_backend",
+    "DAGExecutor": "dag_executor",
+    "MetalBackend": "metal_backend",
+    "execute_cpu_partition": "cpu_fallback",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _OF_SOME_DEVICES:
         raise AttributeError(f"module 'npu_runtime' has no attribute '{name}'")
-    return getattr(import_module(f"npu_runtime.{_WITH_TORCH[name]}"), name)
+    return getattr(import_module(f"npu_runtime.{_OF_SOME_DEVICES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 __all__ = [

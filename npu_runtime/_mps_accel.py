@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from npu_compiler.codegen import KernelCall
-from npu_compiler.codegen_core import MetalCodegenTarget
+from npu_compiler.codegen_core import KernelCall, MetalCodegenTarget
 from npu_compiler.dtypes import itemsize
 from npu_compiler.views import View, collapse
 from npu_runtime.metal_device import CommandEncoder, MetalDevice

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from npu_compiler.codegen import CodegenTarget, KernelCall, MetalCodegenTarget
+from npu_compiler.codegen_core import CodegenTarget, KernelCall, MetalCodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import TensorSpec
 from npu_compiler.target_config import METAL_GPU, TargetConfig
@@ -150,5 +150,3 @@ def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array: np.ndarray = tensor.numpy()
     return array
-
-

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npu_compiler.codegen import BufferAllocation, KernelCall
+from npu_compiler.codegen_core import BufferAllocation, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.ir_reader import TensorSpec

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.codegen import KernelCall
-from npu_compiler.codegen_core import MetalCodegenTarget
+from npu_compiler.codegen_core import KernelCall, MetalCodegenTarget
 from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
 from npu_compiler.ir_reader import TensorSpec

@@ -9,9 +9,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from npu_compiler.codegen import KERNELS, KernelCall, KernelDecl
-from npu_compiler.elementwise import ELEMENTWISE, ELEMENTWISE_DECL, elementwise_params
+from npu_compiler.codegen_core import KernelCall, KernelDecl
+from npu_compiler.elementwise import ELEMENTWISE_DECL, elementwise_params
 from npu_compiler.errors import DeviceError
+from npu_compiler.ops import ELEMENTWISE, KERNELS
 from npu_compiler.views import MAX_RANK, View, collapse
 
 HALVES = ("float16", "bfloat16")
@@ -104,9 +105,7 @@ def _check_addressable(view: View, call: KernelCall) -> None:
 def _is_vectorizable(view: View) -> bool:
     if view.rank == 0:
         return True
-    *outer, last = [
-        stride if size > 1 else None for size, stride in zip(view.shape, view.strides, strict=True)
-    ]
+    *outer, last = [stride if size > 1 else None for size, stride in zip(view.shape, view.strides, strict=True)]
     return view.offset % 4 == 0 and last in (None, 1) and all(stride is None or stride % 4 == 0 for stride in outer)
 
 

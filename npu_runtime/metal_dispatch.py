@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.target_config import TargetConfig
 from npu_compiler.views import numel
 from npu_runtime.backend import DispatchStrategy, Size3

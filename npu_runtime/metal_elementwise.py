@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from npu_compiler.codegen import MetalCodegenTarget
-from npu_compiler.elementwise import ELEMENTWISE, Elementwise
+from npu_compiler.codegen_core import MetalCodegenTarget
+from npu_compiler.elementwise import Elementwise
+from npu_compiler.ops import ELEMENTWISE
 
 _FORMS = ("_kernel", "_scalar_kernel", "_broadcast_kernel", "_scalar_broadcast_kernel")
 

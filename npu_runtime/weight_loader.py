@@ -15,8 +15,7 @@ from npu_compiler.codegen_core import WeightSpec
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.dtypes import INT32_MAX, INT32_MIN, numpy_dtype, saturating_cast
 from npu_compiler.errors import WeightError
-from npu_compiler.graph_optimizer import WeightTransformRecipe
-from npu_compiler.weight_recipe import apply_recipe
+from npu_compiler.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_runtime.backend import Backend, DeviceBuffer
 from npu_runtime.buffer import as_backend
 from npu_runtime.pieces import ahead, in_pieces

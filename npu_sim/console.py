@@ -138,6 +138,9 @@ def note(message: str) -> None:
 @contextmanager
 def step(message: str) -> Iterator[None]:
     """Show that a step of unknown length is under way; silent where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
     from rich.console import Console
 
     with Console(stderr=True).status(message):
@@ -146,13 +149,15 @@ def step(message: str) -> Iterator[None]:
 
 @contextmanager
 def progress(message: str) -> Iterator[Progress]:
-    """A progress bar on stderr; yields what to call with (done, in all)."""
+    """A progress bar on stderr, where that is a terminal; yields what to call with (done, in all)."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(message, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,7 +1,7 @@
 """Devices that combine packages which may not know of each other; registered as entry points in pyproject.toml."""
 
 from npu_compiler.errors import DeviceError
-from npu_runtime import Backend, MetalBackend
+from npu_runtime import Backend
 
 
 def metal_emulator() -> Backend:
@@ -16,6 +16,7 @@ def metal_emulator_fast() -> Backend:
 
 def _emulated(checks: bool) -> Backend:
     import metal_emulator
+    from npu_runtime import MetalBackend
     from npu_runtime.native.build import find_compiler
 
     if find_compiler() is None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from npu_compiler.codegen import CodegenTarget, KernelCall
+from npu_compiler.codegen_core import CodegenTarget, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.dtypes import numpy_dtype
 from npu_compiler.ir_reader import IRGraph, TensorSpec

@@ -24,6 +24,9 @@ ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
 COMPILER_LIBRARIES = {"ml_dtypes", "msgpack", "numpy"}
 STARTS_WITHOUT_TORCH = ["npu_compiler", "npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm", "npu_sim.vision"]
+# A program that was compiled before runs without what compiles; what runs single ops brings their table along.
+RUNS_WITHOUT_COMPILER = ["npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm"]
+RUNS_OPS = ["npu_runtime.metal_binding", "npu_runtime.metal_elementwise", "npu_runtime.cpu_kernels.elementwise"]
 # Where a word of CUDA's may stand outside `cuda_compiler` and `cuda_runtime`, and what it does there.
 MENTIONS_CUDA = {
     "npu_compiler/ops/conv.py": "PyTorch's name of an op",
@@ -92,3 +95,22 @@ def test_starts_quickly_and_without_torch(module: str) -> None:
     seconds, has_torch = done.stdout.split()
     assert has_torch == "False"
     assert float(seconds) < 3, "an import that takes this long drags in something large"
+
+
+@pytest.mark.parametrize("module", RUNS_WITHOUT_COMPILER)
+def test_starts_without_the_compiler(module: str) -> None:
+    compiles = ["npu_compiler.compiler", "npu_compiler.ops", "cuda_compiler.generation"]
+    code = f"import sys, {module}\nprint([name for name in {compiles} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("module", RUNS_OPS)
+def test_what_runs_single_ops_finds_their_table_filled(module: str) -> None:
+    code = f"import {module} as module\nprint('cos' in module.ELEMENTWISE)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "True\n"
+
+
+@pytest.mark.parametrize("package", ["npu_compiler", "npu_runtime"])
+def test_names_that_are_imported_when_used_are_there(package: str) -> None:
+    code = f"import {package} as package\nprint([name for name in dir(package) if not hasattr(package, name)])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_runtime import native
 from npu_runtime.backend import Operand
 from npu_runtime.cpu_kernels.registry import Params, Tensors
@@ -89,9 +89,7 @@ def _linear(call: BoundCall) -> NativeLaunch | None:
     weight = call.prepared(1, "linear", native.pack_linear_weight)
     if weight is None:
         return None
-    return native.linear(
-        call.inputs[0], weight, call.at(bias), call.at(residual), call.params["activation"], call.out
-    )
+    return native.linear(call.inputs[0], weight, call.at(bias), call.at(residual), call.params["activation"], call.out)
 
 
 @_accelerates("gated_matmul_vec_kernel")

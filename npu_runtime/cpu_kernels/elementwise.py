@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from npu_compiler.elementwise import ELEMENTWISE
+from npu_compiler.ops import ELEMENTWISE
 from npu_runtime.cpu_kernels.registry import Params, Tensors, cpu_kernel, to_float
 
 HALVES = (torch.float16, torch.bfloat16)

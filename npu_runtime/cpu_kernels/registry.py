@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_compiler.codegen import KernelCall
+from npu_compiler.codegen_core import KernelCall
 from npu_compiler.errors import DeviceError
 
 Params: TypeAlias = Mapping[str, Any]

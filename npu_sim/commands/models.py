@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Fast, Seed, open_device
+from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Fast, Seed, open_device, open_meanwhile
 from npu_sim.console import note, print_json, progress, step
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def generate(
     json: AsJSON = False,
 ) -> None:
     """Let a language model answer or continue a text, token by token."""
+    opening = open_meanwhile(device, fast)
     from npu_compiler.errors import InputError
     from npu_sim.llm import LanguageModel, chat, complete, load_checkpoint, make_sampler
 
@@ -56,8 +57,7 @@ def generate(
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype)
     with progress(f"preparing {checkpoint.name}") as report:
-        chosen = open_device(device, fast)
-        network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
+        network = LanguageModel(checkpoint, device=opening.result(), cache_length=cache_length, progress=report)
         network.prepare(sampler)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
 

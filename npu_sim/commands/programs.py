@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,14 +149,25 @@ def open_device(name: str | None, fast: bool = False) -> Device:
     Raises:
         InputError: `fast` is asked of a device that has no such mode.
     """
+    with step("opening the device"):
+        return _open(name, fast)
+
+
+def open_meanwhile(name: str | None, fast: bool = False) -> Future[Device]:
+    """`open_device` in a thread: while libraries load and a driver starts, there is other work to do."""
+    pool = ThreadPoolExecutor(1, "open-device")
+    opening = pool.submit(_open, name, fast)
+    pool.shutdown(wait=False)
+    return opening
+
+
+def _open(name: str | None, fast: bool) -> Device:
     from npu_compiler.errors import InputError
     from npu_runtime import Device
 
     if fast and name != "metal-emulator":
         raise InputError("--fast goes with --device metal-emulator")
-    name = "metal-emulator-fast" if fast else name
-    with step("opening the device"):
-        return Device(name)
+    return Device("metal-emulator-fast" if fast else name)
 
 
 def load_onto(device: Device, program: CompiledProgram, weights: Path | None) -> dict[str, DeviceBuffer]:
