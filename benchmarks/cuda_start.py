@@ -21,11 +21,16 @@ TEXT = "The capital of France is"
 
 
 def measure_start() -> dict[str, float]:
-    """Figures by what they are: a first start with empty caches on disk, and the median of later ones."""
+    """Figures by what they are: a first start with empty caches on disk, and the median of later ones.
+
+    Python's byte code is one of those caches, also where site-packages cannot be written or the environment forbids it.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         write_model(folder)
-        environment = {**os.environ, "NPU_SIM_CACHE": str(Path(scratch) / "cache")}
+        caches = {"NPU_SIM_CACHE": f"{scratch}/cache", "PYTHONPYCACHEPREFIX": f"{scratch}/bytecode"}
+        environment = {**os.environ, **caches}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         first, *later = [_seconds_to_text(folder, environment) for _ in range(4)]
         command = [sys.executable, "-m", "benchmarks.cuda_start", str(folder)]
         finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)

@@ -457,7 +457,7 @@ def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPa
         asked.append([dict(message) for message in messages])
         return Stream("ab")
 
-    monkeypatch.setattr(llm, "load_checkpoint", lambda source, dtype: type("C", (), {"name": source}))
+    monkeypatch.setattr(llm, "load_checkpoint", lambda source, dtype: type("C", (), {"name": source, "tokenizer": None}))
     monkeypatch.setattr(llm, "LanguageModel", Network)
     monkeypatch.setattr(llm, "chat", chat)
     args = ["generate", "m", "-p", "Hi", "--system", "Be brief", "--cache-length", "64"]

@@ -56,6 +56,7 @@ def generate(
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype)
+        _ = checkpoint.tokenizer  # now, while the device opens
     with progress(f"preparing {checkpoint.name}") as report:
         network = LanguageModel(checkpoint, device=opening.result(), cache_length=cache_length, progress=report)
         network.prepare(sampler)
