@@ -457,7 +457,8 @@ def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPa
         asked.append([dict(message) for message in messages])
         return Stream("ab")
 
-    monkeypatch.setattr(llm, "load_checkpoint", lambda source, dtype: type("C", (), {"name": source, "tokenizer": None}))
+    opened = type("Checkpoint", (), {"name": "m", "tokenizer": None})
+    monkeypatch.setattr(llm, "load_checkpoint", lambda source, dtype: opened)
     monkeypatch.setattr(llm, "LanguageModel", Network)
     monkeypatch.setattr(llm, "chat", chat)
     args = ["generate", "m", "-p", "Hi", "--system", "Be brief", "--cache-length", "64"]
