@@ -89,6 +89,8 @@ class Run:
     def merged(self, later: Run) -> Run:
         """Both runs' figures in order; where both measured the same, the later one's.
 
+        The machine is the later run's, unless that run has no figures whose floors were made from its ceilings.
+
         Raises:
             ValueError: they were made on different machines, or with other versions.
         """
@@ -97,7 +99,7 @@ class Run:
         figures = {figure.key: figure for figure in (*self.figures, *later.figures)}
         accounts = {account.key: account for account in (*self.accounts, *later.accounts)}
         return Run(
-            later.machine,
+            later.machine if later.figures else self.machine,
             [figures[key] for key in sorted(figures)],
             [accounts[key] for key in sorted(accounts)],
             {**self.other, **later.other},

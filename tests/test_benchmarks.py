@@ -58,6 +58,7 @@ def test_merging_keeps_other_figures_in_order_and_takes_the_later_of_the_same(ru
     assert merged.accounts == run.accounts
     assert merged.other == {"second start, s": 0.75, "weights, GB/s": 6.0}
     assert merged.machine["date"] == "2026-01-03"
+    assert run.merged(Run(later.machine, other=later.other)).machine == run.machine  # of which the floors are made
     with pytest.raises(ValueError, match=f"made with another gpu {MACHINE['gpu']}"):
         run.merged(Run({**MACHINE, "gpu": "another"}))
 
