@@ -40,9 +40,7 @@ def generate(
     json: AsJSON = False,
 ) -> None:
     """Let a language model answer or continue a text, token by token."""
-    opening = open_meanwhile(device, fast)
     from npu_compiler.errors import InputError
-    from npu_sim.llm import LanguageModel, chat, complete, load_checkpoint, make_sampler
 
     if no_chat and system is not None:
         raise InputError("--system is a message of a chat; leave out --no-chat")
@@ -53,6 +51,9 @@ def generate(
         prompt = sys.stdin.read().strip()
     if prompt == "":
         raise InputError("the prompt is empty")
+    opening = open_meanwhile(device, fast)
+    from npu_sim.llm import LanguageModel, chat, complete, load_checkpoint, make_sampler
+
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype)
