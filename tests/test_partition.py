@@ -173,10 +173,11 @@ def test_what_the_op_table_cannot_lower_goes_to_the_cpu_whatever_the_function_sa
         assert plan.reasons == {"erfinv": "op 'aten.erfinv.default' is not in the op table"}
 
 
-def test_averages_of_integers_are_pytorchs(backend: Backend) -> None:
+@pytest.mark.parametrize("op", ["avg_pool2d", "max_pool2d"])
+def test_pooled_integers_are_pytorchs(op: str, backend: Backend) -> None:
     g = IRBuilder()
-    plan = partition(g.output(g("aten.avg_pool2d.default", g.input("x", 1, 2, 4, 4, dtype="int64"), [2, 2])).ir())
-    assert devices(plan) == ["cpu"] and "averages of integers" in plan.reasons["avg_pool2d"]
+    plan = partition(g.output(g(f"aten.{op}.default", g.input("x", 1, 2, 4, 4, dtype="int64"), [2, 2])).ir())
+    assert devices(plan) == ["cpu"] and "of integers" in plan.reasons[op]
     x = np.full((1, 2, 4, 4), 2**24 + 1)
     np.testing.assert_array_equal(answers(backend, plan, {}, {"x": x}), [x[:, :, :2, :2]])
 

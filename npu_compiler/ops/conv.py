@@ -218,8 +218,13 @@ def _pool_views(ctx: Lowering, node: OpNode, spatial: int) -> tuple[View, View]:
     return _as_2d(x), _as_2d(out)
 
 
-@register_op("aten.max_pool2d", "aten.max_pool1d", "aten.max_pool2d_with_indices",
-             unsupported=lambda node, graph: "max pooling with indices" if len(node.outputs) > 1 else None)  # fmt: skip
+def _max_pool_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    if len(node.outputs) > 1:
+        return "max pooling with indices"
+    return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "max pooling of integers"
+
+
+@register_op("aten.max_pool2d", "aten.max_pool1d", "aten.max_pool2d_with_indices", unsupported=_max_pool_unsupported)
 def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
