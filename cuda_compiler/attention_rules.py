@@ -31,8 +31,8 @@ _COMBINE_THREADS = 128
 _SLICE = 512  # dimensions of a result that a block of the plain kernel makes
 _TILE_WARPS = 4
 # Rows of a block, keys that it takes at a time, and how many blocks it takes for that not to leave too much of a large
-# GPU idle; the more rows the better.
-_TILES = ((128, 32, 528), (64, 64, 96))
+# GPU idle; the more rows the better. The last is for GPUs with little shared memory.
+_TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
 # The same for warpgroups: the more of them a block has, the more rows share what it copies.
 _WARPGROUP_TILES = ((128, 96), (64, 48))
 _WITH_WARPGROUPS = 90  # later GPUs multiply otherwise
@@ -85,11 +85,12 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         for tile_rows, enough in _WARPGROUP_TILES:
             if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
                 return _by_warpgroups(make, call, operands, tile_rows)
-    for tile_rows, tile_keys, enough in _TILES:
+    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.shared_memory]
+    for tile_rows, tile_keys, enough in tiles:
         if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
-        return _tiled(make, call, operands, *_TILES[-1][:2])
+        return _tiled(make, call, operands, *tiles[-1][:2])
     return _split(make, call, operands)
 
 
@@ -110,7 +111,8 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     row_blocks = groups(rows, BLOCK_ROWS)
     blocks = operands.problems * row_blocks
     if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
-        warps = 2 * _WARPS
+        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.shared_memory
+        warps = 2 * _WARPS if fits else _WARPS
         return [make.kernel(call, "attention.cu", function="attention_once", inputs=operands.inputs, outputs=out,
                             grid=(1, kv_heads * row_blocks, batch), block=(warps * WARP, 1, 1),
                             shared=split_memory(rows, width, value_width, warps, 1),

@@ -66,7 +66,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
         yield _depthwise(make, call)
     elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
-        for tile in _tiles(images * rows * columns, channels, weight.numel // channels):
+        for tile in _tiles(images * rows * columns, channels, weight.numel // channels, make.shared_memory):
             yield tile.kernel(make, call, aligned)
     elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
@@ -143,7 +143,6 @@ class Tile:
         )  # fmt: skip
 
 
-# Shared memory is at most 96 KiB, so that they run on compute capability 7.0 as well.
 _SHAPES = (
     Tile(128, 128, 4, 2, 3), Tile(128, 64, 4, 2, 4), Tile(64, 128, 2, 4, 4), Tile(64, 64, 2, 2, 4),
     Tile(64, 32, 2, 2, 4), Tile(32, 64, 2, 2, 4), Tile(32, 32, 2, 1, 6), Tile(64, 16, 4, 1, 4), Tile(16, 64, 1, 4, 4),
@@ -155,11 +154,12 @@ def _blocks(tile: Tile, pixels: int, channels: int) -> int:
     return groups(pixels, tile.m) * groups(channels, tile.n)
 
 
-def _tiles(pixels: int, channels: int, depth: int) -> list[Tile]:
-    """The most promising tiles for a product of [pixels, depth] and [depth, channels]."""
+def _tiles(pixels: int, channels: int, depth: int, shared_memory: int) -> list[Tile]:
+    """The most promising tiles for a product of [pixels, depth] and [depth, channels] in so much memory a block."""
     shared_out = [
         Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
         for tile in _SHAPES
+        if tile.shared_bytes <= shared_memory
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
     ]

@@ -40,10 +40,12 @@ class Specializer:
         temporaries: Buffers that the rules asked for, by name.
         taken: Names of the program's buffers.
         capability: Of the GPU that is meant, as CUDA writes it: 90 is 9.0.
+        shared_memory: Bytes that a block may have there.
     """
 
     taken: frozenset[str] = frozenset()
     capability: int = 90
+    shared_memory: int = 227 * 1024
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)

@@ -26,9 +26,9 @@ def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -
         shared_memory, capability: Of the GPU that is meant, as `CUDACodegenTarget` takes them.
     """
     plan = lay_channels_last(plan)
-    make = Specializer(frozenset(plan.buffers), capability)
+    make = Specializer(frozenset(plan.buffers), capability, shared_memory)
     kept = {view.buffer for view in plan.output_views.values()}
-    plan = replace(plan, calls=form_resident_kernels(plan, make, shared_memory))
+    plan = replace(plan, calls=form_resident_kernels(plan, make))
     plan = replace(plan, calls=join_rotary_updates(plan, make))
     prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
     read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}

@@ -86,18 +86,17 @@ def _operands(phases: Sequence[Phase]) -> int:
     return sum(len(phase.operands) for phase in phases)
 
 
-def form_resident_kernels(plan: ExecutionPlan, make: Specializer, shared_memory: int) -> list[KernelCall]:
+def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     """The plan's calls with each run of products and attention over a few rows as one call.
 
     Given:  embedding; rmsnorm; linear; rope; index_copy_pair; attention; linear; …; linear
     Result: embedding; resident
 
-    Args:
-        shared_memory: Bytes that a block may have; a run that needs more stays as it is.
+    A run that needs more shared memory than a block may have stays as it is.
     """
     result: list[KernelCall] = []
     for run in _Matcher(plan, make).runs():
-        if run.products >= _MIN_PRODUCTS and max(_LEAST_SHARED, _least_shared(run)) <= shared_memory:
+        if run.products >= _MIN_PRODUCTS and max(_LEAST_SHARED, _least_shared(run)) <= make.shared_memory:
             result.append(_resident(run, make))
         else:
             result += run.calls

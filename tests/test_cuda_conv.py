@@ -23,7 +23,7 @@ from test_zoo import build, check, draw, extracted, run_compiled, run_torch, wei
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.channels_last import lay_channels_last
-from cuda_compiler.conv_rules import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
 from cuda_runtime import CUDABackend, tuned_convolutions
 from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
 from cuda_runtime.tuned_convolutions import TunedConvolutions
@@ -147,6 +147,13 @@ def test_forms(name: str, wanted: str) -> None:
     assert {kernel for kernel, *_ in call.params.get(ALTERNATIVES, [])} <= {wanted}
     # cuDNN does not know how the weights of depthwise convolutions lie.
     assert (CONVOLUTION in call.params) == (name != "depthwise")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_forms_fit_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
+    for call in plan_of(call_of(case, "float16"), CUDACodegenTarget(64 * 1024, 75)).calls:
+        forms = [call.params["shared"], *(shared for *_, shared in call.params.get(ALTERNATIVES, []))]
+        assert max(forms) <= 64 * 1024
 
 
 def test_few_pixels_with_many_terms_fill_the_gpu() -> None:

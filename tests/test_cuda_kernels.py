@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from cuda_gpu import PROBLEM, cuda_backends
 from metal_harness import DTYPES, Case, all_cases, run_case
-from test_cuda_templates import CASES, TILED_ATTENTION
+from test_cuda_conv import CASES as CONVOLUTIONS
+from test_cuda_templates import CASES, TILED_ATTENTION, cached
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend
@@ -25,20 +26,27 @@ def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, backend: 
     run_case(case, backend, dtype, 1)
 
 
-class OlderBackend(CUDABackend):
-    """The GPU with the kernels of one that lacks what came with compute capability 9.0."""
+class OtherBackend(CUDABackend):
+    """The GPU with the kernels of one that has less."""
+
+    def __init__(self, target: CUDACodegenTarget) -> None:
+        super().__init__()
+        self._target = target
 
     @property
     def target(self) -> CUDACodegenTarget:
-        return CUDACodegenTarget(capability=80)
+        return self._target
 
 
-@pytest.fixture(scope="module")
-def older() -> OlderBackend:
-    return OlderBackend()
+OTHERS = {"ampere": CUDACodegenTarget(capability=80), "turing": CUDACodegenTarget(64 * 1024, 75)}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request: pytest.FixtureRequest) -> OtherBackend:
+    return OtherBackend(OTHERS[request.param])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", TILED_ATTENTION, ids=lambda case: case.id)
-def test_kernels_that_newer_gpus_do_without_are_right_too(case: Case, dtype: str, older: OlderBackend) -> None:
-    run_case(case, older, dtype, 1)
+@pytest.mark.parametrize("case", [*TILED_ATTENTION, cached(128, 2048, 128), *CONVOLUTIONS], ids=lambda case: case.id)
+def test_kernels_that_newer_gpus_do_without_are_right_too(case: Case, dtype: str, other: OtherBackend) -> None:
+    run_case(case, other, dtype, 1)

@@ -119,7 +119,7 @@ def test_what_a_phase_reads_before_the_barrier_is_written_by_no_earlier_one() ->
     unrotated = replace(q, buffer=x.buffer, strides=x.strides, offset=x.offset)
     sharing = replace(second, inputs=(unrotated, *first.inputs[1:3], mask))
     calls = [*plan.calls[: at[1] - 2], sharing, *plan.calls[at[1] + 1 :]]
-    made = form_resident_kernels(replace(plan, calls=calls), Specializer(frozenset(plan.buffers)), 227 * 1024)
+    made = form_resident_kernels(replace(plan, calls=calls), Specializer(frozenset(plan.buffers)))
     resident = [call for call in made if call.kernel == RESIDENT]
     key_cache = first.inputs[1]
     assert [key_cache in call.outputs for call in resident] == [True, False]

@@ -25,6 +25,7 @@ from metal_cases import reduce as reduce_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, T, call_of
 
+import cuda_compiler.generation  # noqa: F401  (it registers the templates)
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_templates import Specializer
 from npu_compiler.codegen_core import BufferAllocation, ExecutionPlan, KernelCall
@@ -33,13 +34,13 @@ from npu_compiler.views import View
 from npu_runtime.cpu_kernels import reference_launch
 
 
-def expand(case: Case, dtype: str = "bfloat16", capability: int = 90) -> tuple[list[KernelCall], Specializer]:
-    make = Specializer(capability=capability)
+def expand(case: Case, dtype: str = "bfloat16", **gpu: int) -> tuple[list[KernelCall], Specializer]:
+    make = Specializer(**gpu)  # type: ignore[arg-type]
     return make.expand(call_of(case, dtype)), make
 
 
-def names(case: Case, dtype: str = "bfloat16", capability: int = 90) -> list[str]:
-    return [call.kernel for call in expand(case, dtype, capability)[0]]
+def names(case: Case, dtype: str = "bfloat16", **gpu: int) -> list[str]:
+    return [call.kernel for call in expand(case, dtype, **gpu)[0]]
 
 
 def linear(m: int, n: int, k: int, **options: object) -> Case:
@@ -267,7 +268,7 @@ CASES = [
 def test_sources_compile(dtype: str, capability: int) -> None:
     sources = {}
     for case in (*QWEN_PRODUCTS[2:], *QWEN_ATTENTION[2:]):
-        sources.update(expand(case, dtype, capability)[1].sources)
+        sources.update(expand(case, dtype, capability=capability)[1].sources)
     cuda_toolchain.compile_sources(sources)
 
 
@@ -325,6 +326,13 @@ def test_forms(case: Case, wanted: list[str]) -> None:
 @pytest.mark.parametrize("capability", [80, 100])
 def test_gpus_without_warpgroup_products_take_tiles(capability: int) -> None:
     assert names(cached(512, 2048, 9), capability=capability) == ["attention_survey", "attention_tiled"]
+
+
+@pytest.mark.parametrize("case", [*TILED_ATTENTION, cached(128, 2048, 128)], ids=lambda case: case.name)
+def test_attention_fits_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
+    turing, _ = expand(case, capability=75, shared_memory=64 * 1024)
+    assert [call.kernel for call in turing] == names(case, capability=80)
+    assert all(call.params["shared"] <= 64 * 1024 for call in turing)
 
 
 def test_a_program_for_another_gpu_says_what_to_do() -> None:
