@@ -382,3 +382,12 @@ def test_an_op_that_pytorch_does_not_have_is_a_device_error(backend: Backend) ->
         DeviceError, match="failed: .*PyTorch has no op 'custom.unknown.default', so the CPU cannot run it either"
     ):
         answers(backend, plan, {}, {"x": np.ones(2, np.float32)})
+
+
+def test_a_mask_that_does_not_broadcast_is_refused() -> None:
+    """PyTorch takes any mask where there are no scores."""
+    g = IRBuilder()
+    q, k, v = (g.input(name, 1, 1, 0, 4) for name in "qkv")
+    plan = partition(g.output(g("aten.scaled_dot_product_attention.default", q, k, v, g.input("mask", 3, 0))).ir())
+    (reason,) = plan.reasons.values()
+    assert devices(plan) == ["cpu"] and reason == "an attention mask [3, 0] over scores [1, 1, 0, 0]"

@@ -140,6 +140,11 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return "attention whose batches broadcast"
     if len(query) == 3 and query[0] != key[0]:
         return "attention whose batches broadcast"
+    if name := Args(node).tensor("attn_mask"):
+        mask, scores = graph.tensors[name].shape, (*query[:-1], key[-2])
+        pairs = zip(reversed(mask), reversed(scores), strict=False)
+        if len(mask) > len(scores) or any(size not in (1, whole) for size, whole in pairs):
+            return f"an attention mask {list(mask)} over scores {list(scores)}"
     return None
 
 
