@@ -15,6 +15,7 @@ from cuda_compiler.cuda_templates import (
     template_rule,
     vector_width,
 )
+from cuda_compiler.target import HOPPER
 from npu_compiler.codegen_core import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.dtypes import HALF_DTYPES
 from npu_compiler.views import View
@@ -33,9 +34,9 @@ _TILE_WARPS = 4
 # Rows of a block, keys that it takes at a time, and how many blocks it takes for that not to leave too much of a large
 # GPU idle; the more rows the better. The last is for GPUs with little shared memory.
 _TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
-# The same for warpgroups: the more of them a block has, the more rows share what it copies.
+# The same for warpgroups, which are Hopper's way to multiply, no later GPU's: the more of them a block has, the more
+# rows share what it copies.
 _WARPGROUP_TILES = ((128, 96), (64, 48))
-_WITH_WARPGROUPS = 90  # later GPUs multiply otherwise
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
 _WARPGROUP_KEYS = 128
@@ -81,7 +82,7 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
-    if make.capability == _WITH_WARPGROUPS and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128):
+    if make.capability == HOPPER and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128):
         for tile_rows, enough in _WARPGROUP_TILES:
             if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
                 return _by_warpgroups(make, call, operands, tile_rows)

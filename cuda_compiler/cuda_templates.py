@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cuda_compiler.target import HOPPER, HOPPER_SHARED_MEMORY
 from npu_compiler.codegen_core import KERNELS, BufferAllocation, BufferKind, KernelCall, KernelDecl
 from npu_compiler.dtypes import as_int32
 from npu_compiler.elementwise import ELEMENTWISE
@@ -44,8 +45,8 @@ class Specializer:
     """
 
     taken: frozenset[str] = frozenset()
-    capability: int = 90
-    shared_memory: int = 227 * 1024
+    capability: int = HOPPER
+    shared_memory: int = HOPPER_SHARED_MEMORY
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)

@@ -6,6 +6,7 @@ from npu_compiler.codegen_core import ExecutionPlan, MetalCodegenTarget
 from npu_compiler.target_config import TargetConfig
 
 CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)
+HOPPER, HOPPER_SHARED_MEMORY = 90, 227 * 1024  # compute capability, and bytes of shared memory that a block may have
 
 CUBLAS_GEMM = "cublas_gemm"  # the kernel of matrix products, which has no source
 CONVOLUTION = "convolution"  # the parameter that says what a convolution's call computes
@@ -22,7 +23,7 @@ class CUDACodegenTarget(MetalCodegenTarget):
 
     config = CUDA_GPU
 
-    def __init__(self, shared_memory: int = 227 * 1024, capability: int = 90) -> None:
+    def __init__(self, shared_memory: int = HOPPER_SHARED_MEMORY, capability: int = HOPPER) -> None:
         self.shared_memory = shared_memory
         self.capability = capability
 

@@ -1,10 +1,10 @@
 """Offline: torch_ir IR in, `.npubin` program out. Imports no torch and no device library."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from npu_compiler.codegen_core import CodegenTarget, MetalCodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.deferred_import import deferred
 from npu_compiler.errors import (
     ConstraintError,
     DeviceError,
@@ -25,23 +25,20 @@ if TYPE_CHECKING:
     from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
 
 # What compiles is imported when it is used: a program that was compiled before runs without.
-_COMPILES = {
-    "Partition": "partitioner",
-    "PartitionPlan": "partitioner",
-    "TransferOp": "partitioner",
-    "compile": "compiler",
-    "get_supported_ops": "op_support",
-    "is_op_supported": "op_support",
-    "partition": "partitioner",
-    "print_graph": "ir_printer",
-    "trace_stages": "compiler",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _COMPILES:
-        raise AttributeError(f"module 'npu_compiler' has no attribute '{name}'")
-    return getattr(import_module(f"npu_compiler.{_COMPILES[name]}"), name)
+__getattr__ = deferred(
+    __name__,
+    {
+        "Partition": "partitioner",
+        "PartitionPlan": "partitioner",
+        "TransferOp": "partitioner",
+        "compile": "compiler",
+        "get_supported_ops": "op_support",
+        "is_op_supported": "op_support",
+        "partition": "partitioner",
+        "print_graph": "ir_printer",
+        "trace_stages": "compiler",
+    },
+)
 
 
 def __dir__() -> list[str]:

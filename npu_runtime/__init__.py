@@ -1,8 +1,8 @@
 """Online: buffers, weights, executors and the CPU device."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from npu_compiler.deferred_import import deferred
 from npu_runtime.backend import Backend, DeviceBuffer, Operand
 from npu_runtime.buffer import NPUBuffer
 from npu_runtime.device import Device, available_devices, register_device
@@ -17,18 +17,15 @@ if TYPE_CHECKING:
     from npu_runtime.metal_backend import MetalBackend
 
 # Imported when used: torch and the op table, which they need, take longer than a second start on another device.
-_OF_SOME_DEVICES = {
-    "CPUBackend": "cpu_backend",
-    "DAGExecutor": "dag_executor",
-    "MetalBackend": "metal_backend",
-    "execute_cpu_partition": "cpu_fallback",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_SOME_DEVICES:
-        raise AttributeError(f"module 'npu_runtime' has no attribute '{name}'")
-    return getattr(import_module(f"npu_runtime.{_OF_SOME_DEVICES[name]}"), name)
+__getattr__ = deferred(
+    __name__,
+    {
+        "CPUBackend": "cpu_backend",
+        "DAGExecutor": "dag_executor",
+        "MetalBackend": "metal_backend",
+        "execute_cpu_partition": "cpu_fallback",
+    },
+)
 
 
 def __dir__() -> list[str]:
