@@ -69,7 +69,7 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
     prefill()
     contenders: dict[str, dict[str, Callable[[], object]]] = {
         "decode": {"npu-sim bfloat16": decode}, "prefill": {"npu-sim bfloat16": prefill},
-    }  # fmt: skip
+    }
     for dtype in (torch.bfloat16, torch.float32):
         peer = language_model(checkpoint.config, checkpoint.state, dtype)
         for mode in (False, True) if compiled else (False,):
@@ -85,7 +85,7 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
         "prefill": (flops / (2 * matrix_rate()), f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate (bfloat16)"),
     }
     return [Task(f"SmolLM2-135M {name}", interleave(contenders[name], rounds), *floors[name])
-            for name in contenders if name in only]  # fmt: skip
+            for name in contenders if name in only]
 
 
 def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:

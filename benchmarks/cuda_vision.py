@@ -68,7 +68,7 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
     floor, says = _floor(program, ceilings)
     title = name.replace("resnet", "ResNet-")
     yield Figure("vision", title, {"batch": batch}, ms, 1000 * floor, says, steady_run(backend, program, run), errors,
-                 ", ".join(f"{mode} {each:.3f} ms" for mode, each in modes.items()))  # fmt: skip
+                 ", ".join(f"{mode} {each:.3f} ms" for mode, each in modes.items()))
     yield Account("vision", title, {"batch": batch}, ms[OURS], account(run))
 
 

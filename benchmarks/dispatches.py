@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler import CompiledProgram, compile
-from npu_compiler.describe import summary
 from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.program.describe import summary
 from npu_sim.llm import Checkpoint, extract_graph
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def generation_step(model: torch.nn.Module, tokens: int, position: int, cache_le
         hidden: torch.Tensor = model(
             input_ids=ids, position_ids=positions[None], cache_position=positions, past_key_values=cache,
             use_cache=True, logits_to_keep=1,
-        ).logits  # fmt: skip
+        ).logits
         return hidden
 
     with torch.no_grad():

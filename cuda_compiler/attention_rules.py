@@ -16,9 +16,9 @@ from cuda_compiler.cuda_templates import (
     vector_width,
 )
 from cuda_compiler.target import HOPPER
-from npu_compiler.codegen_core import KERNELS, KernelCall, distinct_bytes
-from npu_compiler.dtypes import HALF_DTYPES
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.views import View
 
 BLOCK_ROWS = 16  # of a warp's product
 BLOCK_KEYS = 16
@@ -102,7 +102,7 @@ def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     blocks = operands.problems * operands.rows * groups(value_width, width)
     return [make.kernel(call, "attention.cu", function="attention_plain", inputs=operands.inputs,
                         outputs={"out": operands.out}, grid=(blocks, 1, 1), block=(_WARPS * WARP, 1, 1),
-                        constants={"slice": width})]  # fmt: skip
+                        constants={"slice": width})]
 
 
 def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
@@ -117,7 +117,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         return [make.kernel(call, "attention.cu", function="attention_once", inputs=operands.inputs, outputs=out,
                             grid=(1, kv_heads * row_blocks, batch), block=(warps * WARP, 1, 1),
                             shared=split_memory(rows, width, value_width, warps, 1),
-                            constants={"stages": 1})]  # fmt: skip
+                            constants={"stages": 1})]
     splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
     sums = make.temporary(call.node, (batch, kv_heads, rows, splits, value_width), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
@@ -125,10 +125,10 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     split = make.kernel(call, "attention.cu", function="attention_split", inputs=operands.inputs, outputs=partial,
                         grid=(splits, kv_heads * row_blocks, batch), block=(_WARPS * WARP, 1, 1),
                         shared=split_memory(rows, width, value_width), constants={**constants, "stages": _STAGES},
-                        min_blocks=_MIN_BLOCKS)  # fmt: skip
+                        min_blocks=_MIN_BLOCKS)
     combine = make.kernel(call, "attention.cu", function="attention_combine", inputs=partial, outputs=out,
                           grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
-                          block=(_COMBINE_THREADS, 1, 1), constants=constants)  # fmt: skip
+                          block=(_COMBINE_THREADS, 1, 1), constants=constants)
     return [split, replace(combine, flops=0, bytes_moved=0)]
 
 
@@ -154,7 +154,7 @@ def _tiled(
                         inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
                         grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
                         block=(_TILE_WARPS * WARP, 1, 1), shared=shared,
-                        constants={"tile_rows": tile_rows, "tile_keys": tile_keys}, min_blocks=_MIN_BLOCKS)  # fmt: skip
+                        constants={"tile_rows": tile_rows, "tile_keys": tile_keys}, min_blocks=_MIN_BLOCKS)
     return [*calls, tiled]
 
 
@@ -168,7 +168,7 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
                         grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
                         block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1), shared=shared,
                         constants={"tile_rows": tile_rows, "tile_keys": _WARPGROUP_KEYS,
-                                   "stages": _WARPGROUP_STAGES})  # fmt: skip
+                                   "stages": _WARPGROUP_STAGES})
     return [*calls, tiled]
 
 
@@ -191,7 +191,7 @@ def _survey(
     verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
     survey = make.kernel(call, "attention_survey.cu", function="attention_survey", inputs=operands.inputs,
                          outputs={"verdicts": verdicts}, grid=(prod(looks), 1, 1), block=(_SURVEY_THREADS, 1, 1),
-                         constants=constants, min_blocks=_SURVEY_MIN_BLOCKS)  # fmt: skip
+                         constants=constants, min_blocks=_SURVEY_MIN_BLOCKS)
     make.learn(subject, verdicts)
     return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
 

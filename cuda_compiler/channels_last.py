@@ -19,10 +19,11 @@ import numpy as np
 
 from cuda_compiler.conv_rules import CONSTANT_WEIGHT, PACK, channels_last
 from cuda_compiler.op_classify import classify, is_elementwise
-from npu_compiler.codegen_core import KERNELS, BufferAllocation, BufferKind, ExecutionPlan, KernelCall, distinct_bytes
-from npu_compiler.dtypes import HALF_DTYPES, is_float
-from npu_compiler.elementwise import ELEMENTWISE
-from npu_compiler.views import Shape, View, contiguous_strides, numel
+from npu_compiler.graph.dtypes import HALF_DTYPES, is_float
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
+from npu_compiler.program.views import Shape, View, contiguous_strides, numel
 
 _CONVOLUTION = "conv2d_kernel"
 _OVER_IMAGES = ("conv", "pool")

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from cuda_compiler import attention_rules, matmul_rules, sorting_rules  # noqa: F401  (they register their templates)
 from cuda_compiler.cuda_templates import WARP, Size3, Specializer, groups, template_rule, vector_width
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.dtypes import is_float, itemsize
+from npu_compiler.graph.dtypes import is_float, itemsize
 from npu_compiler.ops.reductions import REDUCTIONS
-from npu_compiler.views import View, collapse, numel
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View, collapse, numel
 
 _MOST_WARPS = 32
 _MANY_ROWS = 1024  # from here on rows fill the GPU; fewer threads to each have more to do
@@ -71,13 +71,13 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> Ker
     outputs = {
         "best": make.temporary(stem, (rows, chunks), "int32"), "index": make.temporary(stem, (rows, chunks), "int32"),
         "done": make.counters(stem), "out": out,
-    }  # fmt: skip
+    }
     constants = {
         "chunk": chunk, "pack": pack, "least": "min" in call.kernel, "wants_index": call.kernel.startswith("arg"),
         "team_warps": warps, "teams": 1,
-    }  # fmt: skip
+    }
     return make.kernel(call, "long_rows.cu", function="extreme_of_long_rows", grid=(chunks, rows, 1),
-                       block=(warps * WARP, 1, 1), inputs={"x": x}, outputs=outputs, constants=constants)  # fmt: skip
+                       block=(warps * WARP, 1, 1), inputs={"x": x}, outputs=outputs, constants=constants)
 
 
 @template_rule("softmax_kernel", "log_softmax_kernel", "masked_softmax_kernel")
@@ -88,7 +88,7 @@ def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
     constants, grid, block = _teams(out.numel // out.shape[-1], groups(out.shape[-1], pack))
     held = _held_packs(out.shape[-1] // pack, block, constants["teams"])
     return [make.kernel(call, "softmax.cu", inputs={"x": x, "mask": mask[0] if mask else None}, outputs={"out": out},
-                        grid=grid, block=block, constants={**constants, "pack": pack, "held_packs": held})]  # fmt: skip
+                        grid=grid, block=block, constants={**constants, "pack": pack, "held_packs": held})]
 
 
 @template_rule("rmsnorm_kernel", "layernorm_kernel")
@@ -143,4 +143,4 @@ def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
                     block=block, constants=constants),
         make.kernel(call, "cumsum.cu", function="cumsum_of_chunks", inputs={"x": x, "sums": sums},
                     outputs={"out": out}, grid=grid, block=block, constants=constants),
-    ]  # fmt: skip
+    ]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
 from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
-from npu_compiler.codegen_core import KERNELS, KernelCall
-from npu_compiler.dtypes import HALF_DTYPES, itemsize
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View
 
 # Set by the layout on convolutions whose weight no call of a run writes, so that it may be read ahead of time.
 CONSTANT_WEIGHT = "constant_weight"
@@ -75,7 +75,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     else:
         grid = (
             groups(rows * columns, _PRODUCT_BLOCK), in_groups * groups(channels // in_groups, _PRODUCT_BLOCK), images,
-        )  # fmt: skip
+        )
         yield make.kernel(call, "conv.cu", grid=grid, block=(_BLOCK, 1, 1))
 
 
@@ -91,7 +91,7 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
     threads = 128
     grid = (groups(lines * groups(columns, across), threads), 1, 1)
     return make.kernel(call, "conv.cu", function="conv_depthwise", grid=grid, block=(threads, 1, 1),
-                       constants={"across": across, "aligned": True})  # fmt: skip
+                       constants={"across": across, "aligned": True})
 
 
 @dataclass(frozen=True)
@@ -135,19 +135,19 @@ class Tile:
             "tile_m": self.m, "tile_n": self.n, "tile_k": self.terms, "warps_m": self.warps_m, "warps_n": self.warps_n,
             "stages": self.stages, "splits": self.splits, "aligned": aligned,
             "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
-        }  # fmt: skip
+        }
         grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
         return make.kernel(
             call, "conv.cu", function="conv_tiled", grid=grid, block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=self.shared_bytes, constants=constants, cluster=self.splits,
-        )  # fmt: skip
+        )
 
 
 _SHAPES = (
     Tile(128, 128, 4, 2, 3), Tile(128, 64, 4, 2, 4), Tile(64, 128, 2, 4, 4), Tile(64, 64, 2, 2, 4),
     Tile(64, 32, 2, 2, 4), Tile(32, 64, 2, 2, 4), Tile(32, 32, 2, 1, 6), Tile(64, 16, 4, 1, 4), Tile(16, 64, 1, 4, 4),
     Tile(16, 32, 1, 2, 6),
-)  # fmt: skip
+)
 
 
 def _blocks(tile: Tile, pixels: int, channels: int) -> int:
@@ -172,7 +172,7 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
     constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
     return [make.kernel(call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid, block=(_BLOCK, 1, 1),
-                        constants=constants)]  # fmt: skip
+                        constants=constants)]
 
 
 @template_rule("conv_transpose2d_kernel")
@@ -198,7 +198,7 @@ def _per_pack(make: Specializer, call: KernelCall) -> list[KernelCall]:
         pack //= 2
     threads = 128
     return [make.kernel(call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1),
-                        constants={"pack": pack})]  # fmt: skip
+                        constants={"pack": pack})]
 
 
 @template_rule("adaptive_avg_pool2d_kernel")
@@ -211,4 +211,4 @@ def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
     threads = 128
     grid = (groups(warps, threads // WARP), 1, 1)
     return [make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1),
-                        constants={"pack": pack, "walkers": walkers})]  # fmt: skip
+                        constants={"pack": pack, "walkers": walkers})]

@@ -19,10 +19,10 @@ from cuda_compiler.cuda_templates import (
     template_text,
 )
 from cuda_compiler.subgraph_analyzer import Group, Place, place_of
-from npu_compiler.codegen_core import KernelCall, distinct_bytes
-from npu_compiler.dtypes import HALF_DTYPES, is_float, itemsize
-from npu_compiler.elementwise import ELEMENTWISE, as_float32
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
+from npu_compiler.program.elementwise import ELEMENTWISE, as_float32
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.views import View
 
 _BLOCK = 256
 _ENOUGH_THREADS = MULTIPROCESSORS * 256  # a wider vector is no gain until this many threads have work
@@ -42,7 +42,7 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     text = _source(group, stored, width, block, name)
     last = group.calls[-1]
     launch = {"grid": check_grid((groups(threads, block), 1, 1), last), "block": [block, 1, 1], "shared": 0,
-              "overlapping": True}  # fmt: skip
+              "overlapping": True}
     return KernelCall(
         name,
         make.add_source(text),

@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cuda_compiler.target import HOPPER, HOPPER_SHARED_MEMORY
-from npu_compiler.codegen_core import KERNELS, BufferAllocation, BufferKind, KernelCall, KernelDecl
-from npu_compiler.dtypes import as_int32
-from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.errors import NPUError
-from npu_compiler.views import View, collapse, contiguous_strides
+from npu_compiler.graph.dtypes import as_int32
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl
+from npu_compiler.program.plan import BufferAllocation, BufferKind
+from npu_compiler.program.views import View, collapse, contiguous_strides
 
 Size3: TypeAlias = tuple[int, int, int]
 

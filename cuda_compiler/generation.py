@@ -14,7 +14,8 @@ from cuda_compiler.cuda_templates import Specializer
 from cuda_compiler.resident import form_resident_kernels
 from cuda_compiler.rotary_rules import join_rotary_updates
 from cuda_compiler.subgraph_analyzer import Group, find_groups
-from npu_compiler.codegen_core import ExecutionPlan, KernelCall
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
 
 
 def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -> ExecutionPlan:

@@ -7,9 +7,9 @@ from typing import Any
 
 from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
 from cuda_compiler.target import CUBLAS_GEMM
-from npu_compiler.codegen_core import KERNELS, KernelCall
-from npu_compiler.dtypes import is_float, itemsize
-from npu_compiler.views import View, collapse, numel
+from npu_compiler.graph.dtypes import is_float, itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View, collapse, numel
 
 VECTOR_ROWS = 8  # up to so many rows a product is bound by the bandwidth of reading the weight
 _WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
@@ -20,7 +20,7 @@ _TILE_THREADS = 256
 
 
 @template_rule("matmul_kernel", "matmul_vec_kernel", "matmul_notrans_kernel", "matmul_vec_notrans_kernel",
-               "gated_matmul_vec_kernel")  # fmt: skip
+               "gated_matmul_vec_kernel")
 def _linear(make: Specializer, call: KernelCall) -> list[KernelCall]:
     inputs = _operands(call)
     x, weight = inputs["x"], inputs["weight"]
@@ -78,7 +78,7 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     constants = {"gated": gated, "pack": pack, "column_lanes": lanes}
     return make.kernel(call, "matvec.cu", function="matvec_notrans", inputs={**inputs, "weight": weight},
                        outputs=outputs, grid=(groups(n, lanes * pack), 1, 1), block=(threads, 1, 1),
-                       constants=constants)  # fmt: skip
+                       constants=constants)
 
 
 def _matvec_along_terms(
@@ -98,7 +98,7 @@ def _matvec_along_terms(
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
     return make.kernel(call, "matvec.cu", function="matvec", inputs=inputs, outputs={"out": call.outputs[0]},
                        grid=(groups(n, _WARPS // splits * columns), 1, 1), block=(_WARPS * WARP, 1, 1),
-                       constants=constants, min_blocks=8 if call.params["m"] == 1 else 4)  # fmt: skip
+                       constants=constants, min_blocks=8 if call.params["m"] == 1 else 4)
 
 
 def _unrolled(steps: int, most: int) -> int:
@@ -124,7 +124,7 @@ def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str,
     *batch, m, n = out.shape
     blocks = numel(batch) * groups(m, _TILE) * groups(n, _TILE)
     return make.kernel(call, "matmul.cu", function=function, inputs=inputs, outputs={"out": out},
-                       grid=(blocks, 1, 1), block=(_TILE_THREADS, 1, 1))  # fmt: skip
+                       grid=(blocks, 1, 1), block=(_TILE_THREADS, 1, 1))
 
 
 @template_rule("linear_epilogue_kernel")
@@ -145,7 +145,7 @@ def _epilogue(
     inputs = {"product": product, "bias": bias, "residual": residual}
     made = make.kernel(call, "matmul.cu", function="linear_epilogue", inputs=inputs, outputs={"out": out},
                        grid=(groups(rows * columns // pack, 256), 1, 1), block=(256, 1, 1),
-                       constants={"pack": pack})  # fmt: skip
+                       constants={"pack": pack})
     return replace(made, flops=0, bytes_moved=0) if call.kernel != "linear_epilogue_kernel" else made
 
 
@@ -197,7 +197,7 @@ def gemm(
         "m": out.shape[-2], "n": out.shape[-1], "k": a.shape[-1], "ldc": ldc, "ldr": ldr, "batch": numel(batch),
         "alpha": alpha, "activation": activation, "has_bias": bias is not None, "has_residual": residual is not None,
         **sides, **steps,
-    }  # fmt: skip
+    }
     inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
     return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=params)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cuda_compiler.cuda_templates import WARP, Specializer, groups, template_rule, vector_width
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.dtypes import itemsize
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
 
 _BLOCK = 256
 

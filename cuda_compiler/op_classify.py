@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from npu_compiler.codegen_core import KERNELS, KernelCall
+from npu_compiler.program.kernels import KERNELS, KernelCall
 
 Category = Literal[
     "elementwise", "reduction", "norm", "softmax", "matmul", "attention", "indexing", "tensor", "conv", "pool", "rope"

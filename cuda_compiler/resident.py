@@ -25,9 +25,10 @@ from cuda_compiler.cuda_templates import (
 )
 from cuda_compiler.resident_attention import AttentionMatch, attend_memory, early_memory, match_attention
 from cuda_compiler.resident_phases import PATIENCE, Phase, Stream, with_mail
-from npu_compiler.codegen_core import KERNELS, ExecutionPlan, KernelCall, distinct_bytes
-from npu_compiler.dtypes import HALF_DTYPES, itemsize
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
 
 RESIDENT = "resident"
 THREADS = 256  # of a block that compute
@@ -183,12 +184,12 @@ class _Matcher:
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
         constants |= {"gated": gated, "units": stream.units, "is_long": stream.is_long, "unit_rows": unit_rows,
                       "chunk_packs": chunk // 16, "batch": batch, "mailed": False, "mails": False,
-                      "patience": 0}  # fmt: skip
+                      "patience": 0}
         sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * batch
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
         return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT,
-                      stream=stream)]  # fmt: skip
+                      stream=stream)]
 
     def _attention(self, match: AttentionMatch) -> Phase:
         batch, heads, queries, _ = match.q.shape
@@ -201,7 +202,7 @@ class _Matcher:
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
         early = ("k", "v", "mask", "index", "cos", "sin")
         return Phase(match.call, "resident_attention.cu", "attend_keys", inputs, outputs, constants,
-                     _whole(attend_memory(match, _WARPS)), early, early_memory(match, _WARPS), letters)  # fmt: skip
+                     _whole(attend_memory(match, _WARPS)), early, early_memory(match, _WARPS), letters)
 
 
 def own_rows(rows: int, most: int) -> int:
@@ -228,7 +229,7 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
     if letters := max(phase.letters for phase in phases):
         parts = make.counters(f"{run.calls[-1].node}.letters", 2 * letters)
         phases = [replace(phase, outputs={**phase.outputs, "parts": parts}) if phase.letters else phase
-                  for phase in phases]  # fmt: skip
+                  for phase in phases]
     run = replace(run, phases=phases)
     writes = dict.fromkeys(view for phase in run.phases for view in phase.outputs.values() if view is not None)
     reads = dict.fromkeys(view for phase in run.phases for view in phase.inputs.values() if view is not None)
@@ -298,7 +299,7 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
         "EARLY_BYTES": _early_bytes(run), "AHEAD_BYTES": _ahead_bytes(run), "STEPS_AHEAD": _STEPS_AHEAD,
         "IN_FLIGHT": _IN_FLIGHT, "MOST_IN_FLIGHT": _MOST_IN_FLIGHT, "PACE_BYTES": _PACE_BYTES, "MAIL": mail,
         "MAX_OPERANDS": widest, "OPERANDS": len(place), "STEPS": len(steps),
-    }  # fmt: skip
+    }
     return "\n".join(
         [
             f"#define COMPUTING_THREADS {THREADS}",

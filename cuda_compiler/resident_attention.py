@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.attention_rules import BLOCK_ROWS, found_memory, suits_tensor_cores
 from cuda_compiler.rotary_rules import shown_heads
-from npu_compiler.codegen_core import KERNELS, KernelCall
-from npu_compiler.dtypes import itemsize
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View
 
 _FEW_QUERIES = 8
 
@@ -79,7 +79,7 @@ def _match(
     if q.shape[2] > _FEW_QUERIES or not suits_tensor_cores(q, k, v) or heads % kv_heads:
         return None
     inputs: dict[str, View | None] = {"unrotated": q, "cos": None, "sin": None, "index": None, "key_source": None,
-                                      "value_source": None, "mask": mask}  # fmt: skip
+                                      "value_source": None, "mask": mask}
     if update is not None:
         index, keys, values = update.inputs
         if update.outputs != (k, v) or update.params["dim"] != 2 or not _alike(keys, k) or not _alike(values, v):
@@ -96,7 +96,7 @@ def _match(
             or any(view is None for view in before)
             or cos.strides[1] or sin.strides[1]
             or cos.strides[3] != 1 or sin.strides[3] != 1
-        ):  # fmt: skip
+        ):
             return None
         inputs |= {"unrotated": before[0], "key_source": before[1], "cos": cos, "sin": sin}
     caches: dict[str, View | None] = {"k": k, "v": v}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from cuda_compiler.cuda_templates import TYPES, kernel_text, specialized
-from npu_compiler.codegen_core import KERNELS, KernelCall
-from npu_compiler.dtypes import HALF_DTYPES
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View
 
 PATIENCE = 1000  # nanoseconds; looking for what is not there yet slows down those who still make it
 _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from cuda_compiler.compute_rules import shared_pack
 from cuda_compiler.cuda_templates import Specializer, groups, template_rule
-from npu_compiler.codegen_core import ExecutionPlan, KernelCall, distinct_bytes
-from npu_compiler.views import View
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
 
 _BLOCK = 128
 
@@ -22,7 +23,7 @@ def _rope(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def _kernel(
     make: Specializer, call: KernelCall, function: str, inputs: Mapping[str, View], outputs: Mapping[str, View],
     constants: Mapping[str, int],
-) -> KernelCall:  # fmt: skip
+) -> KernelCall:
     """A kernel over the pairs of `x`; its index tensor, if it has one, is read one by one."""
     pack = shared_pack(view for name, view in (*inputs.items(), *outputs.items()) if name != "index")
     pairs = inputs["x"].shape[-1] // 2
@@ -30,7 +31,7 @@ def _kernel(
         pack //= 2
     grid = (groups(inputs["x"].numel // 2 // pack, _BLOCK), 1, 1)
     return make.kernel(call, "rope.cu", function=function, grid=grid, block=(_BLOCK, 1, 1), inputs=inputs,
-                       outputs=outputs, constants={**constants, "pack": pack})  # fmt: skip
+                       outputs=outputs, constants={**constants, "pack": pack})
 
 
 def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from cuda_compiler.cuda_templates import Specializer, groups, template_rule
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.views import View
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
 
 _COUNTING_BLOCK = 256
 _LONG_ROW = 4096  # from here on, each element would have too many others to look at
@@ -24,7 +24,7 @@ def _argsort(make: Specializer, call: KernelCall) -> list[KernelCall]:
     if width > _LONG_ROW:
         return _radix_sort(make, call, rows, width)
     return [make.kernel(call, "sort.cu", grid=(rows, groups(width, _COUNTING_BLOCK), 1),
-                        block=(_COUNTING_BLOCK, 1, 1))]  # fmt: skip
+                        block=(_COUNTING_BLOCK, 1, 1))]
 
 
 def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> list[KernelCall]:
@@ -41,7 +41,7 @@ def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> l
         moved = {"moved": ranks[number % 2], "order": out if is_last else orders[number % 2]}
         constants = {"WIDTH": width, "TILE": _TILE, "SHIFT": shift}
         make_one = partial(make.kernel, call, "sort.cu", grid=(rows, tiles, 1), block=(_RADIX_BLOCK, 1, 1),
-                           constants=constants)  # fmt: skip
+                           constants=constants)
         source = {"x": before["x"], "ranks": before["ranks"]}
         calls += [
             make_one(function="count_digits", inputs=source, outputs={"counts": counts}),

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cuda_compiler.op_classify import is_elementwise
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.views import Shape, View, collapse
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import Shape, View, collapse
 
 MAX_CALLS = 64
 MAX_READS = 24

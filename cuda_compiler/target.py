@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from npu_compiler.codegen_core import ExecutionPlan, MetalCodegenTarget
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.target import MetalCodegenTarget
 from npu_compiler.target_config import TargetConfig
 
 CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)

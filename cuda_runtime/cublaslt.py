@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from cuda_runtime.cuda_device import CUDADevice
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KernelCall
 
 _MIB = 2**20
 _TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -49,7 +49,7 @@ class _Result(ctypes.Structure):
 
     _fields_ = (
         ("algorithm", _Opaque), ("workspace", _size), ("state", _int), ("waves", ctypes.c_float), ("reserved", _int * 4)
-    )  # fmt: skip
+    )
 
 
 _SIGNATURES: dict[str, list[Any]] = {
@@ -73,7 +73,7 @@ _SIGNATURES: dict[str, list[Any]] = {
         _handle, _handle, _pointer, _pointer, _handle, _pointer, _handle, _pointer, _pointer, _handle, _pointer,
         _handle, ctypes.POINTER(_Opaque), _pointer, _size, _pointer,
     ],
-}  # fmt: skip
+}
 
 
 def load_library(device: CUDADevice) -> Any:
@@ -283,7 +283,7 @@ class Product:
         arguments = (
             lt.handle, self._desc.handle, alpha, at.b, b, at.a, a, beta, at.residual or at.out, residual, at.out, out,
             ctypes.byref(opaque), lt.workspace, lt.workspace_bytes, lt.stream,
-        )  # fmt: skip
+        )
         function = lt.library.cublasLtMatmul
 
         def enqueue(keep: object = self) -> None:

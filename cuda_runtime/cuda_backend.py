@@ -19,12 +19,13 @@ from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.overlapping import overlapping_launch
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from cuda_runtime.tuned_products import TunedProducts
-from npu_compiler.codegen_core import CodegenTarget, KernelCall
-from npu_compiler.dtypes import itemsize, numpy_dtype
 from npu_compiler.errors import DeviceError
-from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.target import CodegenTarget
+from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
-from npu_compiler.views import numel
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.cache_folder import cache_folder
@@ -315,7 +316,7 @@ class CUDABackend(Backend):
         start = partial(
             self._device.driver.launchCooperativeKernel, function.ptr, int(properties["multiProcessorCount"]), 1, 1,
             *block, shared, self._device.stream.ptr, places.ctypes.data,
-        )  # fmt: skip
+        )
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 
     def _function(self, call: KernelCall, threads: int, shared: int) -> Any:

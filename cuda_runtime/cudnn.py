@@ -9,8 +9,8 @@ from typing import Any
 
 from cuda_compiler.target import CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
-from npu_compiler.codegen_core import KernelCall
 from npu_compiler.errors import DeviceError
+from npu_compiler.program.kernels import KernelCall
 
 WORKSPACE_BYTES = 64 * 2**20
 # Activation → the operation's name and arguments; the others are not cuDNN's.
@@ -173,7 +173,7 @@ class Cudnn:
         value = graph.conv_fprop(
             image=x, weight=weight, pre_padding=[top, left], post_padding=[bottom, right],
             stride=list(params["stride"]), dilation=list(params["dilation"]),
-        )  # fmt: skip
+        )
         for addend in addends:
             value = graph.add(value, addend)
         if params["activation"] != "none":

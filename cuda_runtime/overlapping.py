@@ -37,7 +37,7 @@ def _driver() -> Any:
     library = load_driver()
     library.cuLaunchKernelEx.argtypes = [
         ctypes.POINTER(_Configuration), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
-    ]  # fmt: skip
+    ]
     return library
 
 

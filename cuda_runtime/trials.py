@@ -12,7 +12,7 @@ import numpy as np
 
 from cuda_runtime.cuda_device import CUDADevice
 from npu_compiler.compiled_program import write_atomically
-from npu_compiler.dtypes import itemsize, numpy_dtype
+from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 
 _ROUNDS = 3
 _HOPELESS = 1.3  # a first round so many times slower than the best one decides

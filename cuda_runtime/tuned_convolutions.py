@@ -16,10 +16,10 @@ from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
 from cuda_runtime.trials import fill_randomly, graph_seconds, remember
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
-from npu_compiler.views import View
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
 
 Form: TypeAlias = KernelCall | ConvolutionPlan
 Start: TypeAlias = Callable[[KernelCall, Sequence[int]], Callable[[], object]]

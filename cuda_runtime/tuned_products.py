@@ -24,9 +24,9 @@ from cuda_runtime.cublaslt import (
 )
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.trials import fill_randomly, graph_seconds, remember
-from npu_compiler.codegen_core import KernelCall
-from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KernelCall
 
 _MOST_SECONDS = 10.0  # of tuning at a time; what is left then is made as the library suggests
 _CANDIDATES = 16
@@ -142,7 +142,7 @@ class TunedProducts:
         content = {
             "product": json.loads(key), "algorithm": algorithm.opaque.hex(), "config": algorithm.config,
             "microseconds": round(1e6 * seconds, 3),
-        }  # fmt: skip
+        }
         remember(self._path(key), content)
 
 

@@ -81,7 +81,7 @@ class MTLCommandBuffer(Labelled):
     __slots__ = (
         "_bytes", "_commands", "_encoder", "_error", "_finished", "_handlers", "_queue", "_references", "_started",
         "_status",
-    )  # fmt: skip
+    )
     _device: MTLDevice
 
     def __init__(self, queue: MTLCommandQueue, *, retained: bool) -> None:

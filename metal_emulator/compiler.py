@@ -28,7 +28,7 @@ from metal_emulator.translation import (
 
 __all__ = [
     "Argument", "CompileError", "Function", "FunctionConstant", "KernelFault", "Library", "Mutant", "compile_source",
-]  # fmt: skip
+]
 
 MAX_THREADS = 1024
 REPORT_BYTES = 2048

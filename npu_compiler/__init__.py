@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from npu_compiler.codegen_core import CodegenTarget, MetalCodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.deferred_import import deferred
 from npu_compiler.errors import (
@@ -14,13 +13,15 @@ from npu_compiler.errors import (
     ProgramFormatError,
     WeightError,
 )
-from npu_compiler.ir_reader import IRGraph, TensorSpec, read_ir
+from npu_compiler.graph.model import IRGraph, TensorSpec
+from npu_compiler.graph.reader import read_ir
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
 from npu_compiler.target_config import METAL_GPU, TargetConfig
 from npu_compiler.version import __version__
 
 if TYPE_CHECKING:
     from npu_compiler.compiler import compile, trace_stages
-    from npu_compiler.ir_printer import print_graph
+    from npu_compiler.graph.printer import print_graph
     from npu_compiler.op_support import get_supported_ops, is_op_supported
     from npu_compiler.partitioner import Partition, PartitionPlan, TransferOp, partition
 
@@ -35,7 +36,7 @@ __getattr__ = deferred(
         "get_supported_ops": "op_support",
         "is_op_supported": "op_support",
         "partition": "partitioner",
-        "print_graph": "ir_printer",
+        "print_graph": "graph.printer",
         "trace_stages": "compiler",
     },
 )

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from npu_compiler.codegen_core import (
-    KERNELS,
-    BufferAllocation,
-    BufferKind,
-    CodegenTarget,
-    ExecutionPlan,
-    KernelCall,
-    KernelDecl,
-    MetalCodegenTarget,
-    WeightSpec,
-    declare_kernel,
-)
-from npu_compiler.codegen_ops import HANDLED_OPS, lower_graph
-from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec
-from npu_compiler.lowering import Lowering
-from npu_compiler.views import Shape, View, contiguous_strides, numel
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.ops import OPS, find_op
+from npu_compiler.ops.lowering import Lowering
+from npu_compiler.ops.registry import well_formed
+from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl, declare_kernel
+from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan, WeightSpec
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.views import Shape, View, contiguous_strides, numel
 
 __all__ = [
     "HANDLED_OPS",
@@ -33,7 +25,10 @@ __all__ = [
     "MetalCodegenTarget",
     "declare_kernel",
     "generate_execution_plan",
+    "lower_graph",
 ]
+
+HANDLED_OPS = frozenset(name for name in OPS if not name.startswith("npu."))
 
 
 def generate_execution_plan(
@@ -73,7 +68,7 @@ def generate_execution_plan(
         buffers=buffers,
         inputs=[graph.tensors[name] for name in graph.inputs],
         outputs=[_output_spec(graph, name, tensor, output_views[name]) for name, tensor in
-                 zip(graph.output_names, graph.outputs, strict=True)],  # fmt: skip
+                 zip(graph.output_names, graph.outputs, strict=True)],
         output_views=output_views,
         weights={
             name: WeightSpec(graph.tensors[name], recipe, {key: source_shapes[key] for key in recipe.keys()})
@@ -82,6 +77,26 @@ def generate_execution_plan(
         constants=dict(graph.constants),
         donations=donations,
     )
+
+
+def lower_graph(graph: IRGraph, target: CodegenTarget) -> Lowering:
+    """Walk the nodes in order; afterwards every tensor has a view and every launch is in `calls`.
+
+    Raises:
+        IRError: a node lacks an input or an attribute, or its attributes or output do not go with its inputs.
+    """
+    ctx = Lowering(graph, target)
+    for name in (*graph.inputs, *graph.weights, *graph.constants):
+        spec = graph.tensors[name]
+        strides = contiguous_strides(spec.alloc_shape or spec.shape)
+        ctx.views[name] = View(name, spec.shape, strides, 0, spec.storage)
+    for node in graph.nodes:
+        op = find_op(node.op_type)
+        assert op is not None, f"{node.op_type} passed the constraint check"
+        ctx.node = node
+        with well_formed(node):
+            op.lower(ctx, node)
+    return ctx
 
 
 def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSpec:

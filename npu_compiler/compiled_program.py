@@ -8,10 +8,11 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_compiler.codegen_core import ExecutionPlan, KernelCall, WeightSpec
 from npu_compiler.errors import InputError, ProgramFormatError
-from npu_compiler.ir_reader import TensorSpec
-from npu_compiler.program_format import FORMAT_VERSION, MAGIC, decode, encode
+from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan, WeightSpec
 from npu_compiler.version import __version__
 
 __all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "write_atomically"]
@@ -54,7 +55,7 @@ class CompiledProgram:
 
     def describe(self, *, kernels: bool = True) -> str:
         """A text dump: kernels, buffers, memory, weights. `kernels=False` leaves the long tables out."""
-        from npu_compiler.describe import describe_program
+        from npu_compiler.program.describe import describe_program
 
         return describe_program(self, tables=kernels)
 

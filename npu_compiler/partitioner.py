@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from npu_compiler.compiler import normalize
-from npu_compiler.dtypes import itemsize
-from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, read_ir
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.graph.reader import read_ir
+from npu_compiler.graph.writer import graph_to_dict
 from npu_compiler.op_support import is_op_supported
 from npu_compiler.ops.registry import unsupported_reason
-from npu_compiler.precision import assign_storage, choose_compute_dtype, native_dtype
+from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 
 DeviceKind: TypeAlias = Literal["npu", "cpu"]
 SupportFn: TypeAlias = Callable[..., bool]
@@ -135,7 +137,7 @@ def partition(
     back = tuple(
         TransferOp(name, "npu", "cpu", tensor_bytes(graph.tensors[name]))
         for name in dict.fromkeys(graph.outputs) if name in on_device
-    )  # fmt: skip
+    )
     return PartitionPlan(graph, partitions, dtype, back, reasons)
 
 
@@ -209,7 +211,7 @@ def _build_partitions(
         outputs = [
             name for node in nodes for name in node.outputs
             if name in graph.outputs or readers.get(name, set()) - {index}
-        ]  # fmt: skip
+        ]
         tensors = {name: _boundary_spec(graph.tensors[name], stored, name in inputs) for name in (*read, *made)}
         sub = IRGraph(
             name=f"{graph.name}.{device}{index}",
@@ -239,42 +241,3 @@ def _boundary_spec(spec: TensorSpec, stored: Mapping[str, TensorSpec], is_input:
 
 def tensor_bytes(spec: TensorSpec) -> int:
     return spec.numel * itemsize(spec.dtype)
-
-
-def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
-    """The IR dict of a graph whose weights are still plain checkpoint keys; the inverse of `read_ir`."""
-    makers = {out: (node.name, index) for node in graph.nodes for index, out in enumerate(node.outputs)}
-    makers.update({name: (name, 0) for name in graph.inputs})
-
-    def meta(name: str) -> dict[str, Any]:
-        spec = graph.tensors[name]
-        data: dict[str, Any] = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype}
-        if spec.storage:
-            data["storage"] = spec.storage
-        if name in makers:
-            data["producer_node"], data["producer_output_idx"] = makers[name]
-        return data
-
-    keys = {name: next(recipe.keys()) for name, recipe in graph.weights.items()}
-    named = {**keys, **{name: name for name in graph.constants}}
-    return {
-        "model_name": graph.name,
-        "native_dtype": graph.native_dtype,
-        "graph_inputs": [meta(name) for name in graph.inputs],
-        "graph_outputs": [meta(name) for name in graph.outputs],
-        "weights": [{**meta(name), "name": key} for key, name in {key: name for name, key in named.items()}.items()],
-        "weight_name_mapping": named,
-        "constants": {
-            name: {"data": value.tolist(), "dtype": value.dtype.name} for name, value in graph.constants.items()
-        },
-        "nodes": [
-            {
-                "name": node.name,
-                "op_type": node.op_type,
-                "inputs": [meta(name) for name in node.inputs],
-                "outputs": [meta(name) for name in node.outputs],
-                "attrs": dict(node.attrs),
-            }
-            for node in graph.nodes
-        ],
-    }  # fmt: skip

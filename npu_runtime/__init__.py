@@ -11,18 +11,18 @@ from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import load_weights
 
 if TYPE_CHECKING:
-    from npu_runtime.cpu_backend import CPUBackend
+    from npu_runtime.cpu.backend import CPUBackend
     from npu_runtime.cpu_fallback import execute_cpu_partition
     from npu_runtime.dag_executor import DAGExecutor
-    from npu_runtime.metal_backend import MetalBackend
+    from npu_runtime.metal.backend import MetalBackend
 
 # Imported when used: torch and the op table, which they need, take longer than a second start on another device.
 __getattr__ = deferred(
     __name__,
     {
-        "CPUBackend": "cpu_backend",
+        "CPUBackend": "cpu.backend",
         "DAGExecutor": "dag_executor",
-        "MetalBackend": "metal_backend",
+        "MetalBackend": "metal.backend",
         "execute_cpu_partition": "cpu_fallback",
     },
 )

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from npu_compiler.codegen_core import CodegenTarget, KernelCall, MetalCodegenTarget
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.dtypes import itemsize
 from npu_compiler.errors import DeviceError
-from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.views import View, numel
 from npu_compiler.target_config import TargetConfig
-from npu_compiler.views import View, numel
 
 if TYPE_CHECKING:
     from npu_runtime.executor import Executor

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npu_compiler.dtypes import INT32_MAX, INT32_MIN, INT_DTYPES, dtype_name, numpy_dtype, saturating_cast
 from npu_compiler.errors import InputError
-from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, INT_DTYPES, dtype_name, numpy_dtype, saturating_cast
+from npu_compiler.graph.model import TensorSpec
 from npu_runtime.backend import Backend, DeviceBuffer, Shape
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from torch_ir.ir import TensorMeta
 from torch_ir.ops.registry import register_executor
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.ir_reader import IRGraph, OpNode
+from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
 from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
-from npu_runtime.cpu_backend import numpy_to_tensor, tensor_to_numpy
+from npu_runtime.cpu.backend import numpy_to_tensor, tensor_to_numpy
 
 _PREFIX = "npu_fallback::"
 _registered: set[str] = set()
@@ -135,7 +135,7 @@ def _call(op_type: str, inputs: list[torch.Tensor], attrs: Mapping[str, Any]) ->
 def _resolve(op_type: str) -> Any:
     parts = op_type.split(".")
     namespace, name, overload = (parts[0], parts[1], parts[2] if len(parts) > 2 else "default") if len(parts) > 1 else (
-        "", op_type, "")  # fmt: skip
+        "", op_type, "")
     if namespace == "transformers":
         import transformers.integrations.moe  # noqa: F401  (registers the namespace)
     try:
@@ -210,7 +210,7 @@ _TORCH_TYPES = {
         "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "complex64",
         "complex128", "strided", "contiguous_format", "preserve_format", "channels_last",
     )
-}  # fmt: skip
+}
 
 
 def decode_attr(name: str, value: Any, kind: str) -> Any:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.compiler import compile
-from npu_compiler.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
 from npu_compiler.errors import InputError, WeightError
-from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
+from npu_compiler.graph.model import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
 from npu_runtime.backend import Backend, DeviceBuffer
 from npu_runtime.buffer import as_backend, check_array

@@ -15,13 +15,13 @@ PLUGINS = "npu_simulation.devices"
 
 
 def _cpu() -> Backend:
-    from npu_runtime.cpu_backend import CPUBackend
+    from npu_runtime.cpu.backend import CPUBackend
 
     return CPUBackend()
 
 
 def _metal() -> Backend:
-    from npu_runtime.metal_backend import MetalBackend
+    from npu_runtime.metal.backend import MetalBackend
 
     return MetalBackend()
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from npu_compiler.codegen_core import BufferAllocation, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import DeviceError, InputError, WeightError
-from npu_compiler.ir_reader import TensorSpec
-from npu_compiler.views import View
+from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import BufferAllocation
+from npu_compiler.program.views import View
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand
 from npu_runtime.buffer import as_backend
 from npu_runtime.profiler import Profiler
@@ -210,7 +211,7 @@ class Executor:
         changed = {
             name for name in plan.weights
             if self._is_elsewhere(name, weights[name]) or self._versions.get(name) != weights[name].version
-        }  # fmt: skip
+        }
         if self._weights is None or changed:
             self._weights, self._versions = None, {}
             changed |= {view.buffer for call in plan.prologue for view in call.outputs}

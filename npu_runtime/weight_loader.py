@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_compiler.codegen_core import WeightSpec
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.dtypes import INT32_MAX, INT32_MIN, numpy_dtype, saturating_cast
 from npu_compiler.errors import WeightError
-from npu_compiler.weight_recipe import WeightTransformRecipe, apply_recipe
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype, saturating_cast
+from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
+from npu_compiler.program.plan import WeightSpec
 from npu_runtime.backend import Backend, DeviceBuffer
 from npu_runtime.buffer import as_backend
 from npu_runtime.pieces import ahead, in_pieces
@@ -165,7 +165,7 @@ def to_numpy(value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "detach"):
-        from npu_runtime.cpu_backend import tensor_to_numpy
+        from npu_runtime.cpu.backend import tensor_to_numpy
 
         return tensor_to_numpy(value.cpu())
     return np.asarray(value)
@@ -174,7 +174,7 @@ def to_numpy(value: Any) -> np.ndarray:
 _STORED = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+}
 
 
 class MappedCheckpoint(Mapping[str, np.ndarray]):

@@ -10,9 +10,9 @@ from zipfile import BadZipFile, is_zipfile
 
 import numpy as np
 
-from npu_compiler.dtypes import FLOAT_DTYPES, numpy_dtype
 from npu_compiler.errors import InputError, WeightError
-from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.graph.dtypes import FLOAT_DTYPES, numpy_dtype
+from npu_compiler.graph.model import TensorSpec
 
 RANDOM_INDEX_LIMIT = 16
 

@@ -20,7 +20,7 @@ app = typer.Typer(
 for command in (
     graphs.extract, programs.compile, programs.describe, programs.run, graphs.partition, graphs.verify,
     programs.profile, models.generate, models.classify, tools.bench, tools.doctor,
-):  # fmt: skip
+):
     app.command()(command)
 
 

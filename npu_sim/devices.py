@@ -17,7 +17,7 @@ def metal_emulator_fast() -> Backend:
 def _emulated(checks: bool) -> Backend:
     import metal_emulator
     from npu_runtime import MetalBackend
-    from npu_runtime.native.build import find_compiler
+    from npu_runtime.cpu.native.build import find_compiler
 
     if find_compiler() is None:
         raise DeviceError("the Metal emulator needs a C++ compiler (looked for $CXX, c++, g++ and clang++)")

@@ -65,8 +65,8 @@ def _cuda() -> list[dict[str, Any]]:
 
 
 def _native() -> dict[str, Any]:
-    from npu_runtime import native
-    from npu_runtime.native.build import find_compiler
+    from npu_runtime.cpu import native
+    from npu_runtime.cpu.native.build import find_compiler
 
     built = native.available()
     reason = None if built else native.failure_reason() or "they were not built"

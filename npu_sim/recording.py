@@ -8,11 +8,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from npu_compiler.codegen_core import CodegenTarget, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.dtypes import numpy_dtype
-from npu_compiler.ir_reader import IRGraph, TensorSpec
-from npu_compiler.views import View, contiguous_strides, numel
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.model import IRGraph, TensorSpec
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.target import CodegenTarget
+from npu_compiler.program.views import View, contiguous_strides, numel
 from npu_runtime import Executor, Profiler
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.dtypes import FLOAT_DTYPES, HALF_DTYPES, numpy_dtype, saturate, saturating_cast
-from npu_compiler.ir_reader import IRGraph, OpNode, unique_name
-from npu_compiler.precision import assign_storage
-from npu_compiler.weight_recipe import from_key
+from npu_compiler.graph.dtypes import FLOAT_DTYPES, HALF_DTYPES, numpy_dtype, saturate, saturating_cast
+from npu_compiler.graph.model import IRGraph, OpNode, unique_name
+from npu_compiler.graph.weight_recipe import from_key
+from npu_compiler.passes.precision import assign_storage
 from npu_runtime.cpu_fallback import execute_cpu_partition
 from npu_runtime.weight_loader import to_numpy
 
@@ -29,7 +29,7 @@ UNIFORM = frozenset(
         "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "prelu", "index_copy",
         "index_put", "index_add", "scatter", "scatter_add", "masked_scatter", "slice_scatter", "lerp", "grid_sampler",
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> 
     stored = replace(stored, weights=recipes)
     narrow = {name: spec.storage for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}
     wide = {name: "float32" if spec.dtype in HALF_DTYPES else spec.dtype
-            for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}  # fmt: skip
+            for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}
     return Reference(retype(stored, wide), state, keys), Reference(retype(stored, narrow), state, keys)
 
 

@@ -17,9 +17,10 @@ from npu_compiler import compile, trace_stages
 from npu_compiler.compiler import normalize
 from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.fusion_patterns import FUSIONS
-from npu_compiler.ir_reader import IRGraph, OpNode, TensorSpec, read_ir
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.graph.reader import read_ir
 from npu_compiler.ops.aliases import is_alias
-from npu_compiler.precision import assign_storage, choose_compute_dtype
+from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
 from npu_runtime import Device, Executor, execute_cpu_partition, load_weights
 from npu_sim.compare import OutputReport, compare_output, departs
 from npu_sim.recording import Recorded, record

@@ -13,7 +13,8 @@ import torch
 from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, settings
 
-from npu_runtime import Backend, CPUBackend, Device, native
+from npu_runtime import Backend, CPUBackend, Device
+from npu_runtime.cpu import native
 
 SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
 

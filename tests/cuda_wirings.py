@@ -14,7 +14,7 @@ import npu_compiler
 from cuda_runtime import CUDABackend
 from npu_compiler import CodegenTarget, CompiledProgram
 from npu_runtime import Executor, load_weights
-from npu_runtime.cpu_backend import tensor_to_numpy
+from npu_runtime.cpu.backend import tensor_to_numpy
 
 CACHE = 512
 
@@ -72,7 +72,7 @@ class NarrowValues(Wired):
 WIRED = {
     AddsItsInput: [False, False, True], AddsAttention: [False, True, False], AttendsTwice: [False, True, False, True],
     ReturnsAttention: [False, True, True],
-}  # fmt: skip
+}
 
 
 def wired_program(kind: type[Wired], target: CodegenTarget) -> CompiledProgram:

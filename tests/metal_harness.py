@@ -17,21 +17,16 @@ import numpy as np
 import torch
 
 import metal_emulator
-from npu_compiler.codegen import (
-    KERNELS,
-    BufferAllocation,
-    CodegenTarget,
-    ExecutionPlan,
-    KernelCall,
-    MetalCodegenTarget,
-)
-from npu_compiler.dtypes import numpy_dtype
-from npu_compiler.elementwise import ELEMENTWISE
-from npu_compiler.memory_planner import plan_memory
-from npu_compiler.views import View, contiguous_strides
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.memory_planner import plan_memory
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.views import View, contiguous_strides
 from npu_runtime import Backend, DeviceBuffer, MetalBackend, Operand
-from npu_runtime.cpu_backend import numpy_to_tensor
-from npu_runtime.cpu_kernels import reference_launch
+from npu_runtime.cpu.backend import numpy_to_tensor
+from npu_runtime.cpu.kernels import reference_launch
 
 ON_A_MAC = os.environ.get("TEST_METAL") == "metal"
 METAL_DEVICE = "metal" if ON_A_MAC else "metal-emulator-fast"  # for whole models

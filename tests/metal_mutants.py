@@ -20,8 +20,9 @@ from metal_harness import Case, all_cases, run_case  # noqa: E402
 
 import metal_emulator  # noqa: E402
 from metal_emulator.compiler import Mutant  # noqa: E402
-from npu_compiler.codegen import KERNELS, MetalCodegenTarget  # noqa: E402
 from npu_compiler.errors import DeviceError  # noqa: E402
+from npu_compiler.program.kernels import KERNELS  # noqa: E402
+from npu_compiler.program.target import MetalCodegenTarget  # noqa: E402
 from npu_runtime import MetalBackend  # noqa: E402
 
 THREAD_ORDERS = (1, 2, 3)

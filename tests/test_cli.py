@@ -29,8 +29,8 @@ from typer.testing import CliRunner
 
 from metal_kernels import shader_source
 from npu_compiler import WeightError
-from npu_runtime.cpu_kernels import CPU_KERNELS
-from npu_runtime.native.build import library_path
+from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_runtime.cpu.native.build import library_path
 from npu_sim.arrays import read_weights
 from npu_sim.cli import app
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = [
     "extract", "compile", "describe", "run", "partition", "verify", "profile", "generate", "classify", "bench",
     "doctor",
-]  # fmt: skip
+]
 FACTORY = """
 import torch
 
@@ -117,7 +117,7 @@ def save_model_with_tokenizer(folder: Path) -> Path:
     config = transformers.Qwen2Config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=26, max_position_embeddings=64, initializer_range=0.3, eos_token_id=None, dtype="bfloat16",
-    )  # fmt: skip
+    )
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     vocabulary = {chr(ord("a") + letter): letter for letter in range(26)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
@@ -131,7 +131,7 @@ def process(folder: Path, *args: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "npu_sim.cli", *args],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -361,7 +361,7 @@ def test_verify_finds_a_wrong_metal_kernel(folder: Path, monkeypatch: pytest.Mon
         return shader_source(filename).replace("form.of(", "1.5f * form.of(")
 
     assert wrong("softmax.metal") != shader_source("softmax.metal")
-    monkeypatch.setattr("npu_runtime.metal_device.shader_source", wrong)
+    monkeypatch.setattr("npu_runtime.metal.device.shader_source", wrong)
     bad = invoke(folder, *arguments)
     assert bad.exit_code == 1
     assert "softmax_kernel of node 'softmax'" in bad.stdout
@@ -373,7 +373,7 @@ def test_verify_reports_what_a_metal_kernel_does_wrong_in_memory(
     def wrong(filename: str) -> str:
         return shader_source(filename).replace("(out, out_type, base + ", "(out, out_type, 9996 + base + ")
 
-    monkeypatch.setattr("npu_runtime.metal_device.shader_source", wrong)
+    monkeypatch.setattr("npu_runtime.metal.device.shader_source", wrong)
     result = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--device", "metal-emulator")
     assert result.exit_code == 1
     assert "softmax_kernel: out-of-bounds write of device 'out'" in result.stdout
@@ -482,7 +482,7 @@ def test_doctor_says_what_there_is_and_why_not(folder: Path) -> None:
 def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("npu_runtime.native.build.find_compiler", lambda: None)
+    monkeypatch.setattr("npu_runtime.cpu.native.build.find_compiler", lambda: None)
     facts = json.loads(invoke(folder, "doctor", "--json").stdout)
     assert "needs a C++ compiler" in facts["devices"]["metal-emulator"]["reason"]
 

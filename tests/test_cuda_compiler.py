@@ -17,9 +17,9 @@ from cuda_compiler.cuda_templates import RULES, Specializer, float_text, offset_
 from cuda_compiler.op_classify import classify
 from cuda_compiler.resident import RESIDENT
 from cuda_compiler.subgraph_analyzer import MAX_CALLS, describe_groups, find_groups
-from npu_compiler.codegen_core import KERNELS, KernelCall
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.views import View, contiguous_strides
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View, contiguous_strides
 
 TARGET = CUDACodegenTarget()
 N = 64
@@ -239,7 +239,7 @@ def test_every_kernel_has_a_category_and_a_template() -> None:
         ((32, 4), (1, 32), 0, 1), ((4, 32), (0, 1), 0, 16), ((4, 1), (32, 1), 0, 1), ((), (), 6, 2),
         ((1, 31), (99, 1), 0, 16),
     ],
-)  # fmt: skip
+)
 def test_a_vector_is_as_wide_as_its_places_allow(
     shape: tuple[int, ...], strides: tuple[int, ...], offset: int, width: int
 ) -> None:

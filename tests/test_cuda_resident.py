@@ -21,7 +21,7 @@ from cuda_compiler import CUDACodegenTarget, resident, resident_phases
 from cuda_compiler.cuda_templates import Specializer
 from cuda_compiler.resident import RESIDENT, form_resident_kernels
 from npu_compiler import CompiledProgram
-from npu_compiler.codegen_core import ExecutionPlan
+from npu_compiler.program.plan import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
 from npu_sim.llm import Checkpoint, extract_graph
 from npu_sim.llm.graph import state_with_buffers
@@ -35,7 +35,7 @@ def config(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
         "hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000, "max_position_embeddings": CACHE,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
     return kind(**{**sizes, **changes})
 
 
@@ -134,7 +134,7 @@ def test_it_compiles_for_every_architecture(name: str, dtype: str, monkeypatch: 
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
     plan = plan_of(name, 1, dtype)
     cuda_toolchain.compile_sources({call.source: plan.sources[call.source] for call in plan.calls
-                                    if call.kernel == RESIDENT})  # fmt: skip
+                                    if call.kernel == RESIDENT})
 
 
 def resident_sources(plan: ExecutionPlan) -> list[str]:

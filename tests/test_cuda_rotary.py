@@ -15,13 +15,14 @@ from test_cuda_resident import CONFIGS
 from test_cuda_resident import plan_of as plan_of_a_model
 
 from cuda_compiler import CUDACodegenTarget
-from npu_compiler.codegen_core import BufferAllocation, ExecutionPlan, KernelCall
-from npu_compiler.dtypes import numpy_dtype
-from npu_compiler.memory_planner import plan_memory
-from npu_compiler.views import View, contiguous_strides, numel
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.memory_planner import plan_memory
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.views import View, contiguous_strides, numel
 from npu_runtime import Operand
-from npu_runtime.cpu_backend import numpy_to_tensor
-from npu_runtime.cpu_kernels import reference_launch
+from npu_runtime.cpu.backend import numpy_to_tensor
+from npu_runtime.cpu.kernels import reference_launch
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def plan_of(step: Step, dtype: str, target: Any = None) -> ExecutionPlan:
     rope = KernelCall("rope_kernel", "", (x, *angles), (turned,), {"rotary_dim": width}, "rope")
     new_keys = turned.slice(1, step.first_key, step.first_key + step.kv_heads)
     update = KernelCall("index_copy_pair_kernel", "", (index, new_keys, source), (keys, values),
-                        {"dim": 2, "checked": int(step.checked)}, "update")  # fmt: skip
+                        {"dim": 2, "checked": int(step.checked)}, "update")
     views = {view.buffer: view for call in (rope, update) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: BufferAllocation(name, "output" if name == "turned" else "input", (sizes[name],), view.dtype)

@@ -20,7 +20,7 @@ from torch_ir import extract_ir
 
 from npu_compiler import IRGraph, NPUError, compile, read_ir, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS, fuse
-from npu_compiler.ir_reader import OpNode, TensorSpec
+from npu_compiler.graph.model import OpNode, TensorSpec
 from npu_runtime import Backend, Executor, load_weights
 
 pytest.importorskip("transformers", reason="the exported forms come from Hugging Face's modules")

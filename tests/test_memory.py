@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ir import extract_ir
 
 from npu_compiler import METAL_GPU, CompiledProgram, InputError, compile, read_ir
-from npu_compiler.codegen import BufferAllocation
-from npu_compiler.describe import summary
+from npu_compiler.program.describe import summary
+from npu_compiler.program.plan import BufferAllocation
 from npu_runtime import Backend, Executor, NPUBuffer, execute_cpu_partition
 
 # One step of a random program: an op, and which earlier values it reads (modulo their number).
@@ -134,7 +134,7 @@ def test_inputs_are_untouched_unless_donated(backend: Backend, steps: Any, retur
     program = compile(random_graph(steps, returned).ir(), backend.target, compute_dtype="float32")
     rng = np.random.default_rng(1)
     arrays = {"x": rng.normal(size=(4, 4)).astype(np.float32), "y": rng.normal(size=(4, 4)).astype(np.float32),
-              "at": np.array([0, 2])}  # fmt: skip
+              "at": np.array([0, 2])}
     buffers = {spec.name: NPUBuffer.from_numpy(arrays[spec.name], backend, spec=spec) for spec in program.input_specs}
     Executor(program, backend).run(buffers)
     for name in arrays.keys() - set(program.plan.donations.values()):

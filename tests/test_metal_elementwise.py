@@ -9,7 +9,7 @@ import pytest
 
 from metal_emulator.syntax import VARIANTS, check
 from metal_kernels import shader_source
-from npu_runtime.metal_elementwise import elementwise_macro
+from npu_runtime.metal.elementwise import elementwise_macro
 
 FILES = ("add_relu.metal", "elementwise.metal", "elementwise_extended.metal", "elementwise_broadcast.metal")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from metal_harness import DTYPES, Case, all_cases, open_metal, run_case
 
-from npu_compiler.codegen import KERNELS
-from npu_compiler.elementwise import ELEMENTWISE
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.kernels import KERNELS
 from npu_runtime import MetalBackend
 
 CASES = all_cases()
@@ -34,4 +34,4 @@ def test_every_kernel_has_cases() -> None:
     tried = {case.kernel for case in CASES}
     assert sorted(KERNELS.keys() - tried) == []
     assert sorted(f"{op}{form}" for op in ELEMENTWISE for form in ("_kernel", "_broadcast_kernel")
-                  if f"{op}{form}" not in tried) == []  # fmt: skip
+                  if f"{op}{form}" not in tried) == []

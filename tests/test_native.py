@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from npu_runtime import native
-from npu_runtime.native import build
+from npu_runtime.cpu import native
+from npu_runtime.cpu.native import build
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 

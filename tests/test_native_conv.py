@@ -10,9 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runtime.native import build
-from npu_runtime.native.bindings import NativeLaunch, NativeSequence, available
-from npu_runtime.native.conv import ACTIVATIONS, avg_pool2d, conv2d, global_avg_pool2d, max_pool2d, pack_conv_weight
+from npu_runtime.cpu.native import build
+from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
+from npu_runtime.cpu.native.conv import (
+    ACTIVATIONS,
+    avg_pool2d,
+    conv2d,
+    global_avg_pool2d,
+    max_pool2d,
+    pack_conv_weight,
+)
 
 pytestmark = pytest.mark.skipif(not available(), reason=f"no native kernels: {build.failure_reason()}")
 
@@ -186,7 +193,7 @@ def test_bfloat16_pairs(
         check_conv(
             maps(2, channels, *size, dtype=torch.bfloat16), out_channels, kernel, stride=stride, padding=padding,
             groups=groups, algorithm=algorithm, residual=True, activation="relu", weight_dtype=torch.bfloat16,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["pixels", "channels"])

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ir_builder import IRBuilder, Tensor
 
 from npu_compiler import CompiledProgram, compile, is_op_supported, partition, print_graph, read_ir
-from npu_compiler.dtypes import saturating_cast
-from npu_compiler.ir_reader import IRGraph
+from npu_compiler.graph.dtypes import saturating_cast
+from npu_compiler.graph.model import IRGraph
 from npu_compiler.ops import OPS
 from npu_compiler.ops.registry import unsupported_reason
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
@@ -417,7 +417,7 @@ def random_node(op: str, r: random.Random, attempts: int = 150) -> dict[str, Any
             values = {
                 argument.name: _argument(r, str(argument.type), tensor) for argument in schema.arguments
                 if argument.name not in NOT_DRAWN and not (argument.has_default_value() and r.random() < 0.5)
-            }  # fmt: skip
+            }
             outputs = g(op, **values)
         except (
             RuntimeError,

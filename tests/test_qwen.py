@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import npu_compiler
 from benchmarks.dispatches import CACHE_LENGTH, DOCUMENT, LAYERS, PROMPT, measure, qwen, step_graph, table, traffic
-from npu_compiler.describe import summary
+from npu_compiler.program.describe import summary
 from npu_sim.llm import Checkpoint, LanguageModel
 
 

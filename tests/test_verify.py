@@ -13,11 +13,11 @@ from ir_builder import IRBuilder
 
 from cuda_compiler import cuda_templates
 from npu_compiler.errors import DeviceError, InputError, WeightError
-from npu_compiler.fusion_engine import Fusion, P, Var, mul
 from npu_compiler.fusion_patterns import FUSIONS, _rewrite_unary
-from npu_compiler.ir_reader import read_ir
+from npu_compiler.fusions.engine import Fusion, P, Var, mul
+from npu_compiler.graph.reader import read_ir
 from npu_runtime import CPUBackend, Device
-from npu_runtime.cpu_kernels import CPU_KERNELS
+from npu_runtime.cpu.kernels import CPU_KERNELS
 from npu_sim.arrays import random_inputs
 from npu_sim.compare import compare_output
 from npu_sim.reference import references, retype

@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from npu_compiler.ops.aliases import slice_bounds
-from npu_compiler.views import View, broadcast_shapes, contiguous_strides, is_contiguous
+from npu_compiler.program.views import View, broadcast_shapes, contiguous_strides, is_contiguous
 
 Pair = tuple[View, torch.Tensor]
 SIZES = st.sampled_from([1, 2, 3, 4, 0])

@@ -12,9 +12,9 @@ import torch
 from cuda_gpu import DEVICES
 from safetensors.torch import save_file
 
-from npu_compiler.dtypes import saturating_cast
 from npu_compiler.errors import WeightError
-from npu_compiler.ir_reader import TensorSpec
+from npu_compiler.graph.dtypes import saturating_cast
+from npu_compiler.graph.model import TensorSpec
 from npu_runtime import Device
 from npu_runtime.pieces import ahead
 from npu_runtime.weight_loader import MappedCheckpoint, cast_weight, check_weight, holds_nan, to_numpy
@@ -27,7 +27,7 @@ def test_mapped_tensors_are_what_was_saved(tmp_path: Path) -> None:
         str(dtype): (10 * torch.randn(3, 5)).to(dtype)
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
                       torch.int16, torch.int8, torch.uint8, torch.bool)
-    }  # fmt: skip
+    }
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     save_file(tensors, tmp_path / "w.safetensors", {"format": "pt"})
     mapped = MappedCheckpoint(tmp_path)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from npu_compiler import METAL_GPU, TargetConfig, TensorSpec
-from npu_compiler.codegen import KernelCall
-from npu_compiler.dtypes import numpy_dtype
-from npu_compiler.views import numel
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import numel
 from npu_runtime import Backend, DeviceBuffer, Operand
 from npu_runtime.backend import Launch, Shape
 from npu_runtime.buffer import pack_array, storage_name
-from npu_runtime.cpu_kernels import reference_launch
+from npu_runtime.cpu.kernels import reference_launch
 
 
 class ToyBuffer(DeviceBuffer):

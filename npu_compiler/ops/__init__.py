@@ -1,9 +1,9 @@
 """The op table. Importing the package registers every op, and fills the tables of kernels and element-wise ops."""
 
-from npu_compiler.codegen_core import KERNELS
-from npu_compiler.elementwise import ELEMENTWISE
 from npu_compiler.ops import aliases, conv, elementwise, indexing, matmul, reductions, sorting, tensor, transformer
 from npu_compiler.ops.registry import OPS, Args, Op, find_op, register_op, unsupported_reason
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.kernels import KERNELS
 
 __all__ = [
     "ELEMENTWISE",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from npu_compiler.ir_reader import OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.model import OpNode
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import find_op, register_op
-from npu_compiler.views import View
+from npu_compiler.program.views import View
 
 
 def _dims(value: object) -> list[int]:
@@ -16,7 +16,7 @@ def _dims(value: object) -> list[int]:
     "aten.alias", "aten.detach", "aten.dropout", "aten.feature_dropout", "aten.contiguous", "aten.positive",
     "aten.alpha_dropout", tensors=("self",),
     unsupported=lambda node, graph: "dropout in training mode" if node.attrs.get("train") else None,
-)  # fmt: skip
+)
 def lower_identity(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(ctx.view(node.inputs[0]))
 
@@ -25,7 +25,7 @@ def lower_identity(ctx: Lowering, node: OpNode) -> None:
     "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.view_as",
     "aten.reshape_as", "aten.ravel", "npu.reshape", tensors=("self", "other"),
     unsupported=lambda node, graph: "view as another dtype" if node.op_type == "aten.view.dtype" else None,
-)  # fmt: skip
+)
 def lower_reshape(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(ctx.reshaped(ctx.view(node.inputs[0]), ctx.spec(node.outputs[0]).shape))
 
@@ -101,7 +101,7 @@ def lower_slice(ctx: Lowering, node: OpNode) -> None:
 
 
 @register_op("aten.narrow",
-             unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor")  # fmt: skip
+             unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor")
 def lower_narrow(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     dim = view.dim(node.attrs["dim"])

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.dtypes import FLOAT_DTYPES
-from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.dtypes import FLOAT_DTYPES
+from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import ACTIVATION
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.views import View
+from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.views import View
 
 declare_kernel(
     "conv2d_kernel", "conv_bn_relu.metal", "x weight bias? residual? -> out", stride="2I", padding="4i", dilation="2I",
     groups="I", activation=ACTIVATION, direct="?",
-)  # fmt: skip
+)
 declare_kernel(
     "conv_transpose2d_kernel", "conv_bn_relu.metal", "x weight bias? -> out", stride="2I", padding="2i",
     output_padding="2I", dilation="2I", groups="I",
-)  # fmt: skip
+)
 declare_kernel("max_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", dilation="2I",
-               ceil_mode="?")  # fmt: skip
+               ceil_mode="?")
 declare_kernel("avg_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", ceil_mode="?",
-               count_include_pad="?", divisor="i")  # fmt: skip
+               count_include_pad="?", divisor="i")
 declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal", "x -> out")
 declare_kernel("upsample_nearest_kernel", "upsample.metal", "x -> out", scale="2f", exact="?")
 declare_kernel("upsample_bilinear_kernel", "upsample.metal", "x -> out", scale="2f", align_corners="?")
@@ -89,7 +89,7 @@ def _batched(view: View, spatial: int) -> View:
 
 
 @register_op("aten.conv2d", "aten.conv1d", "aten.convolution", "aten._convolution",
-             tensors=("input", "weight", "bias"), unsupported=_conv_unsupported)  # fmt: skip
+             tensors=("input", "weight", "bias"), unsupported=_conv_unsupported)
 def lower_conv(ctx: Lowering, node: OpNode) -> None:
     if node.attrs.get("transposed"):
         lower_conv_transpose(ctx, node)
@@ -141,7 +141,7 @@ def emit_conv(
 
 
 @register_op("aten.conv_transpose2d", "aten.conv_transpose1d", tensors=("input", "weight", "bias"),
-             unsupported=_conv_unsupported)  # fmt: skip
+             unsupported=_conv_unsupported)
 def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
     rank1 = weight.rank == 3
@@ -184,11 +184,11 @@ def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
 
 
 BATCH_NORM_OPS = ("aten.batch_norm", "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm",
-                  "aten._batch_norm_no_update")  # fmt: skip
+                  "aten._batch_norm_no_update")
 
 
 @register_op(*BATCH_NORM_OPS, tensors=("input", "weight", "bias", "running_mean", "running_var"),
-             unsupported=_batch_norm_unsupported)  # fmt: skip
+             unsupported=_batch_norm_unsupported)
 def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
     """(x - mean) · gamma / sqrt(var + eps) + beta, where the statistics are not weights; see also graph_optimizer."""
     x, *affine, mean, var = (ctx.view(name) for name in node.inputs)
@@ -263,7 +263,7 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
 
 
 @register_op("aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d",
-             unsupported=_averages_integers)  # fmt: skip
+             unsupported=_averages_integers)
 def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
     x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
     ctx.emit("adaptive_avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], flops=x.numel)
@@ -279,7 +279,7 @@ def _scales(node: OpNode, x: View, out: View) -> list[float]:
 
 
 @register_op("aten.upsample_nearest2d", "aten._upsample_nearest_exact2d", "aten.upsample_nearest1d",
-             "aten._upsample_nearest_exact1d")  # fmt: skip
+             "aten._upsample_nearest_exact1d")
 def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     params = {"scale": _scales(node, x, out), "exact": int("exact" in node.base)}
@@ -291,4 +291,4 @@ def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     align = bool(Args(node).attr("align_corners", False))
     ctx.emit("upsample_bilinear_kernel", [x], [out], {"scale": _scales(node, x, out), "align_corners": int(align)},
-             flops=8 * out.numel)  # fmt: skip
+             flops=8 * out.numel)

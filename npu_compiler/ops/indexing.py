@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from npu_compiler.codegen_core import declare_kernel, distinct_bytes
-from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.views import MAX_RANK, View, broadcast_shapes
+from npu_compiler.program.kernels import declare_kernel, distinct_bytes
+from npu_compiler.program.views import MAX_RANK, View, broadcast_shapes
 
 declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
 declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")
 declare_kernel("gather_kernel", "tensor_ops.metal", "x index -> out", dim="I")
 declare_kernel("index_kernel", "tensor_ops.metal",
                "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
-               first="I", count="I")  # fmt: skip
+               first="I", count="I")
 declare_kernel("index_copy_kernel", "index_copy.metal", "index source -> out", dim="I", checked="?")
 declare_kernel("index_copy_pair_kernel", "index_copy.metal", "index source0 source1 -> out0 out1", dim="I",
-               checked="?")  # fmt: skip
+               checked="?")
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:
@@ -86,7 +86,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.index_copy", tensors=("self", "index", "source"),
              unsupported=lambda node, graph: "index_copy on a scalar"
-             if not graph.tensors[node.inputs[0]].shape else None)  # fmt: skip
+             if not graph.tensors[node.inputs[0]].shape else None)
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` replace rows of `self`."""
     _update_rows(ctx, node, "index_copy_kernel", bases=node.inputs[:1], sources=node.inputs[2:])

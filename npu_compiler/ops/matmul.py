@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 
-from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.dtypes import is_int
-from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.dtypes import is_int
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.views import Shape, View, numel
+from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.views import Shape, View, numel
 
 ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
 for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
     declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
 declare_kernel("linear_epilogue_kernel", "matmul.metal", "product bias? residual? -> out", activation=ACTIVATION)
 declare_kernel("gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I",
-               activation=ACTIVATION)  # fmt: skip
+               activation=ACTIVATION)
 declare_kernel("batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f",
-               transpose_b="?")  # fmt: skip
+               transpose_b="?")
 
 
 def _rows(ctx: Lowering, view: View) -> View:
@@ -56,7 +56,7 @@ def emit_linear(
     params = {
         "m": m, "n": n, "k": k, "has_bias": int(bias is not None), "has_residual": int(residual is not None),
         "activation": activation, "transpose_b": int(transposed),
-    }  # fmt: skip
+    }
     ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * k, source=source)
 
 
@@ -84,7 +84,7 @@ def emit_batched(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0)
     a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
     params = {
         "m": m, "n": n, "k": k, "batch": numel(batch), "transpose_b": int(b.strides[-2] == 1), "scale": scale,
-    }  # fmt: skip
+    }
     ctx.emit("batched_matmul_kernel", [a, b], [out], params, flops=2 * numel(batch) * m * n * k)
 
 
@@ -143,7 +143,7 @@ def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
 
 
 @register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot",
-             tensors=("self", "other"))  # fmt: skip
+             tensors=("self", "other"))
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     emit_matmul(ctx, a, b, ctx.output())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.views import View
+from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.views import View
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp")
 for _name in REDUCTIONS:
@@ -40,7 +40,7 @@ def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.prod", "aten.max.default",
-             "aten.min.default", "aten.logsumexp", unsupported=_empty_unsupported)  # fmt: skip
+             "aten.min.default", "aten.logsumexp", unsupported=_empty_unsupported)
 def lower_reduction(ctx: Lowering, node: OpNode) -> None:
     name = node.base.removeprefix("aten.")
     op = {"amax": "max", "amin": "min"}.get(name, name)
@@ -125,7 +125,7 @@ def softmax(ctx: Lowering, kernel: str, inputs: list[View], dim: int, scale: flo
         inputs, out, dim = [x.unsqueeze(0) for x in inputs], out.unsqueeze(0), 0
     last, dim = inputs[0].rank - 1, inputs[0].dim(dim)
     ctx.emit(kernel, [x.transpose(dim, last) for x in inputs], [out.transpose(dim, last)], {"scale": scale},
-             flops=5 * out.numel)  # fmt: skip
+             flops=5 * out.numel)
 
 
 @register_op("npu.masked_softmax", tensors=("self", "mask"))

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from npu_compiler.dtypes import INT32_MAX, INT32_MIN
 from npu_compiler.errors import IRError
-from npu_compiler.ir_reader import IRGraph, OpNode, base_op
-from npu_compiler.lowering import Lowering
-from npu_compiler.views import MAX_RANK, View
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN
+from npu_compiler.graph.model import IRGraph, OpNode, base_op
+from npu_compiler.ops.lowering import Lowering
+from npu_compiler.program.views import MAX_RANK, View
 
 Scalar: TypeAlias = float | int | bool | str
 LowerFn: TypeAlias = Callable[[Lowering, OpNode], None]
@@ -131,7 +131,7 @@ _MOVES = frozenset({
     "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "slice",
     "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "contiguous", "clone", "alias", "detach",
     "index_select", "gather", "index", "repeat", "to", "pad", "flip", "roll", "sort", "msort", "topk",
-})  # fmt: skip
+})
 _UNBOUNDED_ATTRS = frozenset({"end", "start", "dim_size"})
 
 

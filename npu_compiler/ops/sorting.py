@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.ir_reader import OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.model import OpNode
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.views import View
+from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.views import View
 
 # Along the last dimension; equal elements keep their order, zeros of both signs are equal, NaN is above all.
 declare_kernel("argsort_kernel", "sort.metal", "x -> order", descending="?")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 
-from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.dtypes import as_int32, saturate
-from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.dtypes import as_int32, saturate
+from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.views import View
+from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.views import View
 
 declare_kernel("fill_kernel", "tensor_ops.metal", "-> out", value="f", int_value="i")
 declare_kernel("arange_kernel", "tensor_ops.metal", "-> out", start="f", step="f", int_start="i", int_step="i")
 declare_kernel("pad_kernel", "tensor_ops.metal", "x -> out", mode="s constant reflect replicate circular", pads="12i",
-               value="f", int_value="i")  # fmt: skip
+               value="f", int_value="i")
 declare_kernel("triangle_kernel", "tensor_ops.metal", "x -> out", upper="?", diagonal="i")
 declare_kernel("cumsum_kernel", "cumsum.metal", "x -> out")
 declare_kernel("flip_kernel", "tensor_ops.metal", "x -> out", dims="8I")
@@ -48,7 +48,7 @@ def lower_repeat(ctx: Lowering, node: OpNode) -> None:
     lead = out.rank - view.rank
     padded = view.expand((*([1] * lead), *view.shape))
     tiled_shape = tuple(x for size, total in zip(padded.shape, out.shape, strict=True)
-                        for x in (total // size if size else 0, size))  # fmt: skip
+                        for x in (total // size if size else 0, size))
     source = padded
     for dim in range(out.rank):
         source = source.unsqueeze(2 * dim)
@@ -123,7 +123,7 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 @register_op(
     "aten.pad", "aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d",
     "aten.replication_pad2d", unsupported=_pad_unsupported,
-)  # fmt: skip
+)
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     pads = list(node.attrs["pad"] if "pad" in node.attrs else node.attrs["padding"])
@@ -177,7 +177,7 @@ def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
 
 
 @register_op("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.zero", "aten.empty", "aten.empty_like",
-             "aten.new_empty", "aten.empty_permuted")  # fmt: skip
+             "aten.new_empty", "aten.empty_permuted")
 def lower_zeros(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 0)
 
@@ -193,7 +193,7 @@ def _fill_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op("aten.full", "aten.full_like", "aten.new_full", "aten.fill.Scalar", "aten.scalar_tensor",
-             unsupported=_fill_unsupported)  # fmt: skip
+             unsupported=_fill_unsupported)
 def lower_full(ctx: Lowering, node: OpNode) -> None:
     attrs = node.attrs
     _fill(ctx, node, attrs.get("fill_value", attrs.get("value", attrs.get("s"))))  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("aten.diff", tensors=("self", "prepend", "append"),
              unsupported=lambda node, graph: None if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
-             else "diff of higher order or with both ends given")  # fmt: skip
+             else "diff of higher order or with both ends given")
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
     """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not tell."""
     view, out = ctx.view(node.inputs[0]), ctx.output()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from npu_compiler.codegen_core import declare_kernel
-from npu_compiler.ir_reader import IRGraph, OpNode
-from npu_compiler.lowering import Lowering
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.views import View, numel
+from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.views import View, numel
 
 declare_kernel("rmsnorm_kernel", "rmsnorm.metal", "x weight? -> out", rows="I", width="I", eps="f", weight_offset="f")
 declare_kernel("layernorm_kernel", "layernorm.metal", "x weight? bias? -> out", rows="I", width="I", eps="f")
@@ -70,7 +70,7 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op("aten.layer_norm", "aten.native_layer_norm", "npu.layer_norm", tensors=("input", "weight", "bias"),
-             unsupported=_layer_norm_unsupported)  # fmt: skip
+             unsupported=_layer_norm_unsupported)
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     width = numel(node.attrs.get("normalized_shape") or [x.shape[-1]])
@@ -149,7 +149,7 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op("aten.scaled_dot_product_attention", "npu.attention", tensors=("query", "key", "value", "attn_mask"),
-             unsupported=_attention_unsupported)  # fmt: skip
+             unsupported=_attention_unsupported)
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.
 

@@ -53,7 +53,8 @@ def partition(
     from npu_compiler import is_op_supported
     from npu_compiler import partition as partition_graph
     from npu_compiler.errors import InputError
-    from npu_compiler.ir_reader import base_op, read_ir
+    from npu_compiler.graph.model import base_op
+    from npu_compiler.graph.reader import read_ir
 
     if json and mermaid:
         raise InputError("choose one of --json and --mermaid")
@@ -86,7 +87,7 @@ def partition(
             ],
             "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
             "cpu_reasons": dict(plan.reasons),
-        })  # fmt: skip
+        })
     else:
         typer.echo(str(plan))
         for node, reason in plan.reasons.items():

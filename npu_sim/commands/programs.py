@@ -66,8 +66,8 @@ def compile(
     """Compile IR into a .npubin program."""
     from npu_compiler import compile as compile_ir
     from npu_compiler import print_graph, read_ir, trace_stages
-    from npu_compiler.describe import summary
     from npu_compiler.errors import InputError
+    from npu_compiler.program.describe import summary
 
     if output is None and not stages:
         raise InputError("say where the program goes (-o FILE.npubin), or ask for --stages")
@@ -97,7 +97,7 @@ def describe(
 ) -> None:
     """Show what a program (or an IR file) holds: kernels, buffers, memory, weights."""
     from npu_compiler import CompiledProgram, print_graph, read_ir
-    from npu_compiler.describe import summary
+    from npu_compiler.program.describe import summary
 
     if file.suffix == ".json":
         graph = read_ir(file)
@@ -125,7 +125,7 @@ def describe(
             for call in program.kernels
         ],
         "summary": summary(program),
-    })  # fmt: skip
+    })
 
 
 def _header(program: CompiledProgram) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def run(
     if json:
         print_json({
             "device": chosen.name, "seed": used_seed, "outputs": rows, "file": None if output is None else str(output),
-        })  # fmt: skip
+        })
         return
     for row in rows:
         numbers = ", ".join(f"{key} {row[key]:.6g}" for key in ("min", "max", "mean") if key in row)
@@ -279,7 +279,7 @@ def profile(
         print_json({
             "device": chosen.name, "description": chosen.backend.device, "seed": used_seed, "median_ms": median,
             **profiler.to_dict(),
-        })  # fmt: skip
+        })
     else:
         typer.echo(profiler.report())
         typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")

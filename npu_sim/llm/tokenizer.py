@@ -14,7 +14,7 @@ from npu_sim.cache import cached_facts, source_digest
 _FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+)
 # What a class must not do in its own way, for `StoredTokenizer` to do the same.
 _METHODS = ("encode", "_encode_plus", "decode", "_decode", "apply_chat_template")
 
@@ -97,7 +97,7 @@ class StoredTokenizer:
             return _render(
                 self.chat_template, messages=[dict(message) for message in conversation],
                 add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._special_tokens,
-            )  # fmt: skip
+            )
         except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError):
             options = {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
             return str(self.whole.apply_chat_template(list(conversation), **options))

@@ -6,7 +6,7 @@ from typing import Any
 
 from metal_harness import Case, T
 
-from npu_compiler.dtypes import as_int32
+from npu_compiler.graph.dtypes import as_int32
 
 LARGE_INTS = (-(2**31), 2**31)  # floats would round them
 
@@ -101,4 +101,4 @@ CASES = [
     _flip("bools", T((21,), "bool"), (0,)),
     _flip("float32", T((21,), "float32"), (0,)),
     _flip("transposed", T((5, 6), strides=(1, 5), offset=2), (1,), strides=(9, 1), offset=1),
-]  # fmt: skip
+]

@@ -1,0 +1,117 @@
+"""Attention written out as products and a softmax, shared KV heads, and the softmax of masked scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from npu_compiler.fusions.engine import Fusion, Match, Maybe, Num, P, Pattern, Rewriter, Var, add, fused, mul
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.registry import unsupported_reason
+
+x, q, k, v, mask = (Var(name) for name in ("x", "q", "k", "v", "mask"))
+
+RESHAPES = "aten.view aten.reshape aten._unsafe_view aten.expand"
+
+
+def _last_dim_softmax(node: OpNode, graph: IRGraph) -> bool:
+    return node.attrs.get("dim") in (-1, len(graph.tensors[node.inputs[0]].shape) - 1)
+
+
+def _softmax(inner: Pattern) -> P:
+    return P("aten.softmax aten._softmax", (inner,), where=_last_dim_softmax)
+
+
+def _rewrite_masked_softmax(match: Match, rewriter: Rewriter) -> OpNode | None:
+    scores, bias = match.tensors["x"], match.tensors["mask"]
+    if rewriter.tensors[scores].shape != rewriter.tensors[match.root.outputs[0]].shape:
+        return None
+    return fused("npu.masked_softmax", match, (scores, bias))
+
+
+def _attention_patterns() -> tuple[P, ...]:
+    """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped."""
+    products = "aten.matmul aten.bmm"
+    cast = "aten.to aten._to_copy aten.type_as aten.float"
+    raw = P(products, (q, k))
+    scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), raw)
+    result: list[P] = []
+    for scores in scaled:
+        scores = Maybe(scores)  # type: ignore[assignment]
+        for logits in (add(scores, mask), scores):
+            weights = Maybe(_softmax(Maybe(logits)), cast)
+            result.append(P(products, (weights, v)))
+    prescaled = P(products, (mul(q, Num("scale")), k))
+    for logits in (add(prescaled, mask), prescaled):
+        result.append(P(products, (Maybe(_softmax(Maybe(logits)), cast), v)))
+    return tuple(result)
+
+
+def _rewrite_attention(match: Match, rewriter: Rewriter) -> OpNode | None:
+    specs = rewriter.tensors
+    query, keys, values = (match.tensors[name] for name in ("q", "k", "v"))
+    key_shape = specs[keys].shape
+    if not len(specs[query].shape) == len(key_shape) == len(specs[values].shape) or len(key_shape) not in (3, 4):
+        return None
+    if specs[match.root.outputs[0]].shape[:-1] != specs[query].shape[:-1]:
+        return None
+    scale = match.scalars.get("scale", 1.0) / match.scalars.get("divisor", 1.0)
+    flipped = (*key_shape[:-2], key_shape[-1], key_shape[-2])
+    bias = match.tensors.get("mask")
+    if bias is not None and (specs[bias].dtype == "bool" or len(specs[bias].shape) > len(key_shape)):
+        return None
+    key = rewriter.node(f"{match.root.name}.key", "aten.transpose.int", (keys,), keys, flipped, dim0=-2, dim1=-1)
+    inputs = (query, key, values) if bias is None else (query, key, values, bias)
+    node = fused("npu.attention", match, inputs, scale=scale)
+    checked = replace(rewriter.graph, tensors=specs)
+    return None if unsupported_reason(node, checked) else node
+
+
+def share_kv_heads(graph: IRGraph) -> IRGraph:
+    """Let attention read each KV head once, however many query heads use it.
+
+    Given:   e = reshape(expand(unsqueeze(k, 2)));  y = attention(q, e, …)
+    Result:  y = attention(q, k, …)
+    """
+    producers = graph.producers()
+
+    def original(name: str) -> str:
+        chain = []
+        for ops in (RESHAPES, "aten.expand", "aten.unsqueeze"):
+            node = producers.get(name)
+            if node is None or node.base not in ops.split():
+                return ""
+            chain.append(node)
+            name = node.inputs[0]
+        reshaped, expanded, unsqueezed = chain
+        before, after = graph.tensors[name].shape, graph.tensors[reshaped.outputs[0]].shape
+        wide = graph.tensors[expanded.outputs[0]].shape
+        if len(before) != 4 or unsqueezed.attrs.get("dim") != 2 or len(wide) != 5:
+            return ""
+        same = (before[0], before[2], before[3]) == (after[0], after[2], after[3]) and wide[:2] == before[:2]
+        return name if same and after[1] == before[1] * wide[2] else ""
+
+    nodes = []
+    for node in graph.nodes:
+        if node.base in ("aten.scaled_dot_product_attention", "npu.attention"):
+            key, value = (_through_transpose(name, producers, original) for name in node.inputs[1:3])
+            if key and value and graph.tensors[key].shape[:2] == graph.tensors[value].shape[:2]:
+                node = replace(node, inputs=(node.inputs[0], key, value, *node.inputs[3:]))
+        nodes.append(node)
+    return replace(graph, nodes=nodes)
+
+
+def _through_transpose(name: str, producers: dict[str, OpNode], original: Callable[[str], str]) -> str:
+    """`original` of a tensor, seen through the transpose pair that the attention fusion leaves around keys."""
+    direct = original(name)
+    if direct:
+        return direct
+    outer = producers.get(name)
+    inner = producers.get(outer.inputs[0]) if outer is not None and outer.base == "aten.transpose" else None
+    if inner is None or inner.base != "aten.transpose":
+        return ""
+    return original(inner.inputs[0])
+
+
+ATTENTION = Fusion("attention", _attention_patterns(), _rewrite_attention)
+MASKED_SOFTMAX = Fusion("masked_softmax", (_softmax(add(x, mask)),), _rewrite_masked_softmax)

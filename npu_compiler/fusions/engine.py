@@ -1,0 +1,245 @@
+"""Match patterns, written as data, against the graph. The files beside this one hold the patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.ops.registry import Args, find_op
+
+
+@dataclass(frozen=True)
+class Var:
+    """Any tensor; the same name must match the same tensor everywhere in a pattern."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Num:
+    """A scalar operand, bound under `name`; `value` (to 0.1%) or None for any."""
+
+    name: str = "_"
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class P:
+    """A node of one of `ops` (without overload) whose operands match `args` in schema order.
+
+    Attributes:
+        where: Further condition on the node.
+        commutes: Whether the first two operands may be swapped.
+        bind: Name under which the node itself is kept.
+    """
+
+    ops: str
+    args: tuple[Pattern, ...] = ()
+    where: Callable[[OpNode, IRGraph], bool] | None = None
+    commutes: bool = False
+    bind: str | None = None
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """The inner pattern, or the inner pattern under one node of `ops` (by default a cast)."""
+
+    inner: Pattern
+    ops: str = "aten.to aten._to_copy aten.type_as aten.float"
+
+
+Pattern: TypeAlias = Var | Num | P | Maybe
+
+
+def add(left: Pattern, right: Pattern) -> P:
+    return P("aten.add", (left, right), commutes=True, where=_plain_alpha)
+
+
+def mul(left: Pattern, right: Pattern) -> P:
+    return P("aten.mul", (left, right), commutes=True)
+
+
+def _plain_alpha(node: OpNode, graph: IRGraph) -> bool:
+    return bool(node.attrs.get("alpha", 1) == 1)
+
+
+@dataclass
+class Match:
+    """A successful match: bound tensors, scalars and nodes, and every node inside."""
+
+    root: OpNode
+    tensors: dict[str, str] = field(default_factory=dict)
+    scalars: dict[str, float] = field(default_factory=dict)
+    bound: dict[str, OpNode] = field(default_factory=dict)
+    nodes: dict[str, OpNode] = field(default_factory=dict)
+
+    def copy(self) -> Match:
+        return Match(self.root, dict(self.tensors), dict(self.scalars), dict(self.bound), dict(self.nodes))
+
+
+class Matcher:
+    """A graph with the indexes that matching needs."""
+
+    def __init__(self, graph: IRGraph) -> None:
+        self.graph = graph
+        self.producers = graph.producers()
+        self.consumers = graph.consumers()
+        self.outputs = set(graph.outputs)
+
+    def match(self, pattern: P, root: OpNode) -> Match | None:
+        """Match a pattern ending in `root`, such that nothing inside is read from outside or bound as an operand."""
+        for found in self._node(pattern, root, Match(root)):
+            if self._is_closed(found):
+                return found
+        return None
+
+    def _is_closed(self, match: Match) -> bool:
+        made_inside = {out for node in match.nodes.values() for out in node.outputs}
+        if not made_inside.isdisjoint(match.tensors.values()):
+            return False
+        for node in match.nodes.values():
+            if node.name == match.root.name:
+                continue
+            for out in node.outputs:
+                if out in self.outputs:
+                    return False
+                if any(user.name not in match.nodes for user in self.consumers.get(out, [])):
+                    return False
+        return True
+
+    def _node(self, pattern: P, node: OpNode, state: Match) -> Iterator[Match]:
+        if node.base not in pattern.ops.split() or (pattern.where and not pattern.where(node, self.graph)):
+            return
+        operands = _operands(node)
+        orders = [operands]
+        if pattern.commutes and len(operands) >= 2:
+            orders.append([operands[1], operands[0], *operands[2:]])
+        for order in orders:
+            start = state.copy()
+            start.nodes[node.name] = node
+            if pattern.bind:
+                start.bound[pattern.bind] = node
+            yield from self._args(pattern.args, order, start)
+
+    def _args(self, patterns: tuple[Pattern, ...], operands: list[str | float | None], state: Match) -> Iterator[Match]:
+        if not patterns:
+            yield state
+            return
+        if not operands:
+            return
+        for found in self._value(patterns[0], operands[0], state):
+            yield from self._args(patterns[1:], operands[1:], found)
+
+    def _value(self, pattern: Pattern, operand: str | float | None, state: Match) -> Iterator[Match]:
+        if isinstance(pattern, Num):
+            if isinstance(operand, (int, float)) and _close(operand, pattern.value):
+                found = state.copy()
+                found.scalars[pattern.name] = float(operand)
+                yield found
+            return
+        if not isinstance(operand, str):
+            return
+        if isinstance(pattern, Var):
+            if state.tensors.get(pattern.name, operand) == operand:
+                found = state.copy()
+                found.tensors[pattern.name] = operand
+                yield found
+            return
+        node = self.producers.get(operand)
+        if isinstance(pattern, Maybe):
+            if node is not None and node.base in pattern.ops.split():
+                through = state.copy()
+                through.nodes[node.name] = node
+                yield from self._value(pattern.inner, node.inputs[0], through)
+            yield from self._value(pattern.inner, operand, state)
+        elif node is not None:
+            yield from self._node(pattern, node, state)
+
+
+def _close(actual: float, wanted: float | None) -> bool:
+    return wanted is None or abs(actual - wanted) <= 1e-3 * max(abs(wanted), 1e-6)
+
+
+def _operands(node: OpNode) -> list[str | float | None]:
+    """Tensor arguments in schema order; those given as numbers come as numbers."""
+    op = find_op(node.op_type)
+    if op is None or any(name.startswith("*") for name in op.tensors):
+        return list(node.inputs)
+    args = Args(node)
+    result: list[str | float | None] = []
+    for name in op.tensors:
+        tensor = args.tensor(name)
+        value = node.attrs.get(name)
+        result.append(tensor if tensor is not None else value if isinstance(value, (int, float)) else None)
+    return result
+
+
+@dataclass
+class Rewriter:
+    """What a rewrite function may add to the graph besides the fused node."""
+
+    graph: IRGraph
+    tensors: dict[str, TensorSpec]
+    added: list[OpNode] = field(default_factory=list)
+
+    def node(
+        self, stem: str, op_type: str, inputs: tuple[str, ...], like: str, shape: tuple[int, ...], **attrs: object
+    ) -> str:
+        """Add a node before the fused one; returns its output tensor."""
+        name = unique_name(stem, self.tensors)
+        self.tensors[name] = replace(self.tensors[like], name=name, shape=shape)
+        self.added.append(OpNode(name, op_type, inputs, (name,), dict(attrs)))
+        return name
+
+
+RewriteFn: TypeAlias = Callable[[Match, Rewriter], OpNode | None]
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """A named fusion: patterns (tried in order) that end in the same kind of node, and what replaces a match.
+
+    `rewrite` returns the fused node, which takes the root's outputs, or None to decline.
+    """
+
+    name: str
+    patterns: tuple[P, ...]
+    rewrite: RewriteFn
+
+
+def apply_fusion(graph: IRGraph, fusion: Fusion) -> IRGraph:
+    """Replace every match, last nodes first, so that the longest chain wins."""
+    roots = {op for pattern in fusion.patterns for op in pattern.ops.split()}
+    if not any(node.base in roots for node in graph.nodes):
+        return graph
+    matcher = Matcher(graph)
+    tensors = dict(graph.tensors)
+    replaced: dict[str, list[OpNode]] = {}
+    consumed: set[str] = set()
+    for node in reversed(graph.nodes):
+        if node.base not in roots or node.name in consumed:
+            continue
+        for pattern in fusion.patterns:
+            match = matcher.match(pattern, node)
+            if match is None or any(name in consumed for name in match.nodes):
+                continue
+            rewriter = Rewriter(graph, tensors)
+            fused = fusion.rewrite(match, rewriter)
+            if fused is not None:
+                replaced[node.name] = [*rewriter.added, fused]
+                consumed.update(match.nodes)
+                break
+    nodes: list[OpNode] = []
+    for node in graph.nodes:
+        if node.name in replaced:
+            nodes.extend(replaced[node.name])
+        elif node.name not in consumed:
+            nodes.append(node)
+    return replace(graph, nodes=nodes, tensors=tensors)
+
+
+def fused(op_type: str, match: Match, inputs: tuple[str, ...], **attrs: object) -> OpNode:
+    """The node that takes the place of a match: its root's name and outputs."""
+    return OpNode(match.root.name, op_type, inputs, match.root.outputs, attrs)

@@ -1,0 +1,160 @@
+"""Linears with what follows, linears that share an input, and gated pairs of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from npu_compiler.fusions.activations import is_tanh
+from npu_compiler.fusions.engine import Fusion, Match, P, Rewriter, Var, add, fused
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.graph.weight_recipe import WeightTransformRecipe
+from npu_compiler.ops.aliases import slice_bounds
+from npu_compiler.program.views import numel
+
+
+def fuse_shared_input_linears(graph: IRGraph) -> IRGraph:
+    """One product for linears that read the same tensor (QKV; gate and up).
+
+    Given:   q = linear(x, wq);  k = linear(x, wk);  v = linear(x, wv)
+    Result:  t = linear(x, concat(wq, wk, wv));  q, k, v = slices of t   (free: they are views)
+    """
+    groups: dict[str, list[OpNode]] = {}
+    for node in graph.nodes:
+        if node.base == "aten.linear" and _can_join(node, graph):
+            groups.setdefault(node.inputs[0], []).append(node)
+    tensors, weights = dict(graph.tensors), dict(graph.weights)
+    replaced: dict[str, list[OpNode]] = {}
+    for source, members in groups.items():
+        dtypes = {tensors[name].dtype for node in members for name in node.inputs[1:]}
+        if len(members) < 2 or len(dtypes) > 1:
+            continue
+        joined = _join_linears(source, members, tensors, weights)
+        replaced[members[0].name] = joined
+        replaced.update({node.name: [] for node in members[1:]})
+    nodes = [new for node in graph.nodes for new in replaced.get(node.name, [node])]
+    return replace(graph, nodes=nodes, tensors=tensors, weights=weights)
+
+
+def _can_join(node: OpNode, graph: IRGraph) -> bool:
+    return (
+        all(name in graph.weights for name in node.inputs[1:])
+        and len(graph.tensors[node.inputs[1]].shape) == 2
+        and len(graph.tensors[node.inputs[0]].shape) >= 2
+        and node.outputs[0] not in graph.outputs
+    )
+
+
+def _join_linears(
+    source: str,
+    members: list[OpNode],
+    tensors: dict[str, TensorSpec],
+    weights: dict[str, WeightTransformRecipe],
+) -> list[OpNode]:
+    name = unique_name("+".join(node.name for node in members[:3]), tensors)
+    rows = [tensors[node.inputs[1]].shape[0] for node in members]
+    width, dtype = tensors[members[0].inputs[1]].shape[1], tensors[members[0].inputs[1]].dtype
+
+    def concat(suffix: str, shape: tuple[int, ...], parts: list[WeightTransformRecipe]) -> str:
+        weight = f"{name}.{suffix}"
+        tensors[weight] = TensorSpec(weight, shape, dtype)
+        weights[weight] = WeightTransformRecipe("concat", tuple(parts), {"axis": 0})
+        return weight
+
+    inputs = [source, concat("weight", (sum(rows), width), [weights[node.inputs[1]] for node in members])]
+    if any(len(node.inputs) > 2 for node in members):
+        zeros = [WeightTransformRecipe("fill", params={"shape": [n], "value": 0.0}) for n in rows]
+        biases = [
+            weights[node.inputs[2]] if len(node.inputs) > 2 else zero for node, zero in zip(members, zeros, strict=True)
+        ]
+        inputs.append(concat("bias", (sum(rows),), biases))
+    out = tensors[members[0].outputs[0]]
+    tensors[name] = replace(out, name=name, shape=(*out.shape[:-1], sum(rows)))
+    nodes = [OpNode(name, "aten.linear.default", tuple(inputs), (name,), {})]
+    start = 0
+    for node, count in zip(members, rows, strict=True):
+        attrs = {"dim": len(out.shape) - 1, "start": start, "end": start + count}
+        nodes.append(OpNode(node.name, "aten.slice.Tensor", (name,), node.outputs, attrs))
+        start += count
+    return nodes
+
+
+def _linear_patterns() -> tuple[P, ...]:
+    linear = P("aten.linear npu.linear", bind="linear")
+    activated = P("aten.relu aten.gelu aten.silu npu.gelu_tanh npu.gelu_erf", (linear,), bind="activation")
+    return (add(linear, Var("residual")), activated)
+
+_LINEAR_ACTIVATIONS = {
+    "aten.relu": "relu", "aten.silu": "silu", "npu.gelu_tanh": "gelu_tanh", "npu.gelu_erf": "gelu",
+}
+
+
+def _rewrite_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
+    linear = match.bound["linear"]
+    specs = rewriter.tensors
+    shape = specs[linear.outputs[0]].shape
+    residual = match.tensors.get("residual")
+    if len(specs[linear.inputs[1]].shape) != 2 or len(shape) < 2 or specs[match.root.outputs[0]].shape != shape:
+        return None
+    if linear.attrs.get("has_residual") or (residual is not None and specs[residual].shape != shape):
+        return None
+    attrs = {
+        "has_bias": len(linear.inputs) > 2,
+        "activation": "none",
+        **linear.attrs,
+    }
+    attrs["has_residual"] = residual is not None
+    activation = match.bound.get("activation")
+    if activation is not None:
+        if attrs["activation"] != "none":
+            return None
+        kind = "gelu_tanh" if is_tanh(activation) else _LINEAR_ACTIVATIONS.get(activation.base, "gelu")
+        attrs["activation"] = kind
+    inputs = linear.inputs if residual is None else (*linear.inputs, residual)
+    return fused("npu.linear", match, inputs, **attrs)
+
+
+def _widens(node: OpNode, graph: IRGraph) -> bool:
+    return graph.tensors[node.outputs[0]].dtype in ("float32", "float64")
+
+
+def _rewrite_linear_cast(match: Match, rewriter: Rewriter) -> OpNode | None:
+    """A product that is widened at once is stored wide: it was float32 in registers anyway."""
+    linear = match.bound["linear"]
+    if len(rewriter.tensors[linear.inputs[1]].shape) != 2 or len(rewriter.tensors[linear.outputs[0]].shape) < 2:
+        return None
+    attrs = {"has_bias": len(linear.inputs) > 2, **linear.attrs}
+    return fused("npu.linear", match, linear.inputs, **attrs)
+
+
+def _gated_linear_pattern() -> P:
+    """act(t[…, :n]) · t[…, n:], where t is one product with the rows of both in its weight."""
+    gate, up = (P("aten.slice", (P("aten.linear", bind="linear"),), bind=half) for half in ("gate", "up"))
+    return P(" ".join(_GATED), (gate, up))
+
+_GATED = {"npu.silu_mul": "silu", "npu.gelu_mul": "gelu", "npu.gelu_tanh_mul": "gelu_tanh"}
+
+
+def _rewrite_gated_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
+    """For one row only: products of more rows are better left to a library, with the gating after them."""
+    specs = rewriter.tensors
+    linear, gate, up = (match.bound[name] for name in ("linear", "gate", "up"))
+    *rows, width = specs[match.root.outputs[0]].shape
+    if gate.inputs != up.inputs or numel(rows) != 1 or specs[linear.inputs[1]].shape[:-1] != (2 * width,):
+        return None
+    if any(name not in rewriter.graph.weights for name in linear.inputs[1:]):
+        return None
+    for half, bounds in ((gate, (0, width)), (up, (width, 2 * width))):
+        on_last = half.attrs.get("dim", 0) in (-1, len(rows)) and half.attrs.get("step", 1) == 1
+        if not on_last or slice_bounds(2 * width, half.attrs.get("start"), half.attrs.get("end")) != bounds:
+            return None
+    return fused("npu.gated_linear", match, linear.inputs, activation=_GATED[match.root.base])
+
+
+LINEAR_ACTIVATION = Fusion("linear_activation", _linear_patterns()[1:], _rewrite_linear)
+LINEAR_RESIDUAL = Fusion("linear_residual", _linear_patterns()[:1], _rewrite_linear)
+LINEAR_CAST = Fusion(
+    "linear_cast",
+    (P("aten.to aten._to_copy", (P("aten.linear npu.linear", bind="linear"),), where=_widens),),
+    _rewrite_linear_cast,
+)
+GATED_LINEAR = Fusion("gated_linear", (_gated_linear_pattern(),), _rewrite_gated_linear)

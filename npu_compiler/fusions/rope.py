@@ -1,0 +1,163 @@
+"""Rotary embedding written out, and rotations of neighbouring heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from npu_compiler.fusions.engine import Fusion, Match, P, Rewriter, Var, add, fused, mul
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.ops.aliases import slice_bounds
+
+x = Var("x")
+
+
+def _is_rotate_half(node: OpNode, graph: IRGraph) -> bool:
+    return node.attrs.get("dim", 0) in (-1, len(graph.tensors[node.outputs[0]].shape) - 1) and len(node.inputs) == 2
+
+
+def _half_slice(second: bool) -> Callable[[OpNode, IRGraph], bool]:
+    def where(node: OpNode, graph: IRGraph) -> bool:
+        shape = graph.tensors[node.inputs[0]].shape
+        half = shape[-1] // 2
+        start, end = node.attrs.get("start") or 0, node.attrs.get("end")
+        end = shape[-1] if end is None else min(end, shape[-1])
+        wanted = (half, shape[-1]) if second else (0, half)
+        dim = node.attrs.get("dim", 0)
+        return dim in (-1, len(shape) - 1) and (start, end) == wanted and node.attrs.get("step", 1) == 1
+
+    return where
+
+
+def _rope_patterns() -> tuple[P, ...]:
+    """x · cos + cat(−x[half:], x[:half]) · sin, the half-rotation form."""
+    first = P("aten.slice", (x,), where=_half_slice(False))
+    second = P("aten.slice", (x,), where=_half_slice(True))
+    rotated = P("aten.cat", (P("aten.neg", (second,)), first), where=_is_rotate_half)
+    return (add(mul(x, Var("cos")), mul(rotated, Var("sin"))),)
+
+
+def _rewrite_rope(match: Match, rewriter: Rewriter) -> OpNode | None:
+    names = tuple(match.tensors[name] for name in ("x", "cos", "sin"))
+    shapes = [rewriter.tensors[name].shape for name in names]
+    if len(shapes[0]) < 2 or shapes[0] != rewriter.tensors[match.root.outputs[0]].shape:
+        return None
+    if any(shape[-1:] != shapes[0][-1:] for shape in shapes) or shapes[0][-1] % 2:
+        return None
+    return fused("npu.rope", match, names)
+
+
+ROPE = Fusion("rope", _rope_patterns(), _rewrite_rope)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """What a rotation turns: columns `start` to `end` of a product [B, T, N], seen as `shape` [B, H, T, D].
+
+    Attributes:
+        steps: The slice, the view and the transpose that make the one of the other.
+    """
+
+    node: OpNode
+    product: str
+    start: int
+    shape: tuple[int, ...]
+    steps: tuple[OpNode, OpNode, OpNode]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.shape[1] * self.shape[3]
+
+
+def share_rope(graph: IRGraph) -> IRGraph:
+    """One rotation for queries and keys that lie side by side in one product.
+
+    Given:   q = rope(heads(t[…, :n]), cos, sin);  k = rope(heads(t[…, n:m]), cos, sin)
+             where heads(x) = transpose(view(x, [B, T, H, D]), 1, 2)
+    Result:  r = rope(heads(t[…, :m]), cos, sin);  q, k = r[:, :h], r[:, h:]   (free: they are views)
+    """
+    producers = graph.producers()
+    groups: dict[tuple[object, ...], list[_Heads]] = {}
+    for node in graph.nodes:
+        heads = _rotated_heads(node, graph, producers)
+        if heads is not None:
+            batch, _, rows, width = heads.shape
+            groups.setdefault((heads.product, node.inputs[1:], batch, rows, width), []).append(heads)
+    tensors = dict(graph.tensors)
+    replaced: dict[str, list[OpNode]] = {}
+    for members in groups.values():
+        for run in _neighbours(members):
+            first, *rest = (heads.node.name for heads in members if heads in run)
+            replaced[first] = _join_rotations(run, tensors)
+            replaced.update({name: [] for name in rest})
+    nodes = [new for node in graph.nodes for new in replaced.get(node.name, [node])]
+    return replace(graph, nodes=nodes, tensors=tensors)
+
+
+def _rotated_heads(node: OpNode, graph: IRGraph, producers: dict[str, OpNode]) -> _Heads | None:
+    """The heads that a rotation turns, if they are columns of a product and all turn by the same angles."""
+    if node.base != "npu.rope" or node.outputs[0] in graph.outputs:
+        return None
+    shape = graph.tensors[node.inputs[0]].shape
+    if len(shape) != 4 or any(_varies_by_head(graph.tensors[name].shape) for name in node.inputs[1:]):
+        return None
+    transpose = producers.get(node.inputs[0])
+    view = producers.get(transpose.inputs[0]) if transpose is not None else None
+    window = producers.get(view.inputs[0]) if view is not None else None
+    if transpose is None or view is None or window is None:
+        return None
+    columns, product = graph.tensors[window.outputs[0]].shape, graph.tensors[window.inputs[0]].shape
+    batch, heads, rows, width = shape
+    if transpose.base != "aten.transpose" or {transpose.attrs["dim0"] % 4, transpose.attrs["dim1"] % 4} != {1, 2}:
+        return None
+    if view.base not in ("aten.view", "aten.reshape", "aten._unsafe_view") or columns != (batch, rows, heads * width):
+        return None
+    if window.base != "aten.slice" or window.attrs.get("dim", 0) not in (2, -1) or window.attrs.get("step", 1) != 1:
+        return None
+    start, _ = slice_bounds(product[2], window.attrs.get("start"), window.attrs.get("end"))
+    return _Heads(node, window.inputs[0], start, shape, (window, view, transpose))
+
+
+def _varies_by_head(table: tuple[int, ...]) -> bool:
+    return len(table) > 2 and table[-3] != 1
+
+
+def _neighbours(members: list[_Heads]) -> list[list[_Heads]]:
+    """Runs of at least two members whose columns follow each other."""
+    runs: list[list[_Heads]] = []
+    for heads in sorted(members, key=lambda heads: heads.start):
+        if runs and runs[-1][-1].end == heads.start:
+            runs[-1].append(heads)
+        else:
+            runs.append([heads])
+    return [run for run in runs if len(run) > 1]
+
+
+def _join_rotations(run: list[_Heads], tensors: dict[str, TensorSpec]) -> list[OpNode]:
+    batch, _, rows, width = run[0].shape
+    count = sum(heads.shape[1] for heads in run)
+    start, end = run[0].start, run[-1].end
+    name = unique_name("+".join(heads.node.name for heads in run), tensors)
+
+    def tensor(suffix: str, like: str, shape: tuple[int, ...]) -> str:
+        made = unique_name(f"{name}{suffix}", tensors)
+        tensors[made] = replace(tensors[like], name=made, shape=shape)
+        return made
+
+    window, view, transpose = (step.outputs[0] for step in run[0].steps)
+    columns = tensor(".columns", window, (batch, rows, end - start))
+    split = tensor(".split", view, (batch, rows, count, width))
+    moved = tensor(".heads", transpose, (batch, count, rows, width))
+    rotated = tensor("", run[0].node.outputs[0], (batch, count, rows, width))
+    nodes = [
+        OpNode(columns, "aten.slice.Tensor", (run[0].product,), (columns,), {"dim": 2, "start": start, "end": end}),
+        OpNode(split, "aten.view.default", (columns,), (split,), {"size": [batch, rows, count, width]}),
+        OpNode(moved, "aten.transpose.int", (split,), (moved,), {"dim0": 1, "dim1": 2}),
+        OpNode(rotated, "npu.rope", (moved, *run[0].node.inputs[1:]), (rotated,), {}),
+    ]
+    first = 0
+    for heads in run:
+        attrs = {"dim": 1, "start": first, "end": first + heads.shape[1]}
+        nodes.append(OpNode(heads.node.name, "aten.slice.Tensor", (rotated,), heads.node.outputs, attrs))
+        first += heads.shape[1]
+    return nodes

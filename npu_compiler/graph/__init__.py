@@ -1,0 +1,1 @@
+"""The graph: its data model, reading and writing it, and what its tensors are made of."""

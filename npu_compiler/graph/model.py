@@ -1,0 +1,138 @@
+"""The graph that every stage reads and makes: tensors, operations, weights, constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.graph.weight_recipe import WeightTransformRecipe
+
+Attrs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor, and how a device stores it.
+
+    Attributes:
+        name: Unique in its graph.
+        shape: Static shape, in elements.
+        dtype: The dtype PyTorch gives it.
+        storage: The dtype it has in device memory; empty until the precision stage has run.
+        alloc_shape: Its shape in device memory when channels are padded, else None (dense).
+        bounds: Smallest and largest value that an index input may hold, where the graph tells.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    storage: str = ""
+    alloc_shape: tuple[int, ...] | None = None
+    bounds: tuple[int, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class OpNode:
+    """One operation. `inputs` and `outputs` are tensor names; scalars and flags are in `attrs`."""
+
+    name: str
+    op_type: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attrs: Attrs = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        """The op without its overload: `aten.add` of `aten.add.Tensor`."""
+        return base_op(self.op_type)
+
+    def rename_inputs(self, names: Mapping[str, str]) -> OpNode:
+        """This node reading `names[x]` wherever it read `x`."""
+        if not any(x in names for x in self.inputs):
+            return self
+        return replace(self, inputs=tuple(names.get(x, x) for x in self.inputs))
+
+
+@dataclass
+class IRGraph:
+    """A static-shape dataflow graph in topological order.
+
+    Attributes:
+        tensors: Every tensor by name.
+        outputs: Tensors that the graph returns; a pass may replace them.
+        output_names: The names under which they are returned, unique and never changed.
+        weights: Weight tensor name → how it is made from the checkpoint.
+        constants: Constant tensor name → its value, known at compile time.
+        native_dtype: The float dtype of the model that this graph is a part of; empty for a whole model.
+    """
+
+    name: str
+    nodes: list[OpNode]
+    tensors: dict[str, TensorSpec]
+    inputs: list[str]
+    outputs: list[str]
+    output_names: list[str]
+    weights: dict[str, WeightTransformRecipe]
+    constants: dict[str, np.ndarray]
+    native_dtype: str = ""
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.tensors[name]
+
+    def producers(self) -> dict[str, OpNode]:
+        """Tensor name → the node that makes it."""
+        return {out: node for node in self.nodes for out in node.outputs}
+
+    def consumers(self) -> dict[str, list[OpNode]]:
+        """Tensor name → the nodes that read it, in order, once per node."""
+        users: dict[str, list[OpNode]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                users.setdefault(name, []).append(node)
+        return users
+
+    def with_nodes(self, nodes: list[OpNode], tensors: Mapping[str, TensorSpec] | None = None) -> IRGraph:
+        """A copy with other nodes and, where given, further or changed tensors."""
+        merged = {**self.tensors, **tensors} if tensors else self.tensors
+        return replace(self, nodes=nodes, tensors=merged)
+
+    def __iter__(self) -> Iterator[OpNode]:
+        return iter(self.nodes)
+
+
+@cache
+def base_op(op_type: str) -> str:
+    """`aten.add` of `aten.add.Tensor`; other names unchanged, but for the built-in `getitem`."""
+    if op_type == "<built-in function getitem>":
+        return "getitem"
+    if op_type.startswith("aten."):
+        return ".".join(op_type.split(".")[:2])
+    return op_type
+
+
+def unique_name(stem: str, taken: Iterable[str]) -> str:
+    taken = taken if isinstance(taken, (set, dict, frozenset)) else set(taken)
+    if stem not in taken:
+        return stem
+    suffix = 1
+    while f"{stem}__{suffix}" in taken:
+        suffix += 1
+    return f"{stem}__{suffix}"
+
+
+def unique_names(names: list[str]) -> list[str]:
+    result: list[str] = []
+    for name in names:
+        result.append(unique_name(name, result))
+    return result

@@ -1,0 +1,36 @@
+"""Print a graph as text, one node a line; what the tests of passes compare."""
+
+from __future__ import annotations
+
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+
+
+def print_graph(graph: IRGraph, *, types: bool = True) -> str:
+    """`%out: f16[1, 8] = aten.relu(%x)`, with attributes in braces; `types=False` leaves shapes out."""
+
+    def tensor(name: str) -> str:
+        return f"%{name}: {_type(graph.tensors[name])}" if types else f"%{name}"
+
+    lines = [f"graph {graph.name}({', '.join(tensor(name) for name in graph.inputs)})"]
+    lines += [f"  weight {tensor(name)} = {recipe}" for name, recipe in graph.weights.items()]
+    lines += [f"  constant {tensor(name)}" for name in graph.constants]
+    for node in graph.nodes:
+        outputs = ", ".join(tensor(name) for name in node.outputs) or "()"
+        lines.append(f"  {outputs} = {_call(node)}")
+    lines.append(f"  return {', '.join(f'%{name}' for name in graph.outputs)}")
+    return "\n".join(lines)
+
+
+def _call(node: OpNode) -> str:
+    inputs = ", ".join(f"%{name}" for name in node.inputs)
+    attrs = ", ".join(f"{key}={value}" for key, value in sorted(node.attrs.items()) if not key.startswith("_"))
+    return f"{node.base}({inputs})" + (f" {{{attrs}}}" if attrs else "")
+
+
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+
+
+def _type(spec: TensorSpec) -> str:
+    dtype = spec.storage or spec.dtype
+    text = _SHORT.get(dtype, dtype) + str(list(spec.shape))
+    return f"{text} in {list(spec.alloc_shape)}" if spec.alloc_shape else text

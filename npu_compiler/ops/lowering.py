@@ -1,0 +1,171 @@
+"""`Lowering`: what an op's lowering function is handed to turn its node into kernel calls and views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from npu_compiler.graph.dtypes import saturate
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.target import CodegenTarget
+from npu_compiler.program.views import MAX_RANK, Shape, View, collapse, contiguous_strides
+
+
+@dataclass
+class Lowering:
+    """State of one walk over the graph.
+
+    Attributes:
+        views: Tensor name → where its elements are.
+        allocs: Buffer name → (shape in memory, storage dtype), for buffers made by calls.
+    """
+
+    graph: IRGraph
+    target: CodegenTarget
+    views: dict[str, View] = field(default_factory=dict)
+    allocs: dict[str, tuple[Shape, str]] = field(default_factory=dict)
+    calls: list[KernelCall] = field(default_factory=list)
+    node: OpNode | None = None
+
+    def view(self, name: str) -> View:
+        return self.views[name]
+
+    def spec(self, name: str) -> TensorSpec:
+        return self.graph.tensors[name]
+
+    def alias(self, name: str, view: View) -> None:
+        """Let a tensor be a view of what exists: costs nothing at run time."""
+        self.views[name] = view
+
+    def output(self, index: int = 0, order: Sequence[int] | None = None) -> View:
+        """A new buffer for the node's output, channel-padded if layout says so.
+
+        Args:
+            order: Dimensions from outermost to innermost in memory, where another order than the shape's lets the
+                next ops read it without a copy.
+        """
+        assert self.node is not None
+        name = self.node.outputs[index]
+        spec = self.spec(name)
+        view = self._allocate(name, spec.shape, spec.storage, spec.alloc_shape, order)
+        self.views[name] = view
+        return view
+
+    def temp(self, shape: Shape, dtype: str) -> View:
+        """A buffer for a value between two calls of the same node."""
+        assert self.node is not None
+        return self._allocate(self._fresh(f"{self.node.name}.tmp"), shape, dtype, None, None)
+
+    def _allocate(
+        self, name: str, shape: Shape, dtype: str, alloc_shape: Shape | None, order: Sequence[int] | None
+    ) -> View:
+        memory = alloc_shape or shape
+        if order is None:
+            strides = contiguous_strides(memory)
+        else:
+            packed = contiguous_strides([memory[d] for d in order])
+            strides = tuple(packed[list(order).index(d)] for d in range(len(shape)))
+            memory = tuple(memory[d] for d in order)
+        self.allocs[name] = (memory, dtype)
+        return View(name, shape, strides, 0, dtype)
+
+    def _fresh(self, stem: str) -> str:
+        index = 0
+        while f"{stem}{index}" in self.allocs:
+            index += 1
+        return f"{stem}{index}"
+
+    def emit(
+        self,
+        kernel: str,
+        inputs: Sequence[View],
+        outputs: Sequence[View],
+        params: Mapping[str, Any] | None = None,
+        flops: int = 0,
+        source: str | None = None,
+        bytes_moved: int | None = None,
+    ) -> None:
+        """Append a call; one that writes no element is dropped.
+
+        Args:
+            bytes_moved: Where the kernel touches only part of a view (a row of a table): the bytes that it does touch.
+        """
+        assert self.node is not None
+        if all(view.numel == 0 for view in outputs):
+            return
+        if source is None:
+            kernel, source = self.target.fused_kernel(kernel)
+        if bytes_moved is None:
+            bytes_moved = sum(distinct_bytes(view) for view in (*inputs, *outputs))
+        views = (tuple(inputs), tuple(outputs))
+        self.calls.append(KernelCall(kernel, source, *views, dict(params or {}), self.node.name, flops, bytes_moved))
+
+    def elementwise(
+        self, op: str, operands: Sequence[View | float | int | bool], out: View, params: Mapping[str, Any] | None = None
+    ) -> None:
+        """Append an element-wise call; tensors broadcast to the output's shape, scalars become parameters."""
+        inputs = [x.expand(out.shape) for x in operands if isinstance(x, View)]
+        scalars = [
+            None if isinstance(x, View) else saturate(float(x), out.dtype) if isinstance(x, float) else x
+            for x in operands
+        ]
+        dense = all(view.is_contiguous for view in (*inputs, out))
+        stem = op if all(x is None for x in scalars) else f"{op}_scalar"
+        name, source = self.target.elementwise_kernel(f"{stem}_kernel" if dense else f"{stem}_broadcast_kernel")
+        merged = {"op": op, "scalars": scalars, **ELEMENTWISE[op].attrs, **(params or {})}
+        self.emit(name, inputs, [out], merged, flops=out.numel, source=source)
+
+    def copy(self, source: View, out: View) -> None:
+        """Copy elements (same shape, broadcast allowed), converting the dtype; slice by slice beyond MAX_RANK."""
+        source = source.expand(out.shape)
+        dims, _ = collapse(out.shape, source.strides, out.strides)
+        if len(dims) > MAX_RANK:
+            dim = min((dim for dim, size in enumerate(out.shape) if size > 1), key=out.shape.__getitem__)
+            for index in range(out.shape[dim]):
+                self.copy(source.select(dim, index), out.select(dim, index))
+            return
+        self.elementwise("copy", [source], out)
+
+    def contiguous(self, view: View) -> View:
+        """The view itself if it is row-major without gaps, else a packed copy."""
+        if view.is_contiguous:
+            return view
+        packed = self.temp(view.shape, view.dtype)
+        self.copy(view, packed)
+        return packed
+
+    def inner_contiguous(self, view: View, dims: int = 1) -> View:
+        """The view itself if its last `dims` dimensions are packed, else a packed copy."""
+        inner = replace(view, shape=view.shape[view.rank - dims :], strides=view.strides[view.rank - dims :])
+        return view if inner.is_contiguous and 0 not in inner.strides else self.contiguous(view)
+
+    def reshaped(self, view: View, shape: Shape) -> View:
+        """The view under another shape; copies only where strides cannot express it."""
+        direct = view.reshape(shape)
+        if direct is None:
+            packed = self.temp(view.shape, view.dtype)
+            self.copy(view, packed)
+            direct = packed.reshape(shape)
+            assert direct is not None
+        return direct
+
+    def cast(self, view: View, dtype: str) -> View:
+        """The view itself if it is stored in that dtype, else a converted copy."""
+        if view.dtype == dtype:
+            return view
+        converted = self.temp(view.shape, dtype)
+        self.copy(view, converted)
+        return converted
+
+    def finish(self, view: View, index: int = 0) -> None:
+        """Make a view the node's output: an alias if it has the right storage dtype, else a converting copy."""
+        assert self.node is not None
+        name = self.node.outputs[index]
+        spec = self.spec(name)
+        if view.dtype == spec.storage and view.shape == spec.shape:
+            self.alias(name, view)
+        else:
+            self.copy(self.reshaped(view, spec.shape), self.output(index))

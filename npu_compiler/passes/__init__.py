@@ -1,0 +1,1 @@
+"""Rewrites of the graph, a file each: plain functions `IRGraph → IRGraph`."""

@@ -1,0 +1,28 @@
+"""Compute equal nodes once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from npu_compiler.graph.model import IRGraph, OpNode
+
+_IMPURE = ("rand", "bernoulli", "multinomial", "normal", "dropout")
+
+
+def eliminate_common_subexpressions(graph: IRGraph) -> IRGraph:
+    """Compute equal nodes once: exported masks and position chains repeat in every layer."""
+    seen: dict[Any, OpNode] = {}
+    renamed: dict[str, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        node = node.rename_inputs(renamed)
+        dtypes = tuple(graph.tensors[out].dtype for out in node.outputs)
+        key = (node.op_type, node.inputs, repr(sorted(node.attrs.items())), dtypes)
+        twin = seen.get(key)
+        if twin is None or any(word in node.op_type for word in _IMPURE):
+            seen[key] = node
+            nodes.append(node)
+        else:
+            renamed.update(zip(node.outputs, twin.outputs, strict=True))
+    return replace(graph, nodes=nodes, outputs=[renamed.get(name, name) for name in graph.outputs])

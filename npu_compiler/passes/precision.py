@@ -1,0 +1,129 @@
+"""Decide each tensor's storage dtype.
+
+A model whose weights are 16-bit says itself where it wants float32, so its float32 tensors stay float32. A float32
+model compiled for 16 bits says nothing; there, what is computed from integers and constants alone (positions, rotary
+angles, masks) stays float32, because a position of 3000 has no 16-bit float; all else takes the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from npu_compiler.errors import NPUError
+from npu_compiler.graph.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT32_MAX, INT_DTYPES
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+
+_INDEXING = frozenset({"aten.embedding", "aten.index_select", "aten.gather", "aten.index"})
+_ALONG_DIM = frozenset({"aten.index_copy", "npu.index_copy_pair", "aten.index_select", "aten.gather"})
+
+
+def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
+    """bfloat16 where the weights (or, without weights, the inputs) are bfloat16, else float16.
+
+    Raises:
+        NPUError: `requested` is not a compute dtype.
+    """
+    if requested is not None:
+        if requested not in COMPUTE_DTYPES:
+            raise NPUError(f"unknown compute dtype '{requested}'; choose one of {', '.join(COMPUTE_DTYPES)}")
+        return requested
+    return "bfloat16" if native_dtype(graph) == "bfloat16" else "float16"
+
+
+def native_dtype(graph: IRGraph) -> str:
+    """The float dtype that holds most of the model's weights (of its inputs and nodes, where it has none)."""
+    if graph.native_dtype:
+        return graph.native_dtype
+    sizes: Counter[str] = Counter()
+    for names in (graph.weights, graph.inputs, graph.tensors):
+        for name in names:
+            spec = graph.tensors[name]
+            if spec.dtype in FLOAT_DTYPES:
+                sizes[spec.dtype] += spec.numel
+        if sizes:
+            return sizes.most_common(1)[0][0]
+    return "float32"
+
+
+def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
+    """Fill in `TensorSpec.storage` for every tensor, splitting a weight that is needed in two dtypes."""
+    native = native_dtype(graph)
+    if native in HALF_DTYPES or compute_dtype == "float32":
+        narrow = {name for name, spec in graph.tensors.items() if spec.dtype in HALF_DTYPES}
+    else:
+        graph, wide = _split_wide_weights(graph)
+        narrow = {name for name in graph.tensors if name not in wide}
+    tensors = {
+        name: replace(spec, storage=_storage(spec.dtype, compute_dtype if name in narrow else "float32"))
+        for name, spec in graph.tensors.items()
+    }
+    return replace(graph, tensors=_with_index_bounds(graph, tensors))
+
+
+def _storage(dtype: str, float_dtype: str) -> str:
+    if dtype in FLOAT_DTYPES:
+        return float_dtype
+    return "int32" if dtype in INT_DTYPES else dtype
+
+
+def _is_wide(node: OpNode, graph: IRGraph, wide: set[str], neutral: set[str]) -> bool:
+    """Whether a float result is made of integers, constants and wide tensors only (weights may take part)."""
+    if node.base in _INDEXING and node.inputs[0] not in wide:
+        return False
+    if node.op_type.startswith("npu.scale_shift"):
+        return False
+    floats = [name for name in node.inputs if graph.tensors[name].dtype in FLOAT_DTYPES]
+    if any(name not in wide and name not in neutral for name in floats):
+        return False
+    return not floats or any(name in wide for name in floats)
+
+
+def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
+    """The wide tensors of a float32 model. A weight read by both kinds of node is loaded twice, once in each dtype."""
+    wide = {name for name in graph.constants if graph.tensors[name].dtype in FLOAT_DTYPES}
+    wide |= {name for name in graph.inputs if graph.tensors[name].storage == "float32"}
+    neutral = {name for name in graph.weights if graph.tensors[name].dtype in FLOAT_DTYPES}
+    float64 = {name for name, spec in graph.tensors.items() if spec.dtype == "float64"}
+    wide_nodes = set()
+    for node in graph.nodes:
+        if _is_wide(node, graph, wide, neutral):
+            wide_nodes.add(node.name)
+            wide.update(out for out in node.outputs if graph.tensors[out].dtype in FLOAT_DTYPES)
+    tensors, weights = dict(graph.tensors), dict(graph.weights)
+    consumers = graph.consumers()
+    renames: dict[str, dict[str, str]] = {}
+    for name in sorted(neutral):
+        users = [node for node in consumers.get(name, []) if node.name in wide_nodes]
+        scale_shift = [
+            n for n in consumers.get(name, []) if n.op_type.startswith("npu.scale_shift") and n.inputs[0] != name
+        ]
+        if len(users) + len(scale_shift) == len(consumers.get(name, [])) and (users or scale_shift):
+            wide.add(name)
+        elif users:
+            copy = unique_name(f"{name}.float32", tensors)
+            tensors[copy], weights[copy] = replace(tensors[name], name=copy), weights[name]
+            wide.add(copy)
+            for node in users:
+                renames.setdefault(node.name, {})[name] = copy
+    nodes = [node.rename_inputs(renames.get(node.name, {})) for node in graph.nodes]
+    return replace(graph, nodes=nodes, tensors=tensors, weights=weights), wide | float64
+
+
+def _with_index_bounds(graph: IRGraph, tensors: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Note on each integer input the range that the op reading it as an index allows."""
+    bounds: dict[str, tuple[int, int]] = {}
+    inputs = set(graph.inputs)
+    for node in graph.nodes:
+        if node.base == "aten.embedding":
+            source, limit = node.inputs[1], tensors[node.inputs[0]].shape[0]
+            low = 0
+        elif node.base in _ALONG_DIM and tensors[node.inputs[0]].shape:
+            source, limit = node.inputs[1], tensors[node.inputs[0]].shape[node.attrs["dim"]]
+            low = 0
+        else:
+            continue
+        if source in inputs:
+            known = bounds.get(source, (0, INT32_MAX))
+            bounds[source] = (max(known[0], low), min(known[1], limit - 1))
+    return {name: replace(spec, bounds=bounds[name]) if name in bounds else spec for name, spec in tensors.items()}

@@ -1,0 +1,93 @@
+"""Assign arena offsets: buffers whose lifetimes do not overlap share memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+
+
+def plan_memory(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
+    """Fill in lifetimes and offsets of every arena buffer, and the arena's size in bytes.
+
+    Largest buffers are placed first, each at the lowest offset that is free throughout its lifetime (greedy by size;
+    Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). An element-wise call may
+    write over an input that dies with it.
+    """
+    lifetimes = _lifetimes(plan.calls)
+    buffers = {}
+    for name, buffer in plan.buffers.items():
+        first, last = lifetimes.get(name, (-1, -1))
+        buffers[name] = replace(buffer, first_use=first, last_use=last)
+    arena = sorted(
+        (b for b in buffers.values() if b.kind == "arena"), key=lambda b: (-b.size_bytes, b.first_use, b.name)
+    )
+    reuse = _in_place_pairs(plan.calls, buffers)
+    placed: list[BufferAllocation] = []
+    for buffer in arena:
+        offset = _lowest_free_offset(buffer, placed, reuse, alignment)
+        placed.append(replace(buffer, offset=offset))
+    buffers.update({buffer.name: buffer for buffer in placed})
+    size = max((buffer.offset + buffer.size_bytes for buffer in placed), default=0)
+    return replace(plan, buffers=buffers, arena_bytes=-(-size // alignment) * alignment)
+
+
+def _lifetimes(calls: list[KernelCall]) -> dict[str, tuple[int, int]]:
+    lifetimes: dict[str, tuple[int, int]] = {}
+    for index, call in enumerate(calls):
+        for view in (*call.inputs, *call.outputs):
+            first, _ = lifetimes.get(view.buffer, (index, index))
+            lifetimes[view.buffer] = (first, index)
+    return lifetimes
+
+
+def _in_place_pairs(calls: list[KernelCall], buffers: dict[str, BufferAllocation]) -> set[tuple[str, str]]:
+    """(dying input, new output) pairs of element-wise calls whose elements line up byte for byte."""
+    pairs = set()
+    for index, call in enumerate(calls):
+        if "op" not in call.params or len(call.outputs) != 1:
+            continue
+        out = call.outputs[0]
+        made = buffers[out.buffer]
+        if made.kind != "arena" or made.first_use != index:
+            continue
+        for view in call.inputs:
+            source = buffers[view.buffer]
+            aligned = (view.strides, view.offset, view.dtype, view.shape) == (
+                out.strides,
+                out.offset,
+                out.dtype,
+                out.shape,
+            )
+            if source.kind == "arena" and source.last_use == index and aligned:
+                others = sum(other.buffer == view.buffer for other in call.inputs)
+                if others == 1 and source.size_bytes == made.size_bytes:
+                    pairs.add((view.buffer, out.buffer))
+    return pairs
+
+
+def _overlap(a: BufferAllocation, b: BufferAllocation) -> bool:
+    return a.first_use <= b.last_use and b.first_use <= a.last_use
+
+
+def _lowest_free_offset(
+    buffer: BufferAllocation, placed: list[BufferAllocation], reuse: set[tuple[str, str]], alignment: int
+) -> int:
+    """The partner of an in-place pair must share its partner's offset exactly, or not touch it at all."""
+    rivals = [other for other in placed if _overlap(buffer, other)]
+    for partner in rivals:
+        if {(partner.name, buffer.name), (buffer.name, partner.name)} & reuse:
+            others = [other for other in rivals if other is not partner]
+            if all(_disjoint(partner.offset, buffer.size_bytes, other) for other in others):
+                return partner.offset
+    offset = 0
+    for other in sorted(rivals, key=lambda rival: rival.offset):
+        if offset + buffer.size_bytes <= other.offset:
+            break
+        offset = max(offset, -(-(other.offset + other.size_bytes) // alignment) * alignment)
+    return offset
+
+
+def _disjoint(offset: int, size: int, other: BufferAllocation) -> bool:
+    return offset + size <= other.offset or other.offset + other.size_bytes <= offset

@@ -1,0 +1,85 @@
+"""`ExecutionPlan`: calls, buffers and weights, as code generation makes them and a program keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.graph.model import TensorSpec
+from npu_compiler.graph.weight_recipe import WeightTransformRecipe
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
+
+BufferKind = Literal["input", "weight", "constant", "persistent", "arena", "output"]
+
+
+@dataclass(frozen=True)
+class BufferAllocation:
+    """Where a buffer lives and how long.
+
+    Attributes:
+        alloc_shape: Shape in memory, channel padding included.
+        offset: Byte offset in the arena (kind `arena` only).
+        first_use, last_use: Index of the first and last kernel call that touches it (-1: before the first).
+        donor: For an output that is an input updated in place: the input's name.
+    """
+
+    name: str
+    kind: BufferKind
+    alloc_shape: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+    first_use: int = -1
+    last_use: int = -1
+    donor: str | None = None
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no call of a run writes it."""
+        return self.kind in ("weight", "constant", "persistent")
+
+    @property
+    def size_bytes(self) -> int:
+        count = 1
+        for size in self.alloc_shape:
+            count *= size
+        return count * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight of the program: its spec in device memory and how it is made from the checkpoint."""
+
+    spec: TensorSpec
+    recipe: WeightTransformRecipe
+    source_shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class ExecutionPlan:
+    """Everything that codegen and the memory planner decided, before it is sealed into a program.
+
+    Attributes:
+        prologue: Calls that read only weights and constants: run once per set of weights.
+        calls: The calls of every run, in order.
+        donations: Output name → the input whose buffer it updates in place.
+        unused_weights: `state_dict` keys that the model has but the program does not need.
+        sources: Source text by the name that calls give as their `source`, for targets that generate kernels.
+    """
+
+    prologue: list[KernelCall]
+    calls: list[KernelCall]
+    buffers: dict[str, BufferAllocation]
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
+    output_views: dict[str, View]
+    weights: dict[str, WeightSpec]
+    constants: dict[str, np.ndarray]
+    donations: dict[str, str]
+    arena_bytes: int = 0
+    unused_weights: tuple[str, ...] = ()
+    sources: dict[str, str] = field(default_factory=dict)

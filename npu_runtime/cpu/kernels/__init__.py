@@ -1,0 +1,18 @@
+"""The CPU device's kernels: what each means, in torch, and which native one takes over (`accelerated`)."""
+
+from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
+from npu_runtime.cpu.kernels.accelerated import native_launch
+from npu_runtime.cpu.kernels.registry import CPU_KERNELS, reference_launch
+
+__all__ = [
+    "CPU_KERNELS",
+    "conv",
+    "elementwise",
+    "indexing",
+    "matmul",
+    "native_launch",
+    "reductions",
+    "reference_launch",
+    "tensor",
+    "transformer",
+]

@@ -1,0 +1,253 @@
+"""Which native kernel, if any, takes a call over from its torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from npu_compiler.program.kernels import KernelCall
+from npu_runtime.backend import Operand
+from npu_runtime.cpu import native
+from npu_runtime.cpu.kernels.registry import Params, Tensors
+from npu_runtime.cpu.native import NativeLaunch
+from npu_runtime.cpu.native import conv as native_conv
+
+
+@dataclass(frozen=True)
+class BoundCall:
+    """A call with its operands as tensors; `operands` tell which of the inputs are constant."""
+
+    params: Params
+    inputs: Tensors
+    outputs: Tensors
+    operands: Sequence[Operand]
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self.outputs[0]
+
+    def is_constant(self, index: int) -> bool:
+        return self.operands[index].is_constant
+
+    def prepared(self, index: int, kind: str, make: Callable[[torch.Tensor], Any]) -> Any:
+        """A constant input in a kernel's own layout, made once per buffer and view, however many calls share it."""
+        operand = self.operands[index]
+        view = operand.view
+        key = (kind, view.shape, view.strides, view.offset)
+        cache = operand.memory.prepared
+        if key not in cache:
+            cache[key] = make(self.inputs[index])
+        return cache[key]
+
+    def optional(self, flags: Sequence[str], first: int) -> list[int | None]:
+        """Input positions of optional operands, which follow the fixed ones in order when their flag is set."""
+        positions: list[int | None] = []
+        for flag in flags:
+            positions.append(first if self.params[flag] else None)
+            first += bool(self.params[flag])
+        return positions
+
+    def at(self, position: int | None) -> torch.Tensor | None:
+        return None if position is None else self.inputs[position]
+
+
+Accelerator: TypeAlias = Callable[[BoundCall], NativeLaunch | None]
+_ACCELERATORS: dict[str, Accelerator] = {}
+
+
+def native_launch(
+    call: KernelCall, operands: Sequence[Operand], inputs: Tensors, outputs: Tensors
+) -> NativeLaunch | None:
+    """The call prepared on a native kernel, or None where there is none for its shapes and dtypes."""
+    accelerate = _ACCELERATORS.get(call.params["op"] if "op" in call.params else call.kernel)
+    if accelerate is None or not native.available():
+        return None
+    return accelerate(BoundCall(call.params, inputs, outputs, operands))
+
+
+def _accelerates(*kernels: str) -> Callable[[Accelerator], Accelerator]:
+    def add(function: Accelerator) -> Accelerator:
+        _ACCELERATORS.update(dict.fromkeys(kernels, function))
+        return function
+
+    return add
+
+
+@_accelerates("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
+def _linear(call: BoundCall) -> NativeLaunch | None:
+    bias, residual = call.optional(("has_bias", "has_residual"), 2)
+    if bias is not None and not call.is_constant(bias):
+        return None
+    if not call.is_constant(1):
+        plain = bias is None and residual is None and call.params["activation"] == "none"
+        return native.matmul(call.inputs[0], call.inputs[1].t(), call.out) if plain else None
+    if call.inputs[0].dtype != call.inputs[1].dtype or call.out.shape[0] == 0:
+        return None
+    weight = call.prepared(1, "linear", native.pack_linear_weight)
+    if weight is None:
+        return None
+    return native.linear(call.inputs[0], weight, call.at(bias), call.at(residual), call.params["activation"], call.out)
+
+
+@_accelerates("gated_matmul_vec_kernel")
+def _gated_linear(call: BoundCall) -> NativeLaunch | None:
+    (bias,) = call.optional(("has_bias",), 2)
+    if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
+        return None
+    weight = call.prepared(1, "linear", native.pack_linear_weight)
+    if weight is None:
+        return None
+    return native.gated_linear(call.inputs[0], weight, call.at(bias), call.params["activation"], call.out)
+
+
+@_accelerates("batched_matmul_kernel")
+def _matmul(call: BoundCall) -> NativeLaunch | None:
+    return native.matmul(call.inputs[0], call.inputs[1], call.out) if call.params["scale"] == 1.0 else None
+
+
+@_accelerates("attention_kernel")
+def _attention(call: BoundCall) -> NativeLaunch | None:
+    q, k, v, *mask = call.inputs
+    return native.attention(
+        q, k, v, mask[0] if mask else None, bool(call.params["causal"]), call.params["scale"], call.out
+    )
+
+
+@_accelerates("rmsnorm_kernel")
+def _rms_norm(call: BoundCall) -> NativeLaunch | None:
+    weight = call.inputs[1] if call.params["has_weight"] else None
+    return native.rms_norm(call.inputs[0], weight, call.params["eps"], call.params["weight_offset"], call.out)
+
+
+@_accelerates("layernorm_kernel")
+def _layer_norm(call: BoundCall) -> NativeLaunch | None:
+    weight, bias = call.optional(("has_weight", "has_bias"), 1)
+    return native.layer_norm(call.inputs[0], call.at(weight), call.at(bias), call.params["eps"], call.out)
+
+
+@_accelerates("softmax_kernel")
+def _softmax(call: BoundCall) -> NativeLaunch | None:
+    return native.softmax(call.inputs[0], call.params["scale"], call.out)
+
+
+@_accelerates("rope_kernel")
+def _rope(call: BoundCall) -> NativeLaunch | None:
+    x, cos, sin = call.inputs
+    return native.rope(x, cos, sin, call.out)
+
+
+@_accelerates("embedding_kernel")
+def _embedding(call: BoundCall) -> NativeLaunch | None:
+    table, ids = call.inputs
+    return native.embedding(ids, table, call.out) if call.params["checked"] else None
+
+
+@_accelerates("index_copy_kernel")
+def _index_copy(call: BoundCall) -> NativeLaunch | None:
+    index, source = call.inputs
+    return native.index_copy(call.out, call.params["dim"], index, source) if call.params["checked"] else None
+
+
+@_accelerates("index_copy_pair_kernel")
+def _index_copy_pair(call: BoundCall) -> NativeLaunch | None:
+    index, *sources = call.inputs
+    if not call.params["checked"]:
+        return None
+    return native.index_copy_pair(call.outputs, call.params["dim"], index, sources)
+
+
+@_accelerates("copy")
+def _copy(call: BoundCall) -> NativeLaunch | None:
+    if not call.inputs:
+        return None
+    source = call.inputs[0]
+    return native.copy(source, call.out) if source.dtype == call.out.dtype else native.cast(source, call.out)
+
+
+def _two_tensors(call: BoundCall) -> bool:
+    return len(call.inputs) == 2 and call.params.get("alpha", 1) == 1
+
+
+@_accelerates("add")
+def _add(call: BoundCall) -> NativeLaunch | None:
+    return native.add(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
+
+
+@_accelerates("mul")
+def _mul(call: BoundCall) -> NativeLaunch | None:
+    return native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
+
+
+_ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_erf": "gelu", "gelu_tanh": "gelu_tanh"}
+
+
+@_accelerates(*_ACTIVATIONS)
+def _activation(call: BoundCall) -> NativeLaunch | None:
+    return native.activation(_ACTIVATIONS[call.params["op"]], call.inputs[0], call.out)
+
+
+_GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
+
+
+@_accelerates(*_GATES)
+def _gated(call: BoundCall) -> NativeLaunch | None:
+    gate, up = call.inputs
+    return native.activation_mul(_GATES[call.params["op"]], gate, up, call.out)
+
+
+def _quad(values: Sequence[int]) -> tuple[int, int, int, int]:
+    first, second, third, fourth = values
+    return first, second, third, fourth
+
+
+def _pair(values: Sequence[int]) -> tuple[int, int]:
+    first, second = values
+    return first, second
+
+
+@_accelerates("conv2d_kernel")
+def _conv2d(call: BoundCall) -> NativeLaunch | None:
+    params = call.params
+    bias, residual = call.optional(("has_bias", "has_residual"), 2)
+    if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
+        return None
+    if params["activation"] not in native_conv.ACTIVATIONS:
+        return None
+    weight = call.prepared(1, f"conv{params['groups']}", lambda w: native_conv.pack_conv_weight(w, params["groups"]))
+    return native_conv.conv2d(
+        call.inputs[0], weight, call.at(bias), call.at(residual), params["activation"], _pair(params["stride"]),
+        _quad(params["padding"]), _pair(params["dilation"]), params["groups"], call.out,
+    )
+
+
+@_accelerates("max_pool2d_kernel")
+def _max_pool(call: BoundCall) -> NativeLaunch | None:
+    params = call.params
+    padding = _pool_padding(call)
+    return native_conv.max_pool2d(
+        call.inputs[0], _pair(params["window"]), _pair(params["stride"]), padding, _pair(params["dilation"]), call.out
+    )
+
+
+@_accelerates("avg_pool2d_kernel")
+def _avg_pool(call: BoundCall) -> NativeLaunch | None:
+    params = call.params
+    if params["ceil_mode"]:
+        return None
+    return native_conv.avg_pool2d(
+        call.inputs[0], _pair(params["window"]), _pair(params["stride"]), _pool_padding(call), call.out,
+        bool(params["count_include_pad"]), params["divisor"] or None,
+    )
+
+
+@_accelerates("adaptive_avg_pool2d_kernel")
+def _adaptive_avg_pool(call: BoundCall) -> NativeLaunch | None:
+    return native_conv.global_avg_pool2d(call.inputs[0], call.out) if call.out.shape[2:] == (1, 1) else None
+
+
+def _pool_padding(call: BoundCall) -> tuple[int, int, int, int]:
+    top, left = call.params["padding"]
+    return top, top, left, left

@@ -1,0 +1,65 @@
+"""Element-wise kernels: one function, driven by the compiler's table of element-wise ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from npu_compiler.ops import ELEMENTWISE
+from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
+
+HALVES = (torch.float16, torch.bfloat16)
+
+_COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
+    "npu.copy": lambda x: x,
+    "npu.gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "npu.elu": lambda x, alpha, scale, input_scale: torch.where(
+        x > 0, scale * x, scale * alpha * torch.expm1(x * input_scale)
+    ),
+    "npu.prelu": lambda x, weight: torch.where(x > 0, x, x * weight),
+    "npu.trunc_divide": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "npu.lerp": lambda a, b, weight: torch.lerp(a, b, weight),
+    "npu.clamp_min": lambda a, low: torch.clamp(a, min=low),
+    "npu.clamp_max": lambda a, high: torch.clamp(a, max=high),
+    "npu.glu": lambda a, b: a * torch.sigmoid(b),
+    "npu.silu_mul": lambda a, b: F.silu(a) * b,
+    "npu.gelu_mul": lambda a, b: F.gelu(a) * b,
+    "npu.gelu_tanh_mul": lambda a, b: F.gelu(a, approximate="tanh") * b,
+    "npu.add_relu": lambda a, b: torch.relu(a + b),
+    "npu.scale_shift": lambda x, scale, shift: x * scale + shift,
+}
+_TENSOR_ONLY = frozenset({"maximum", "minimum", "atan2", "logical_and", "logical_or", "logical_xor", "fmod", "lerp"})
+
+
+@functools.cache
+def torch_function(op: str) -> Callable[..., torch.Tensor]:
+    """The torch function that an element-wise op names."""
+    dotted = ELEMENTWISE[op].torch
+    if dotted in _COMPOSED:
+        return _COMPOSED[dotted]
+    value: object = torch
+    for part in dotted.split(".")[1:]:
+        value = getattr(value, part)
+    return value  # type: ignore[return-value]
+
+
+@cpu_kernel("elementwise")
+def elementwise(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """out = op(operands…), in float32 wherever a 16-bit float takes part, rounded once."""
+    op, out = params["op"], outputs[0]
+    remaining = iter(inputs)
+    operands = [next(remaining) if scalar is None else scalar for scalar in params["scalars"]]
+    if op == "copy":
+        out.copy_(operands[0]) if isinstance(operands[0], torch.Tensor) else out.fill_(operands[0])
+        return
+    tensors = [to_float(x) if isinstance(x, torch.Tensor) else x for x in operands]
+    if op in _TENSOR_ONLY or not any(isinstance(x, torch.Tensor) for x in tensors):
+        tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in tensors]
+    attrs = {name: params[name] for name in ELEMENTWISE[op].attrs}
+    result = torch_function(op)(*tensors, **attrs)
+    if out.dtype in HALVES and result.dtype == torch.float64:
+        result = result.float()
+    out.copy_(result)

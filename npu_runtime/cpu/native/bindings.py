@@ -1,0 +1,126 @@
+"""Loads the compiled kernels and wraps them as prepared launches."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from npu_runtime.cpu.native.build import library_path
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class View(ctypes.Structure):
+    """A strided operand as the kernels see it (`View` in kernel.h)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int64),
+        ("size", ctypes.c_int64 * 4),
+        ("stride", ctypes.c_int64 * 4),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [("fn", ctypes.c_void_p), ("args", ctypes.c_void_p)]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded kernels, or None where they cannot be built (`build.failure_reason` tells why)."""
+    path = library_path()
+    if path is None:
+        return None
+    loaded = ctypes.CDLL(str(path))
+    loaded.npu_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    loaded.npu_run.restype = None
+    loaded.npu_num_threads.restype = ctypes.c_int64
+    return loaded
+
+
+def available() -> bool:
+    """Whether native kernels can be prepared in this process."""
+    return library() is not None
+
+
+def num_threads() -> int:
+    """How many threads the kernels use; 0 without native kernels."""
+    loaded = library()
+    return 0 if loaded is None else loaded.npu_num_threads()
+
+
+@functools.cache
+def _kernel(name: str, args_type: type[ctypes.Structure]) -> Any:
+    loaded = library()
+    size = getattr(loaded, f"npu_{name}_args_size")
+    size.restype = ctypes.c_int64
+    if size() != ctypes.sizeof(args_type):
+        raise TypeError(f"{args_type.__name__} does not match the argument block of kernel {name!r}")
+    function = getattr(loaded, f"npu_{name}")
+    function.argtypes = [ctypes.c_void_p]
+    function.restype = None
+    return function
+
+
+def operand(tensor: torch.Tensor | None) -> View:
+    """Describes a tensor of up to four dimensions; the tensor's storage must stay where it is."""
+    if tensor is None:
+        return View()
+    missing = 4 - tensor.dim()
+    if missing < 0:
+        raise ValueError(f"operands have at most four dimensions, not {tensor.dim()}")
+    size = (1,) * missing + tuple(tensor.shape)
+    stride = (0,) * missing + tensor.stride()
+    return View(tensor.data_ptr(), DTYPES.get(tensor.dtype, -1), size, stride)
+
+
+class NativeLaunch:
+    """A kernel with its argument block; calling it runs the kernel on whatever the operands hold by then.
+
+    The block points into the tensors' storage, so the launch keeps them alive.
+    """
+
+    __slots__ = ("name", "args", "_keep", "_function", "_args_address")
+
+    def __init__(self, name: str, args: ctypes.Structure, keep: Sequence[object] = ()) -> None:
+        self.name = name
+        self.args = args
+        self._keep = tuple(keep)
+        self._function = _kernel(name, type(args))
+        self._args_address = ctypes.addressof(args)
+
+    def __call__(self) -> None:
+        self._function(self._args_address)
+
+    def addresses(self) -> tuple[int, int]:
+        """The kernel's and the argument block's address."""
+        return ctypes.cast(self._function, ctypes.c_void_p).value or 0, self._args_address
+
+
+class NativeSequence:
+    """Launches that run one after the other within a single foreign call."""
+
+    __slots__ = ("launches", "_table", "_run", "_table_address", "_count")
+
+    def __init__(self, launches: Iterable[NativeLaunch]) -> None:
+        self.launches = tuple(launches)
+        self._table = (_Launch * len(self.launches))(*(_Launch(*launch.addresses()) for launch in self.launches))
+        self._table_address = ctypes.addressof(self._table)
+        self._count = len(self.launches)
+        self._run: Any = getattr(library(), "npu_run", None)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self) -> None:
+        if self._count:
+            self._run(self._table_address, self._count)
+
+
+def launch(name: str, args: ctypes.Structure, *keep: object) -> NativeLaunch:
+    """Prepares kernel `name` on `args`, which point into the tensors in `keep`."""
+    return NativeLaunch(name, args, keep)

@@ -1,0 +1,1 @@
+"""The Metal device: pyobjc calls on the shaders of `metal_kernels`."""

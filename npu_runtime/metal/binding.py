@@ -1,0 +1,131 @@
+"""What a kernel call looks like to a Metal function: its constants, parameter struct and operand geometry.
+
+`metal_kernels/README.md` is the other side of this contract.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from npu_compiler.errors import DeviceError
+from npu_compiler.ops import ELEMENTWISE, KERNELS
+from npu_compiler.program.elementwise import ELEMENTWISE_DECL, elementwise_params
+from npu_compiler.program.kernels import KernelCall, KernelDecl
+from npu_compiler.program.views import MAX_RANK, View, collapse
+
+HALVES = ("float16", "bfloat16")
+_TYPES = {"float16": 0, "bfloat16": 0, "float32": 1, "int32": 2, "bool": 3}
+_MAX_ELEMENTS = 2**32  # kernels count elements in 32 bits
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A kernel call as a Metal function takes it; nothing here depends on where its operands lie.
+
+    Attributes:
+        call: The call with its views collapsed, which is what the grid is computed from.
+        operands: The view bound at each buffer index; None where an optional operand is absent.
+        params: The parameter struct, empty where the kernel has none.
+        geometry: One `Strided` per operand.
+        constants: Function constant → value.
+    """
+
+    call: KernelCall
+    operands: tuple[View | None, ...]
+    params: bytes
+    geometry: bytes
+    constants: dict[str, int]
+
+
+def bind(call: KernelCall) -> Binding:
+    """Work out everything about a call that does not depend on memory.
+
+    Raises:
+        DeviceError: no such kernel, or an operand that Metal kernels cannot address.
+    """
+    if "op" in call.params:
+        return _bind_elementwise(call)
+    if call.kernel not in KERNELS:
+        raise DeviceError(f"the Metal device has no kernel '{call.kernel}'")
+    return _binding(call, KERNELS[call.kernel], {})
+
+
+def _bind_elementwise(call: KernelCall) -> Binding:
+    """Element-wise operands walk in step, so dimensions that all of them can walk as one are merged."""
+    views = collapse_views([*call.inputs, *call.outputs])
+    if call.kernel.endswith("_broadcast_kernel"):
+        views = [_at_least_rank(view, 2) for view in views]
+    op = ELEMENTWISE[call.params["op"]]
+    scalars = [x for x in call.params["scalars"] if x is not None]
+    whole = op.integer is not None and not any(isinstance(x, float) for x in scalars)
+    integer = whole and all(view.dtype in ("int32", "bool") for view in call.inputs)
+    params = {**call.params, **elementwise_params(call.params)}
+    collapsed = replace(call, inputs=tuple(views[:-1]), outputs=(views[-1],), params=params)
+    return _binding(collapsed, ELEMENTWISE_DECL, {"integer": int(integer)})
+
+
+def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> Binding:
+    operands = decl.bind(call)
+    present = [view for view in operands if view is not None]
+    for bound in present:
+        _check_addressable(bound, call)
+    for operand, view in zip((*decl.inputs, *decl.outputs), operands, strict=True):
+        constants[f"{operand.name}_type"] = _TYPES[view.dtype] if view is not None else 0
+        if operand.optional:
+            constants[f"has_{operand.name}"] = int(view is not None)
+    try:
+        constants.update(decl.variant(call.params))
+        params = decl.pack(call.params)
+    except (KeyError, TypeError, ValueError, struct.error) as error:
+        raise DeviceError(f"kernel '{call.kernel}' (node '{call.node}') has unusable parameters: {error}") from error
+    constants["vectorized"] = int(all(map(_is_vectorizable, present)))
+    constants["contiguous"] = int(all(view.is_contiguous for view in present))
+    return Binding(
+        call,
+        tuple(operands),
+        params,
+        b"".join(map(pack_geometry, operands)),
+        constants,
+    )
+
+
+def _check_addressable(view: View, call: KernelCall) -> None:
+    if view.dtype not in _TYPES:
+        raise DeviceError(f"kernel '{call.kernel}' (node '{call.node}'): Metal kernels do not read {view.dtype}")
+    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True) if size)
+    if span >= _MAX_ELEMENTS:
+        raise DeviceError(
+            f"kernel '{call.kernel}' (node '{call.node}'): an operand of shape {list(view.shape)} spans {span + 1} "
+            f"elements; Metal kernels address {_MAX_ELEMENTS}"
+        )
+
+
+def _is_vectorizable(view: View) -> bool:
+    if view.rank == 0:
+        return True
+    *outer, last = [stride if size > 1 else None for size, stride in zip(view.shape, view.strides, strict=True)]
+    return view.offset % 4 == 0 and last in (None, 1) and all(stride is None or stride % 4 == 0 for stride in outer)
+
+
+def pack_geometry(view: View | None) -> bytes:
+    """An operand's `Strided`: rank, shape and strides, padded to the largest rank; zeros for an absent operand."""
+    if view is None:
+        return bytes(4 * (1 + 2 * MAX_RANK))
+    spare = MAX_RANK - view.rank
+    return struct.pack(f"<{1 + 2 * MAX_RANK}I", view.rank, *view.shape, *[1] * spare, *view.strides, *[0] * spare)
+
+
+def collapse_views(views: Sequence[View]) -> list[View]:
+    """The same elements in the same order in as few dimensions, at least one, as all the views (of one shape) share."""
+    shape, strides = collapse(views[0].shape, *(view.strides for view in views))
+    if not shape:
+        shape, strides = [1], [[1] for _ in views]
+    return [replace(view, shape=tuple(shape), strides=tuple(own)) for view, own in zip(views, strides, strict=True)]
+
+
+def _at_least_rank(view: View, rank: int) -> View:
+    while view.rank < rank:
+        view = replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
+    return view

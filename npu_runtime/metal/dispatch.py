@@ -1,0 +1,221 @@
+"""How many threadgroups of how many threads each Metal kernel runs with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import numel
+from npu_compiler.target_config import TargetConfig
+from npu_runtime.backend import DispatchStrategy, Size3
+
+SIMD_WIDTH = 32
+VEC_COLUMNS = 4  # output columns that one threadgroup of a vector product makes
+CONV_PIXELS = 64  # output pixels that one threadgroup of a convolution makes
+DIRECT_PIXELS = 4  # output pixels that one thread of a direct convolution makes
+ATTENTION_WIDTH = 128  # a head up to this wide is held in registers
+ATTENTION_SLICE = 256  # of a wider head's result, what one threadgroup makes
+ATTENTION_KEY_LANES = 8  # lanes that share a key
+ATTENTION_TILE = 32  # queries of a tile, eight to a SIMD group
+PREFILL_QUERIES = 8  # from so many queries on, a tile of them is faster than one by one
+
+Shape: TypeAlias = Callable[[KernelCall, TargetConfig], tuple[Size3, Size3]]
+
+
+class MetalDispatchStrategy(DispatchStrategy):
+    """Grids for the kernels in `metal_kernels`; whole threadgroups, so kernels guard their edges."""
+
+    def __init__(self, config: TargetConfig) -> None:
+        self.config = config
+
+    def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
+        if "op" in call.params:
+            shape: Shape = _planes if call.kernel.endswith("_broadcast_kernel") else _four_elements
+        else:
+            shape = _SHAPES.get(call.kernel, _one_element)
+        return shape(call, self.config)
+
+    def function(self, call: KernelCall) -> str:
+        """The Metal function that runs a call: one kernel may have several, for different shapes."""
+        if call.kernel == "attention_kernel":
+            return _attention_form(call)
+        return call.kernel.replace("_scalar_", "_")
+
+
+def _groups(count: int, size: int) -> int:
+    return max(1, -(-count // size))
+
+
+def _whole_simdgroups(count: int, most: int) -> int:
+    """A threadgroup size for `count` things to do: a multiple of the SIMD width, at most `most`."""
+    return min(most, SIMD_WIDTH * _groups(count, SIMD_WIDTH))
+
+
+def _one_element(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One thread per output element."""
+    threads = config.max_threadgroup_1d
+    return (_groups(call.outputs[0].numel, threads), 1, 1), (threads, 1, 1)
+
+
+def _four_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One thread per four consecutive output elements."""
+    threads = config.max_threadgroup_1d
+    return (_groups(call.outputs[0].numel, 4 * threads), 1, 1), (threads, 1, 1)
+
+
+def _planes(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One thread per output element: columns, rows, and everything outside them along z."""
+    *outer, rows, columns = call.outputs[0].shape
+    width = _whole_simdgroups(columns, config.max_threadgroup_1d)
+    height = max(1, min(rows, config.max_threadgroup_1d // width))
+    return (_groups(columns, width), _groups(rows, height), numel(outer)), (width, height, 1)
+
+
+def _embedding(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One thread per four columns of the table; ids along y."""
+    columns = _groups(call.params["width"], 4)
+    threads = _whole_simdgroups(columns, config.max_threadgroup_1d)
+    return (_groups(columns, threads), call.inputs[1].numel, 1), (threads, 1, 1)
+
+
+def _source_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One thread per element of the rows that replace others."""
+    count, threads = call.inputs[1].numel, config.max_threadgroup_1d
+    return (_groups(count, threads), 1, 1), (threads, 1, 1)
+
+
+def _simdgroup_per_element(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One SIMD group per output element."""
+    threads = config.max_threadgroup_1d
+    return (_groups(call.outputs[0].numel, threads // SIMD_WIDTH), 1, 1), (threads, 1, 1)
+
+
+def _row(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per row (the last dimension) of the output, a thread for every four elements."""
+    out = call.outputs[0]
+    return (out.numel // max(out.shape[-1], 1), 1, 1), (_quads(out.shape[-1], config), 1, 1)
+
+
+def _row_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per row (the last dimension) of the output, a thread for every element."""
+    out = call.outputs[0]
+    threads = _whole_simdgroups(out.shape[-1], config.max_threadgroup_1d)
+    return (out.numel // max(out.shape[-1], 1), 1, 1), (threads, 1, 1)
+
+
+def _reduction(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per output element, a thread for every four elements that are reduced."""
+    out = call.outputs[0]
+    return (out.numel, 1, 1), (_quads(call.inputs[0].numel // max(out.numel, 1), config), 1, 1)
+
+
+def _quads(width: int, config: TargetConfig) -> int:
+    return _whole_simdgroups(_groups(width, 4), config.max_threadgroup_1d)
+
+
+def _group_norm(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per image and group of channels."""
+    out, groups = call.outputs[0], call.params["groups"]
+    count = out.shape[0] * groups
+    return (count, 1, 1), (_quads(out.numel // max(count, 1), config), 1, 1)
+
+
+def _matmul(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup of four SIMD groups per block of 2 × 2 tiles; batches along z."""
+    block = 2 * config.matmul_tile
+    params = call.params
+    grid = (_groups(params["n"], block), _groups(params["m"], block), params.get("batch", 1))
+    return grid, (4 * SIMD_WIDTH, 1, 1)
+
+
+def _matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per few output columns; its threads share the K-reduction, four terms at a time."""
+    quads = _groups(call.params["k"], 4)
+    rounds = _groups(quads, config.max_threadgroup_1d)
+    threads = _whole_simdgroups(_groups(quads, rounds), config.max_threadgroup_1d)
+    return (_groups(call.params["n"], VEC_COLUMNS), 1, 1), (threads, 1, 1)
+
+
+def _matmul_vec_notrans(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per SIMD width of output columns, which lie side by side; K is split over its SIMD groups."""
+    return (_groups(call.params["n"], SIMD_WIDTH), 1, 1), (config.max_threadgroup_1d, 1, 1)
+
+
+def _conv(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """Pixels along x, channels along y, images along z: a product of four SIMD groups, or a few pixels a thread."""
+    images, channels, rows, columns = call.outputs[0].shape
+    pixels = rows * columns
+    if call.params.get("direct"):
+        threads = _whole_simdgroups(_groups(pixels, DIRECT_PIXELS), config.max_threadgroup_1d)
+        return (_groups(pixels, DIRECT_PIXELS * threads), channels, images), (threads, 1, 1)
+    groups = call.params["groups"]
+    blocks = groups * _groups(channels // groups, config.channel_tile)
+    return (_groups(pixels, CONV_PIXELS), blocks, images), (4 * SIMD_WIDTH, 1, 1)
+
+
+def _rope(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One thread per four pairs along x; rows along y."""
+    *lead, width = call.inputs[0].shape
+    quads, rows = _groups(width // 2, 4), numel(lead)
+    columns = min(quads, config.max_threadgroup_1d)
+    height = max(1, min(rows, config.max_threadgroup_1d // columns))
+    return (_groups(quads, columns), _groups(rows, height), 1), (columns, height, 1)
+
+
+def _attention_form(call: KernelCall) -> str:
+    """Tiles of queries where there are enough of them, else single queries."""
+    q, k, v = call.inputs[:3]
+    if max(q.shape[-1], v.shape[-1]) > ATTENTION_WIDTH:
+        return "attention_wide_kernel"
+    if q.shape[2] < PREFILL_QUERIES:
+        return "attention_kernel"
+    in_float = "float32" in (q.dtype, k.dtype, v.dtype)
+    return "attention_prefill_float_kernel" if in_float else "attention_prefill_kernel"
+
+
+def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """Queries along x (tiles of them; or, for wide heads, slices of each one's result), heads along y, batches."""
+    batch, heads, queries, width = call.outputs[0].shape
+    form = _attention_form(call)
+    if "prefill" in form:
+        return (_groups(queries, ATTENTION_TILE), heads, batch), (ATTENTION_TILE // 8 * SIMD_WIDTH, 1, 1)
+    keys = call.inputs[1].shape[2]
+    threads = _whole_simdgroups(keys * ATTENTION_KEY_LANES, config.max_threadgroup_1d)
+    slices = _groups(width, ATTENTION_SLICE) if form == "attention_wide_kernel" else 1
+    return (slices * queries, heads, batch), (threads, 1, 1)
+
+
+_SHAPES: dict[str, Shape] = {
+    "embedding_kernel": _embedding,
+    "index_copy_kernel": _source_elements,
+    "index_copy_pair_kernel": _source_elements,
+    "max_pool2d_kernel": _planes,
+    "avg_pool2d_kernel": _planes,
+    "adaptive_avg_pool2d_kernel": _simdgroup_per_element,
+    "upsample_nearest_kernel": _planes,
+    "upsample_bilinear_kernel": _planes,
+    "softmax_kernel": _row,
+    "log_softmax_kernel": _row,
+    "masked_softmax_kernel": _row,
+    "rmsnorm_kernel": _row,
+    "layernorm_kernel": _row,
+    "cumsum_kernel": _row_elements,
+    "groupnorm_kernel": _group_norm,
+    "linear_epilogue_kernel": _planes,
+    "matmul_kernel": _matmul,
+    "matmul_notrans_kernel": _matmul,
+    "batched_matmul_kernel": _matmul,
+    "matmul_vec_kernel": _matmul_vec,
+    "matmul_vec_notrans_kernel": _matmul_vec_notrans,
+    "gated_matmul_vec_kernel": _matmul_vec,
+    "conv2d_kernel": _conv,
+    "rope_kernel": _rope,
+    "attention_kernel": _attention,
+    **{
+        f"{op}_kernel": _reduction
+        for op in (
+            "sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp",
+        )
+    },
+}
