@@ -68,7 +68,8 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
 
     prefill()
     contenders: dict[str, dict[str, Callable[[], object]]] = {
-        "decode": {"npu-sim bfloat16": decode}, "prefill": {"npu-sim bfloat16": prefill},
+        "decode": {"npu-sim bfloat16": decode},
+        "prefill": {"npu-sim bfloat16": prefill},
     }
     for dtype in (torch.bfloat16, torch.float32):
         peer = language_model(checkpoint.config, checkpoint.state, dtype)
@@ -84,8 +85,11 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
         "decode": (weight_bytes / bandwidth, f"{weight_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s"),
         "prefill": (flops / (2 * matrix_rate()), f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate (bfloat16)"),
     }
-    return [Task(f"SmolLM2-135M {name}", interleave(contenders[name], rounds), *floors[name])
-            for name in contenders if name in only]
+    return [
+        Task(f"SmolLM2-135M {name}", interleave(contenders[name], rounds), *floors[name])
+        for name in contenders
+        if name in only
+    ]
 
 
 def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:

@@ -32,8 +32,10 @@ from npu_sim.llm.graph import meta_model, state_with_buffers
 
 MODEL = "Qwen2.5-1.5B"
 BYTES = 2  # of a bfloat16
-POSITIONS = {2048: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2000),
-             32768: (1, 2, 4, 8, 16, 32, 64, 128, 200, 512, 1024, 2048, 4096, 8192, 16384, 32640)}
+POSITIONS = {
+    2048: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2000),
+    32768: (1, 2, 4, 8, 16, 32, 64, 128, 200, 512, 1024, 2048, 4096, 8192, 16384, 32640),
+}
 FEW_POSITIONS = {2048: (1, 2000), 32768: (200, 32640)}
 PROMPTS, FEW_PROMPTS = (128, 512, 2048, 8192), (128, 2048, 8192)
 SHORTEST_CACHE = 2048
@@ -57,8 +59,12 @@ class Step:
     """A program of ours with its executor, over KV caches that programs of the same cache length share."""
 
     def __init__(
-        self, program: npu_compiler.CompiledProgram, backend: CUDABackend, state: Mapping[str, Any],
-        shared: dict[str, DeviceBuffer], caches: Mapping[str, DeviceBuffer],
+        self,
+        program: npu_compiler.CompiledProgram,
+        backend: CUDABackend,
+        state: Mapping[str, Any],
+        shared: dict[str, DeviceBuffer],
+        caches: Mapping[str, DeviceBuffer],
     ) -> None:
         self.program, self.backend = program, backend
         self._executor = Executor(program, backend)
@@ -113,8 +119,13 @@ class Models:
         if cache_length != self._cache_length:
             donated = set(program.plan.donations.values())
             self.caches.clear()
-            self.caches.update({spec.name: NPUBuffer.zeros(spec.shape, self.backend, spec.storage)
-                                for spec in program.input_specs if spec.name in donated})
+            self.caches.update(
+                {
+                    spec.name: NPUBuffer.zeros(spec.shape, self.backend, spec.storage)
+                    for spec in program.input_specs
+                    if spec.name in donated
+                }
+            )
             self._cache_length = cache_length
         return Step(program, self.backend, self.state, self._shared, self.caches)
 

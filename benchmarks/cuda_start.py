@@ -75,8 +75,22 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def _seconds_to_text(folder: Path, environment: dict[str, str]) -> float:
     """From the start of the command to the first of what it writes."""
-    command = [sys.executable, "-m", "npu_sim.cli", "generate", str(folder), "--device", "cuda", "--no-chat",
-               "--cache-length", str(CACHE_LENGTH), "--max-tokens", "8", "--prompt", TEXT]
+    command = [
+        sys.executable,
+        "-m",
+        "npu_sim.cli",
+        "generate",
+        str(folder),
+        "--device",
+        "cuda",
+        "--no-chat",
+        "--cache-length",
+        str(CACHE_LENGTH),
+        "--max-tokens",
+        "8",
+        "--prompt",
+        TEXT,
+    ]
     start = time.perf_counter()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, bufsize=0) as process:
         assert process.stdout is not None

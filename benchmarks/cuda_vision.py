@@ -67,8 +67,17 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
         ms[COMPILED] = min(modes.values())
     floor, says = _floor(program, ceilings)
     title = name.replace("resnet", "ResNet-")
-    yield Figure("vision", title, {"batch": batch}, ms, 1000 * floor, says, steady_run(backend, program, run), errors,
-                 ", ".join(f"{mode} {each:.3f} ms" for mode, each in modes.items()))
+    yield Figure(
+        "vision",
+        title,
+        {"batch": batch},
+        ms,
+        1000 * floor,
+        says,
+        steady_run(backend, program, run),
+        errors,
+        ", ".join(f"{mode} {each:.3f} ms" for mode, each in modes.items()),
+    )
     yield Account("vision", title, {"batch": batch}, ms[OURS], account(run))
 
 

@@ -102,7 +102,10 @@ def measure_ceilings(rounds: int = 7) -> Ceilings:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     by_rows = torch.compile(lambda x: x.view(2**14, -1).sum(1), dynamic=False)
     readers: dict[str, Callable[[], object]] = {
-        "sum": data.sum, "integers": data.view(torch.int64).sum, "greatest": data.amax, "rows": lambda: by_rows(data),
+        "sum": data.sum,
+        "integers": data.view(torch.int64).sum,
+        "greatest": data.amax,
+        "rows": lambda: by_rows(data),
     }
     contenders = {name: torch_contender(run) for name, run in readers.items()}
     best = time_in_turn({**contenders, "product": torch_contender(lambda: a @ b)}, rounds)

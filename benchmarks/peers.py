@@ -33,8 +33,12 @@ def generation_step(model: torch.nn.Module, tokens: int, position: int, cache_le
 
     def forward(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = model(
-            input_ids=ids, position_ids=positions[None], cache_position=positions, past_key_values=cache,
-            use_cache=True, logits_to_keep=1,
+            input_ids=ids,
+            position_ids=positions[None],
+            cache_position=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
         ).logits
         return hidden
 

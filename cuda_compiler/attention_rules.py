@@ -100,9 +100,18 @@ def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     value_width = operands.v.shape[3]
     width = min(value_width, _SLICE)
     blocks = operands.problems * operands.rows * groups(value_width, width)
-    return [make.kernel(call, "attention.cu", function="attention_plain", inputs=operands.inputs,
-                        outputs={"out": operands.out}, grid=(blocks, 1, 1), block=(_WARPS * WARP, 1, 1),
-                        constants={"slice": width})]
+    return [
+        make.kernel(
+            call,
+            "attention.cu",
+            function="attention_plain",
+            inputs=operands.inputs,
+            outputs={"out": operands.out},
+            grid=(blocks, 1, 1),
+            block=(_WARPS * WARP, 1, 1),
+            constants={"slice": width},
+        )
+    ]
 
 
 def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
@@ -114,21 +123,45 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
         fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.shared_memory
         warps = 2 * _WARPS if fits else _WARPS
-        return [make.kernel(call, "attention.cu", function="attention_once", inputs=operands.inputs, outputs=out,
-                            grid=(1, kv_heads * row_blocks, batch), block=(warps * WARP, 1, 1),
-                            shared=split_memory(rows, width, value_width, warps, 1),
-                            constants={"stages": 1})]
+        return [
+            make.kernel(
+                call,
+                "attention.cu",
+                function="attention_once",
+                inputs=operands.inputs,
+                outputs=out,
+                grid=(1, kv_heads * row_blocks, batch),
+                block=(warps * WARP, 1, 1),
+                shared=split_memory(rows, width, value_width, warps, 1),
+                constants={"stages": 1},
+            )
+        ]
     splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
     sums = make.temporary(call.node, (batch, kv_heads, rows, splits, value_width), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
     partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
-    split = make.kernel(call, "attention.cu", function="attention_split", inputs=operands.inputs, outputs=partial,
-                        grid=(splits, kv_heads * row_blocks, batch), block=(_WARPS * WARP, 1, 1),
-                        shared=split_memory(rows, width, value_width), constants={**constants, "stages": _STAGES},
-                        min_blocks=_MIN_BLOCKS)
-    combine = make.kernel(call, "attention.cu", function="attention_combine", inputs=partial, outputs=out,
-                          grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
-                          block=(_COMBINE_THREADS, 1, 1), constants=constants)
+    split = make.kernel(
+        call,
+        "attention.cu",
+        function="attention_split",
+        inputs=operands.inputs,
+        outputs=partial,
+        grid=(splits, kv_heads * row_blocks, batch),
+        block=(_WARPS * WARP, 1, 1),
+        shared=split_memory(rows, width, value_width),
+        constants={**constants, "stages": _STAGES},
+        min_blocks=_MIN_BLOCKS,
+    )
+    combine = make.kernel(
+        call,
+        "attention.cu",
+        function="attention_combine",
+        inputs=partial,
+        outputs=out,
+        grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
+        block=(_COMBINE_THREADS, 1, 1),
+        constants=constants,
+    )
     return [split, replace(combine, flops=0, bytes_moved=0)]
 
 
@@ -150,11 +183,18 @@ def _tiled(
     """Blocks of many rows that share tiles of keys."""
     shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
     calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
-    tiled = make.kernel(call, "attention_tiled.cu", function="attention_tiled",
-                        inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
-                        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
-                        block=(_TILE_WARPS * WARP, 1, 1), shared=shared,
-                        constants={"tile_rows": tile_rows, "tile_keys": tile_keys}, min_blocks=_MIN_BLOCKS)
+    tiled = make.kernel(
+        call,
+        "attention_tiled.cu",
+        function="attention_tiled",
+        inputs={**operands.inputs, "verdicts": verdicts},
+        outputs={"out": operands.out},
+        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+        block=(_TILE_WARPS * WARP, 1, 1),
+        shared=shared,
+        constants={"tile_rows": tile_rows, "tile_keys": tile_keys},
+        min_blocks=_MIN_BLOCKS,
+    )
     return [*calls, tiled]
 
 
@@ -163,12 +203,17 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
     row_bytes = 2 * operands.k.shape[3]
     shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
     calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
-    tiled = make.kernel(call, "attention_wgmma.cu", function="attention_wgmma",
-                        inputs={**operands.inputs, "verdicts": verdicts}, outputs={"out": operands.out},
-                        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
-                        block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1), shared=shared,
-                        constants={"tile_rows": tile_rows, "tile_keys": _WARPGROUP_KEYS,
-                                   "stages": _WARPGROUP_STAGES})
+    tiled = make.kernel(
+        call,
+        "attention_wgmma.cu",
+        function="attention_wgmma",
+        inputs={**operands.inputs, "verdicts": verdicts},
+        outputs={"out": operands.out},
+        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+        block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1),
+        shared=shared,
+        constants={"tile_rows": tile_rows, "tile_keys": _WARPGROUP_KEYS, "stages": _WARPGROUP_STAGES},
+    )
     return [*calls, tiled]
 
 
@@ -189,9 +234,17 @@ def _survey(
     if verdicts is not None:
         return [], verdicts
     verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
-    survey = make.kernel(call, "attention_survey.cu", function="attention_survey", inputs=operands.inputs,
-                         outputs={"verdicts": verdicts}, grid=(prod(looks), 1, 1), block=(_SURVEY_THREADS, 1, 1),
-                         constants=constants, min_blocks=_SURVEY_MIN_BLOCKS)
+    survey = make.kernel(
+        call,
+        "attention_survey.cu",
+        function="attention_survey",
+        inputs=operands.inputs,
+        outputs={"verdicts": verdicts},
+        grid=(prod(looks), 1, 1),
+        block=(_SURVEY_THREADS, 1, 1),
+        constants=constants,
+        min_blocks=_SURVEY_MIN_BLOCKS,
+    )
     make.learn(subject, verdicts)
     return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
 

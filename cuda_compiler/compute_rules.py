@@ -69,15 +69,29 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> Ker
     chunks, warps = groups(width, chunk), min(chunk // pack // WARP, 8)
     stem = call.outputs[0].buffer
     outputs = {
-        "best": make.temporary(stem, (rows, chunks), "int32"), "index": make.temporary(stem, (rows, chunks), "int32"),
-        "done": make.counters(stem), "out": out,
+        "best": make.temporary(stem, (rows, chunks), "int32"),
+        "index": make.temporary(stem, (rows, chunks), "int32"),
+        "done": make.counters(stem),
+        "out": out,
     }
     constants = {
-        "chunk": chunk, "pack": pack, "least": "min" in call.kernel, "wants_index": call.kernel.startswith("arg"),
-        "team_warps": warps, "teams": 1,
+        "chunk": chunk,
+        "pack": pack,
+        "least": "min" in call.kernel,
+        "wants_index": call.kernel.startswith("arg"),
+        "team_warps": warps,
+        "teams": 1,
     }
-    return make.kernel(call, "long_rows.cu", function="extreme_of_long_rows", grid=(chunks, rows, 1),
-                       block=(warps * WARP, 1, 1), inputs={"x": x}, outputs=outputs, constants=constants)
+    return make.kernel(
+        call,
+        "long_rows.cu",
+        function="extreme_of_long_rows",
+        grid=(chunks, rows, 1),
+        block=(warps * WARP, 1, 1),
+        inputs={"x": x},
+        outputs=outputs,
+        constants=constants,
+    )
 
 
 @template_rule("softmax_kernel", "log_softmax_kernel", "masked_softmax_kernel")
@@ -87,8 +101,17 @@ def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
     pack = shared_pack((x, *mask, out))
     constants, grid, block = _teams(out.numel // out.shape[-1], groups(out.shape[-1], pack))
     held = _held_packs(out.shape[-1] // pack, block, constants["teams"])
-    return [make.kernel(call, "softmax.cu", inputs={"x": x, "mask": mask[0] if mask else None}, outputs={"out": out},
-                        grid=grid, block=block, constants={**constants, "pack": pack, "held_packs": held})]
+    return [
+        make.kernel(
+            call,
+            "softmax.cu",
+            inputs={"x": x, "mask": mask[0] if mask else None},
+            outputs={"out": out},
+            grid=grid,
+            block=block,
+            constants={**constants, "pack": pack, "held_packs": held},
+        )
+    ]
 
 
 @template_rule("rmsnorm_kernel", "layernorm_kernel")
@@ -139,8 +162,24 @@ def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
     sums = make.temporary(out.buffer, (rows, chunks), "float32" if is_float(x.dtype) else "int32")
     grid, constants = (chunks, rows, 1), {**constants, "CHUNK": chunk}
     return [
-        make.kernel(call, "cumsum.cu", function="sum_chunks", inputs={"x": x}, outputs={"sums": sums}, grid=grid,
-                    block=block, constants=constants),
-        make.kernel(call, "cumsum.cu", function="cumsum_of_chunks", inputs={"x": x, "sums": sums},
-                    outputs={"out": out}, grid=grid, block=block, constants=constants),
+        make.kernel(
+            call,
+            "cumsum.cu",
+            function="sum_chunks",
+            inputs={"x": x},
+            outputs={"sums": sums},
+            grid=grid,
+            block=block,
+            constants=constants,
+        ),
+        make.kernel(
+            call,
+            "cumsum.cu",
+            function="cumsum_of_chunks",
+            inputs={"x": x, "sums": sums},
+            outputs={"out": out},
+            grid=grid,
+            block=block,
+            constants=constants,
+        ),
     ]

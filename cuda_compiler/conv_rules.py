@@ -74,7 +74,9 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
         yield make.kernel(call, "conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
     else:
         grid = (
-            groups(rows * columns, _PRODUCT_BLOCK), in_groups * groups(channels // in_groups, _PRODUCT_BLOCK), images,
+            groups(rows * columns, _PRODUCT_BLOCK),
+            in_groups * groups(channels // in_groups, _PRODUCT_BLOCK),
+            images,
         )
         yield make.kernel(call, "conv.cu", grid=grid, block=(_BLOCK, 1, 1))
 
@@ -90,8 +92,14 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
     across = next((count for count in (4, 2) if lines * groups(columns, count) >= _FULL), 1)
     threads = 128
     grid = (groups(lines * groups(columns, across), threads), 1, 1)
-    return make.kernel(call, "conv.cu", function="conv_depthwise", grid=grid, block=(threads, 1, 1),
-                       constants={"across": across, "aligned": True})
+    return make.kernel(
+        call,
+        "conv.cu",
+        function="conv_depthwise",
+        grid=grid,
+        block=(threads, 1, 1),
+        constants={"across": across, "aligned": True},
+    )
 
 
 @dataclass(frozen=True)
@@ -132,20 +140,39 @@ class Tile:
     def kernel(self, make: Specializer, call: KernelCall, aligned: bool) -> KernelCall:
         images, channels, rows, columns = call.outputs[0].shape
         constants = {
-            "tile_m": self.m, "tile_n": self.n, "tile_k": self.terms, "warps_m": self.warps_m, "warps_n": self.warps_n,
-            "stages": self.stages, "splits": self.splits, "aligned": aligned,
+            "tile_m": self.m,
+            "tile_n": self.n,
+            "tile_k": self.terms,
+            "warps_m": self.warps_m,
+            "warps_n": self.warps_n,
+            "stages": self.stages,
+            "splits": self.splits,
+            "aligned": aligned,
             "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
         }
         grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
         return make.kernel(
-            call, "conv.cu", function="conv_tiled", grid=grid, block=(WARP * self.warps_m * self.warps_n, 1, 1),
-            shared=self.shared_bytes, constants=constants, cluster=self.splits,
+            call,
+            "conv.cu",
+            function="conv_tiled",
+            grid=grid,
+            block=(WARP * self.warps_m * self.warps_n, 1, 1),
+            shared=self.shared_bytes,
+            constants=constants,
+            cluster=self.splits,
         )
 
 
 _SHAPES = (
-    Tile(128, 128, 4, 2, 3), Tile(128, 64, 4, 2, 4), Tile(64, 128, 2, 4, 4), Tile(64, 64, 2, 2, 4),
-    Tile(64, 32, 2, 2, 4), Tile(32, 64, 2, 2, 4), Tile(32, 32, 2, 1, 6), Tile(64, 16, 4, 1, 4), Tile(16, 64, 1, 4, 4),
+    Tile(128, 128, 4, 2, 3),
+    Tile(128, 64, 4, 2, 4),
+    Tile(64, 128, 2, 4, 4),
+    Tile(64, 64, 2, 2, 4),
+    Tile(64, 32, 2, 2, 4),
+    Tile(32, 64, 2, 2, 4),
+    Tile(32, 32, 2, 1, 6),
+    Tile(64, 16, 4, 1, 4),
+    Tile(16, 64, 1, 4, 4),
     Tile(16, 32, 1, 2, 6),
 )
 
@@ -171,8 +198,11 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
     grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
     constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
-    return [make.kernel(call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid, block=(_BLOCK, 1, 1),
-                        constants=constants)]
+    return [
+        make.kernel(
+            call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid, block=(_BLOCK, 1, 1), constants=constants
+        )
+    ]
 
 
 @template_rule("conv_transpose2d_kernel")
@@ -197,8 +227,11 @@ def _per_pack(make: Specializer, call: KernelCall) -> list[KernelCall]:
     while pack > 1 and out.numel // pack < _FULL:
         pack //= 2
     threads = 128
-    return [make.kernel(call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1),
-                        constants={"pack": pack})]
+    return [
+        make.kernel(
+            call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1), constants={"pack": pack}
+        )
+    ]
 
 
 @template_rule("adaptive_avg_pool2d_kernel")
@@ -210,5 +243,6 @@ def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
     warps = images * rows * columns * groups(channels // pack, WARP // walkers)
     threads = 128
     grid = (groups(warps, threads // WARP), 1, 1)
-    return [make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1),
-                        constants={"pack": pack, "walkers": walkers})]
+    return [
+        make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1), constants={"pack": pack, "walkers": walkers})
+    ]

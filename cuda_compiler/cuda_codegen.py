@@ -41,8 +41,12 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     name = _function_name(group)
     text = _source(group, stored, width, block, name)
     last = group.calls[-1]
-    launch = {"grid": check_grid((groups(threads, block), 1, 1), last), "block": [block, 1, 1], "shared": 0,
-              "overlapping": True}
+    launch = {
+        "grid": check_grid((groups(threads, block), 1, 1), last),
+        "block": [block, 1, 1],
+        "shared": 0,
+        "overlapping": True,
+    }
     return KernelCall(
         name,
         make.add_source(text),

@@ -19,8 +19,13 @@ _TILE = 64
 _TILE_THREADS = 256
 
 
-@template_rule("matmul_kernel", "matmul_vec_kernel", "matmul_notrans_kernel", "matmul_vec_notrans_kernel",
-               "gated_matmul_vec_kernel")
+@template_rule(
+    "matmul_kernel",
+    "matmul_vec_kernel",
+    "matmul_notrans_kernel",
+    "matmul_vec_notrans_kernel",
+    "gated_matmul_vec_kernel",
+)
 def _linear(make: Specializer, call: KernelCall) -> list[KernelCall]:
     inputs = _operands(call)
     x, weight = inputs["x"], inputs["weight"]
@@ -76,9 +81,16 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     lanes = min(8, _power_of_two(groups(n, pack)))
     threads = min(512, max(WARP, _power_of_two(groups(k, 4)) * lanes))
     constants = {"gated": gated, "pack": pack, "column_lanes": lanes}
-    return make.kernel(call, "matvec.cu", function="matvec_notrans", inputs={**inputs, "weight": weight},
-                       outputs=outputs, grid=(groups(n, lanes * pack), 1, 1), block=(threads, 1, 1),
-                       constants=constants)
+    return make.kernel(
+        call,
+        "matvec.cu",
+        function="matvec_notrans",
+        inputs={**inputs, "weight": weight},
+        outputs=outputs,
+        grid=(groups(n, lanes * pack), 1, 1),
+        block=(threads, 1, 1),
+        constants=constants,
+    )
 
 
 def _matvec_along_terms(
@@ -96,9 +108,17 @@ def _matvec_along_terms(
         splits *= 2
     unrolled = _unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
-    return make.kernel(call, "matvec.cu", function="matvec", inputs=inputs, outputs={"out": call.outputs[0]},
-                       grid=(groups(n, _WARPS // splits * columns), 1, 1), block=(_WARPS * WARP, 1, 1),
-                       constants=constants, min_blocks=8 if call.params["m"] == 1 else 4)
+    return make.kernel(
+        call,
+        "matvec.cu",
+        function="matvec",
+        inputs=inputs,
+        outputs={"out": call.outputs[0]},
+        grid=(groups(n, _WARPS // splits * columns), 1, 1),
+        block=(_WARPS * WARP, 1, 1),
+        constants=constants,
+        min_blocks=8 if call.params["m"] == 1 else 4,
+    )
 
 
 def _unrolled(steps: int, most: int) -> int:
@@ -123,8 +143,15 @@ def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str, View | None], out: View) -> KernelCall:
     *batch, m, n = out.shape
     blocks = numel(batch) * groups(m, _TILE) * groups(n, _TILE)
-    return make.kernel(call, "matmul.cu", function=function, inputs=inputs, outputs={"out": out},
-                       grid=(blocks, 1, 1), block=(_TILE_THREADS, 1, 1))
+    return make.kernel(
+        call,
+        "matmul.cu",
+        function=function,
+        inputs=inputs,
+        outputs={"out": out},
+        grid=(blocks, 1, 1),
+        block=(_TILE_THREADS, 1, 1),
+    )
 
 
 @template_rule("linear_epilogue_kernel")
@@ -143,9 +170,16 @@ def _epilogue(
     while columns % pack:
         pack //= 2
     inputs = {"product": product, "bias": bias, "residual": residual}
-    made = make.kernel(call, "matmul.cu", function="linear_epilogue", inputs=inputs, outputs={"out": out},
-                       grid=(groups(rows * columns // pack, 256), 1, 1), block=(256, 1, 1),
-                       constants={"pack": pack})
+    made = make.kernel(
+        call,
+        "matmul.cu",
+        function="linear_epilogue",
+        inputs=inputs,
+        outputs={"out": out},
+        grid=(groups(rows * columns // pack, 256), 1, 1),
+        block=(256, 1, 1),
+        constants={"pack": pack},
+    )
     return replace(made, flops=0, bytes_moved=0) if call.kernel != "linear_epilogue_kernel" else made
 
 
@@ -194,9 +228,18 @@ def gemm(
         sides |= {f"trans_{name}": plain is None, f"ld{name}": leading}
     steps = {f"stride_{name}": step[0] if step else 0 for name, step in zip("abrc", strides, strict=True)}
     params = {
-        "m": out.shape[-2], "n": out.shape[-1], "k": a.shape[-1], "ldc": ldc, "ldr": ldr, "batch": numel(batch),
-        "alpha": alpha, "activation": activation, "has_bias": bias is not None, "has_residual": residual is not None,
-        **sides, **steps,
+        "m": out.shape[-2],
+        "n": out.shape[-1],
+        "k": a.shape[-1],
+        "ldc": ldc,
+        "ldr": ldr,
+        "batch": numel(batch),
+        "alpha": alpha,
+        "activation": activation,
+        "has_bias": bias is not None,
+        "has_residual": residual is not None,
+        **sides,
+        **steps,
     }
     inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
     return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=params)

@@ -182,14 +182,23 @@ class _Matcher:
         batch = max(_MAX_ROWS // m, 2)  # a block takes units in pairs
         stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
         inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
-        constants |= {"gated": gated, "units": stream.units, "is_long": stream.is_long, "unit_rows": unit_rows,
-                      "chunk_packs": chunk // 16, "batch": batch, "mailed": False, "mails": False,
-                      "patience": 0}
+        constants |= {
+            "gated": gated,
+            "units": stream.units,
+            "is_long": stream.is_long,
+            "unit_rows": unit_rows,
+            "chunk_packs": chunk // 16,
+            "batch": batch,
+            "mailed": False,
+            "mails": False,
+            "patience": 0,
+        }
         sums = 4 * 2 * _WARPS * _UNIT_ROWS * m * batch
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
-        return [Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT,
-                      stream=stream)]
+        return [
+            Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT, stream=stream)
+        ]
 
     def _attention(self, match: AttentionMatch) -> Phase:
         batch, heads, queries, _ = match.q.shape
@@ -201,8 +210,18 @@ class _Matcher:
         constants = {"splits": splits, "mailed": False, "mails": False, "patience": PATIENCE}
         inputs, outputs = {**match.inputs, "sent": None}, {**match.outputs, "out": match.call.outputs[0]}
         early = ("k", "v", "mask", "index", "cos", "sin")
-        return Phase(match.call, "resident_attention.cu", "attend_keys", inputs, outputs, constants,
-                     _whole(attend_memory(match, _WARPS)), early, early_memory(match, _WARPS), letters)
+        return Phase(
+            match.call,
+            "resident_attention.cu",
+            "attend_keys",
+            inputs,
+            outputs,
+            constants,
+            _whole(attend_memory(match, _WARPS)),
+            early,
+            early_memory(match, _WARPS),
+            letters,
+        )
 
 
 def own_rows(rows: int, most: int) -> int:
@@ -228,8 +247,9 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
     memory = make.counters(f"{run.calls[-1].node}.grid", 4 + 3 * mail // 2)
     if letters := max(phase.letters for phase in phases):
         parts = make.counters(f"{run.calls[-1].node}.letters", 2 * letters)
-        phases = [replace(phase, outputs={**phase.outputs, "parts": parts}) if phase.letters else phase
-                  for phase in phases]
+        phases = [
+            replace(phase, outputs={**phase.outputs, "parts": parts}) if phase.letters else phase for phase in phases
+        ]
     run = replace(run, phases=phases)
     writes = dict.fromkeys(view for phase in run.phases for view in phase.outputs.values() if view is not None)
     reads = dict.fromkeys(view for phase in run.phases for view in phase.inputs.values() if view is not None)
@@ -295,10 +315,20 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
     views = [view for phase in run.phases for view in phase.operands.values()]
     namespaces = [f"namespace phase{number} {{\n{text}}}\n" for text, number in texts.items()]
     head = {
-        "THREADS": THREADS, "UNIT_ROWS": _UNIT_ROWS, "SLOT_BYTES": _SLOT_BYTES, "SCRATCH_BYTES": _scratch_bytes(run),
-        "EARLY_BYTES": _early_bytes(run), "AHEAD_BYTES": _ahead_bytes(run), "STEPS_AHEAD": _STEPS_AHEAD,
-        "IN_FLIGHT": _IN_FLIGHT, "MOST_IN_FLIGHT": _MOST_IN_FLIGHT, "PACE_BYTES": _PACE_BYTES, "MAIL": mail,
-        "MAX_OPERANDS": widest, "OPERANDS": len(place), "STEPS": len(steps),
+        "THREADS": THREADS,
+        "UNIT_ROWS": _UNIT_ROWS,
+        "SLOT_BYTES": _SLOT_BYTES,
+        "SCRATCH_BYTES": _scratch_bytes(run),
+        "EARLY_BYTES": _early_bytes(run),
+        "AHEAD_BYTES": _ahead_bytes(run),
+        "STEPS_AHEAD": _STEPS_AHEAD,
+        "IN_FLIGHT": _IN_FLIGHT,
+        "MOST_IN_FLIGHT": _MOST_IN_FLIGHT,
+        "PACE_BYTES": _PACE_BYTES,
+        "MAIL": mail,
+        "MAX_OPERANDS": widest,
+        "OPERANDS": len(place),
+        "STEPS": len(steps),
     }
     return "\n".join(
         [

@@ -78,8 +78,15 @@ def _match(
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[3]
     if q.shape[2] > _FEW_QUERIES or not suits_tensor_cores(q, k, v) or heads % kv_heads:
         return None
-    inputs: dict[str, View | None] = {"unrotated": q, "cos": None, "sin": None, "index": None, "key_source": None,
-                                      "value_source": None, "mask": mask}
+    inputs: dict[str, View | None] = {
+        "unrotated": q,
+        "cos": None,
+        "sin": None,
+        "index": None,
+        "key_source": None,
+        "value_source": None,
+        "mask": mask,
+    }
     if update is not None:
         index, keys, values = update.inputs
         if update.outputs != (k, v) or update.params["dim"] != 2 or not _alike(keys, k) or not _alike(values, v):
@@ -94,8 +101,10 @@ def _match(
             readers[turned.buffer] != 2
             or rope.params["rotary_dim"] != width
             or any(view is None for view in before)
-            or cos.strides[1] or sin.strides[1]
-            or cos.strides[3] != 1 or sin.strides[3] != 1
+            or cos.strides[1]
+            or sin.strides[1]
+            or cos.strides[3] != 1
+            or sin.strides[3] != 1
         ):
             return None
         inputs |= {"unrotated": before[0], "key_source": before[1], "cos": cos, "sin": sin}

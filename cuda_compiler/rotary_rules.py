@@ -21,7 +21,11 @@ def _rope(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _kernel(
-    make: Specializer, call: KernelCall, function: str, inputs: Mapping[str, View], outputs: Mapping[str, View],
+    make: Specializer,
+    call: KernelCall,
+    function: str,
+    inputs: Mapping[str, View],
+    outputs: Mapping[str, View],
     constants: Mapping[str, int],
 ) -> KernelCall:
     """A kernel over the pairs of `x`; its index tensor, if it has one, is read one by one."""
@@ -30,8 +34,16 @@ def _kernel(
     while pairs % pack:
         pack //= 2
     grid = (groups(inputs["x"].numel // 2 // pack, _BLOCK), 1, 1)
-    return make.kernel(call, "rope.cu", function=function, grid=grid, block=(_BLOCK, 1, 1), inputs=inputs,
-                       outputs=outputs, constants={**constants, "pack": pack})
+    return make.kernel(
+        call,
+        "rope.cu",
+        function=function,
+        grid=grid,
+        block=(_BLOCK, 1, 1),
+        inputs=inputs,
+        outputs=outputs,
+        constants={**constants, "pack": pack},
+    )
 
 
 def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:

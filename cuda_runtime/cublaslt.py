@@ -48,7 +48,11 @@ class _Result(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
-        ("algorithm", _Opaque), ("workspace", _size), ("state", _int), ("waves", ctypes.c_float), ("reserved", _int * 4)
+        ("algorithm", _Opaque),
+        ("workspace", _size),
+        ("state", _int),
+        ("waves", ctypes.c_float),
+        ("reserved", _int * 4),
     )
 
 
@@ -67,11 +71,29 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulAlgoGetHeuristic": [*[_handle] * 7, _int, ctypes.POINTER(_Result), ctypes.POINTER(_int)],
     "cublasLtMatmulAlgoCheck": [*[_handle] * 6, ctypes.POINTER(_Opaque), ctypes.POINTER(_Result)],
     "cublasLtMatmulAlgoConfigGetAttribute": [
-        ctypes.POINTER(_Opaque), _int, _pointer, _size, ctypes.POINTER(_size),
+        ctypes.POINTER(_Opaque),
+        _int,
+        _pointer,
+        _size,
+        ctypes.POINTER(_size),
     ],
     "cublasLtMatmul": [
-        _handle, _handle, _pointer, _pointer, _handle, _pointer, _handle, _pointer, _pointer, _handle, _pointer,
-        _handle, ctypes.POINTER(_Opaque), _pointer, _size, _pointer,
+        _handle,
+        _handle,
+        _pointer,
+        _pointer,
+        _handle,
+        _pointer,
+        _handle,
+        _pointer,
+        _pointer,
+        _handle,
+        _pointer,
+        _handle,
+        ctypes.POINTER(_Opaque),
+        _pointer,
+        _size,
+        _pointer,
     ],
 }
 
@@ -281,8 +303,22 @@ class Product:
         alpha, beta = (ctypes.addressof(scale) for scale in self._scales)
         b, a, residual, out = self._matrices
         arguments = (
-            lt.handle, self._desc.handle, alpha, at.b, b, at.a, a, beta, at.residual or at.out, residual, at.out, out,
-            ctypes.byref(opaque), lt.workspace, lt.workspace_bytes, lt.stream,
+            lt.handle,
+            self._desc.handle,
+            alpha,
+            at.b,
+            b,
+            at.a,
+            a,
+            beta,
+            at.residual or at.out,
+            residual,
+            at.out,
+            out,
+            ctypes.byref(opaque),
+            lt.workspace,
+            lt.workspace_bytes,
+            lt.stream,
         )
         function = lt.library.cublasLtMatmul
 

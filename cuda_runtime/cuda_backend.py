@@ -314,8 +314,15 @@ class CUDABackend(Backend):
         arguments = np.array(addresses, np.uint64)
         places = np.array([arguments.ctypes.data], np.uint64)
         start = partial(
-            self._device.driver.launchCooperativeKernel, function.ptr, int(properties["multiProcessorCount"]), 1, 1,
-            *block, shared, self._device.stream.ptr, places.ctypes.data,
+            self._device.driver.launchCooperativeKernel,
+            function.ptr,
+            int(properties["multiProcessorCount"]),
+            1,
+            1,
+            *block,
+            shared,
+            self._device.stream.ptr,
+            places.ctypes.data,
         )
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 

@@ -171,8 +171,12 @@ class Cudnn:
         x, weight, *addends = operands
         top, bottom, left, right = params["padding"]
         value = graph.conv_fprop(
-            image=x, weight=weight, pre_padding=[top, left], post_padding=[bottom, right],
-            stride=list(params["stride"]), dilation=list(params["dilation"]),
+            image=x,
+            weight=weight,
+            pre_padding=[top, left],
+            post_padding=[bottom, right],
+            stride=list(params["stride"]),
+            dilation=list(params["dilation"]),
         )
         for addend in addends:
             value = graph.add(value, addend)

@@ -36,7 +36,10 @@ class _Configuration(ctypes.Structure):
 def _driver() -> Any:
     library = load_driver()
     library.cuLaunchKernelEx.argtypes = [
-        ctypes.POINTER(_Configuration), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
+        ctypes.POINTER(_Configuration),
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
     ]
     return library
 

@@ -140,7 +140,9 @@ class TunedProducts:
 
     def _keep(self, key: str, algorithm: Algorithm, seconds: float) -> None:
         content = {
-            "product": json.loads(key), "algorithm": algorithm.opaque.hex(), "config": algorithm.config,
+            "product": json.loads(key),
+            "algorithm": algorithm.opaque.hex(),
+            "config": algorithm.config,
             "microseconds": round(1e6 * seconds, 3),
         }
         remember(self._path(key), content)

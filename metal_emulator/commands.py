@@ -79,7 +79,15 @@ class MTLCommandBuffer(Labelled):
     """Commands, encoded once, committed once."""
 
     __slots__ = (
-        "_bytes", "_commands", "_encoder", "_error", "_finished", "_handlers", "_queue", "_references", "_started",
+        "_bytes",
+        "_commands",
+        "_encoder",
+        "_error",
+        "_finished",
+        "_handlers",
+        "_queue",
+        "_references",
+        "_started",
         "_status",
     )
     _device: MTLDevice

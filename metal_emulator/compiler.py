@@ -27,7 +27,14 @@ from metal_emulator.translation import (
 )
 
 __all__ = [
-    "Argument", "CompileError", "Function", "FunctionConstant", "KernelFault", "Library", "Mutant", "compile_source",
+    "Argument",
+    "CompileError",
+    "Function",
+    "FunctionConstant",
+    "KernelFault",
+    "Library",
+    "Mutant",
+    "compile_source",
 ]
 
 MAX_THREADS = 1024

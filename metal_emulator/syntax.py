@@ -29,10 +29,25 @@ MACROS = {
     "__METAL_VERSION__": "310",
     "__HAVE_BFLOAT__": "1",
 }
-FLAGS = ("-std=c++14", "-fsyntax-only", "-target", "aarch64-linux-gnu", "-nostdinc", "-fno-builtin", "-ferror-limit=0",
-         "-Wall", "-Wno-unknown-attributes", "-Wno-unused-function", "-Wno-undefined-inline",
-         "-Wno-undefined-internal", "-Wno-duplicate-decl-specifier", "-Wno-unused-const-variable",
-         "-Wno-unused-variable", "-Wno-undefined-var-template", "-Wno-uninitialized")
+FLAGS = (
+    "-std=c++14",
+    "-fsyntax-only",
+    "-target",
+    "aarch64-linux-gnu",
+    "-nostdinc",
+    "-fno-builtin",
+    "-ferror-limit=0",
+    "-Wall",
+    "-Wno-unknown-attributes",
+    "-Wno-unused-function",
+    "-Wno-undefined-inline",
+    "-Wno-undefined-internal",
+    "-Wno-duplicate-decl-specifier",
+    "-Wno-unused-const-variable",
+    "-Wno-unused-variable",
+    "-Wno-undefined-var-template",
+    "-Wno-uninitialized",
+)
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<[^>\n]*>", re.MULTILINE)
 _DIMENSIONS = r"(?:\s*\[[^\];]*\])*"
 # clang has no automatic variables in an address space.

@@ -67,8 +67,10 @@ def generate_execution_plan(
         calls=calls,
         buffers=buffers,
         inputs=[graph.tensors[name] for name in graph.inputs],
-        outputs=[_output_spec(graph, name, tensor, output_views[name]) for name, tensor in
-                 zip(graph.output_names, graph.outputs, strict=True)],
+        outputs=[
+            _output_spec(graph, name, tensor, output_views[name])
+            for name, tensor in zip(graph.output_names, graph.outputs, strict=True)
+        ],
         output_views=output_views,
         weights={
             name: WeightSpec(graph.tensors[name], recipe, {key: source_shapes[key] for key in recipe.keys()})

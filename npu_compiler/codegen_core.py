@@ -4,4 +4,14 @@ from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl, declar
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan, WeightSpec
 from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
 
-__all__ = ["KERNELS", "BufferAllocation", "CodegenTarget", "ExecutionPlan", "KernelCall", "KernelDecl", "MetalCodegenTarget", "WeightSpec", "declare_kernel"]
+__all__ = [
+    "KERNELS",
+    "BufferAllocation",
+    "CodegenTarget",
+    "ExecutionPlan",
+    "KernelCall",
+    "KernelDecl",
+    "MetalCodegenTarget",
+    "WeightSpec",
+    "declare_kernel",
+]

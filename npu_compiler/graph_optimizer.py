@@ -8,4 +8,13 @@ from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.padding import fold_padding
 
-__all__ = ["WeightTransformRecipe", "eliminate_common_subexpressions", "eliminate_dead_code", "eliminate_noops", "fold_batch_norm", "fold_padding", "functionalize", "lower_batch_norm"]
+__all__ = [
+    "WeightTransformRecipe",
+    "eliminate_common_subexpressions",
+    "eliminate_dead_code",
+    "eliminate_noops",
+    "fold_batch_norm",
+    "fold_padding",
+    "functionalize",
+    "lower_batch_norm",
+]

@@ -136,7 +136,8 @@ def partition(
     on_device = {name for p in partitions if p.device == "npu" for name in p.graph.outputs}
     back = tuple(
         TransferOp(name, "npu", "cpu", tensor_bytes(graph.tensors[name]))
-        for name in dict.fromkeys(graph.outputs) if name in on_device
+        for name in dict.fromkeys(graph.outputs)
+        if name in on_device
     )
     return PartitionPlan(graph, partitions, dtype, back, reasons)
 
@@ -209,7 +210,9 @@ def _build_partitions(
             name for name in read if name not in made and name not in graph.weights and name not in graph.constants
         ]
         outputs = [
-            name for node in nodes for name in node.outputs
+            name
+            for node in nodes
+            for name in node.outputs
             if name in graph.outputs or readers.get(name, set()) - {index}
         ]
         tensors = {name: _boundary_spec(graph.tensors[name], stored, name in inputs) for name in (*read, *made)}

@@ -134,8 +134,9 @@ def _call(op_type: str, inputs: list[torch.Tensor], attrs: Mapping[str, Any]) ->
 
 def _resolve(op_type: str) -> Any:
     parts = op_type.split(".")
-    namespace, name, overload = (parts[0], parts[1], parts[2] if len(parts) > 2 else "default") if len(parts) > 1 else (
-        "", op_type, "")
+    namespace, name, overload = (
+        (parts[0], parts[1], parts[2] if len(parts) > 2 else "default") if len(parts) > 1 else ("", op_type, "")
+    )
     if namespace == "transformers":
         import transformers.integrations.moe  # noqa: F401  (registers the namespace)
     try:
@@ -207,8 +208,22 @@ def _tensor_list(remaining: list[torch.Tensor], sizes: list[int], masks: list[li
 _TORCH_TYPES = {
     name: getattr(torch, name)
     for name in (
-        "float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool", "complex64",
-        "complex128", "strided", "contiguous_format", "preserve_format", "channels_last",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "bool",
+        "complex64",
+        "complex128",
+        "strided",
+        "contiguous_format",
+        "preserve_format",
+        "channels_last",
     )
 }
 

@@ -209,7 +209,8 @@ class Executor:
         for name, weight in plan.weights.items():
             _check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
         changed = {
-            name for name in plan.weights
+            name
+            for name in plan.weights
             if self._is_elsewhere(name, weights[name]) or self._versions.get(name) != weights[name].version
         }
         if self._weights is None or changed:

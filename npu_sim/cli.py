@@ -18,8 +18,17 @@ app = typer.Typer(
     epilog="Exit codes: 0 fine, 1 verify found a difference, 2 an error, 130 interrupted.",
 )
 for command in (
-    graphs.extract, programs.compile, programs.describe, programs.run, graphs.partition, graphs.verify,
-    programs.profile, models.generate, models.classify, tools.bench, tools.doctor,
+    graphs.extract,
+    programs.compile,
+    programs.describe,
+    programs.run,
+    graphs.partition,
+    graphs.verify,
+    programs.profile,
+    models.generate,
+    models.classify,
+    tools.bench,
+    tools.doctor,
 ):
     app.command()(command)
 

@@ -24,10 +24,38 @@ from npu_runtime.weight_loader import to_numpy
 UNIFORM = frozenset(
     f"aten.{name}"
     for name in (
-        "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "dot", "mv", "conv1d", "conv2d", "conv3d",
-        "convolution", "conv_transpose1d", "conv_transpose2d", "scaled_dot_product_attention", "layer_norm",
-        "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm", "prelu", "index_copy",
-        "index_put", "index_add", "scatter", "scatter_add", "masked_scatter", "slice_scatter", "lerp", "grid_sampler",
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "dot",
+        "mv",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "convolution",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "scaled_dot_product_attention",
+        "layer_norm",
+        "native_layer_norm",
+        "rms_norm",
+        "group_norm",
+        "instance_norm",
+        "batch_norm",
+        "prelu",
+        "index_copy",
+        "index_put",
+        "index_add",
+        "scatter",
+        "scatter_add",
+        "masked_scatter",
+        "slice_scatter",
+        "lerp",
+        "grid_sampler",
     )
 )
 
@@ -96,8 +124,11 @@ def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> 
     recipes = {name: from_key(name) for name in stored.weights}
     stored = replace(stored, weights=recipes)
     narrow = {name: spec.storage for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}
-    wide = {name: "float32" if spec.dtype in HALF_DTYPES else spec.dtype
-            for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}
+    wide = {
+        name: "float32" if spec.dtype in HALF_DTYPES else spec.dtype
+        for name, spec in stored.tensors.items()
+        if spec.dtype in FLOAT_DTYPES
+    }
     return Reference(retype(stored, wide), state, keys), Reference(retype(stored, narrow), state, keys)
 
 

@@ -43,7 +43,7 @@ def _smollm2(tokens: int) -> Any:
         hidden_size=576, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, max_position_embeddings=8192, rope_theta=100_000.0, tie_word_embeddings=True,
         dtype="bfloat16",
-    )
+    )  # fmt: skip
     return extract_graph(Checkpoint("smollm2", config, {}, "bfloat16", load_tokenizer=lambda: None), tokens, 2048)
 
 

@@ -72,7 +72,7 @@ class NarrowValues(Wired):
 WIRED = {
     AddsItsInput: [False, False, True], AddsAttention: [False, True, False], AttendsTwice: [False, True, False, True],
     ReturnsAttention: [False, True, True],
-}
+}  # fmt: skip
 
 
 def wired_program(kind: type[Wired], target: CodegenTarget) -> CompiledProgram:

@@ -83,7 +83,7 @@ class IRBuilder:
             "inputs": [self.metas[x] for x in tensors],
             "outputs": [self._bare(x) for x in made],
             "attrs": _attributes(given),
-        })
+        })  # fmt: skip
         return made[0] if len(made) == 1 else made
 
     def getitem(self, pieces: Sequence[Tensor], index: int) -> Tensor:

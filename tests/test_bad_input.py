@@ -92,7 +92,7 @@ def cyclic() -> dict[str, Any]:
             },
         ],
     }
-    return ir
+    return ir  # fmt: skip
 
 
 DANGLING = {"name": "ghost", "shape": [3, 4], "dtype": "float32", "producer_node": "ghost", "producer_output_idx": 0}

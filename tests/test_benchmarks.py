@@ -20,7 +20,7 @@ from benchmarks.report import document, draw
 MACHINE: dict[str, Any] = {
     "gpu": "NVIDIA X1", "torch": "2.11", "cuda": "13.0", "date": "2026-01-02", "read_tb_per_s": 4.4839,
     "bfloat16_tflop_per_s": 788.6,
-}
+}  # fmt: skip
 
 
 def figure(task: str, model: str, ours: float, compiled: float | None, **case: int) -> Figure:
@@ -69,7 +69,7 @@ def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:
     assert headings == [
         "Decode, cache 2,048", "Decode, cache 32,768", "Prefill", "ResNets, float16", "Starting",
         "A steady step, and its errors", "Where the time goes",
-    ]
+    ]  # fmt: skip
     assert "| 1 | **0.800** | 0.500 | 62% | 2.000 | 20.0 | 2.50 |" in page
     assert "| 128 | **10.5** | 0.500 | 5% | 21.0 | 20.0 | 2.00 |" in page
     assert "| ResNet-18, 64 | **0.250** | 0.500 | 200% | 0.500 | 20.0 | 2.00 |" in page

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = [
     "extract", "compile", "describe", "run", "partition", "verify", "profile", "generate", "classify", "bench",
     "doctor",
-]
+]  # fmt: skip
 FACTORY = """
 import torch
 
@@ -117,7 +117,7 @@ def save_model_with_tokenizer(folder: Path) -> Path:
     config = transformers.Qwen2Config(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=26, max_position_embeddings=64, initializer_range=0.3, eos_token_id=None, dtype="bfloat16",
-    )
+    )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     vocabulary = {chr(ord("a") + letter): letter for letter in range(26)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
@@ -131,7 +131,7 @@ def process(folder: Path, *args: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "npu_sim.cli", *args],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("command", COMMANDS)

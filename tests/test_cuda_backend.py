@@ -294,7 +294,7 @@ class HostLt:
     def cublasLtMatmul(
         self, handle: Any, desc: Any, alpha: int, a: int, layout_a: Any, b: int, layout_b: Any, beta: int, c: int,
         layout_c: Any, d: int, layout_d: Any, algorithm: Any, *workspace: Any,
-    ) -> int:
+    ) -> int:  # fmt: skip
         self.tries.append(algorithm._obj.data[0])
         if self.tries[-1] in self.broken:
             return 15
@@ -363,7 +363,7 @@ class FakeStream:
 GEMMS = [
     pytest.param(ta, tb, batch, pad, id=f"{'NT'[ta]}{'NT'[tb]}-batch{batch}-pad{pad}")
     for ta in (False, True) for tb in (False, True) for batch in (1, 3) for pad in (0, 2)
-]
+]  # fmt: skip
 
 
 def gemm_case(
@@ -396,7 +396,7 @@ def gemm_case(
         "ldc": n + pad, "ldr": n + pad + 8, "batch": batch, "stride_a": memory[0][0].size,
         "stride_b": memory[1][0].size, "stride_c": memory[4][0].size, "stride_r": memory[3][0].size, "alpha": 0.5,
         "activation": activation, "has_bias": adds, "has_residual": adds,
-    }
+    }  # fmt: skip
     expected = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b)
     if adds:
         expected += bias + residual
@@ -453,7 +453,7 @@ class HostDevice(FakeDevice):
         self.runtime = SimpleNamespace(
             memGetInfo=lambda: (2**30, 2**30), memcpyDeviceToDevice=3,
             memcpyAsync=lambda to, start, size, *_: ctypes.memmove(to, start, size),
-        )
+        )  # fmt: skip
         elapsed = lambda start, end: (milliseconds or {}).get(library.tries[-1], 5.0)  # noqa: E731
         self.cupy = SimpleNamespace(cuda=SimpleNamespace(Event=event, get_elapsed_time=elapsed))
 
@@ -767,7 +767,7 @@ def test_kernels_that_cannot_be_had_are_device_errors(backend: CUDABackend) -> N
 def test_products_by_cublas(
     backend: CUDABackend, ta: bool, tb: bool, batch: int, pad: int, dtypes: tuple[str, str], activation: str,
     rng: np.random.Generator,
-) -> None:
+) -> None:  # fmt: skip
     call, memory, expected = gemm_case(ta, tb, batch, 4 * pad, rng, activation, (24, 16, 8))
     kinds = [dtypes[0]] * 2 + [dtypes[1]] * (len(memory) - 2)
     views = [replace(v, dtype=kind) for v, kind in zip((*call.inputs, *call.outputs), kinds, strict=True)]

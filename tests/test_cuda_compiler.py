@@ -239,7 +239,7 @@ def test_every_kernel_has_a_category_and_a_template() -> None:
         ((32, 4), (1, 32), 0, 1), ((4, 32), (0, 1), 0, 16), ((4, 1), (32, 1), 0, 1), ((), (), 6, 2),
         ((1, 31), (99, 1), 0, 16),
     ],
-)
+)  # fmt: skip
 def test_a_vector_is_as_wide_as_its_places_allow(
     shape: tuple[int, ...], strides: tuple[int, ...], offset: int, width: int
 ) -> None:

@@ -80,7 +80,7 @@ CONVOLUTIONAL = [
     "ResNet", "MobileNet", "MobileNetV3", "EfficientNet", "DenseNet", "ShuffleNet", "SqueezeNet", "UNet", "DeepLab",
     "YoloHead", "OddConvolutions", "WaveNet", "ConvTasNet", "PointNet", "DiffusionTransformer", "Conformer", "vit",
     "convnext", "mobilenet_v2",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
@@ -118,7 +118,7 @@ CASES = [
     conv("grouped", nhwc(2, 32, 10, 10), (64, 8, 3, 3), groups=4, **SAME, bias="float32", activation="relu"),
     conv("float", nhwc(1, 16, 12, 12, dtype="float32"), (24, 16, 3, 3), **SAME, weight_dtype="float32", bias="float32",
          out_dtype="float32", activation="relu"),
-]
+]  # fmt: skip
 
 
 def expanded(case: Case, dtype: str = "float16") -> list[KernelCall]:
@@ -174,12 +174,12 @@ def test_a_network_is_converted_at_its_ends_only() -> None:
     plan = npu_compiler.compile(g.ir(), LaidOut()).plan
     assert [call.kernel.removesuffix("_kernel") for call in plan.calls] == [
         "to_channels_last", "conv2d", "max_pool2d", "conv2d", "sigmoid", "mul",
-    ]
+    ]  # fmt: skip
     shapes = {buffer.alloc_shape for buffer in plan.buffers.values() if buffer.kind == "arena"}
     assert shapes == {(1, 9, 9, 16), (1, 8, 8, 16), (1, 4, 4, 16)}
     assert [buffer.alloc_shape for buffer in plan.buffers.values() if buffer.kind == "persistent"] == [
         (16, 2, 2, 16), (16, 3, 3, 16),
-    ]
+    ]  # fmt: skip
 
 
 def test_only_a_weight_that_no_call_writes_is_read_ahead_of_time() -> None:
@@ -220,7 +220,7 @@ class Tuned(TunedConvolutions):
         gpu = SimpleNamespace(
             properties={"name": b"GPU", "multiProcessorCount": 132}, arch=90, counters=Counter(),
             runtime=SimpleNamespace(memGetInfo=lambda: (2**40, 2**40)), allocate=lambda size, what: None,
-        )
+        )  # fmt: skip
         super().__init__(gpu, folder, lambda call, places: lambda: None, cudnn)  # type: ignore[arg-type]
         self.counters, self.choice = gpu.counters, choice
 
@@ -246,7 +246,7 @@ def test_a_choice_is_kept_for_the_next_process(tmp_path: Path) -> None:
     assert second.kernels(call) == [form] == [first.form(call)]
     assert isinstance(form, KernelCall) and [form.source, form.params["grid"]] == [
         call.params[ALTERNATIVES][1][1], call.params[ALTERNATIVES][1][2],
-    ]
+    ]  # fmt: skip
     assert CONVOLUTION not in form.params
 
 

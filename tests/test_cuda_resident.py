@@ -35,7 +35,7 @@ def config(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
         "hidden_size": 192, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 6,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000, "max_position_embeddings": CACHE,
         "tie_word_embeddings": True,
-    }
+    }  # fmt: skip
     return kind(**{**sizes, **changes})
 
 
@@ -134,7 +134,7 @@ def test_it_compiles_for_every_architecture(name: str, dtype: str, monkeypatch: 
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
     plan = plan_of(name, 1, dtype)
     cuda_toolchain.compile_sources({call.source: plan.sources[call.source] for call in plan.calls
-                                    if call.kernel == RESIDENT})
+                                    if call.kernel == RESIDENT})  # fmt: skip
 
 
 def resident_sources(plan: ExecutionPlan) -> list[str]:

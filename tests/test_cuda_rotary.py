@@ -93,7 +93,7 @@ def plan_of(step: Step, dtype: str, target: Any = None) -> ExecutionPlan:
     rope = KernelCall("rope_kernel", "", (x, *angles), (turned,), {"rotary_dim": width}, "rope")
     new_keys = turned.slice(1, step.first_key, step.first_key + step.kv_heads)
     update = KernelCall("index_copy_pair_kernel", "", (index, new_keys, source), (keys, values),
-                        {"dim": 2, "checked": int(step.checked)}, "update")
+                        {"dim": 2, "checked": int(step.checked)}, "update")  # fmt: skip
     views = {view.buffer: view for call in (rope, update) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: BufferAllocation(name, "output" if name == "turned" else "input", (sizes[name],), view.dtype)

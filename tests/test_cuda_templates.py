@@ -109,7 +109,7 @@ TILED_ATTENTION = [
     *(tiled(f"{values.__name__.replace('_', '-')}-{dtype}", 70, 300, 64, atol=8e-3,
             mask=shared_mask(70, 300, dtype, partial(values, 70, 300)))
       for dtype in ("compute", "float32") for values in attention_cases.LOWEST_MASKS),
-]
+]  # fmt: skip
 
 
 # Where there is a warpgroup for each 64 rows: widths 64 and 128 of equal queries and values.
@@ -126,7 +126,7 @@ WARPGROUP_ATTENTION = [
     tiled("apart", 64, 300, 64, heads=(96, 96), inputs=(
         T((1, 96, 64, 64), strides=(0, 64, 100 * 64, 1), offset=8),
         *(T((1, 96, 300, 64), strides=(0, 72, 96 * 72, 1), offset=16) for _ in range(2)))),
-]
+]  # fmt: skip
 
 
 def first_keys(keys: int, attended: int, dtype: str) -> np.ndarray:
@@ -143,7 +143,7 @@ def unread(queries: int, keys: int, attended: int, dtype: str, heads: tuple[int,
         f"unread-{queries}-{dtype}", queries, keys, 64, heads=heads, atol=4e-3,
         inputs=(T((1, heads[0], queries, 64)), T(shape, values=cache), T(shape, values=cache)),
         mask=shared_mask(queries, keys, dtype, partial(first_keys, keys, attended), heads[0]),
-    )
+    )  # fmt: skip
     return replace(case, reference=lambda inputs, outputs, params: attend_to_first(inputs, outputs, params, attended))
 
 
@@ -195,7 +195,7 @@ MANY_ROWS = [
         {"bias": "compute", "residual": "compute", "activation": "relu"},
         {"bias": "compute", "residual": "compute", "kernel": "matmul_notrans_kernel"},
     )
-]
+]  # fmt: skip
 
 LONG_ROWS = [
     *(reduce_cases.reduction(op, "long", T((40_007,))) for op in ("max", "min", "argmax", "argmin")),
@@ -261,7 +261,7 @@ CASES = [
         ("integers", T((300_000,), "int32", values=(-(2**31), 2**31)), T((300_000,), "int32")),
         ("bools", T((2, 16_384), "bool"), T((2, 16_384), "int32")),
     )),
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow

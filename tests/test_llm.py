@@ -66,7 +66,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 96, "vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.2,
         "tie_word_embeddings": family == "qwen2", "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0,
-    }
+    }  # fmt: skip
     extra = {"head_dim": 32} if family == "qwen3" else {}
     return transformers.AutoConfig.for_model(family, **{**sizes, **extra, **changes})
 
@@ -107,7 +107,7 @@ def assert_greedy(tokens: list[int], start: int, ref: np.ndarray, half: np.ndarr
 
 
 @pytest.fixture(scope="module", params=[("llama", "bfloat16"), ("qwen2", "bfloat16"), ("qwen3", "float16")],
-                ids=lambda param: "-".join(param))
+                ids=lambda param: "-".join(param))  # fmt: skip
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     family, dtype = request.param
     return save_tiny(tmp_path_factory.mktemp(family), family, dtype), dtype
@@ -166,7 +166,7 @@ def test_float32_is_exact_and_decode_equals_prefill(llama: Checkpoint, device: s
 @EVERY_DEVICE
 def test_a_llama3_rotary_scaling_is_kept(tmp_path: Path, device: str) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16}
+            "original_max_position_embeddings": 16}  # fmt: skip
     folder = save_tiny(tmp_path / "m", "llama", "float32", rope_parameters=rope)
     model = LanguageModel(load_checkpoint(folder, "float32"), cache_length=CACHE, chunk=CHUNK, device=device)
     ids = list(range(20, 40))
@@ -346,7 +346,7 @@ def test_drawing_on_the_device_keeps_and_takes_what_drawing_on_the_host_does(
     for spread, temperature, top_k, top_p in [
         (4, 1.0, None, None), (4, 0.7, None, 0.9), (4, 0.8, 50, 0.9), (1, 1.3, 7, None), (1, 1.0, 2 * vocab, 0.3),
         (0.01, 1.0, None, 0.5), (4, 1.0, 1, None), (4, 1.0, None, 1e-6), (4, 1.0, None, 1.0), (9, 0.05, 9, 0.99),
-    ]:
+    ]:  # fmt: skip
         logits = (np.round(8 * rng.standard_normal(vocab)) / 8 * spread).astype(np.float32)  # with many equals
         sampler = make_sampler(temperature, top_k=top_k, top_p=top_p)
         assert isinstance(sampler, Drawing)

@@ -134,7 +134,7 @@ def test_inputs_are_untouched_unless_donated(backend: Backend, steps: Any, retur
     program = compile(random_graph(steps, returned).ir(), backend.target, compute_dtype="float32")
     rng = np.random.default_rng(1)
     arrays = {"x": rng.normal(size=(4, 4)).astype(np.float32), "y": rng.normal(size=(4, 4)).astype(np.float32),
-              "at": np.array([0, 2])}
+              "at": np.array([0, 2])}  # fmt: skip
     buffers = {spec.name: NPUBuffer.from_numpy(arrays[spec.name], backend, spec=spec) for spec in program.input_specs}
     Executor(program, backend).run(buffers)
     for name in arrays.keys() - set(program.plan.donations.values()):

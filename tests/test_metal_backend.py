@@ -67,7 +67,7 @@ def program(model: Block) -> CompiledProgram:
 def bound(program: CompiledProgram, backend: MetalBackend, rng: np.random.Generator) -> dict[str, Any]:
     values = {
         "x": rng.standard_normal(SHAPES["x"]), "cache": rng.standard_normal(SHAPES["cache"]), "at": np.array([4, 1]),
-    }
+    }  # fmt: skip
     named = zip(program.input_specs, values.values(), strict=True)
     return {spec.name: NPUBuffer.from_numpy(value, backend, spec=spec) for spec, value in named}
 
@@ -165,11 +165,11 @@ def test_a_fault_on_the_device_is_a_device_error_with_its_report() -> None:
     call = KernelCall(
         "embedding_kernel", "embedding.metal", (view, View("ids", (1,), (1,), 0, "int32")),
         (View("out", (1, 8), (8, 1), 0, "float16"),), {"rows": 5, "width": 8, "checked": 1}, "lookup",
-    )
+    )  # fmt: skip
     buffers = [
         backend.allocate_buffer(np.ones((5, 8), np.float16)), backend.allocate_buffer(np.array([4000])),
         NPUBuffer.zeros((1, 8), backend),
-    ]
+    ]  # fmt: skip
     operands = [Operand(b, v, 0, False) for b, v in zip(buffers, (*call.inputs, *call.outputs), strict=True)]
     with pytest.raises(DeviceError, match=r"embedding_kernel.*table"):
         backend.prepare(call, operands[:2], operands[2:])()
@@ -283,7 +283,7 @@ def test_batched_products_go_to_mps_in_either_layout(transpose: str) -> None:
     case = metal_harness.Case(
         call.kernel, f"mps-{transpose}",
         [metal_harness.T(v.shape, strides=v.strides) for v in call.inputs], [metal_harness.T(out.shape)], params,
-    )
+    )  # fmt: skip
     metal_harness.run_case(case, open_metal(mps=True)[0], "float16", 1)
 
 

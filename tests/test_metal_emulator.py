@@ -124,7 +124,7 @@ class Mac:
 def product(
     mac: Mac, rows: int, columns: int, interior: int, left: bool = False, right: bool = False,
     alpha: float = 1.0, beta: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     kernel = mac.MPS.MPSMatrixMultiplication.alloc()
     initialize = (
         kernel.initWithDevice_transposeLeft_transposeRight_resultRows_resultColumns_interiorColumns_alpha_beta_
@@ -558,7 +558,7 @@ MISUSES: dict[str, tuple[Callable[[Mac], object], str]] = {
     "MPS after commit": (
         lambda mac: multiply(mac, square(mac), square(mac), square(mac), committed(mac)), "command buffer was committed"
     ),
-}
+}  # fmt: skip
 
 
 def dispatch_with_bias(mac: Mac) -> None:
@@ -773,7 +773,7 @@ def test_everything_made_is_counted() -> None:
     assert mac.emulator.counts() == {
         "buffers": 5, "libraries": 2, "functions": 2, "pipelines": 2, "archive_hits": 0, "command_buffers": 1,
         "compute_encoders": 1, "blit_encoders": 1, "mps_encodes": 1, "dispatches": 1, "set_bytes": 1,
-    }
+    }  # fmt: skip
 
 
 def test_the_seed_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_macros_are_text_of_the_source(api: Any, monkeypatch: pytest.MonkeyPatch
     constants = {
         "a_type": 1, "b_type": 0, "c_type": 0, "out_type": 1, "has_a": 1, "has_b": 0, "has_c": 0, "vectorized": 1,
         "integer": 0,
-    }
+    }  # fmt: skip
     pipeline = device.pipeline("elementwise.metal", "twice_kernel", None, constants, {"ELEMENTWISE_OPS": row})
     assert pipeline.label() == "twice_kernel"
 

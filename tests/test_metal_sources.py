@@ -19,7 +19,7 @@ NAMED_IN_THE_SEEDS = {
     "matmul.metal", "conv_bn_relu.metal", "add_relu.metal", "elementwise.metal", "elementwise_extended.metal",
     "elementwise_broadcast.metal", "softmax.metal", "rmsnorm.metal", "embedding.metal", "rope.metal",
     "tensor_ops.metal", "index_copy.metal", "pool.metal", "common.metal", "fused_decode_attention.metal",
-}
+}  # fmt: skip
 _CTYPES = {"I": "uint", "i": "int", "f": "float"}
 BUILTIN_CONSTANTS = {"vectorized": "bool", "contiguous": "bool", "integer": "bool"}
 
@@ -91,7 +91,7 @@ def test_function_constants_are_those_the_backend_sets(name: str) -> None:
     assert len(set(numbers)) == len(numbers), "two function constants of one number"
     declared = [decl for decl in KERNELS.values() if decl.source == name]
     flags = {field: "bool" if fmt == "?" else "uint" for decl in declared for field, fmt in decl.fields.items()
-             if fmt[0] in "?s"}
+             if fmt[0] in "?s"}  # fmt: skip
     operands = {x.name for decl in declared for x in (*decl.inputs, *decl.outputs)} | {"a", "b", "c", "out"}
     types = {f"{x}_type": "uint" for x in operands} | {f"has_{x}": "bool" for x in operands}
     known = {**BUILTIN_CONSTANTS, **flags, **types}

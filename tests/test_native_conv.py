@@ -193,7 +193,7 @@ def test_bfloat16_pairs(
         check_conv(
             maps(2, channels, *size, dtype=torch.bfloat16), out_channels, kernel, stride=stride, padding=padding,
             groups=groups, algorithm=algorithm, residual=True, activation="relu", weight_dtype=torch.bfloat16,
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", ["pixels", "channels"])

@@ -211,7 +211,7 @@ case("mul-scalar", lambda x: (x * 3, 0.3 * x, A.mul.Scalar(x, 2)), f(4, 5))
 case("div-scalar", lambda x: (x / 3, 1 / (x * x + 1)), f(4, 5), ulps=2)
 case("div-modes", lambda x, y: (torch.div(x, y, rounding_mode="floor"), torch.div(x, y, rounding_mode="trunc")), f(4, 5), p(5))
 case("div-modes-int", lambda x, y: (torch.div(x, y, rounding_mode="floor"), torch.div(x, y, rounding_mode="trunc"), x // 2, x % 3,
-     torch.div(x, 2, rounding_mode="trunc")), i(4, 5, low=-9, high=9), i(5, low=1))
+     torch.div(x, 2, rounding_mode="trunc")), i(4, 5, low=-9, high=9), i(5, low=1))  # fmt: skip
 case("floor_divide", lambda x, y: (torch.floor_divide(x, y), x // 0.5), whole(4, 5), p(5))
 case("remainder", lambda x, y: (torch.remainder(x, y), x % 0.75, torch.remainder(2.0, y)), f(4, 5), p(5))
 case("fmod", lambda x, y: (torch.fmod(x, y), torch.fmod(x, 0.75)), f(4, 5), p(5))
@@ -275,30 +275,30 @@ case("mm/mv/dot", lambda x, y, v: (torch.mm(x, y), torch.mv(x, v), torch.dot(v, 
 case("mm-int", torch.mm, i(4, 7), i(7, 5))
 # Integers whose products and sums float32 does not hold.
 case("matmul-large-ints", lambda x, y, v: (torch.mm(x, y), torch.matmul(x.unsqueeze(0), y), torch.mv(x, v), torch.matmul(v, y), torch.dot(v, v)),
-     large(4, 7), large(7, 5), large(7))
+     large(4, 7), large(7, 5), large(7))  # fmt: skip
 case("matmul-large-int32", torch.matmul, large(1, 7, dtype=torch.int32), large(7, 3, dtype=torch.int32))
 case("bmm-large-ints", lambda c, x, y: (torch.bmm(x, y), torch.baddbmm(c, x, y), torch.baddbmm(c, x, y, beta=-3, alpha=2)),
-     large(2, 4, 5), large(2, 4, 7), large(2, 7, 5))
+     large(2, 4, 5), large(2, 4, 7), large(2, 7, 5))  # fmt: skip
 case("addmm-large-ints", lambda c, x, y, v: (torch.addmm(v, x, y), torch.addmm(c, x, y, alpha=3), torch.addmm(c, x, y, beta=0), torch.addmv(v, y.t(), x[0])),
-     large(4, 5), large(4, 7), large(7, 5), large(5))
+     large(4, 5), large(4, 7), large(7, 5), large(5))  # fmt: skip
 case("addmm-large-int-alpha", lambda c, x, y: torch.addmm(c, x, y, alpha=16777217, beta=33554433), i(4, 5), i(4, 7), i(7, 5))
 refused("linear-bias-by-row", lambda x, y, c, d: (F.linear(x, y, c), F.linear(x, y, d)), f(4, 7), f(5, 7), f(4, 5), f(1, 5))
 case("linear-large-ints", lambda x, y, v: (F.linear(x, y), F.linear(x, y, v), F.linear(x[0], y), F.linear(x, y[0])),
-     large(4, 7), large(5, 7), large(5))
+     large(4, 7), large(5, 7), large(5))  # fmt: skip
 case("linear-large-ints-fused", lambda x, y, v, c: (F.relu(F.linear(x, y, v)), F.linear(-x, y, v) + c, F.linear(x, y).double(), F.linear(x, y) + c.float()),
-     large(4, 7), large(5, 7), large(5), large(4, 5))
+     large(4, 7), large(5, 7), large(5), large(4, 5))  # fmt: skip
 case("linear-large-ints-shared", lambda x, y, v, c: F.linear(x, y, v) - F.linear(x, c), large(4, 7), replace(large(5, 7), weight=True),
-     replace(large(5), weight=True), replace(large(5, 7), weight=True))
+     replace(large(5), weight=True), replace(large(5, 7), weight=True))  # fmt: skip
 case("einsum-large-ints", lambda x, y, z: (torch.einsum("ij,jk->ik", x, y), torch.einsum("ij,ij->", x, x), torch.einsum("ij->i", z),
-     torch.einsum("ij->", z), torch.einsum("ij,k->ik", z, torch.ones_like(y[0]))), large(4, 7), large(7, 5), i(3, 7, low=2**24, high=2**24 + 99))
+     torch.einsum("ij->", z), torch.einsum("ij,k->ik", z, torch.ones_like(y[0]))), large(4, 7), large(7, 5), i(3, 7, low=2**24, high=2**24 + 99))  # fmt: skip
 case("bmm", torch.bmm, f(3, 4, 7), f(3, 7, 5))
 case("bmm-strided", lambda x, y: torch.bmm(x.transpose(1, 2), y[:, :, ::2]), f(3, 7, 4), f(3, 7, 10))
 case("baddbmm", torch.baddbmm, f(3, 4, 5), f(3, 4, 7), f(3, 7, 5))
 case("baddbmm-alpha-beta", lambda c, x, y: (torch.baddbmm(c, x, y, alpha=0.5, beta=2.0), torch.baddbmm(c, x, y, beta=0)),
-     f(4, 5), f(3, 4, 7), f(3, 7, 5))
+     f(4, 5), f(3, 4, 7), f(3, 7, 5))  # fmt: skip
 case("addmm", torch.addmm, f(5), f(4, 7), w(7, 5))
 case("addmm-alpha-beta", lambda c, x, y: (torch.addmm(c, x, y, alpha=0.5, beta=2), torch.addmm(c, x, y, alpha=3),
-     torch.addmm(c, x, y, beta=0)), f(4, 5), f(4, 7), f(7, 5))
+     torch.addmm(c, x, y, beta=0)), f(4, 5), f(4, 7), f(7, 5))  # fmt: skip
 case("addmv", lambda c, x, v: (torch.addmv(c, x, v), torch.addmv(c, x, v, alpha=2, beta=0.5)), f(4), f(4, 7), f(7))
 case("outer", lambda x, y: (torch.outer(x, y), torch.ger(x, y)), f(4), f(5))
 for _equation, _shapes in {
@@ -308,7 +308,7 @@ for _equation, _shapes in {
     "ijk->ki": [(2, 3, 4)], "...ij,...jk->...ik": [(2, 3, 4, 7), (3, 7, 5)], "...i->...": [(2, 3, 4)],
     "ij,ij->ij": [(4, 5), (4, 5)], "ij,k->ik": [(4, 5), (3,)], "bi,oi->bo": [(4, 7), (5, 7)],
     "bnd,de->bne": [(2, 3, 7), (7, 5)], "i,ij->j": [(4,), (4, 5)], "ij,j": [(4, 5), (5,)],
-}.items():
+}.items():  # fmt: skip
     case(f"einsum {_equation}", lambda *xs, e=_equation: torch.einsum(e, *xs), *(f(*s) for s in _shapes))
 refused("einsum-diagonal", lambda x: torch.einsum("ii->i", x), f(4, 4))
 refused("einsum-three", lambda x, y, z: torch.einsum("ij,jk,kl->il", x, y, z), f(2, 3), f(3, 4), f(4, 5), spread=2)
@@ -345,7 +345,7 @@ case("convolution", lambda x, v, c: A.convolution(x, v, c, [1, 1], [1, 1], [1, 1
 case("convolution-1d", lambda x, v: A.convolution(x, v, None, [2], [1], [1], False, [0], 1), f(1, 3, 8), w(4, 3, 3))
 case("convolution-transposed", lambda x, v: A.convolution(x, v, None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1), f(1, 4, 5, 5), w(4, 3, 3, 3))
 case("_convolution", lambda x, v: A._convolution(x, v, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, False, False, False, False),
-     f(1, 3, 8, 8), w(4, 3, 3, 3))
+     f(1, 3, 8, 8), w(4, 3, 3, 3))  # fmt: skip
 case("conv_transpose2d", lambda x, v, c: F.conv_transpose2d(x, v, c, 2, 1, 1), f(2, 4, 5, 6), w(4, 3, 3, 3), w(3))
 case("conv_transpose2d-groups", lambda x, v: F.conv_transpose2d(x, v, None, (2, 1), 0, 0, 2, (1, 2)), f(2, 4, 5, 6), w(4, 3, 3, 3))
 case("conv_transpose2d-unbatched", F.conv_transpose2d, f(4, 5, 6), w(4, 3, 2, 2), w(3))
@@ -358,14 +358,14 @@ case("batch_norm-plain", lambda x, m, v: F.batch_norm(x, m, v, eps=1e-3), f(2, 3
 case("batch_norm-rank2", lambda x, m, v, g, c: F.batch_norm(x, m, v, g, c), f(5, 3), w(3), wp(3), w(3), w(3), ulps=2, spread=1)
 case("batch_norm-inputs", lambda x, m, v, g, c: F.batch_norm(x, m, v, g, c), f(2, 3, 4, 4), f(3), p(3), f(3), f(3), ulps=2, spread=1)
 case("conv-bn-relu", lambda x, k, m, v, g, c: F.relu(F.batch_norm(F.conv2d(x, k), m, v, g, c)), f(1, 3, 8, 8), w(4, 3, 3, 3), w(4),
-     wp(4), w(4), w(4), spread=2)
+     wp(4), w(4), w(4), spread=2)  # fmt: skip
 case("linear-bn", lambda x, k, m, v, g, c: F.batch_norm(F.linear(x, k), m, v, g, c), f(5, 7), w(4, 7), w(4), wp(4), w(4), w(4), spread=2)
 case("legit-bn", lambda x, g, c, m, v: A._native_batch_norm_legit_no_training(x, g, c, m, v, 0.1, 1e-5)[0], f(2, 3, 4, 4), w(3), w(3), w(3),
-     wp(3), ulps=2, spread=1)
+     wp(3), ulps=2, spread=1)  # fmt: skip
 case("native-bn", lambda x, g, c, m, v: A.native_batch_norm(x, g, c, m, v, False, 0.1, 1e-5)[0], f(2, 3, 4, 4), w(3), w(3), w(3), wp(3),
-     ulps=2, spread=1)
+     ulps=2, spread=1)  # fmt: skip
 case("bn-no-update", lambda x, g, c, m, v: A._batch_norm_no_update(x, g, c, m, v, 0.1, 1e-5)[0], f(2, 3, 4, 4), w(3), w(3), w(3), wp(3),
-     ulps=2, spread=1)
+     ulps=2, spread=1)  # fmt: skip
 refused("bn-training", lambda x: F.batch_norm(x, None, None, training=True), f(4, 3, 4, 4), spread=2)
 case("layer_norm", lambda x, g, c: F.layer_norm(x, (33,), g, c), f(2, 3, 33), w(33), w(33), ulps=2, spread=1)
 case("layer_norm-plain", lambda x: F.layer_norm(x, (3, 7), eps=1e-3), f(2, 3, 7), ulps=2, spread=1)
@@ -382,7 +382,7 @@ case("rms_norm-explicit", lambda x, g: g * (x * torch.rsqrt(x.pow(2).mean(-1, ke
 case("instance_norm", lambda x, g, c: F.instance_norm(x, None, None, g, c), f(2, 3, 4, 5), w(3), w(3), ulps=2, spread=1)
 case("instance_norm-plain", lambda x: F.instance_norm(x), f(2, 3, 11), ulps=2, spread=1)
 case("weight_norm", lambda v, g: (torch._weight_norm(v, g, 0), torch._weight_norm(v.reshape(-1, 4), g.reshape(1, 4), 1)),
-     w(4, 3, 2), wp(4, 1, 1), spread=1)
+     w(4, 3, 2), wp(4, 1, 1), spread=1)  # fmt: skip
 
 # Pooling and resampling.
 case("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), f(2, 3, 9, 9))
@@ -400,19 +400,19 @@ case("avg_pool2d-divisor", lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5
 case("avg_pool2d-unbatched", lambda x: F.avg_pool2d(x, 2), f(3, 8, 8))
 case("avg_pool1d", lambda x: (F.avg_pool1d(x, 3, 2, 1), F.avg_pool1d(x, 3, 2, 1, count_include_pad=False)), f(2, 3, 9))
 case("adaptive_avg_pool2d", lambda x: (F.adaptive_avg_pool2d(x, 1), F.adaptive_avg_pool2d(x, (3, 5)), F.adaptive_avg_pool2d(x, (None, 2))),
-     f(2, 3, 7, 8))
+     f(2, 3, 7, 8))  # fmt: skip
 case("adaptive_avg_pool2d-unbatched", lambda x: F.adaptive_avg_pool2d(x, (3, 2)), f(3, 7, 8))
 case("adaptive_avg_pool-aten", lambda x: A._adaptive_avg_pool2d(x, [2, 2]), f(2, 3, 7, 8))
 case("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 3), f(2, 3, 8))
 case("global-mean", lambda x: x.mean((2, 3)), f(2, 3, 7, 8))
 for _mode in ("nearest", "nearest-exact", "bilinear"):
     for _options in ({"size": (7, 5)}, {"scale_factor": 2}, {"scale_factor": (1.5, 2.5)}, {"size": (2, 11)},
-                     {"scale_factor": 1.7, "recompute_scale_factor": True}, {"scale_factor": 0.6}):
+                     {"scale_factor": 1.7, "recompute_scale_factor": True}, {"scale_factor": 0.6}):  # fmt: skip
         case(f"upsample-{_mode}-{_options}", lambda x, m=_mode, o=_options: F.interpolate(x, mode=m, **o), f(2, 3, 4, 6))
 for _options in ({"size": (7, 5)}, {"scale_factor": 2}, {"scale_factor": 1.5}):
     case(f"upsample-align-{_options}", lambda x, o=_options: F.interpolate(x, mode="bilinear", align_corners=True, **o), f(2, 3, 4, 6))
 case("upsample-1d", lambda x: (F.interpolate(x, size=9), F.interpolate(x, scale_factor=2.0, mode="linear"),
-     F.interpolate(x, size=9, mode="nearest-exact"), F.interpolate(x, size=9, mode="linear", align_corners=True)), f(2, 3, 5))
+     F.interpolate(x, size=9, mode="nearest-exact"), F.interpolate(x, size=9, mode="linear", align_corners=True)), f(2, 3, 5))  # fmt: skip
 case("pixel_shuffle", lambda x: F.pixel_shuffle(x, 2), f(2, 8, 3, 4))
 case("pixel_unshuffle", lambda x: F.pixel_unshuffle(x, 2), f(8, 6, 4))
 case("channel_shuffle", lambda x: F.channel_shuffle(x, 2), f(2, 6, 3, 4))
@@ -443,7 +443,7 @@ case("sdpa-2d", SDPA, f(5, 8), f(7, 8), f(7, 8), spread=1)
 case("sdpa-value-width", SDPA, Q, K, f(2, 4, 7, 6), spread=1)
 case("sdpa-one-query", SDPA, f(1, 4, 1, 64), f(1, 4, 40, 64), f(1, 4, 40, 64), spread=1)
 case("sdpa-transposed", lambda x: SDPA(x.transpose(1, 2), x.transpose(1, 2), x.transpose(1, 2)).transpose(1, 2).reshape(2, 5, 32),
-     f(2, 5, 4, 8), spread=1)
+     f(2, 5, 4, 8), spread=1)  # fmt: skip
 case("sdpa-masked-row", lambda q, k, v, m: SDPA(q, k, v, m), Q, K, V, Arg((5, 7), lambda s: torch.arange(5)[:, None].expand(s) > 0), spread=1)
 case("attention-explicit", lambda q, k, v: (F.softmax(q @ k.transpose(-1, -2) / 8**0.5, -1)) @ v, Q, K, V, spread=2)
 refused("sdpa-broadcast-batch", SDPA, Q, f(1, 4, 7, 8), f(1, 4, 7, 8), spread=2)
@@ -466,11 +466,11 @@ for _name in "argmax argmin".split():
     case(_name, lambda x, fn=getattr(torch, _name): (fn(x), fn(x, -1), fn(x, 0, keepdim=True), fn(x, keepdim=True)), f(3, 4, 5))
 for _name in "var std".split():
     case(_name, lambda x, fn=getattr(torch, _name): (fn(x), fn(x, 1), fn(x, (0, 2), keepdim=True), fn(x, -1, correction=0), fn(x, 1, False)),
-         f(3, 4, 5), spread=1)
+         f(3, 4, 5), spread=1)  # fmt: skip
 case("var_mean", lambda x: (*torch.var_mean(x, 1), *torch.var_mean(x, (0, 2), keepdim=True, correction=0), *torch.var_mean(x)), f(3, 4, 5), spread=1)
 case("logsumexp", lambda x: (torch.logsumexp(x, 1), torch.logsumexp(x, (0, 2), True)), f(3, 4, 5), spread=1)
 case("norm", lambda x: (x.norm(), x.norm(1, 1), x.norm(2, (0, 2), keepdim=True), torch.linalg.vector_norm(x, 3, 1),
-     torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, math.inf, -1), F.normalize(x, dim=-1)), f(3, 4, 5), spread=2)
+     torch.linalg.vector_norm(x), torch.linalg.vector_norm(x, math.inf, -1), F.normalize(x, dim=-1)), f(3, 4, 5), spread=2)  # fmt: skip
 case("norm-aten", lambda x: (A.norm.Scalar(x), A.norm.Scalar(x, 1), A.norm.ScalarOpt_dim(x, 2, [1], True)), f(3, 4, 5), spread=2)
 case("sum-int", lambda x: (x.sum(), x.sum(1), x.prod(), x.cumsum(0)), i(3, 4, low=1))
 case("sum-bool", lambda x: (x.sum(), x.sum(1), x.cumsum(1)), b(3, 4))
@@ -518,7 +518,7 @@ case("unfold", lambda x: (x.unfold(1, 3, 2), x.unfold(0, 2, 1).sum(-1)), f(3, 7)
 case("diagonal", lambda x: (x.diagonal(), x.diagonal(1, 1, 2), x.diagonal(-1, 0, -1) + 1, torch.diagonal(x, 9, 1, 2)), f(3, 4, 5))
 case("alias", lambda x: (A.alias(x) + 1, x.detach() * 2, x.contiguous()), f(3, 4))
 case("dropout", lambda x: (F.dropout(x, 0.5, False) + 1, F.dropout2d(x, 0.5, False), F.alpha_dropout(x, 0.5, False),
-     A.feature_dropout(x, 0.5, False)), f(2, 3, 4, 4))
+     A.feature_dropout(x, 0.5, False)), f(2, 3, 4, 4))  # fmt: skip
 case("view-chain", lambda x: x.permute(2, 0, 1)[1:].reshape(-1, 3, 2, 2)[:, 1:].transpose(-1, -2).flatten(1) + 1, f(3, 4, 5))
 case("view-empty", lambda x: (x.reshape(3, 0), x.permute(1, 0), x.flatten() + 1, x.unsqueeze(1)), f(0, 3))
 case("view-to-0d", lambda x: (x.reshape(()), x.squeeze() + 1, x.reshape(1, 1).expand(2, 3)), f(1))
@@ -540,7 +540,7 @@ case("stack-0d", lambda x, y: torch.stack([x, y]), f(), f())
 case("repeat", lambda x: (x.repeat(2, 3), x.repeat(2, 1, 1), x.tile(2), x.tile(1, 2, 2), torch.tile(x, (2, 2))), f(3, 4))
 case("repeat-zero", lambda x: x.repeat(0, 2), f(3, 4))
 case("repeat-rank8", lambda x: (x.permute(7, 6, 5, 4, 3, 2, 1, 0).repeat(2, 1, 1, 2, 1, 1, 3, 1), x.transpose(0, 7).repeat_interleave(2, 2)),
-     f(2, 3, 1, 2, 1, 2, 2, 3))
+     f(2, 3, 1, 2, 1, 2, 2, 3))  # fmt: skip
 case("repeat_interleave", lambda x: (x.repeat_interleave(2, 1), x.repeat_interleave(3), x.repeat_interleave(2, -2)), f(3, 4))
 refused("repeat_interleave-tensor", lambda x, n: torch.repeat_interleave(x, n, 0, output_size=6), f(3, 4), Arg((3,), lambda s: torch.tensor([1, 2, 3])))
 case("roll", lambda x: (x.roll(1, 0), x.roll((1, -2), (0, 1)), x.roll(5), x.roll(-1, -1), x.roll(7, 1)), f(3, 4))
@@ -551,7 +551,7 @@ case("pad-modes-1d", lambda x: tuple(F.pad(x, (2, 1), mode=m) for m in ("reflect
 case("pad-modes-2d", lambda x: tuple(F.pad(x, (2, 1, 0, 3), mode=m) for m in ("reflect", "replicate", "circular")), f(2, 3, 5, 6))
 case("pad-modes-unbatched", lambda x: tuple(F.pad(x, (1, 1, 1, 0), mode=m) for m in ("reflect", "replicate")), f(3, 5, 6))
 case("pad-aten", lambda x: (A.constant_pad_nd(x, [1, 0], 2.0), A.reflection_pad1d(x, [1, 2]), A.replication_pad1d(x, [2, 1]),
-     A.reflection_pad2d(x, [1, 2, 0, 1]), A.replication_pad2d(x, [1, 2, 0, 1])), f(2, 3, 5))
+     A.reflection_pad2d(x, [1, 2, 0, 1]), A.replication_pad2d(x, [1, 2, 0, 1])), f(2, 3, 5))  # fmt: skip
 case("pad-int", lambda x: F.pad(x, (1, 2), value=7), i(2, 3))
 case("pad-bool", lambda x: F.pad(x, (1, 2), value=True), b(2, 3))
 refused("pad-negative-replicate", lambda x: F.pad(x, (-1, 2), mode="replicate"), f(2, 3, 5))
@@ -565,16 +565,16 @@ def _like(x: torch.Tensor) -> dict[str, Any]:
 
 
 case("fill", lambda x: (torch.zeros(2, 3, **_like(x)), torch.ones(2, **_like(x)), torch.full((2, 2), 1.5, **_like(x)),
-     torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 0.25), x.new_zeros(2), x.new_ones(2), x.new_full((2,), 3.0)), f(3, 4))
+     torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 0.25), x.new_zeros(2), x.new_ones(2), x.new_full((2,), 3.0)), f(3, 4))  # fmt: skip
 case("fill-int-bool", lambda x: (torch.full((2,), 7, device=x.device), torch.ones(2, dtype=torch.bool, device=x.device),
-     torch.full((2,), True, device=x.device), torch.zeros((), dtype=torch.int32, device=x.device), torch.full_like(x, 2)), i(3))
+     torch.full((2,), True, device=x.device), torch.zeros((), dtype=torch.int32, device=x.device), torch.full_like(x, 2)), i(3))  # fmt: skip
 case("fill-aten", lambda x: (A.fill.Scalar(x, 2.0), A.fill.Tensor(x, x[0, 0]), A.zero(x), A.scalar_tensor(2.5, **_like(x))), f(3, 4))
 case("empty", lambda x: (torch.empty(2, 3, **_like(x)).fill_(1.0), torch.empty_like(x).copy_(x), x.new_empty(2).zero_(),
-     A.empty_permuted([2, 3], [1, 0], **_like(x)).zero_()), f(3, 4))
+     A.empty_permuted([2, 3], [1, 0], **_like(x)).zero_()), f(3, 4))  # fmt: skip
 case("arange", lambda x: (torch.arange(5, device=x.device), torch.arange(2, 9, 3, device=x.device), torch.arange(5, 0, -2, device=x.device),
-     torch.arange(0.0, 1.0, 0.25, device=x.device), torch.arange(1, 4, dtype=torch.float32, device=x.device)), f(1))
+     torch.arange(0.0, 1.0, 0.25, device=x.device), torch.arange(1, 4, dtype=torch.float32, device=x.device)), f(1))  # fmt: skip
 case("linspace", lambda x: (torch.linspace(0, 1, 5, device=x.device), torch.linspace(2.0, -1.0, 4, device=x.device),
-     torch.linspace(3, 4, 1, device=x.device)), f(1), spread=1)
+     torch.linspace(3, 4, 1, device=x.device)), f(1), spread=1)  # fmt: skip
 case("positions", lambda x: x + torch.arange(5, device=x.device)[None, :, None] * 0.5, f(2, 5, 3))
 case("causal-mask", lambda x: x.masked_fill(torch.ones(5, 5, dtype=torch.bool, device=x.device).triu(1), -1.0), f(2, 5, 5))
 refused("linspace-tensor", lambda x: torch.linspace(x, 2.0, 5, device=x.device), f())
@@ -637,7 +637,7 @@ INPLACE: dict[str, Callable[[torch.Tensor], Any]] = {
     "leaky_relu_": lambda y: F.leaky_relu(y, 0.1, inplace=True), "iadd": lambda y: y.__iadd__(1), "floor_": lambda y: y.floor_(),
     "unsqueeze_": lambda y: y.unsqueeze(0).unsqueeze_(1).add_(1), "t_": lambda y: y.view(3, 8).t_().add_(1),
     "squeeze_": lambda y: y.unsqueeze(0).squeeze_(0).mul_(2), "index_copy_": lambda y: y.index_copy_(0, 2 - 2 * torch.arange(2, device=y.device), y[:2] * 2),
-}
+}  # fmt: skip
 for _name, _write in INPLACE.items():
     case(_name, _inplace(_write), f(3, 4, 2), spread=1)
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -650,7 +650,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "expand-same": lambda y: y.expand(3, 4, 2)[0], "movedim": lambda y: y.movedim(0, 2)[0], "mT": lambda y: y.mT[:, 0], "alias": lambda y: y.detach()[0],
     "unflatten": lambda y: y.unflatten(1, (2, 2))[:, :, 0], "view_as": lambda y: y.view_as(y * 1)[0], "swapaxes": lambda y: y.swapaxes(0, 1)[0],
     "end-past": lambda y: y[:, 2:100], "whole": lambda y: y[:], "empty": lambda y: y[:, 4:], "contiguous": lambda y: y.contiguous()[0],
-}
+}  # fmt: skip
 for _name, _view in VIEWS.items():
     case(f"write-{_name}", _set(_view, lambda v: v.mul_(3).add_(1)), f(3, 4, 2), spread=4)
 case("write-pixel-shuffle-copies", _inplace(lambda y: (lambda r: (r.add_(1), r))(F.pixel_shuffle(y, 2))), f(1, 4, 2, 2), spread=1)
@@ -822,7 +822,7 @@ UNTOLD: list[tuple[str, Callable[..., torch.Tensor], tuple[Arg, ...], str]] = [
     ("instance_norm-bias", lambda x, c: F.instance_norm(x, bias=c), (f(2, 3, 4), w(3)), "does not tell whether it is the weight or the bias"),
     ("clamp-min", lambda x, lo: x.clamp(min=lo), (f(3, 4), f(4)), "does not tell"),
     ("clip-max", lambda x, hi: x.clip(max=hi), (f(3, 4), f(4)), "does not tell"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, function, args, reason", UNTOLD, ids=[name for name, *_ in UNTOLD])

@@ -340,7 +340,7 @@ def test_dtype_attributes_on_the_cpu() -> None:
         g("aten.to.dtype", x, dtype="bfloat16"), g("aten._to_copy.default", x, dtype="int64"),
         g("aten.sum.default", x, dtype="float64"), g("aten.softmax.int", x, 0, dtype="float64"),
         g("aten.full_like.default", x, 2.5, dtype="float16"), g("aten.arange.start_step", 0, 6, 2, dtype="int32"),
-    )
+    )  # fmt: skip
     results = on_cpu(g, {"x": np.array([0.0, 1.5, -2.0, 3.0], np.float32)})
     assert [str(r.dtype) for r in results] == ["bfloat16", "int64", "float64", "float64", "float16", "int32"]
     assert results[1].tolist() == [0, 1, -2, 3] and results[5].tolist() == [0, 2, 4]

@@ -417,7 +417,7 @@ def random_node(op: str, r: random.Random, attempts: int = 150) -> dict[str, Any
             values = {
                 argument.name: _argument(r, str(argument.type), tensor) for argument in schema.arguments
                 if argument.name not in NOT_DRAWN and not (argument.has_default_value() and r.random() < 0.5)
-            }
+            }  # fmt: skip
             outputs = g(op, **values)
         except (
             RuntimeError,

@@ -431,7 +431,7 @@ def test_weights_load_alike_from_a_file_a_folder_and_mappings(
     arrays = {key: value.numpy() for key, value in checkpoint.items()}
     sources: list[Any] = [
         tmp_path / "model.safetensors", str(tmp_path / "model.safetensors"), tmp_path / "shards", checkpoint, arrays,
-    ]
+    ]  # fmt: skip
     for source in sources:
         loaded = load_weights(source, program, backend)
         assert loaded.keys() == program.weight_specs.keys()

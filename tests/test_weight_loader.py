@@ -27,7 +27,7 @@ def test_mapped_tensors_are_what_was_saved(tmp_path: Path) -> None:
         str(dtype): (10 * torch.randn(3, 5)).to(dtype)
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
                       torch.int16, torch.int8, torch.uint8, torch.bool)
-    }
+    }  # fmt: skip
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
     save_file(tensors, tmp_path / "w.safetensors", {"format": "pt"})
     mapped = MappedCheckpoint(tmp_path)

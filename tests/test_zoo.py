@@ -30,7 +30,7 @@ FAMILIES = ["bert", "gpt2", "llama", "vit", "convnext", "mobilenet_v2", "MobileN
 IN_BFLOAT16 = [
     "ResNet", "MobileNet", "MobileNetV3", "EfficientNet", "ShuffleNet", "DiffusionTransformer", "ShiftedWindows",
     "bert", "gpt2", "llama", "gemma2", "t5", "vit", "convnext",
-]
+]  # fmt: skip
 SPLIT = ["UNet", "OddConvolutions", "Conformer", "RelativeBuckets", "WritesThroughViews", "UnrolledLSTM", "t5", "llama"]
 DEVICE = pytest.mark.parametrize("device", DEVICES)
 EVERY_DEVICE = pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])

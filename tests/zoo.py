@@ -81,7 +81,7 @@ def model(*inputs: Input) -> Callable[[type[nn.Module]], type[nn.Module]]:
 def conv_norm(
     inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1, dilation: int = 1,
     activation: nn.Module | None = None,
-) -> nn.Sequential:
+) -> nn.Sequential:  # fmt: skip
     padding = (kernel - 1) // 2 * dilation
     conv = nn.Conv2d(inputs, outputs, kernel, stride, padding, dilation, groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs), activation if activation is not None else nn.ReLU(inplace=True))
@@ -300,7 +300,7 @@ class ConvTasNet(nn.Module):
         self.block = nn.Sequential(
             nn.GroupNorm(1, width, eps=1e-8), nn.Conv1d(width, 48, 1), nn.PReLU(),
             nn.Conv1d(48, 48, 3, padding=2, dilation=2, groups=48), nn.PReLU(), nn.Conv1d(48, 2 * width, 1),
-        )
+        )  # fmt: skip
         self.decoder = nn.ConvTranspose1d(width, 1, 16, 8, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -630,15 +630,15 @@ def _hugging_face(
 _TEXT = {
     "vocab_size": WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}
+}  # fmt: skip
 _GPT = {
     "vocab_size": WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _VISION = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
     "patch_size": 8,
-}
+}  # fmt: skip
 _GROUPED = {**_TEXT, "num_key_value_heads": 2}
 _IDS, _NO_CACHE = {"input_ids": words(2, 12)}, {"use_cache": False}
 
@@ -650,20 +650,20 @@ _hugging_face("qwen3", "Qwen3ForCausalLM", "logits", _IDS, _NO_CACHE, head_dim=1
 _hugging_face("gemma2", "Gemma2ForCausalLM", "logits", _IDS, _NO_CACHE, head_dim=16, sliding_window=4, **_GROUPED)
 _hugging_face("phi3", "Phi3ForCausalLM", "logits", _IDS, _NO_CACHE, **_GROUPED)
 _hugging_face("bloom", "BloomForCausalLM", "logits", _IDS, _NO_CACHE, vocab_size=WORDS, hidden_size=64, n_layer=2,
-              n_head=4)
+              n_head=4)  # fmt: skip
 _hugging_face("t5", "T5ForConditionalGeneration", "logits",
               {"input_ids": words(2, 10), "decoder_input_ids": words(2, 6)}, _NO_CACHE, vocab_size=WORDS,
-              d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)
+              d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0)  # fmt: skip
 _hugging_face("vit", "ViTForImageClassification", "logits", {"pixel_values": floats(2, 3, 32, 32)}, num_labels=50,
-              **_VISION)
+              **_VISION)  # fmt: skip
 _hugging_face("dinov2", "Dinov2Model", "last_hidden_state", {"pixel_values": floats(1, 3, 32, 32)}, **_VISION)
 _hugging_face("convnext", "ConvNextForImageClassification", "logits", {"pixel_values": floats(1, 3, 64, 64)},
-              hidden_sizes=[16, 24, 32, 40], depths=[1, 1, 2, 1], num_labels=50)
+              hidden_sizes=[16, 24, 32, 40], depths=[1, 1, 2, 1], num_labels=50)  # fmt: skip
 _hugging_face("mobilenet_v2", "MobileNetV2ForImageClassification", "logits", {"pixel_values": floats(1, 3, 64, 64)},
-              image_size=64, depth_multiplier=0.25, num_labels=50)
+              image_size=64, depth_multiplier=0.25, num_labels=50)  # fmt: skip
 _hugging_face("whisper", "WhisperForConditionalGeneration", "logits",
               {"input_features": floats(1, 16, 40), "decoder_input_ids": words(1, 6)}, _NO_CACHE, vocab_size=WORDS,
               num_mel_bins=16, max_source_positions=20, max_target_positions=32, d_model=64, encoder_layers=1,
               decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
               decoder_ffn_dim=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-              decoder_start_token_id=2)
+              decoder_start_token_id=2)  # fmt: skip

@@ -42,6 +42,7 @@ def _rewrite_unary(op_type: str, **attrs: object) -> Callable[[Match, Rewriter],
 
     return rewrite
 
+
 _gate = P("aten.silu aten.gelu", (x,), bind="activation")
 
 

@@ -7,8 +7,13 @@ from npu_compiler.fusions.engine import Fusion, Match, P, Rewriter, Var, add, fu
 from npu_compiler.graph.model import IRGraph, OpNode
 
 _CONV_ACTIVATIONS = {
-    "aten.relu": "relu", "aten.relu6": "relu6", "aten.silu": "silu", "aten.hardswish": "hardswish",
-    "aten.hardsigmoid": "hardsigmoid", "aten.sigmoid": "sigmoid", "aten.gelu": "gelu",
+    "aten.relu": "relu",
+    "aten.relu6": "relu6",
+    "aten.silu": "silu",
+    "aten.hardswish": "hardswish",
+    "aten.hardsigmoid": "hardsigmoid",
+    "aten.sigmoid": "sigmoid",
+    "aten.gelu": "gelu",
 }
 
 
@@ -41,7 +46,10 @@ def _rewrite_conv(match: Match, rewriter: Rewriter) -> OpNode | None:
     kind = "none" if activation is None else _CONV_ACTIVATIONS.get(activation.base, "relu6")
     inputs = conv.inputs if residual is None else (*conv.inputs, residual)
     attrs = {
-        **conv.attrs, "has_bias": len(conv.inputs) > 2, "has_residual": residual is not None, "activation": kind,
+        **conv.attrs,
+        "has_bias": len(conv.inputs) > 2,
+        "has_residual": residual is not None,
+        "activation": kind,
     }
     return fused("npu.conv2d", match, inputs, **attrs)
 

@@ -83,8 +83,12 @@ def _linear_patterns() -> tuple[P, ...]:
     activated = P("aten.relu aten.gelu aten.silu npu.gelu_tanh npu.gelu_erf", (linear,), bind="activation")
     return (add(linear, Var("residual")), activated)
 
+
 _LINEAR_ACTIVATIONS = {
-    "aten.relu": "relu", "aten.silu": "silu", "npu.gelu_tanh": "gelu_tanh", "npu.gelu_erf": "gelu",
+    "aten.relu": "relu",
+    "aten.silu": "silu",
+    "npu.gelu_tanh": "gelu_tanh",
+    "npu.gelu_erf": "gelu",
 }
 
 
@@ -130,6 +134,7 @@ def _gated_linear_pattern() -> P:
     """act(t[…, :n]) · t[…, n:], where t is one product with the rows of both in its weight."""
     gate, up = (P("aten.slice", (P("aten.linear", bind="linear"),), bind=half) for half in ("gate", "up"))
     return P(" ".join(_GATED), (gate, up))
+
 
 _GATED = {"npu.silu_mul": "silu", "npu.gelu_mul": "gelu", "npu.gelu_tanh_mul": "gelu_tanh"}
 

@@ -33,7 +33,11 @@ def _rms_norm_patterns() -> tuple[P, ...]:
     offset = tuple(mul(Maybe(n), add(Maybe(w), Num("offset", 1.0))) for n in normal)
     cast = "aten.to aten._to_copy aten.type_as"
     return (
-        *(P(cast, (n,)) for n in (*offset, *weighted)), *offset, *weighted, *(P(cast, (n,)) for n in normal), *normal,
+        *(P(cast, (n,)) for n in (*offset, *weighted)),
+        *offset,
+        *weighted,
+        *(P(cast, (n,)) for n in normal),
+        *normal,
     )
 
 

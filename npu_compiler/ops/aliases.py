@@ -13,8 +13,14 @@ def _dims(value: object) -> list[int]:
 
 
 @register_op(
-    "aten.alias", "aten.detach", "aten.dropout", "aten.feature_dropout", "aten.contiguous", "aten.positive",
-    "aten.alpha_dropout", tensors=("self",),
+    "aten.alias",
+    "aten.detach",
+    "aten.dropout",
+    "aten.feature_dropout",
+    "aten.contiguous",
+    "aten.positive",
+    "aten.alpha_dropout",
+    tensors=("self",),
     unsupported=lambda node, graph: "dropout in training mode" if node.attrs.get("train") else None,
 )
 def lower_identity(ctx: Lowering, node: OpNode) -> None:
@@ -22,8 +28,16 @@ def lower_identity(ctx: Lowering, node: OpNode) -> None:
 
 
 @register_op(
-    "aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten", "aten.view_as",
-    "aten.reshape_as", "aten.ravel", "npu.reshape", tensors=("self", "other"),
+    "aten.view",
+    "aten.reshape",
+    "aten._unsafe_view",
+    "aten.flatten",
+    "aten.unflatten",
+    "aten.view_as",
+    "aten.reshape_as",
+    "aten.ravel",
+    "npu.reshape",
+    tensors=("self", "other"),
     unsupported=lambda node, graph: "view as another dtype" if node.op_type == "aten.view.dtype" else None,
 )
 def lower_reshape(ctx: Lowering, node: OpNode) -> None:
@@ -100,8 +114,7 @@ def lower_slice(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(view.slice(dim, start, end, node.attrs.get("step", 1)))
 
 
-@register_op("aten.narrow",
-             unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor")
+@register_op("aten.narrow", unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor")
 def lower_narrow(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     dim = view.dim(node.attrs["dim"])

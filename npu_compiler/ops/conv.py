@@ -14,17 +14,40 @@ from npu_compiler.program.kernels import declare_kernel
 from npu_compiler.program.views import View
 
 declare_kernel(
-    "conv2d_kernel", "conv_bn_relu.metal", "x weight bias? residual? -> out", stride="2I", padding="4i", dilation="2I",
-    groups="I", activation=ACTIVATION, direct="?",
+    "conv2d_kernel",
+    "conv_bn_relu.metal",
+    "x weight bias? residual? -> out",
+    stride="2I",
+    padding="4i",
+    dilation="2I",
+    groups="I",
+    activation=ACTIVATION,
+    direct="?",
 )
 declare_kernel(
-    "conv_transpose2d_kernel", "conv_bn_relu.metal", "x weight bias? -> out", stride="2I", padding="2i",
-    output_padding="2I", dilation="2I", groups="I",
+    "conv_transpose2d_kernel",
+    "conv_bn_relu.metal",
+    "x weight bias? -> out",
+    stride="2I",
+    padding="2i",
+    output_padding="2I",
+    dilation="2I",
+    groups="I",
 )
-declare_kernel("max_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", dilation="2I",
-               ceil_mode="?")
-declare_kernel("avg_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", ceil_mode="?",
-               count_include_pad="?", divisor="i")
+declare_kernel(
+    "max_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", dilation="2I", ceil_mode="?"
+)
+declare_kernel(
+    "avg_pool2d_kernel",
+    "pool.metal",
+    "x -> out",
+    window="2I",
+    stride="2I",
+    padding="2I",
+    ceil_mode="?",
+    count_include_pad="?",
+    divisor="i",
+)
 declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal", "x -> out")
 declare_kernel("upsample_nearest_kernel", "upsample.metal", "x -> out", scale="2f", exact="?")
 declare_kernel("upsample_bilinear_kernel", "upsample.metal", "x -> out", scale="2f", align_corners="?")
@@ -88,8 +111,14 @@ def _batched(view: View, spatial: int) -> View:
     return view.unsqueeze(0) if view.rank == spatial + 1 else view
 
 
-@register_op("aten.conv2d", "aten.conv1d", "aten.convolution", "aten._convolution",
-             tensors=("input", "weight", "bias"), unsupported=_conv_unsupported)
+@register_op(
+    "aten.conv2d",
+    "aten.conv1d",
+    "aten.convolution",
+    "aten._convolution",
+    tensors=("input", "weight", "bias"),
+    unsupported=_conv_unsupported,
+)
 def lower_conv(ctx: Lowering, node: OpNode) -> None:
     if node.attrs.get("transposed"):
         lower_conv_transpose(ctx, node)
@@ -140,8 +169,9 @@ def emit_conv(
     ctx.emit("conv2d_kernel", inputs, [out], params, flops=2 * macs)
 
 
-@register_op("aten.conv_transpose2d", "aten.conv_transpose1d", tensors=("input", "weight", "bias"),
-             unsupported=_conv_unsupported)
+@register_op(
+    "aten.conv_transpose2d", "aten.conv_transpose1d", tensors=("input", "weight", "bias"), unsupported=_conv_unsupported
+)
 def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
     rank1 = weight.rank == 3
@@ -183,12 +213,19 @@ def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
     return bool(others & set(graph.outputs))
 
 
-BATCH_NORM_OPS = ("aten.batch_norm", "aten._native_batch_norm_legit_no_training", "aten.native_batch_norm",
-                  "aten._batch_norm_no_update")
+BATCH_NORM_OPS = (
+    "aten.batch_norm",
+    "aten._native_batch_norm_legit_no_training",
+    "aten.native_batch_norm",
+    "aten._batch_norm_no_update",
+)
 
 
-@register_op(*BATCH_NORM_OPS, tensors=("input", "weight", "bias", "running_mean", "running_var"),
-             unsupported=_batch_norm_unsupported)
+@register_op(
+    *BATCH_NORM_OPS,
+    tensors=("input", "weight", "bias", "running_mean", "running_var"),
+    unsupported=_batch_norm_unsupported,
+)
 def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
     """(x - mean) · gamma / sqrt(var + eps) + beta, where the statistics are not weights; see also graph_optimizer."""
     x, *affine, mean, var = (ctx.view(name) for name in node.inputs)
@@ -262,8 +299,9 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
 
 
-@register_op("aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d",
-             unsupported=_averages_integers)
+@register_op(
+    "aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d", unsupported=_averages_integers
+)
 def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
     x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
     ctx.emit("adaptive_avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], flops=x.numel)
@@ -278,8 +316,12 @@ def _scales(node: OpNode, x: View, out: View) -> list[float]:
     return [1.0 / factor if factor else source / target for source, target, factor in sizes]
 
 
-@register_op("aten.upsample_nearest2d", "aten._upsample_nearest_exact2d", "aten.upsample_nearest1d",
-             "aten._upsample_nearest_exact1d")
+@register_op(
+    "aten.upsample_nearest2d",
+    "aten._upsample_nearest_exact2d",
+    "aten.upsample_nearest1d",
+    "aten._upsample_nearest_exact1d",
+)
 def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     params = {"scale": _scales(node, x, out), "exact": int("exact" in node.base)}
@@ -290,5 +332,10 @@ def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
 def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     align = bool(Args(node).attr("align_corners", False))
-    ctx.emit("upsample_bilinear_kernel", [x], [out], {"scale": _scales(node, x, out), "align_corners": int(align)},
-             flops=8 * out.numel)
+    ctx.emit(
+        "upsample_bilinear_kernel",
+        [x],
+        [out],
+        {"scale": _scales(node, x, out), "align_corners": int(align)},
+        flops=8 * out.numel,
+    )

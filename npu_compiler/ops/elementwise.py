@@ -16,7 +16,12 @@ SAME = "same"
 
 
 def elementwise(
-    name: str, operands: str, expr: str, torch: str = "", aten: str = "", integer: str | None = None,
+    name: str,
+    operands: str,
+    expr: str,
+    torch: str = "",
+    aten: str = "",
+    integer: str | None = None,
     **attrs: float | bool,
 ) -> Elementwise:
     """Add an element-wise op and its row in the op table.
@@ -45,18 +50,44 @@ def elementwise(
 F = "torch.nn.functional."
 
 _UNARY = {
-    "acos": "acos(a)", "asin": "asin(a)", "atan": "atan(a)", "cos": "cos(a)", "cosh": "cosh(a)", "erf": "erf(a)",
-    "exp": "exp(a)", "expm1": "expm1(a)", "exp2": "exp2(a)", "isinf": "isinf(a)", "isnan": "isnan(a)", "log": "log(a)",
-    "log10": "log10(a)", "log1p": "log1p(a)", "log2": "log2(a)", "rsqrt": "1 / sqrt(a)", "sigmoid": "1 / (1 + exp(-a))",
-    "sin": "sin(a)", "sinh": "sinh(a)", "sqrt": "sqrt(a)", "tan": "tan(a)", "tanh": "tanh(a)", "reciprocal": "1 / a",
+    "acos": "acos(a)",
+    "asin": "asin(a)",
+    "atan": "atan(a)",
+    "cos": "cos(a)",
+    "cosh": "cosh(a)",
+    "erf": "erf(a)",
+    "exp": "exp(a)",
+    "expm1": "expm1(a)",
+    "exp2": "exp2(a)",
+    "isinf": "isinf(a)",
+    "isnan": "isnan(a)",
+    "log": "log(a)",
+    "log10": "log10(a)",
+    "log1p": "log1p(a)",
+    "log2": "log2(a)",
+    "rsqrt": "1 / sqrt(a)",
+    "sigmoid": "1 / (1 + exp(-a))",
+    "sin": "sin(a)",
+    "sinh": "sinh(a)",
+    "sqrt": "sqrt(a)",
+    "tan": "tan(a)",
+    "tanh": "tanh(a)",
+    "reciprocal": "1 / a",
 }
 for _name, _expr in _UNARY.items():
     elementwise(_name, "self", _expr)
 
 _INTEGER_UNARY = {
-    "abs": ("fabs(a)", "a < 0 ? -a : a"), "ceil": ("ceil(a)", "a"), "floor": ("floor(a)", "a"),
-    "logical_not": ("a == 0", SAME), "neg": ("-a", SAME), "relu": ("a < 0 ? 0 : a", SAME), "round": ("rint(a)", "a"),
-    "sign": ("(a > 0) - (a < 0)", SAME), "square": ("a * a", SAME), "trunc": ("trunc(a)", "a"),
+    "abs": ("fabs(a)", "a < 0 ? -a : a"),
+    "ceil": ("ceil(a)", "a"),
+    "floor": ("floor(a)", "a"),
+    "logical_not": ("a == 0", SAME),
+    "neg": ("-a", SAME),
+    "relu": ("a < 0 ? 0 : a", SAME),
+    "round": ("rint(a)", "a"),
+    "sign": ("(a > 0) - (a < 0)", SAME),
+    "square": ("a * a", SAME),
+    "trunc": ("trunc(a)", "a"),
 }
 for _name, (_expr, _integer) in _INTEGER_UNARY.items():
     elementwise(_name, "self", _expr, integer=_integer)
@@ -67,7 +98,10 @@ elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
 elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME)
 elementwise("gelu_erf", "self", "0.5f * a * (1 + erf(a * 0.70710678118654752f))", F + "gelu", "npu.gelu_erf")
 elementwise(
-    "gelu_tanh", "self", "0.5f * a * (1 + tanh(0.7978845608028654f * (a + 0.044715f * a * a * a)))", "npu.gelu_tanh",
+    "gelu_tanh",
+    "self",
+    "0.5f * a * (1 + tanh(0.7978845608028654f * (a + 0.044715f * a * a * a)))",
+    "npu.gelu_tanh",
     "npu.gelu_tanh",
 )
 elementwise("hardswish", "self", "a * (a < -3 ? 0 : a > 3 ? 6 : a + 3) / 6", F + "hardswish")
@@ -75,14 +109,28 @@ elementwise("hardsigmoid", "self", "(a < -3 ? 0 : a > 3 ? 6 : a + 3) / 6", F + "
 elementwise("mish", "self", "a * tanh(log1p(exp(a)))", F + "mish")
 elementwise("selu", "self", "1.0507009873554805f * (a > 0 ? a : 1.6732632423543772f * expm1(a))", "torch.selu")
 elementwise("log_sigmoid", "self", "(a < 0 ? a : 0) - log1p(exp(-fabs(a)))", F + "logsigmoid")
-elementwise("softplus", "self", "a * beta > threshold ? a : log1p(exp(a * beta)) / beta", F + "softplus",
-            beta=1.0, threshold=20.0)
+elementwise(
+    "softplus",
+    "self",
+    "a * beta > threshold ? a : log1p(exp(a * beta)) / beta",
+    F + "softplus",
+    beta=1.0,
+    threshold=20.0,
+)
 elementwise("leaky_relu", "self", "a > 0 ? a : a * negative_slope", F + "leaky_relu", negative_slope=0.01)
-elementwise("elu", "self", "a > 0 ? scale * a : scale * alpha * expm1(a * input_scale)", "npu.elu",
-            alpha=1.0, scale=1.0, input_scale=1.0)
+elementwise(
+    "elu",
+    "self",
+    "a > 0 ? scale * a : scale * alpha * expm1(a * input_scale)",
+    "npu.elu",
+    alpha=1.0,
+    scale=1.0,
+    input_scale=1.0,
+)
 elementwise("celu", "self", "a > 0 ? a : alpha * expm1(a / alpha)", "torch.celu", alpha=1.0)
-elementwise("hardtanh", "self", "a < min_val ? min_val : a > max_val ? max_val : a", F + "hardtanh",
-            min_val=-1.0, max_val=1.0)
+elementwise(
+    "hardtanh", "self", "a < min_val ? min_val : a > max_val ? max_val : a", F + "hardtanh", min_val=-1.0, max_val=1.0
+)
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
 elementwise("add", "self other", "a + alpha * b", integer="a + int(alpha) * b", alpha=1)
@@ -91,8 +139,9 @@ elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - in
 elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME)
 elementwise("true_divide", "self other", "a / b")
 elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME)
-elementwise("trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide",
-            integer="trunc_div(a, b)")
+elementwise(
+    "trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide", integer="trunc_div(a, b)"
+)
 elementwise("pow", "self exponent", "pow(a, b)", integer="int_pow(a, b)")
 elementwise("remainder", "self other", "floor_mod(a, b)", integer=SAME)
 elementwise("fmod", "self other", "fmod(a, b)", integer="trunc_mod(a, b)")
@@ -119,11 +168,16 @@ elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min",
 elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
-elementwise("gelu_mul", "self other", "0.5f * a * (1 + erf(a * 0.70710678118654752f)) * b", "npu.gelu_mul",
-            "npu.gelu_mul")
-elementwise("gelu_tanh_mul", "self other",
-            "0.5f * a * (1 + tanh(0.7978845608028654f * (a + 0.044715f * a * a * a))) * b", "npu.gelu_tanh_mul",
-            "npu.gelu_tanh_mul")
+elementwise(
+    "gelu_mul", "self other", "0.5f * a * (1 + erf(a * 0.70710678118654752f)) * b", "npu.gelu_mul", "npu.gelu_mul"
+)
+elementwise(
+    "gelu_tanh_mul",
+    "self other",
+    "0.5f * a * (1 + tanh(0.7978845608028654f * (a + 0.044715f * a * a * a))) * b",
+    "npu.gelu_tanh_mul",
+    "npu.gelu_tanh_mul",
+)
 elementwise("add_relu", "self other", "a + b < 0 ? 0 : a + b", "npu.add_relu", "npu.add_relu", integer=SAME)
 elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "npu.scale_shift")
 
@@ -175,8 +229,9 @@ def unclear_bound(node: OpNode) -> str | None:
     return None
 
 
-@register_op("aten.clamp", "aten.clip", tensors=("self", "min", "max"),
-             unsupported=lambda node, graph: unclear_bound(node))
+@register_op(
+    "aten.clamp", "aten.clip", tensors=("self", "min", "max"), unsupported=lambda node, graph: unclear_bound(node)
+)
 def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     value: View = ctx.view(node.inputs[0])
@@ -227,9 +282,13 @@ def per_channel(vector: View, rank: int) -> View:
     return shaped
 
 
-
 @register_op(
-    "aten.to", "aten._to_copy", "aten.type_as", "aten.lift_fresh_copy", "aten.lift_fresh", "npu.cast",
+    "aten.to",
+    "aten._to_copy",
+    "aten.type_as",
+    "aten.lift_fresh_copy",
+    "aten.lift_fresh",
+    "npu.cast",
     tensors=("self", "other"),
 )
 def lower_to(ctx: Lowering, node: OpNode) -> None:

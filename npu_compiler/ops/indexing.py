@@ -13,12 +13,15 @@ from npu_compiler.program.views import MAX_RANK, View, broadcast_shapes
 declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
 declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")
 declare_kernel("gather_kernel", "tensor_ops.metal", "x index -> out", dim="I")
-declare_kernel("index_kernel", "tensor_ops.metal",
-               "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
-               first="I", count="I")
+declare_kernel(
+    "index_kernel",
+    "tensor_ops.metal",
+    "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
+    first="I",
+    count="I",
+)
 declare_kernel("index_copy_kernel", "index_copy.metal", "index source -> out", dim="I", checked="?")
-declare_kernel("index_copy_pair_kernel", "index_copy.metal", "index source0 source1 -> out0 out1", dim="I",
-               checked="?")
+declare_kernel("index_copy_pair_kernel", "index_copy.metal", "index source0 source1 -> out0 out1", dim="I", checked="?")
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:
@@ -84,9 +87,11 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("index_kernel", [source, *picks], [ctx.output()], {"first": used[0], "count": len(indices)})
 
 
-@register_op("aten.index_copy", tensors=("self", "index", "source"),
-             unsupported=lambda node, graph: "index_copy on a scalar"
-             if not graph.tensors[node.inputs[0]].shape else None)
+@register_op(
+    "aten.index_copy",
+    tensors=("self", "index", "source"),
+    unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
+)
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` replace rows of `self`."""
     _update_rows(ctx, node, "index_copy_kernel", bases=node.inputs[:1], sources=node.inputs[2:])

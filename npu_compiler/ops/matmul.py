@@ -15,10 +15,12 @@ ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoi
 for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
     declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
 declare_kernel("linear_epilogue_kernel", "matmul.metal", "product bias? residual? -> out", activation=ACTIVATION)
-declare_kernel("gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I",
-               activation=ACTIVATION)
-declare_kernel("batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f",
-               transpose_b="?")
+declare_kernel(
+    "gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I", activation=ACTIVATION
+)
+declare_kernel(
+    "batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f", transpose_b="?"
+)
 
 
 def _rows(ctx: Lowering, view: View) -> View:
@@ -54,8 +56,13 @@ def emit_linear(
         inputs.append(_rows(ctx, residual.expand(out.shape)))
     kernel, source = ctx.target.matmul_kernel(is_vec=m == 1, transpose_b=transposed)
     params = {
-        "m": m, "n": n, "k": k, "has_bias": int(bias is not None), "has_residual": int(residual is not None),
-        "activation": activation, "transpose_b": int(transposed),
+        "m": m,
+        "n": n,
+        "k": k,
+        "has_bias": int(bias is not None),
+        "has_residual": int(residual is not None),
+        "activation": activation,
+        "transpose_b": int(transposed),
     }
     ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * k, source=source)
 
@@ -83,7 +90,12 @@ def emit_batched(ctx: Lowering, a: View, b: View, out: View, scale: float = 1.0)
     (m, k), n = a.shape[-2:], b.shape[-1]
     a, b = a.expand((*batch, m, k)), b.expand((*batch, k, n))
     params = {
-        "m": m, "n": n, "k": k, "batch": numel(batch), "transpose_b": int(b.strides[-2] == 1), "scale": scale,
+        "m": m,
+        "n": n,
+        "k": k,
+        "batch": numel(batch),
+        "transpose_b": int(b.strides[-2] == 1),
+        "scale": scale,
     }
     ctx.emit("batched_matmul_kernel", [a, b], [out], params, flops=2 * numel(batch) * m * n * k)
 
@@ -142,8 +154,7 @@ def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("gated_matmul_vec_kernel", [row, weight, *bias], [out_row], params, flops=4 * n * k)
 
 
-@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot",
-             tensors=("self", "other"))
+@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot", tensors=("self", "other"))
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     emit_matmul(ctx, a, b, ctx.output())

@@ -39,8 +39,19 @@ def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return "reduction of an empty tensor" if graph.tensors[node.inputs[0]].numel == 0 else None
 
 
-@register_op("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.any", "aten.all", "aten.prod", "aten.max.default",
-             "aten.min.default", "aten.logsumexp", unsupported=_empty_unsupported)
+@register_op(
+    "aten.sum",
+    "aten.mean",
+    "aten.amax",
+    "aten.amin",
+    "aten.any",
+    "aten.all",
+    "aten.prod",
+    "aten.max.default",
+    "aten.min.default",
+    "aten.logsumexp",
+    unsupported=_empty_unsupported,
+)
 def lower_reduction(ctx: Lowering, node: OpNode) -> None:
     name = node.base.removeprefix("aten.")
     op = {"amax": "max", "amin": "min"}.get(name, name)
@@ -124,8 +135,13 @@ def softmax(ctx: Lowering, kernel: str, inputs: list[View], dim: int, scale: flo
     if view.rank == 0:
         inputs, out, dim = [x.unsqueeze(0) for x in inputs], out.unsqueeze(0), 0
     last, dim = inputs[0].rank - 1, inputs[0].dim(dim)
-    ctx.emit(kernel, [x.transpose(dim, last) for x in inputs], [out.transpose(dim, last)], {"scale": scale},
-             flops=5 * out.numel)
+    ctx.emit(
+        kernel,
+        [x.transpose(dim, last) for x in inputs],
+        [out.transpose(dim, last)],
+        {"scale": scale},
+        flops=5 * out.numel,
+    )
 
 
 @register_op("npu.masked_softmax", tensors=("self", "mask"))
@@ -134,5 +150,3 @@ def lower_masked_softmax(ctx: Lowering, node: OpNode) -> None:
     scores = ctx.view(node.inputs[0])
     mask = ctx.view(node.inputs[1]).expand(scores.shape)
     softmax(ctx, "masked_softmax_kernel", [scores, mask], -1, node.attrs.get("scale", 1.0))
-
-

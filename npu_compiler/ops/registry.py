@@ -127,11 +127,43 @@ def _keeps_dtype(node: OpNode, graph: IRGraph) -> bool:
     return moves and all(graph.tensors[x].dtype == graph.tensors[node.outputs[0]].dtype for x in node.inputs[:1])
 
 
-_MOVES = frozenset({
-    "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute", "t", "expand", "slice",
-    "select", "split", "split_with_sizes", "chunk", "unbind", "cat", "stack", "contiguous", "clone", "alias", "detach",
-    "index_select", "gather", "index", "repeat", "to", "pad", "flip", "roll", "sort", "msort", "topk",
-})
+_MOVES = frozenset(
+    {
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "t",
+        "expand",
+        "slice",
+        "select",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "cat",
+        "stack",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "index_select",
+        "gather",
+        "index",
+        "repeat",
+        "to",
+        "pad",
+        "flip",
+        "roll",
+        "sort",
+        "msort",
+        "topk",
+    }
+)
 _UNBOUNDED_ATTRS = frozenset({"end", "start", "dim_size"})
 
 

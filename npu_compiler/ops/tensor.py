@@ -14,8 +14,15 @@ from npu_compiler.program.views import View
 
 declare_kernel("fill_kernel", "tensor_ops.metal", "-> out", value="f", int_value="i")
 declare_kernel("arange_kernel", "tensor_ops.metal", "-> out", start="f", step="f", int_start="i", int_step="i")
-declare_kernel("pad_kernel", "tensor_ops.metal", "x -> out", mode="s constant reflect replicate circular", pads="12i",
-               value="f", int_value="i")
+declare_kernel(
+    "pad_kernel",
+    "tensor_ops.metal",
+    "x -> out",
+    mode="s constant reflect replicate circular",
+    pads="12i",
+    value="f",
+    int_value="i",
+)
 declare_kernel("triangle_kernel", "tensor_ops.metal", "x -> out", upper="?", diagonal="i")
 declare_kernel("cumsum_kernel", "cumsum.metal", "x -> out")
 declare_kernel("flip_kernel", "tensor_ops.metal", "x -> out", dims="8I")
@@ -47,8 +54,9 @@ def lower_repeat(ctx: Lowering, node: OpNode) -> None:
     view, out = ctx.view(node.inputs[0]), ctx.output()
     lead = out.rank - view.rank
     padded = view.expand((*([1] * lead), *view.shape))
-    tiled_shape = tuple(x for size, total in zip(padded.shape, out.shape, strict=True)
-                        for x in (total // size if size else 0, size))
+    tiled_shape = tuple(
+        x for size, total in zip(padded.shape, out.shape, strict=True) for x in (total // size if size else 0, size)
+    )
     source = padded
     for dim in range(out.rank):
         source = source.unsqueeze(2 * dim)
@@ -121,8 +129,13 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.pad", "aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d",
-    "aten.replication_pad2d", unsupported=_pad_unsupported,
+    "aten.pad",
+    "aten.constant_pad_nd",
+    "aten.reflection_pad1d",
+    "aten.reflection_pad2d",
+    "aten.replication_pad1d",
+    "aten.replication_pad2d",
+    unsupported=_pad_unsupported,
 )
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
@@ -176,8 +189,16 @@ def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
     ctx.emit("fill_kernel", [], [out], params)
 
 
-@register_op("aten.zeros", "aten.zeros_like", "aten.new_zeros", "aten.zero", "aten.empty", "aten.empty_like",
-             "aten.new_empty", "aten.empty_permuted")
+@register_op(
+    "aten.zeros",
+    "aten.zeros_like",
+    "aten.new_zeros",
+    "aten.zero",
+    "aten.empty",
+    "aten.empty_like",
+    "aten.new_empty",
+    "aten.empty_permuted",
+)
 def lower_zeros(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 0)
 
@@ -192,8 +213,14 @@ def _fill_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if isinstance(value, (bool, int, float)) else "fill value is not a number"
 
 
-@register_op("aten.full", "aten.full_like", "aten.new_full", "aten.fill.Scalar", "aten.scalar_tensor",
-             unsupported=_fill_unsupported)
+@register_op(
+    "aten.full",
+    "aten.full_like",
+    "aten.new_full",
+    "aten.fill.Scalar",
+    "aten.scalar_tensor",
+    unsupported=_fill_unsupported,
+)
 def lower_full(ctx: Lowering, node: OpNode) -> None:
     attrs = node.attrs
     _fill(ctx, node, attrs.get("fill_value", attrs.get("value", attrs.get("s"))))  # type: ignore[arg-type]
@@ -238,9 +265,15 @@ def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("cumsum_kernel", [view.transpose(dim, last)], [out.transpose(dim, last)])
 
 
-@register_op("aten.diff", tensors=("self", "prepend", "append"),
-             unsupported=lambda node, graph: None if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
-             else "diff of higher order or with both ends given")
+@register_op(
+    "aten.diff",
+    tensors=("self", "prepend", "append"),
+    unsupported=lambda node, graph: (
+        None
+        if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
+        else "diff of higher order or with both ends given"
+    ),
+)
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
     """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not tell."""
     view, out = ctx.view(node.inputs[0]), ctx.output()

@@ -69,8 +69,13 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return "layer_norm that returns its statistics" if len(node.outputs) > 1 else unclear_affine(node, graph)
 
 
-@register_op("aten.layer_norm", "aten.native_layer_norm", "npu.layer_norm", tensors=("input", "weight", "bias"),
-             unsupported=_layer_norm_unsupported)
+@register_op(
+    "aten.layer_norm",
+    "aten.native_layer_norm",
+    "npu.layer_norm",
+    tensors=("input", "weight", "bias"),
+    unsupported=_layer_norm_unsupported,
+)
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     width = numel(node.attrs.get("normalized_shape") or [x.shape[-1]])
@@ -148,8 +153,12 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-@register_op("aten.scaled_dot_product_attention", "npu.attention", tensors=("query", "key", "value", "attn_mask"),
-             unsupported=_attention_unsupported)
+@register_op(
+    "aten.scaled_dot_product_attention",
+    "npu.attention",
+    tensors=("query", "key", "value", "attn_mask"),
+    unsupported=_attention_unsupported,
+)
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.
 

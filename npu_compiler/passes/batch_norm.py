@@ -28,6 +28,7 @@ def _bn_parts(node: OpNode, graph: IRGraph) -> tuple[WeightTransformRecipe, Weig
     shift = WeightTransformRecipe("bn_shift", (gamma, beta, mean, var), {"eps": eps})
     return scale, shift
 
+
 _FOLD_AXIS = {"aten.conv2d": 0, "aten.conv1d": 0, "aten.linear": 0, "aten.conv_transpose2d": 1}
 
 

@@ -21,10 +21,22 @@ from npu_compiler.program.target import MetalCodegenTarget
 from npu_compiler.program.views import View, contiguous_strides
 
 MAY_COPY = frozenset({"aten.contiguous", "aten.reshape", "aten.flatten", "aten.reshape_as", "aten.ravel"})
-PERMUTATIONS = frozenset({
-    "aten.transpose", "aten.swapaxes", "aten.swapdims", "aten.t", "aten.mT", "aten.mH", "aten.adjoint", "aten.matrix_H",
-    "aten.numpy_T", "aten.permute", "aten.movedim", "aten.moveaxis",
-})
+PERMUTATIONS = frozenset(
+    {
+        "aten.transpose",
+        "aten.swapaxes",
+        "aten.swapdims",
+        "aten.t",
+        "aten.mT",
+        "aten.mH",
+        "aten.adjoint",
+        "aten.matrix_H",
+        "aten.numpy_T",
+        "aten.permute",
+        "aten.movedim",
+        "aten.moveaxis",
+    }
+)
 SHUFFLES = frozenset({"aten.pixel_shuffle", "aten.pixel_unshuffle", "aten.channel_shuffle"})
 UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
 
@@ -178,8 +190,10 @@ class _Functionalizer:
         spec = self.tensors[node.outputs[0]] if node.outputs else self.tensors[target]
         producer = self.makers.get(target)
         if producer is not None and producer.base in UNTRACKED_VIEWS:
-            raise IRError(f"node '{node.name}': in-place write through '{producer.op_type}' ('{producer.name}') has no "
-                          "out-of-place form")
+            raise IRError(
+                f"node '{node.name}': in-place write through '{producer.op_type}' ('{producer.name}') has no "
+                "out-of-place form"
+            )
         op_type = out_of_place(node.op_type)
         value = self._append(op_type, inputs, spec, node.attrs, node.name, node.outputs)
         self._write_back(alias, value, node)
@@ -218,8 +232,9 @@ class _Functionalizer:
             return self._append("aten.permute.default", (value,), spec, {"dims": [order.index(d) for d in dims]})
         if self.tensors[value].numel == spec.numel and op != "aten.unfold":
             return self._append("aten.reshape.default", (value,), spec, {"shape": list(spec.shape)})
-        raise IRError(f"node '{node.name}': in-place write through '{step.op_type}' (node '{step.name}') has no "
-                      "out-of-place form")
+        raise IRError(
+            f"node '{node.name}': in-place write through '{step.op_type}' (node '{step.name}') has no out-of-place form"
+        )
 
     def _append(
         self,

@@ -15,8 +15,13 @@ from npu_compiler.target_config import TargetConfig
 
 CONV_OPS = frozenset({"aten.conv2d", "npu.conv2d", "aten.convolution", "aten.conv_transpose2d"})
 CONV_WORLD_OPS = CONV_OPS | {
-    "aten.max_pool2d", "aten.avg_pool2d", "aten.adaptive_avg_pool2d", "npu.scale_shift_channels",
-    "aten.upsample_nearest2d", "aten.upsample_bilinear2d", "aten.group_norm",
+    "aten.max_pool2d",
+    "aten.avg_pool2d",
+    "aten.adaptive_avg_pool2d",
+    "npu.scale_shift_channels",
+    "aten.upsample_nearest2d",
+    "aten.upsample_bilinear2d",
+    "aten.group_norm",
 }
 _ELEMENTWISE_OPS = frozenset(f"aten.{name}" for name in ELEMENTWISE) | {"aten.gelu", "aten.div", "npu.add_relu"}
 

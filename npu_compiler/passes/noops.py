@@ -6,17 +6,35 @@ from dataclasses import replace
 
 from npu_compiler.graph.model import IRGraph, OpNode
 
-ALWAYS_NOOP = frozenset({
-    "aten.alias", "aten.detach", "aten.contiguous", "aten.clone", "aten.lift_fresh_copy", "aten.lift_fresh",
-    "aten.positive",
-})
+ALWAYS_NOOP = frozenset(
+    {
+        "aten.alias",
+        "aten.detach",
+        "aten.contiguous",
+        "aten.clone",
+        "aten.lift_fresh_copy",
+        "aten.lift_fresh",
+        "aten.positive",
+    }
+)
 
 CAST_OPS = frozenset({"aten.to", "aten._to_copy", "aten.type_as", "aten.float"})
 
-SAME_SHAPE_NOOP = frozenset({
-    "aten.expand", "aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand_as", "aten.flatten",
-    "aten.broadcast_to", "aten.view_as", "aten.reshape_as", "aten.slice", "aten.squeeze",
-})
+SAME_SHAPE_NOOP = frozenset(
+    {
+        "aten.expand",
+        "aten.view",
+        "aten.reshape",
+        "aten._unsafe_view",
+        "aten.expand_as",
+        "aten.flatten",
+        "aten.broadcast_to",
+        "aten.view_as",
+        "aten.reshape_as",
+        "aten.slice",
+        "aten.squeeze",
+    }
+)
 
 
 def is_noop(node: OpNode, graph: IRGraph) -> bool:

@@ -22,9 +22,11 @@ def describe_program(program: CompiledProgram, *, tables: bool = True) -> str:
         "inputs",
         *(f"  {spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}" for spec in plan.inputs),
         "outputs",
-        *(f"  {spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}"
-          + (f" (updates {plan.donations[spec.name]} in place)" if spec.name in plan.donations else "")
-          for spec in plan.outputs),
+        *(
+            f"  {spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}"
+            + (f" (updates {plan.donations[spec.name]} in place)" if spec.name in plan.donations else "")
+            for spec in plan.outputs
+        ),
     ]
     if tables:
         lines += [

@@ -52,8 +52,11 @@ def elementwise_params(params: Mapping[str, Any]) -> dict[str, Any]:
     present = {f"has_{name}": x is None for name, x in zip("abc", params["scalars"], strict=False)}
     attrs = [as_float32(params[name]) for name in ELEMENTWISE[params["op"]].attrs]
     return {
-        "has_b": False, "has_c": False, **present,
-        "scalars": [as_float32(x) for x in scalars], "int_scalars": [as_int32(x) for x in scalars],
+        "has_b": False,
+        "has_c": False,
+        **present,
+        "scalars": [as_float32(x) for x in scalars],
+        "int_scalars": [as_int32(x) for x in scalars],
         "attrs": attrs + [0.0] * (3 - len(attrs)),
     }
 

@@ -91,8 +91,12 @@ def _view_from_list(data: list[Any]) -> View:
 def _spec_from_dict(data: Mapping[str, Any]) -> TensorSpec:
     alloc, bounds = data["alloc_shape"], data["bounds"]
     return TensorSpec(
-        data["name"], tuple(data["shape"]), data["dtype"], data["storage"],
-        None if alloc is None else tuple(alloc), None if bounds is None else (bounds[0], bounds[1]),
+        data["name"],
+        tuple(data["shape"]),
+        data["dtype"],
+        data["storage"],
+        None if alloc is None else tuple(alloc),
+        None if bounds is None else (bounds[0], bounds[1]),
     )
 
 
@@ -108,7 +112,13 @@ def _call_to_dict(call: KernelCall) -> dict[str, Any]:
 def _call_from_dict(data: Mapping[str, Any]) -> KernelCall:
     views = {key: tuple(_view_from_list(view) for view in data[key]) for key in ("inputs", "outputs")}
     return KernelCall(
-        data["kernel"], data["source"], views["inputs"], views["outputs"], data["params"], data["node"], data["flops"],
+        data["kernel"],
+        data["source"],
+        views["inputs"],
+        views["outputs"],
+        data["params"],
+        data["node"],
+        data["flops"],
         data["bytes_moved"],
     )
 
@@ -185,25 +195,52 @@ class _MapOf:
 _SIZES: Any = [int]
 _VIEW: Any = (str, _SIZES, _SIZES, int, str)
 _SPEC: Any = {
-    "name": str, "shape": _SIZES, "dtype": str, "storage": str, "alloc_shape": _Maybe(_SIZES),
+    "name": str,
+    "shape": _SIZES,
+    "dtype": str,
+    "storage": str,
+    "alloc_shape": _Maybe(_SIZES),
     "bounds": _Maybe((int, int)),
 }
 _CALL: Any = {
-    "kernel": str, "source": str, "inputs": [_VIEW], "outputs": [_VIEW], "params": _MapOf(object), "node": str,
-    "flops": int, "bytes_moved": int,
+    "kernel": str,
+    "source": str,
+    "inputs": [_VIEW],
+    "outputs": [_VIEW],
+    "params": _MapOf(object),
+    "node": str,
+    "flops": int,
+    "bytes_moved": int,
 }
 _BUFFER: Any = {
-    "name": str, "kind": str, "alloc_shape": _SIZES, "dtype": str, "offset": int, "first_use": int, "last_use": int,
+    "name": str,
+    "kind": str,
+    "alloc_shape": _SIZES,
+    "dtype": str,
+    "offset": int,
+    "first_use": int,
+    "last_use": int,
     "donor": _Maybe(str),
 }
 _RECIPE: dict[str, Any] = {"op": str, "params": _MapOf(object)}
 _RECIPE["args"] = [_RECIPE]
 _PROGRAM: Any = {
-    "name": str, "target": str, "compute_dtype": str, "compiler_version": str, "prologue": [_CALL], "calls": [_CALL],
-    "buffers": [_BUFFER], "inputs": [_SPEC], "outputs": [_SPEC], "output_views": _MapOf(_VIEW),
+    "name": str,
+    "target": str,
+    "compute_dtype": str,
+    "compiler_version": str,
+    "prologue": [_CALL],
+    "calls": [_CALL],
+    "buffers": [_BUFFER],
+    "inputs": [_SPEC],
+    "outputs": [_SPEC],
+    "output_views": _MapOf(_VIEW),
     "weights": [{"spec": _SPEC, "recipe": _RECIPE, "source_shapes": _MapOf(_SIZES)}],
     "constants": _MapOf({"dtype": str, "shape": _SIZES, "data": bytes}),
-    "donations": _MapOf(str), "arena_bytes": int, "unused_weights": [str], "sources": _MapOf(str),
+    "donations": _MapOf(str),
+    "arena_bytes": int,
+    "unused_weights": [str],
+    "sources": _MapOf(str),
 }
 
 

@@ -105,6 +105,7 @@ def _distinct_elements(view: View) -> int:
             count *= size
     return 0 if 0 in view.shape else count
 
+
 KERNELS: dict[str, KernelDecl] = {}
 
 

@@ -80,9 +80,7 @@ class View:
     def unsqueeze(self, dim: int) -> View:
         dim = dim + self.rank + 1 if dim < 0 else dim
         stride = self.shape[dim] * self.strides[dim] if dim < self.rank else 1
-        return self._with(
-            (*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], stride, *self.strides[dim:])
-        )
+        return self._with((*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], stride, *self.strides[dim:]))
 
     def squeeze(self, dim: int) -> View:
         """Drop a dimension if its size is 1."""

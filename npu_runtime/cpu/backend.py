@@ -21,8 +21,12 @@ from npu_runtime.cpu.native import NativeLaunch, NativeSequence
 from npu_runtime.cpu.native import available as native_available
 
 TORCH_DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32,
-    "bool": torch.bool, "uint8": torch.uint8,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "bool": torch.bool,
+    "uint8": torch.uint8,
 }
 
 

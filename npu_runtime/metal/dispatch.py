@@ -215,7 +215,19 @@ _SHAPES: dict[str, Shape] = {
     **{
         f"{op}_kernel": _reduction
         for op in (
-            "sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp",
+            "sum",
+            "mean",
+            "max",
+            "min",
+            "prod",
+            "var",
+            "std",
+            "any",
+            "all",
+            "argmax",
+            "argmin",
+            "norm",
+            "logsumexp",
         )
     },
 }

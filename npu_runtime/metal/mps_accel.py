@@ -138,8 +138,14 @@ class MPSLaunch:
             for matrix, (buffer, offset) in zip((product.left, product.right, product.result), memory, strict=True)
         ]
         self._kernel = device.api.MPS.MPSMatrixMultiplication.alloc().initWithDevice_transposeLeft_transposeRight_resultRows_resultColumns_interiorColumns_alpha_beta_(  # noqa: E501
-            device.handle, product.transpose_left, product.transpose_right, product.result.rows,
-            product.result.columns, product.inner, product.alpha, product.beta,
+            device.handle,
+            product.transpose_left,
+            product.transpose_right,
+            product.result.rows,
+            product.result.columns,
+            product.inner,
+            product.alpha,
+            product.beta,
         )
         if product.result.count > 1:
             self._kernel.setBatchStart_(0)
@@ -148,7 +154,9 @@ class MPSLaunch:
     def _describe(self, matrix: Matrix, buffer: Any, offset: int) -> Any:
         mps, size = self._device.api.MPS, itemsize(matrix.view.dtype)
         dtype = {
-            "float16": mps.MPSDataTypeFloat16, "bfloat16": mps.MPSDataTypeBFloat16, "float32": mps.MPSDataTypeFloat32,
+            "float16": mps.MPSDataTypeFloat16,
+            "bfloat16": mps.MPSDataTypeBFloat16,
+            "float32": mps.MPSDataTypeFloat32,
         }[matrix.view.dtype]
         row_bytes = matrix.row_stride * size
         matrix_bytes = matrix.matrix_stride * size if matrix.count > 1 else matrix.rows * row_bytes

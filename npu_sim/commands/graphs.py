@@ -70,24 +70,28 @@ def partition(
     if mermaid:
         typer.echo(plan.to_mermaid())
     elif json:
-        print_json({
-            "compute_dtype": plan.compute_dtype,
-            "device_share": plan.device_share,
-            "partitions": [
-                {
-                    "index": p.index,
-                    "device": p.device,
-                    "nodes": [node.name for node in p.graph],
-                    "inputs": p.graph.inputs,
-                    "outputs": p.graph.outputs,
-                    "transfers": [{"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes}
-                                  for t in p.transfers],
-                }
-                for p in plan.partitions
-            ],
-            "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
-            "cpu_reasons": dict(plan.reasons),
-        })
+        print_json(
+            {
+                "compute_dtype": plan.compute_dtype,
+                "device_share": plan.device_share,
+                "partitions": [
+                    {
+                        "index": p.index,
+                        "device": p.device,
+                        "nodes": [node.name for node in p.graph],
+                        "inputs": p.graph.inputs,
+                        "outputs": p.graph.outputs,
+                        "transfers": [
+                            {"tensor": t.tensor, "from": t.source, "to": t.target, "bytes": t.bytes}
+                            for t in p.transfers
+                        ],
+                    }
+                    for p in plan.partitions
+                ],
+                "output_transfers": [{"tensor": t.tensor, "bytes": t.bytes} for t in plan.output_transfers],
+                "cpu_reasons": dict(plan.reasons),
+            }
+        )
     else:
         typer.echo(str(plan))
         for node, reason in plan.reasons.items():

@@ -102,13 +102,17 @@ def describe(
     if file.suffix == ".json":
         graph = read_ir(file)
         if json:
-            print_json({
-                "name": graph.name,
-                "inputs": [_spec(graph.tensors[name]) for name in graph.inputs],
-                "outputs": [_spec(graph.tensors[name]) for name in graph.outputs],
-                "weights": {name: str(recipe) for name, recipe in graph.weights.items()},
-                "nodes": [{"name": n.name, "op": n.op_type, "inputs": n.inputs, "outputs": n.outputs} for n in graph],
-            })
+            print_json(
+                {
+                    "name": graph.name,
+                    "inputs": [_spec(graph.tensors[name]) for name in graph.inputs],
+                    "outputs": [_spec(graph.tensors[name]) for name in graph.outputs],
+                    "weights": {name: str(recipe) for name, recipe in graph.weights.items()},
+                    "nodes": [
+                        {"name": n.name, "op": n.op_type, "inputs": n.inputs, "outputs": n.outputs} for n in graph
+                    ],
+                }
+            )
         else:
             typer.echo(print_graph(graph))
         return
@@ -116,16 +120,24 @@ def describe(
     if not json:
         typer.echo(program.describe())
         return
-    print_json({
-        **_header(program),
-        "weights": {name: {**_spec(w.spec), "recipe": str(w.recipe)} for name, w in program.weight_specs.items()},
-        "kernels": [
-            {"kernel": call.kernel, "node": call.node, "shape": call.outputs[0].shape, "dtype": call.outputs[0].dtype,
-             "flops": call.flops, "bytes": call.bytes_moved}
-            for call in program.kernels
-        ],
-        "summary": summary(program),
-    })
+    print_json(
+        {
+            **_header(program),
+            "weights": {name: {**_spec(w.spec), "recipe": str(w.recipe)} for name, w in program.weight_specs.items()},
+            "kernels": [
+                {
+                    "kernel": call.kernel,
+                    "node": call.node,
+                    "shape": call.outputs[0].shape,
+                    "dtype": call.outputs[0].dtype,
+                    "flops": call.flops,
+                    "bytes": call.bytes_moved,
+                }
+                for call in program.kernels
+            ],
+            "summary": summary(program),
+        }
+    )
 
 
 def _header(program: CompiledProgram) -> dict[str, Any]:
@@ -218,9 +230,14 @@ def run(
         write_outputs(output, values)
     rows = [{"name": name, **_statistics(value)} for name, value in values.items()]
     if json:
-        print_json({
-            "device": chosen.name, "seed": used_seed, "outputs": rows, "file": None if output is None else str(output),
-        })
+        print_json(
+            {
+                "device": chosen.name,
+                "seed": used_seed,
+                "outputs": rows,
+                "file": None if output is None else str(output),
+            }
+        )
         return
     for row in rows:
         numbers = ", ".join(f"{key} {row[key]:.6g}" for key in ("min", "max", "mean") if key in row)
@@ -276,10 +293,15 @@ def profile(
             report(index + 1, runs)
     median = sorted(plain)[len(plain) // 2]
     if json:
-        print_json({
-            "device": chosen.name, "description": chosen.backend.device, "seed": used_seed, "median_ms": median,
-            **profiler.to_dict(),
-        })
+        print_json(
+            {
+                "device": chosen.name,
+                "description": chosen.backend.device,
+                "seed": used_seed,
+                "median_ms": median,
+                **profiler.to_dict(),
+            }
+        )
     else:
         typer.echo(profiler.report())
         typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")

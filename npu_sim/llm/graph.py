@@ -122,20 +122,23 @@ def compile_prefill(
 
     Raises InputError where the model cannot be traced or compiled.
     """
-    return _compiled(checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length),
-                     [tokens, cache_length], target)
+    return _compiled(
+        checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length), [tokens, cache_length], target
+    )
 
 
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
     """The same for `SelfFeedingDecode`."""
-    return _compiled(checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length),
-                     [cache_length], target)
+    return _compiled(
+        checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length), [cache_length], target
+    )
 
 
 def compile_sampling_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
     """The same for `SamplingDecode`."""
-    return _compiled(checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length),
-                     [cache_length], target)
+    return _compiled(
+        checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length), [cache_length], target
+    )
 
 
 def _compiled(

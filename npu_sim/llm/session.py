@@ -187,9 +187,7 @@ class LanguageModel:
         known = self.tokens[start:] + piece
         padded = known + [0] * (self.chunk - len(known))
         self._user = None
-        self._prefill_step.write(
-            input_ids=[padded], positions=range(start, start + self.chunk), last=[len(known) - 1]
-        )
+        self._prefill_step.write(input_ids=[padded], positions=range(start, start + self.chunk), last=[len(known) - 1])
         self._prefill_step.run()
         self.tokens += piece
         return self._prefill_step.logits()
@@ -225,9 +223,7 @@ class LanguageModel:
             token = sampler(self.decode(token))
             yield token
 
-    def _follow_on_device(
-        self, step: "_Step", token: int, steps: int, drawing: Drawing | None = None
-    ) -> Iterator[int]:
+    def _follow_on_device(self, step: "_Step", token: int, steps: int, drawing: Drawing | None = None) -> Iterator[int]:
         """`_follow` with a step that chooses itself: several are launched before the first one's choice is looked at,
         and none waits for the host. The numbers that decide what is drawn are there before the first one.
 

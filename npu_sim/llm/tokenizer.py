@@ -12,8 +12,16 @@ from typing import Any, NoReturn
 from npu_sim.cache import cached_facts, source_digest
 
 _FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 # What a class must not do in its own way, for `StoredTokenizer` to do the same.
 _METHODS = ("encode", "_encode_plus", "decode", "_decode", "apply_chat_template")
@@ -95,8 +103,12 @@ class StoredTokenizer:
             if tokenize or not conversation or self.chat_template is None:
                 raise ValueError("this is not plain rendering")
             return _render(
-                self.chat_template, messages=[dict(message) for message in conversation],
-                add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._special_tokens,
+                self.chat_template,
+                messages=[dict(message) for message in conversation],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
             )
         except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError):
             options = {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}

@@ -167,4 +167,4 @@ CASES = [
     *(attention(f"{values.__name__.replace('_', '-')}-{dtype}-{queries}", queries, 150, 32, heads=(4, 2), atol=5e-3,
                 mask=T((1, 4, queries, 150), dtype, (queries * 150, 0, 150, 1), values=partial(values, queries, 150)))
       for dtype in ("compute", "float32") for values in LOWEST_MASKS for queries in (4, 11)),
-]
+]  # fmt: skip

@@ -48,7 +48,7 @@ def conv(
         "stride": list(stride), "padding": list(padding), "dilation": list(dilation), "groups": groups,
         "has_bias": int(bias is not None), "has_residual": int(residual is not None), "activation": activation,
         "direct": int(channels // groups < 8),
-    }
+    }  # fmt: skip
     return Case("conv2d_kernel", name, inputs, [T(shape, out_dtype, strides)], params)
 
 
@@ -77,7 +77,7 @@ def transposed(
     params = {
         "stride": list(stride), "padding": list(padding), "output_padding": list(output_padding),
         "dilation": list(dilation), "groups": groups, "has_bias": int(bias is not None),
-    }
+    }  # fmt: skip
     out = T((x[0], channels, rows, columns), strides=(channels * rows * line, rows * line, line, 1))
     return Case("conv_transpose2d_kernel", name, inputs, [out], params)
 
@@ -98,7 +98,7 @@ PRODUCTS = [
     conv("float-weight", T((1, 4, 3, 3)), (8, 4, 3, 3), padding=(1, 1, 1, 1), weight_dtype="float32", bias="float32",
          out_dtype="float32"),
     conv("float-x", T((1, 3, 4, 4), "float32"), (12, 3, 2, 2), activation="gelu_tanh"),
-]
+]  # fmt: skip
 
 DIRECT = [
     conv("direct-one-pixel", T((1, 1, 1, 1)), (1, 1, 1, 1)),
@@ -112,7 +112,7 @@ DIRECT = [
     conv("many-pixels", T((1, 2, 33, 35)), (2, 1, 1, 1), groups=2, weight_dtype="float32"),
     conv("direct-float", T((1, 3, 4, 5), "float32"), (3, 3, 3, 3), padding=(1, 1, 1, 1), out_dtype="float32",
          activation="gelu"),
-]
+]  # fmt: skip
 
 TRANSPOSED = [
     transposed("one-pixel", (1, 1, 1, 1), (1, 1, 1, 1)),

@@ -29,13 +29,13 @@ SCALAR_PLACES: dict[str, tuple[int, ...]] = {
     "prelu": (1,), "addcmul": (), "addcdiv": (), "clamp_min": (1,), "clamp_max": (1,), "glu": (0,), "silu_mul": (1,),
     "gelu_mul": (1,), "gelu_tanh_mul": (1,), "scale_shift": (1, 2), "rsub": (1,), "where": (1, 2),
     **dict.fromkeys(COMPARISONS, (1,)),
-}
+}  # fmt: skip
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "add": {"alpha": -2}, "sub": {"alpha": 3}, "rsub": {"alpha": 2}, "addcmul": {"value": -3}, "addcdiv": {"value": 2},
     "softplus": {"beta": 2.0, "threshold": 1.5}, "leaky_relu": {"negative_slope": 0.25}, "celu": {"alpha": 0.75},
     "elu": {"alpha": 0.75, "scale": 1.25, "input_scale": 0.5}, "hardtanh": {"min_val": -0.5, "max_val": 0.75},
-}
+}  # fmt: skip
 
 # Four elements a thread, 256 threads a threadgroup: sizes about the edges of both.
 SIZES = (1, 2, 3, 4, 5, 7, 13, 31, 66, 127, 257, 1027)
@@ -51,7 +51,7 @@ GEOMETRIES: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...], int], ...]
     ((2, 3, 2, 2, 3, 2, 2, 3), ((1, 2, 6, 12, 24, 72, 144, 288), (0, 3, 0, 2, 0, 1, 0, 6),
                                 (432, 144, 72, 36, 12, 6, 3, 1), (432, 144, 72, 36, 12, 6, 3, 1)), 0),
     ((1, 2, 1, 3, 1), ((9, 1, 9, 2, 9), (1, 0, 1, 1, 1), (3, 3, 3, 1, 1), (8, 4, 1, 1, 1)), 5),
-)
+)  # fmt: skip
 EVERYWHERE = frozenset({"add", "copy", "where"})  # ops that are tried with every geometry
 
 
@@ -219,10 +219,10 @@ _MIXED = [
           T((32,), "float32")),
     _case("remainder", "", "of-large", [T((32,), "float32", values=(-1e6, 1e6)), T((32,), "float32", values=(0.1, 3))],
           T((32,), "float32")),
-]
+]  # fmt: skip
 
 CASES = [
     *(case for number, op in enumerate(ELEMENTWISE.values())
       for make in (_dense, _strided, _scalars) for case in make(op, number)),
     *_MIXED,
-]
+]  # fmt: skip

@@ -182,4 +182,4 @@ CASES = [
                      [T((7, 53), values="normal"), T((7, 53), values="normal")], 0),
     _out_of_range(_index_copy_pair("rows", _ids((7,), OUTSIDE), [T((7, 3)), T((7, 3), strides=(1, 7))],
                                    [T((5, 3), values="normal"), T((5, 3), values="normal")], 0, checked=False)),
-]
+]  # fmt: skip

@@ -44,7 +44,7 @@ def linear(
     params = {
         "m": m, "n": n, "k": k, "has_bias": int(bias is not None), "has_residual": int(residual is not None),
         "activation": activation,
-    }
+    }  # fmt: skip
     return Case(kernel, name, inputs, [matrix(m, n, out)], params)
 
 
@@ -76,7 +76,7 @@ TILED = [
         ("integers", 5, 9, 8, {"x": "int32", "weight": "int32", "out": "int32"}),
         ("special", 4, 6, 3, {"values": "special", "bias": "compute", "activation": "relu6"}),
     ]
-]
+]  # fmt: skip
 
 VECTORS = [
     linear(kernel, *case, **options)
@@ -117,7 +117,7 @@ EPILOGUES = [
         ("tall", 259, 3, 1, None, "compute", "silu"),
         ("activation-only", 5, 31, 0, None, None, "sigmoid"),
     ]
-]
+]  # fmt: skip
 
 BATCHED = [
     batched("one-element", T((1, 1)), T((1, 1)), T((1, 1), "float32")),
@@ -143,6 +143,6 @@ BATCHED = [
             T((2, 3, 35), "int32")),
     batched("integers-tall", T((33, 3), "int32", strides=(4, 1)), T((3, 5), "int32", strides=(1, 3)),
             T((33, 5), "int32", strides=(6, 1)), transpose_b=True),
-]
+]  # fmt: skip
 
 CASES = [*TILED, *VECTORS, *RESIDUALS, *EPILOGUES, *BATCHED]

@@ -14,7 +14,7 @@ def rms(name: str, x: T, out: T, weight: T | None = None, *, offset: float = 0.0
 def layer(name: str, x: T, out: T, weight: T | None = None, bias: T | None = None, eps: float = 1e-5) -> Case:
     rows, width = x.shape
     params = {"rows": rows, "width": width, "eps": eps, "has_weight": int(weight is not None),
-              "has_bias": int(bias is not None)}
+              "has_bias": int(bias is not None)}  # fmt: skip
     return Case("layernorm_kernel", name, [x, *(t for t in (weight, bias) if t)], [out], params, atol=1e-4)
 
 
@@ -25,7 +25,7 @@ def group(name: str, x: T, groups: int, out: T | None = None, weight: T | None =
 
 
 def rope(name: str, shape: tuple[int, ...], x: T | None = None, table: str = "compute", out: T | None = None,
-         table_strides: tuple[int, ...] | None = None) -> Case:
+         table_strides: tuple[int, ...] | None = None) -> Case:  # fmt: skip
     """`table_strides`: of cos and sin, which repeat over heads."""
     angles = [T(shape, table, strides=table_strides, values=(-1.0, 1.0)) for _ in range(2)]
     return Case("rope_kernel", name, [x or T(shape), *angles], [out or T(shape)], {"rotary_dim": shape[-1]})
@@ -82,4 +82,4 @@ CASES = [
     rope("very-wide", (2, 2056)),
     rope("five-dimensions", (2, 1, 2, 3, 8), table_strides=(0, 0, 0, 8, 1)),
     rope("constant-angle", (3, 4, 12), table_strides=(0, 0, 0)),
-]
+]  # fmt: skip

@@ -14,7 +14,7 @@ Pair = tuple[int, int]
 def _pool(
     kernel: str, name: str, x: T, window: Pair, stride: Pair, padding: Pair, ceil_mode: bool, out: T | None,
     **params: object,
-) -> Case:
+) -> Case:  # fmt: skip
     """A pooling of [N, C, H, W] whose result has the shape that torch gives it."""
     settings = {"window": window, "stride": stride, "padding": padding, "ceil_mode": ceil_mode, **params}
     dilation = settings.get("dilation", (1, 1))
@@ -26,16 +26,16 @@ def _pool(
 def _max(
     name: str, x: T, window: Pair, stride: Pair, padding: Pair = (0, 0), dilation: Pair = (1, 1),
     ceil_mode: bool = False, out: T | None = None,
-) -> Case:
+) -> Case:  # fmt: skip
     return _pool("max_pool2d_kernel", name, x, window, stride, padding, ceil_mode, out, dilation=dilation)
 
 
 def _avg(
     name: str, x: T, window: Pair, stride: Pair, padding: Pair = (0, 0), ceil_mode: bool = False,
     count_include_pad: bool = True, divisor: int = 0, out: T | None = None,
-) -> Case:
+) -> Case:  # fmt: skip
     return _pool("avg_pool2d_kernel", name, x, window, stride, padding, ceil_mode, out,
-                 count_include_pad=count_include_pad, divisor=divisor)
+                 count_include_pad=count_include_pad, divisor=divisor)  # fmt: skip
 
 
 def _adaptive(name: str, x: T, size: Pair, **out: object) -> Case:
@@ -112,4 +112,4 @@ CASES = [
     _bilinear("beyond-a-threadgroup", T((1, 1, 2, 90)), (3, 270), align_corners=False),
     _bilinear("strided", T((1, 2, 4, 5), "float32", strides=(40, 1, 10, 2)), (9, 6), align_corners=False,
               out=T((1, 2, 9, 6), strides=(128, 64, 7, 1))),
-]
+]  # fmt: skip

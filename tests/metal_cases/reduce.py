@@ -42,7 +42,7 @@ SHAPES = {
 
 # Eight rows, two SIMD groups long; the odd value is in the second one, or the only one of its kind.
 ODD_ROWS = np.array([[nan] * 150, [1.0] * 149 + [nan], [-inf] * 150, [1.0] * 149 + [-inf], [inf] * 150,
-                     [-1.0] * 149 + [inf], [0.0, -0.0] * 75, [-0.0, 0.0] * 75])
+                     [-1.0] * 149 + [inf], [0.0, -0.0] * 75, [-0.0, 0.0] * 75])  # fmt: skip
 TIES = np.array([[3.0, 1.0, 3.0, 1.0] * 40, [0.0, -1.0, 2.0, 2.0, -1.0] * 32, [5.0] * 160, [-2.0] * 160])
 
 CASES = [
@@ -107,4 +107,4 @@ CASES = [
             ("integers-transposed", T((2, 2, 40), "int32", strides=(1, 90, 2)), T((2, 2, 40), "int32")),
         )
     ),
-]
+]  # fmt: skip

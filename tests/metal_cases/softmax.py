@@ -13,7 +13,7 @@ LOWEST = float(np.finfo(np.float32).min)
 # Rows that a softmax which starts at -inf, or drops NaN, gets wrong; two SIMD groups of each.
 ODD_ROWS = np.array([[-inf] * 150, [-inf, 1.0, 2.0] * 50, [1.0, inf, -inf] * 50, [0.5, nan, 1.0] * 50,
                      [3e4, -3e4, 0.0] * 50, [-inf] * 149 + [1.0], [1.0] * 149 + [inf],
-                     [2.0] * 149 + [nan]])
+                     [2.0] * 149 + [nan]])  # fmt: skip
 
 
 def plain(name: str, x: T, out: T, scale: float = 1.0) -> list[Case]:

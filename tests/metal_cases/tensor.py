@@ -101,4 +101,4 @@ CASES = [
     _flip("bools", T((21,), "bool"), (0,)),
     _flip("float32", T((21,), "float32"), (0,)),
     _flip("transposed", T((5, 6), strides=(1, 5), offset=2), (1,), strides=(9, 1), offset=1),
-]
+]  # fmt: skip

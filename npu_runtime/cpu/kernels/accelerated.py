@@ -218,8 +218,16 @@ def _conv2d(call: BoundCall) -> NativeLaunch | None:
         return None
     weight = call.prepared(1, f"conv{params['groups']}", lambda w: native_conv.pack_conv_weight(w, params["groups"]))
     return native_conv.conv2d(
-        call.inputs[0], weight, call.at(bias), call.at(residual), params["activation"], _pair(params["stride"]),
-        _quad(params["padding"]), _pair(params["dilation"]), params["groups"], call.out,
+        call.inputs[0],
+        weight,
+        call.at(bias),
+        call.at(residual),
+        params["activation"],
+        _pair(params["stride"]),
+        _quad(params["padding"]),
+        _pair(params["dilation"]),
+        params["groups"],
+        call.out,
     )
 
 
@@ -238,8 +246,13 @@ def _avg_pool(call: BoundCall) -> NativeLaunch | None:
     if params["ceil_mode"]:
         return None
     return native_conv.avg_pool2d(
-        call.inputs[0], _pair(params["window"]), _pair(params["stride"]), _pool_padding(call), call.out,
-        bool(params["count_include_pad"]), params["divisor"] or None,
+        call.inputs[0],
+        _pair(params["window"]),
+        _pair(params["stride"]),
+        _pool_padding(call),
+        call.out,
+        bool(params["count_include_pad"]),
+        params["divisor"] or None,
     )
 
 

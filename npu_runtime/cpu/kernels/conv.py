@@ -49,8 +49,13 @@ def max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     kernel, stride, padding = (tuple(params[key]) for key in ("window", "stride", "padding"))
     result = F.avg_pool2d(
-        to_float(inputs[0]), kernel, stride, padding, ceil_mode=bool(params["ceil_mode"]),
-        count_include_pad=bool(params["count_include_pad"]), divisor_override=params["divisor"] or None,
+        to_float(inputs[0]),
+        kernel,
+        stride,
+        padding,
+        ceil_mode=bool(params["ceil_mode"]),
+        count_include_pad=bool(params["count_include_pad"]),
+        divisor_override=params["divisor"] or None,
     )
     outputs[0].copy_(result)
 

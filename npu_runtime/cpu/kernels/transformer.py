@@ -52,7 +52,12 @@ def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
     result = F.scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), mask, is_causal=bool(params["causal"]), scale=params["scale"],
+        q.float(),
+        k.float(),
+        v.float(),
+        mask,
+        is_causal=bool(params["causal"]),
+        scale=params["scale"],
         enable_gqa=k.shape[1] != q.shape[1],
     )
     outputs[0].copy_(result)

@@ -17,8 +17,18 @@ from npu_runtime.cache_folder import cache_folder
 SOURCE_FOLDER = Path(__file__).parent
 # Contraction to fused multiply-adds is wanted; the rest of -ffast-math is not: masks rely on infinities.
 FLAGS = (
-    "-std=c++20", "-O3", "-march=native", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno",
-    "-fno-trapping-math", "-Wall", "-Wno-psabi", "-Wno-ignored-attributes", "-Wno-maybe-uninitialized",
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+    "-Wno-maybe-uninitialized",
 )
 
 _failure: str | None = None

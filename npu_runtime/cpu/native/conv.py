@@ -31,8 +31,14 @@ _VARIANTS = {"pixels": 0, "channels": 1, "winograd2": 2, "winograd4": 4, "depthw
 
 _WINOGRAD_WEIGHTS = {  # the transform of a 3-tap filter, by output tile size
     2: [[1, 0, 0], [1 / 2, 1 / 2, 1 / 2], [1 / 2, -1 / 2, 1 / 2], [0, 0, 1]],
-    4: [[1 / 4, 0, 0], [-1 / 6, -1 / 6, -1 / 6], [-1 / 6, 1 / 6, -1 / 6], [1 / 24, 1 / 12, 1 / 6],
-        [1 / 24, -1 / 12, 1 / 6], [0, 0, 1]],
+    4: [
+        [1 / 4, 0, 0],
+        [-1 / 6, -1 / 6, -1 / 6],
+        [-1 / 6, 1 / 6, -1 / 6],
+        [1 / 24, 1 / 12, 1 / 6],
+        [1 / 24, -1 / 12, 1 / 6],
+        [0, 0, 1],
+    ],
 }
 
 
@@ -42,11 +48,33 @@ class _ConvArgs(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "out")] + [
         (name, ctypes.c_int64)
         for name in (
-            "x_type", "residual_type", "out_type", "activation", "residual_before_activation",
-            "x_batch_stride", "residual_batch_stride", "out_batch_stride",
-            "batch", "groups", "in_channels", "out_channels", "in_h", "in_w", "out_h", "out_w",
-            "kernel_h", "kernel_w", "stride_h", "stride_w", "dilation_h", "dilation_w", "pad_top", "pad_left",
-            "weight_group_stride", "variant", "pairs",
+            "x_type",
+            "residual_type",
+            "out_type",
+            "activation",
+            "residual_before_activation",
+            "x_batch_stride",
+            "residual_batch_stride",
+            "out_batch_stride",
+            "batch",
+            "groups",
+            "in_channels",
+            "out_channels",
+            "in_h",
+            "in_w",
+            "out_h",
+            "out_w",
+            "kernel_h",
+            "kernel_w",
+            "stride_h",
+            "stride_w",
+            "dilation_h",
+            "dilation_w",
+            "pad_top",
+            "pad_left",
+            "weight_group_stride",
+            "variant",
+            "pairs",
         )
     ]
 
@@ -187,8 +215,15 @@ def avg_pool2d(
         divisor = torch.full(out.shape[2:], float(divisor_override))
     else:
         rows, columns = (
-            _window_lengths(x.shape[2 + axis], out.shape[2 + axis], kernel[axis], stride[axis],
-                            padding[2 * axis], padding[2 * axis + 1], count_include_pad)
+            _window_lengths(
+                x.shape[2 + axis],
+                out.shape[2 + axis],
+                kernel[axis],
+                stride[axis],
+                padding[2 * axis],
+                padding[2 * axis + 1],
+                count_include_pad,
+            )
             for axis in (0, 1)
         )
         divisor = rows[:, None] * columns
@@ -232,9 +267,19 @@ def _args(
 ) -> _ConvArgs:
     """The argument block without what only some kernels have."""
     args = _ConvArgs(
-        x=x.data_ptr(), bias=bias.data_ptr(), out=out.data_ptr(), x_type=DTYPES[x.dtype], out_type=DTYPES[out.dtype],
-        x_batch_stride=x.stride(0), out_batch_stride=out.stride(0), batch=x.shape[0],
-        in_h=x.shape[2], in_w=x.shape[3], out_h=out.shape[2], out_w=out.shape[3], **window.fields(),
+        x=x.data_ptr(),
+        bias=bias.data_ptr(),
+        out=out.data_ptr(),
+        x_type=DTYPES[x.dtype],
+        out_type=DTYPES[out.dtype],
+        x_batch_stride=x.stride(0),
+        out_batch_stride=out.stride(0),
+        batch=x.shape[0],
+        in_h=x.shape[2],
+        in_w=x.shape[3],
+        out_h=out.shape[2],
+        out_w=out.shape[3],
+        **window.fields(),
     )
     if weight is not None:
         args.weight = weight.data_ptr()

@@ -114,8 +114,15 @@ def _linear_args(
     out: torch.Tensor,
 ) -> _LinearArgs:
     return _LinearArgs(
-        operand(x), operand(bias), operand(residual), operand(out),
-        weight.data.data_ptr(), DTYPES[weight.dtype], weight.n, weight.k, ACTIVATIONS[activation],
+        operand(x),
+        operand(bias),
+        operand(residual),
+        operand(out),
+        weight.data.data_ptr(),
+        DTYPES[weight.dtype],
+        weight.n,
+        weight.k,
+        ACTIVATIONS[activation],
     )
 
 

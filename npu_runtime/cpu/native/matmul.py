@@ -33,7 +33,5 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> NativeLaunch 
         return None
     if out.shape[:-2] != batch:
         return None
-    args = _MatmulArgs(
-        operand(a.expand(*batch, rows, inner)), operand(b.expand(*batch, inner, columns)), operand(out)
-    )
+    args = _MatmulArgs(operand(a.expand(*batch, rows, inner)), operand(b.expand(*batch, inner, columns)), operand(out))
     return launch("matmul", args, *tensors)

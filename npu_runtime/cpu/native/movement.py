@@ -83,8 +83,9 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> Nati
     if out.shape != (*ids.shape, table.shape[1]) or out.dtype != table.dtype:
         return None
     width = table.shape[1]
-    args = _indexed(ids, table, out, False, table.shape[0], width, [1, 1, ids.numel()], [0, 0, width],
-                    [0, 0, table.stride(0)])
+    args = _indexed(
+        ids, table, out, False, table.shape[0], width, [1, 1, ids.numel()], [0, 0, width], [0, 0, table.stride(0)]
+    )
     return None if args is None else launch("copy_indexed", args, ids, table, out)
 
 
@@ -123,8 +124,15 @@ def _index_copy_args(target: torch.Tensor, dim: int, index: torch.Tensor, source
         return None
     padding = [0] * missing
     return _indexed(
-        index, target, source, True, target.shape[dim], inner[0] if inner else 1, [1] * missing + [*outer, count],
-        padding + [*from_stride, source.stride(dim)], padding + [*to_stride, target.stride(dim)],
+        index,
+        target,
+        source,
+        True,
+        target.shape[dim],
+        inner[0] if inner else 1,
+        [1] * missing + [*outer, count],
+        padding + [*from_stride, source.stride(dim)],
+        padding + [*to_stride, target.stride(dim)],
     )
 
 
@@ -143,6 +151,14 @@ def _indexed(
         return None
     item_size = rows.element_size()
     return _IndexedArgs(
-        rows.data_ptr(), indexed.data_ptr(), index.data_ptr(), index.element_size(), writes, limit, width * item_size,
-        tuple(size), tuple(s * item_size for s in row_stride), tuple(s * item_size for s in indexed_stride),
+        rows.data_ptr(),
+        indexed.data_ptr(),
+        index.data_ptr(),
+        index.element_size(),
+        writes,
+        limit,
+        width * item_size,
+        tuple(size),
+        tuple(s * item_size for s in row_stride),
+        tuple(s * item_size for s in indexed_stride),
     )
