@@ -24,7 +24,7 @@ from npu_compiler.passes.padding import fold_padding
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.rotary_region import expand_rotary_regions
 from npu_compiler.program.memory_planner import plan_memory
-from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 
 Stage = tuple[str, Callable[[IRGraph], IRGraph]]
 
@@ -85,7 +85,7 @@ def compile(
         IRError: the IR is malformed.
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
     """
-    target = target or MetalCodegenTarget()
+    target = target or OpLevelTarget()
     graph = read_ir(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
@@ -112,6 +112,6 @@ def trace_stages(
     graph = _with_native_dtype(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
-    for name, stage in stages(dtype, target or MetalCodegenTarget(), disabled_fusions):
+    for name, stage in stages(dtype, target or OpLevelTarget(), disabled_fusions):
         graph = stage(graph)
         yield name, graph

@@ -42,7 +42,7 @@ def cached_program(
     """
     import npu_compiler
 
-    target = target or npu_compiler.MetalCodegenTarget()
+    target = target or npu_compiler.OpLevelTarget()
     path = _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
     if path.is_file():
         try:

@@ -18,8 +18,8 @@ import torch
 
 import metal_emulator
 from npu_compiler.graph.dtypes import numpy_dtype
-from npu_compiler.program.elementwise import ELEMENTWISE
-from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
+from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
@@ -248,15 +248,12 @@ def _window(data: np.ndarray, view: View) -> torch.Tensor:
 
 
 def _with_defaults(case: Case) -> dict[str, Any]:
-    if "op" in case.params:
-        return {**ELEMENTWISE[case.params["op"]].attrs, **case.params}
-    return dict(case.params)
+    kernel = ELEMENTWISE_KERNELS.get(case.kernel)
+    return {**(kernel.op.attrs if kernel is not None else {}), **case.params}
 
 
 def _source(case: Case) -> str:
-    if "op" in case.params:
-        return MetalCodegenTarget().elementwise_kernel(case.kernel)[1]
-    return KERNELS[case.kernel].source
+    return MetalCodegenTarget().source(case.kernel)
 
 
 def _compare(got: np.ndarray, want: np.ndarray, atol: float, view: View) -> None:

@@ -21,7 +21,6 @@ from metal_harness import Case, all_cases, run_case  # noqa: E402
 import metal_emulator  # noqa: E402
 from metal_emulator.compiler import Mutant  # noqa: E402
 from npu_compiler.errors import DeviceError  # noqa: E402
-from npu_compiler.program.kernels import KERNELS  # noqa: E402
 from npu_compiler.program.target import MetalCodegenTarget  # noqa: E402
 from npu_runtime import MetalBackend  # noqa: E402
 
@@ -40,9 +39,7 @@ class Verdict:
 
 def source_of(case: Case) -> str:
     """The shader file of a case's kernel."""
-    if "op" in case.params:
-        return MetalCodegenTarget().elementwise_kernel(case.kernel)[1]
-    return KERNELS[case.kernel].source
+    return MetalCodegenTarget().source(case.kernel)
 
 
 def cases_by_file() -> dict[str, list[Case]]:

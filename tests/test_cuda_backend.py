@@ -615,7 +615,7 @@ def test_a_plan_is_compiled_for_the_backend_that_runs_it() -> None:
 
 def test_a_program_for_cuda_is_refused_elsewhere() -> None:
     program = CompiledProgram("p", "cuda_gpu", "float16", block_program().plan)
-    with pytest.raises(DeviceError, match="compiled for 'cuda_gpu', but this device runs 'metal_gpu'"):
+    with pytest.raises(DeviceError, match="compiled for 'cuda_gpu', but this device runs 'op_level' and 'metal_gpu'"):
         Executor(program, CPUBackend())
 
 

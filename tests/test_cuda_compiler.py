@@ -16,8 +16,9 @@ from cuda_compiler.cuda_codegen import generate_elementwise
 from cuda_compiler.cuda_templates import RULES, Specializer, float_text, offset_text, vector_width
 from cuda_compiler.op_classify import classify
 from cuda_compiler.resident import RESIDENT
-from cuda_compiler.subgraph_analyzer import MAX_CALLS, describe_groups, find_groups
+from cuda_compiler.subgraph_analyzer import MAX_CALLS, find_groups
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View, contiguous_strides
 
@@ -42,13 +43,20 @@ def calls(text: str) -> list[KernelCall]:
         given = [x.strip() for x in operands.split(",") if x.strip()]
         scalars = [float(x) if x[0].isdigit() else None for x in given]
         inputs = tuple(view(x) for x in given if not x[0].isdigit())
-        params = {} if op[0].isupper() else {"op": op, "scalars": scalars, "alpha": 1}
-        made.append(KernelCall(op, "", inputs, (view(out),), params, out))
+        params = {} if op[0].isupper() else {"scalars": scalars, "alpha": 1}
+        kernel = op if op[0].isupper() else f"{op}_kernel"
+        made.append(KernelCall(kernel, "", inputs, (view(out),), params, out))
     return made
 
 
 def groups(text: str) -> list[str]:
-    return describe_groups(find_groups(calls(text))).splitlines()
+    """A line per group: its ops, what it reads and what it writes."""
+    lines = []
+    for group in find_groups(calls(text)):
+        names = " + ".join(call.kernel.removesuffix("_kernel") for call in group.calls)
+        reads, writes = (" ".join(sorted({view.buffer for view in views})) for views in (group.reads, group.writes))
+        lines.append(f"{names}: {reads} -> {writes}")
+    return lines
 
 
 def test_a_chain_and_a_tree_become_one_kernel() -> None:
@@ -123,10 +131,10 @@ def test_a_kernel_does_not_grow_without_bound() -> None:
 
 def test_a_reshaped_value_fuses_and_a_transposed_one_does_not() -> None:
     square = View("t", (8, 8), (8, 1), 0, "float32")
-    params = {"op": "exp", "scalars": [None]}
-    first = KernelCall("exp", "", (view("a"),), (view("t"),), params, "t")
-    assert len(find_groups([first, KernelCall("exp", "", (square,), (view("u", (8, 8)),), params, "u")])) == 1
-    turned = KernelCall("exp", "", (square.transpose(0, 1),), (view("u", (8, 8)),), params, "u")
+    params = {"scalars": [None]}
+    first = KernelCall("exp_kernel", "", (view("a"),), (view("t"),), params, "t")
+    assert len(find_groups([first, KernelCall("exp_kernel", "", (square,), (view("u", (8, 8)),), params, "u")])) == 1
+    turned = KernelCall("exp_kernel", "", (square.transpose(0, 1),), (view("u", (8, 8)),), params, "u")
     assert len(find_groups([first, turned])) == 2
 
 
@@ -294,7 +302,7 @@ def test_every_kernel_compiles_for_every_architecture() -> None:
     make = Specializer()
     for case in first.values():
         call = call_of(case, "bfloat16")
-        if "op" in call.params:
+        if elementwise_kernel(call) is not None:
             (group,) = find_groups([call])
             generate_elementwise(group, group.writes, make)
         else:

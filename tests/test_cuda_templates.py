@@ -431,9 +431,11 @@ def surveys_of(prologue: list[KernelCall], calls: list[KernelCall]) -> tuple[int
 def test_a_mask_that_is_written_is_looked_at_again() -> None:
     first, second, third = layers_of(cached(512, 2048, 9), 3)
     mask = View(first.inputs[-1].buffer, (512 * 2048,), (1,), 0, "bool")
-    params = {"op": "copy", "scalars": [None], "alpha": 1}
+    params = {"scalars": [None]}
     copies = {
-        name: KernelCall("copy", "", (replace(mask, buffer="another"),), (replace(mask, buffer=name),), params, "copy")
+        name: KernelCall(
+            "copy_kernel", "", (replace(mask, buffer="another"),), (replace(mask, buffer=name),), params, "copy"
+        )
         for name in (mask.buffer, "a third")
     }
     assert surveys_of([], [first, copies["a third"], second, third]) == (0, 1)

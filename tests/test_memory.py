@@ -20,6 +20,7 @@ from torch_ir import extract_ir
 
 from npu_compiler import METAL_GPU, CompiledProgram, InputError, compile, read_ir
 from npu_compiler.program.describe import summary
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.plan import BufferAllocation
 from npu_runtime import Backend, Executor, NPUBuffer, execute_cpu_partition
 
@@ -87,7 +88,7 @@ def is_in_place(program: CompiledProgram, a: BufferAllocation, b: BufferAllocati
     call = program.plan.calls[new.first_use]
     return (
         old.last_use == new.first_use
-        and "op" in call.params
+        and elementwise_kernel(call) is not None
         and (old.offset, old.size_bytes) == (new.offset, new.size_bytes)
         and [view.buffer for view in call.inputs].count(old.name) == 1
         and [view.buffer for view in call.outputs] == [new.name]

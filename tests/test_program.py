@@ -76,7 +76,7 @@ def test_a_saved_program_loads_as_it_was_and_gives_the_same_answers(program: Com
     loaded = CompiledProgram.load(str(path))
     assert loaded.to_bytes() == program.to_bytes() == path.read_bytes()
     assert loaded.describe() == program.describe()
-    assert (loaded.name, loaded.target, loaded.compute_dtype) == ("net", "metal_gpu", "float16")
+    assert (loaded.name, loaded.target, loaded.compute_dtype) == ("net", "op_level", "float16")
     assert loaded.compiler_version == __version__
     for actual, wanted in zip(answers(loaded), answers(program), strict=True):
         np.testing.assert_array_equal(actual, wanted)
@@ -94,7 +94,7 @@ def test_the_file_is_plain_msgpack_and_holds_no_weights(body: dict[str, Any]) ->
 def test_describe_tells_kernels_memory_weights_and_totals(program: CompiledProgram) -> None:
     text = program.describe()
     lines = text.split("\n")
-    assert lines[:2] == ["program net", f"  target metal_gpu, compute dtype float16, compiler {__version__}"]
+    assert lines[:2] == ["program net", f"  target op_level, compute dtype float16, compiler {__version__}"]
     assert "  x: float16[1, 3, 8, 8] in [1, 32, 8, 8]" in lines
     assert any(line.endswith("(updates cache in place)") for line in lines)
     conv = next(line for line in lines if "conv2d_kernel" in line and "float16[1, 4, 6, 6]" in line)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from npu_compiler import METAL_GPU, TargetConfig, TensorSpec
+from npu_compiler import OP_LEVEL, TargetConfig, TensorSpec
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
@@ -36,7 +36,7 @@ class ToyBuffer(DeviceBuffer):
 class ToyBackend(Backend):
     """Counts what the executor asks for, so that tests can hold it to asking once."""
 
-    config: TargetConfig = METAL_GPU
+    config: TargetConfig = OP_LEVEL
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()

@@ -10,13 +10,15 @@ from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import ACTIVATION
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
 declare_kernel(
     "conv2d_kernel",
-    "conv_bn_relu.metal",
+    Family.CONV,
     "x weight bias? residual? -> out",
+    source="conv_bn_relu.metal",
+    grid=Grid.PIXELS,
     stride="2I",
     padding="4i",
     dilation="2I",
@@ -26,8 +28,9 @@ declare_kernel(
 )
 declare_kernel(
     "conv_transpose2d_kernel",
-    "conv_bn_relu.metal",
+    Family.CONV,
     "x weight bias? -> out",
+    source="conv_bn_relu.metal",
     stride="2I",
     padding="2i",
     output_padding="2I",
@@ -35,12 +38,23 @@ declare_kernel(
     groups="I",
 )
 declare_kernel(
-    "max_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", dilation="2I", ceil_mode="?"
+    "max_pool2d_kernel",
+    Family.POOL,
+    "x -> out",
+    source="pool.metal",
+    grid=Grid.PLANES,
+    window="2I",
+    stride="2I",
+    padding="2I",
+    dilation="2I",
+    ceil_mode="?",
 )
 declare_kernel(
     "avg_pool2d_kernel",
-    "pool.metal",
+    Family.POOL,
     "x -> out",
+    source="pool.metal",
+    grid=Grid.PLANES,
     window="2I",
     stride="2I",
     padding="2I",
@@ -48,9 +62,19 @@ declare_kernel(
     count_include_pad="?",
     divisor="i",
 )
-declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal", "x -> out")
-declare_kernel("upsample_nearest_kernel", "upsample.metal", "x -> out", scale="2f", exact="?")
-declare_kernel("upsample_bilinear_kernel", "upsample.metal", "x -> out", scale="2f", align_corners="?")
+declare_kernel("adaptive_avg_pool2d_kernel", Family.POOL, "x -> out", source="pool.metal", grid=Grid.SHORT_REDUCTIONS)
+declare_kernel(
+    "upsample_nearest_kernel", Family.POOL, "x -> out", source="upsample.metal", grid=Grid.PLANES, scale="2f", exact="?"
+)
+declare_kernel(
+    "upsample_bilinear_kernel",
+    Family.POOL,
+    "x -> out",
+    source="upsample.metal",
+    grid=Grid.PLANES,
+    scale="2f",
+    align_corners="?",
+)
 
 # Output channels a group needs before a convolution is better made as a matrix product than pixel by pixel.
 MATRIX_CHANNELS = 8

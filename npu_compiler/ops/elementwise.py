@@ -9,7 +9,7 @@ from __future__ import annotations
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, operand, register_op
-from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise
+from npu_compiler.program.elementwise import Elementwise, add_elementwise
 from npu_compiler.program.views import View
 
 SAME = "same"
@@ -34,7 +34,7 @@ def elementwise(
     """
     integer = expr if integer == SAME else integer
     op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs)
-    ELEMENTWISE[name] = op
+    add_elementwise(op)
 
     def lower(ctx: Lowering, node: OpNode) -> None:
         args = Args(node)

@@ -7,21 +7,47 @@ from collections.abc import Sequence
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.kernels import declare_kernel, distinct_bytes
+from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.views import MAX_RANK, View, broadcast_shapes
 
-declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
-declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")
-declare_kernel("gather_kernel", "tensor_ops.metal", "x index -> out", dim="I")
+declare_kernel(
+    "embedding_kernel",
+    Family.INDEXING,
+    "table ids -> out",
+    source="embedding.metal",
+    grid=Grid.TABLE_ROWS,
+    rows="I",
+    width="I",
+    checked="?",
+)
+declare_kernel("index_select_kernel", Family.INDEXING, "x index -> out", source="tensor_ops.metal", dim="I")
+declare_kernel("gather_kernel", Family.INDEXING, "x index -> out", source="tensor_ops.metal", dim="I")
 declare_kernel(
     "index_kernel",
-    "tensor_ops.metal",
+    Family.INDEXING,
     "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
+    source="tensor_ops.metal",
     first="I",
     count="I",
 )
-declare_kernel("index_copy_kernel", "index_copy.metal", "index source -> out", dim="I", checked="?")
-declare_kernel("index_copy_pair_kernel", "index_copy.metal", "index source0 source1 -> out0 out1", dim="I", checked="?")
+declare_kernel(
+    "index_copy_kernel",
+    Family.INDEXING,
+    "index source -> out",
+    source="index_copy.metal",
+    grid=Grid.SOURCE_ELEMENTS,
+    dim="I",
+    checked="?",
+)
+declare_kernel(
+    "index_copy_pair_kernel",
+    Family.INDEXING,
+    "index source0 source1 -> out0 out1",
+    source="index_copy.metal",
+    grid=Grid.SOURCE_ELEMENTS,
+    dim="I",
+    checked="?",
+)
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from npu_compiler.graph.dtypes import saturate
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
-from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import MAX_RANK, Shape, View, collapse, contiguous_strides
@@ -113,9 +113,10 @@ class Lowering:
             for x in operands
         ]
         dense = all(view.is_contiguous for view in (*inputs, out))
-        stem = op if all(x is None for x in scalars) else f"{op}_scalar"
-        name, source = self.target.elementwise_kernel(f"{stem}_kernel" if dense else f"{stem}_broadcast_kernel")
-        merged = {"op": op, "scalars": scalars, **ELEMENTWISE[op].attrs, **(params or {})}
+        has_scalars = any(x is not None for x in scalars)
+        kernel = elementwise_kernel_name(op, has_scalars=has_scalars, is_strided=not dense)
+        name, source = self.target.elementwise_kernel(kernel)
+        merged = {"scalars": scalars, **ELEMENTWISE[op].attrs, **(params or {})}
         self.emit(name, inputs, [out], merged, flops=out.numel, source=source)
 
     def copy(self, source: View, out: View) -> None:

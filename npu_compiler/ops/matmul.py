@@ -8,18 +8,58 @@ from npu_compiler.graph.dtypes import is_int
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import Shape, View, numel
 
 ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
-for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
-    declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
-declare_kernel("linear_epilogue_kernel", "matmul.metal", "product bias? residual? -> out", activation=ACTIVATION)
+for _name, _grid in (
+    ("matmul_kernel", Grid.TILES),
+    ("matmul_notrans_kernel", Grid.TILES),
+    ("matmul_vec_kernel", Grid.COLUMNS),
+    ("matmul_vec_notrans_kernel", Grid.COLUMN_BLOCKS),
+):
+    declare_kernel(
+        _name,
+        Family.MATMUL,
+        "x weight bias? residual? -> out",
+        source="matmul.metal",
+        grid=_grid,
+        m="I",
+        n="I",
+        k="I",
+        activation=ACTIVATION,
+    )
 declare_kernel(
-    "gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I", activation=ACTIVATION
+    "linear_epilogue_kernel",
+    Family.MATMUL,
+    "product bias? residual? -> out",
+    source="matmul.metal",
+    grid=Grid.PLANES,
+    activation=ACTIVATION,
 )
 declare_kernel(
-    "batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f", transpose_b="?"
+    "gated_matmul_vec_kernel",
+    Family.MATMUL,
+    "x weight bias? -> out",
+    source="matmul.metal",
+    grid=Grid.COLUMNS,
+    m="I",
+    n="I",
+    k="I",
+    activation=ACTIVATION,
+)
+declare_kernel(
+    "batched_matmul_kernel",
+    Family.MATMUL,
+    "a b -> out",
+    source="matmul.metal",
+    grid=Grid.TILES,
+    m="I",
+    n="I",
+    k="I",
+    batch="I",
+    scale="f",
+    transpose_b="?",
 )
 
 

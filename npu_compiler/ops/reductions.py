@@ -5,15 +5,26 @@ from __future__ import annotations
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp")
 for _name in REDUCTIONS:
-    declare_kernel(f"{_name}_kernel", "reduce.metal", "x -> out", reduce_dims="I", correction="f", order="f")
-declare_kernel("softmax_kernel", "softmax.metal", "x -> out", scale="f")
-declare_kernel("log_softmax_kernel", "softmax.metal", "x -> out", scale="f")
-declare_kernel("masked_softmax_kernel", "softmax.metal", "x mask -> out", scale="f")
+    declare_kernel(
+        f"{_name}_kernel",
+        Family.REDUCTION,
+        "x -> out",
+        source="reduce.metal",
+        grid=Grid.REDUCTIONS,
+        reduce_dims="I",
+        correction="f",
+        order="f",
+    )
+declare_kernel("softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
+declare_kernel("log_softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
+declare_kernel(
+    "masked_softmax_kernel", Family.SOFTMAX, "x mask -> out", source="softmax.metal", grid=Grid.ROWS, scale="f"
+)
 
 
 def _reduced_dims(view: View, dims: object) -> list[int]:

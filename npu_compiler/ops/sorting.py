@@ -5,11 +5,11 @@ from __future__ import annotations
 from npu_compiler.graph.model import OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import View
 
 # Along the last dimension; equal elements keep their order, zeros of both signs are equal, NaN is above all.
-declare_kernel("argsort_kernel", "sort.metal", "x -> order", descending="?")
+declare_kernel("argsort_kernel", Family.INDEXING, "x -> order", source="sort.metal", descending="?")
 
 
 @register_op("aten.sort", "aten.msort")

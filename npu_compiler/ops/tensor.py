@@ -9,23 +9,33 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
-declare_kernel("fill_kernel", "tensor_ops.metal", "-> out", value="f", int_value="i")
-declare_kernel("arange_kernel", "tensor_ops.metal", "-> out", start="f", step="f", int_start="i", int_step="i")
+declare_kernel("fill_kernel", Family.TENSOR, "-> out", source="tensor_ops.metal", value="f", int_value="i")
+declare_kernel(
+    "arange_kernel",
+    Family.TENSOR,
+    "-> out",
+    source="tensor_ops.metal",
+    start="f",
+    step="f",
+    int_start="i",
+    int_step="i",
+)
 declare_kernel(
     "pad_kernel",
-    "tensor_ops.metal",
+    Family.TENSOR,
     "x -> out",
+    source="tensor_ops.metal",
     mode="s constant reflect replicate circular",
     pads="12i",
     value="f",
     int_value="i",
 )
-declare_kernel("triangle_kernel", "tensor_ops.metal", "x -> out", upper="?", diagonal="i")
-declare_kernel("cumsum_kernel", "cumsum.metal", "x -> out")
-declare_kernel("flip_kernel", "tensor_ops.metal", "x -> out", dims="8I")
+declare_kernel("triangle_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", upper="?", diagonal="i")
+declare_kernel("cumsum_kernel", Family.REDUCTION, "x -> out", source="cumsum.metal", grid=Grid.ROW_ELEMENTS)
+declare_kernel("flip_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", dims="8I")
 
 
 @register_op("aten.cat", "aten.concat", "aten.concatenate", tensors=("*tensors",))

@@ -7,14 +7,49 @@ import math
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View, numel
 
-declare_kernel("rmsnorm_kernel", "rmsnorm.metal", "x weight? -> out", rows="I", width="I", eps="f", weight_offset="f")
-declare_kernel("layernorm_kernel", "layernorm.metal", "x weight? bias? -> out", rows="I", width="I", eps="f")
-declare_kernel("groupnorm_kernel", "layernorm.metal", "x weight? bias? -> out", groups="I", eps="f")
-declare_kernel("rope_kernel", "rope.metal", "x cos sin -> out", rotary_dim="I")
-declare_kernel("attention_kernel", "fused_decode_attention.metal", "q k v mask? -> out", scale="f", causal="?")
+declare_kernel(
+    "rmsnorm_kernel",
+    Family.NORM,
+    "x weight? -> out",
+    source="rmsnorm.metal",
+    grid=Grid.ROWS,
+    rows="I",
+    width="I",
+    eps="f",
+    weight_offset="f",
+)
+declare_kernel(
+    "layernorm_kernel",
+    Family.NORM,
+    "x weight? bias? -> out",
+    source="layernorm.metal",
+    grid=Grid.ROWS,
+    rows="I",
+    width="I",
+    eps="f",
+)
+declare_kernel(
+    "groupnorm_kernel",
+    Family.NORM,
+    "x weight? bias? -> out",
+    source="layernorm.metal",
+    grid=Grid.CHANNEL_GROUPS,
+    groups="I",
+    eps="f",
+)
+declare_kernel("rope_kernel", Family.ROPE, "x cos sin -> out", source="rope.metal", grid=Grid.ROTATIONS, rotary_dim="I")
+declare_kernel(
+    "attention_kernel",
+    Family.ATTENTION,
+    "q k v mask? -> out",
+    source="fused_decode_attention.metal",
+    grid=Grid.QUERIES,
+    scale="f",
+    causal="?",
+)
 
 
 def _rows(ctx: Lowering, x: View, width: int) -> View:

@@ -17,7 +17,7 @@ from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops.aliases import is_alias, slice_bounds
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import find_op, is_in_place, out_of_place
-from npu_compiler.program.target import MetalCodegenTarget
+from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.program.views import View, contiguous_strides
 
 MAY_COPY = frozenset({"aten.contiguous", "aten.reshape", "aten.flatten", "aten.reshape_as", "aten.ravel"})
@@ -142,7 +142,7 @@ class _Functionalizer:
         op = find_op(step.op_type)
         assert op is not None, step.op_type
         graph = replace(self.graph, tensors=self.tensors)
-        ctx = Lowering(graph, MetalCodegenTarget(), {step.inputs[0]: source}, node=step)
+        ctx = Lowering(graph, OpLevelTarget(), {step.inputs[0]: source}, node=step)
         op.lower(ctx, step)
         return ctx.view(step.outputs[0])
 

@@ -42,20 +42,22 @@ def find_target(name: str) -> Any:
         InputError: there is none.
     """
     from cuda_compiler import CUDACodegenTarget
-    from npu_compiler import MetalCodegenTarget
+    from npu_compiler import MetalCodegenTarget, OpLevelTarget
     from npu_compiler.errors import InputError
 
     if name in ("cuda", "cuda_gpu"):
         return CUDACodegenTarget()
-    if name not in ("cpu", "metal", "metal_gpu"):
-        raise InputError(f"unknown target '{name}'; there are metal_gpu (for Metal and the CPU device) and cuda_gpu")
-    return MetalCodegenTarget()
+    if name in ("metal", "metal_gpu"):
+        return MetalCodegenTarget()
+    if name not in ("cpu", "op_level"):
+        raise InputError(f"unknown target '{name}'; there are op_level (for the CPU and Metal), metal_gpu and cuda_gpu")
+    return OpLevelTarget()
 
 
 def compile(
     ir: IRFile,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the .npubin.")] = None,
-    target: Annotated[str, typer.Option("--target", help="The target to generate kernels for.")] = "metal_gpu",
+    target: Annotated[str, typer.Option("--target", help="The target to generate kernels for.")] = "op_level",
     dtype: Dtype = None,
     disable_fusion: Annotated[
         list[str] | None, typer.Option("--disable-fusion", metavar="NAME", help="Leave a fusion out; may be repeated.")

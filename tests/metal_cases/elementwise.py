@@ -90,7 +90,7 @@ def _integers(op: str, index: int, shape: tuple[int, ...], **geometry: Any) -> T
 
 
 def _params(op: Elementwise, scalars: Sequence[float | int | None], attributes: bool) -> dict[str, Any]:
-    return {"op": op.name, "scalars": list(scalars), **(ATTRIBUTES.get(op.name, {}) if attributes else {})}
+    return {"scalars": list(scalars), **(ATTRIBUTES.get(op.name, {}) if attributes else {})}
 
 
 def _dense(op: Elementwise, number: int) -> list[Case]:
