@@ -34,7 +34,7 @@ from npu_runtime.native.build import library_path
 from npu_sim.arrays import read_weights
 from npu_sim.cli import app
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMANDS = [
     "extract", "compile", "describe", "run", "partition", "verify", "profile", "generate", "classify", "bench",
     "doctor",

@@ -13,7 +13,7 @@ from npu_compiler.codegen import KERNELS, KernelDecl
 from npu_compiler.views import MAX_RANK
 from npu_runtime import metal_dispatch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path.name for path in (ROOT / "metal_kernels").glob("*.metal"))
 NAMED_IN_THE_SEEDS = {
     "matmul.metal", "conv_bn_relu.metal", "add_relu.metal", "elementwise.metal", "elementwise_extended.metal",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from cuda_cases import CASES, TILED_ATTENTION, cached
+from cuda_convolutions import CASES as CONVOLUTIONS
 from cuda_gpu import PROBLEM, cuda_backends
 from metal_harness import DTYPES, Case, all_cases, run_case
-from test_cuda_conv import CASES as CONVOLUTIONS
-from test_cuda_templates import CASES, TILED_ATTENTION, cached
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend

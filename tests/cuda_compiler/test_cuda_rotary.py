@@ -11,8 +11,8 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
-from test_cuda_resident import CONFIGS
-from test_cuda_resident import plan_of as plan_of_a_model
+from cuda_llms import CONFIGS
+from cuda_llms import plan_of as plan_of_a_model
 
 from cuda_compiler import CUDACodegenTarget
 from npu_compiler.codegen_core import BufferAllocation, ExecutionPlan, KernelCall

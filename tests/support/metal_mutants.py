@@ -1,6 +1,6 @@
 """Takes every barrier and every bounds guard out of the Metal kernels, one at a time, and looks for a case that fails.
 
-    python tests/metal_mutants.py [softmax.metal ...]
+    python tests/support/metal_mutants.py [softmax.metal ...]
 
 lists each with the case that noticed. What has to fail is a kernel's differential test or one of the emulator's checks.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 

@@ -47,7 +47,7 @@ from npu_sim.llm.tokenizer import StoredTokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHUNK, CACHE, VOCAB = 8, 24, 160
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

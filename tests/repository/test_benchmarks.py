@@ -117,7 +117,7 @@ def test_what_cannot_be_done_is_said(
 
 
 def test_the_page_in_docs_is_that_of_its_figures() -> None:
-    docs = Path(__file__).parents[1] / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     if not (docs / "cuda.json").is_file():
         pytest.skip("nothing has been measured yet: docs/cuda.json is not there")
     page = (docs / "cuda.md").read_text(encoding="utf-8")

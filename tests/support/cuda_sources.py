@@ -1,6 +1,6 @@
 """Compiles every CUDA source that the compiler generates for the test models, for every architecture.
 
-    python tests/cuda_sources.py [model ...]
+    python tests/support/cuda_sources.py [model ...]
 
 Needs NVRTC and no GPU.
 """
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from cuda_toolchain import HOPPER_ONLY, compile_sources  # noqa: E402
-from test_zoo import IN_BFLOAT16, build, draw, extract, extracted  # noqa: E402
 from zoo import ZOO  # noqa: E402
+from zoo_runs import IN_BFLOAT16, build, draw, extract, extracted  # noqa: E402
 
 import npu_compiler  # noqa: E402
 from benchmarks.dispatches import PROMPT, step_graph  # noqa: E402

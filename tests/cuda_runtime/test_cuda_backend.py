@@ -62,7 +62,7 @@ def test_without_cupy_the_package_imports_and_opening_it_says_what_to_install() 
         "try: CUDABackend()\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("DeviceError the CUDA device needs CuPy")
     assert "pip install 'npu-simulation[cuda13]'" in done.stdout

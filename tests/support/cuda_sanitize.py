@@ -1,6 +1,6 @@
 """Runs the CUDA kernels' cases under compute-sanitizer: memcheck, racecheck and initcheck.
 
-    python tests/cuda_sanitize.py [memcheck racecheck initcheck]
+    python tests/support/cuda_sanitize.py [memcheck racecheck initcheck]
 
 Every kernel that the compiler makes of the cases is run at least once in each dtype, and the resident kernels of small
 models; racecheck takes those that use shared memory. Each operand has an allocation of its own, so that a step beyond
@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from cuda_cases import CASES  # noqa: E402
 from cuda_wirings import WIRED, check_wired  # noqa: E402
 from metal_harness import DTYPES, all_cases, call_of, plan_of, run_case  # noqa: E402
-from test_cuda_templates import CASES  # noqa: E402
 
 from cuda_compiler import CUDACodegenTarget  # noqa: E402
 from cuda_runtime import CUDABackend, CUDABuffer  # noqa: E402

@@ -294,7 +294,7 @@ def test_a_real_limit_on_file_size_leaves_the_old_file_and_nothing_else(
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(source), str(path)], capture_output=True, text=True, timeout=60,
-        cwd=Path(__file__).parent.parent, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (7, "")
