@@ -13,7 +13,8 @@ from ir_builder import IRBuilder
 
 from cuda_compiler import cuda_templates
 from npu_compiler.errors import DeviceError, InputError, WeightError
-from npu_compiler.fusion_patterns import FUSIONS, _rewrite_unary
+from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.fusions.activations import rewrite_unary
 from npu_compiler.fusions.engine import Fusion, P, Var, mul
 from npu_compiler.graph.reader import read_ir
 from npu_runtime import CPUBackend, Device
@@ -128,7 +129,7 @@ def test_a_wrong_fused_kernel_is_blamed_on_its_fusion(monkeypatch: pytest.Monkey
 
 def test_a_fusion_that_rewrites_to_another_function_is_blamed(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     pattern = mul(Var("x"), P("aten.sigmoid", (Var("x"),)))
-    monkeypatch.setitem(FUSIONS, "silu", Fusion("silu", (pattern,), _rewrite_unary("aten.relu.default")))
+    monkeypatch.setitem(FUSIONS, "silu", Fusion("silu", (pattern,), rewrite_unary("aten.relu.default")))
     report = check(device)
     assert "silu" in report.fusions
     assert report.culprit is not None and "gate" in report.culprit.nodes
