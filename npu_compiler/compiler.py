@@ -12,17 +12,17 @@ from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.constraint_checker import check_constraints
 from npu_compiler.fusion_patterns import fuse
+from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.graph.reader import read_ir
+from npu_compiler.ops.rotary_region import expand_rotary_regions
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
 from npu_compiler.passes.common_subexpressions import eliminate_common_subexpressions
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
-from npu_compiler.passes.padding import fold_padding
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
-from npu_compiler.passes.rotary_region import expand_rotary_regions
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from npu_compiler.errors import ConstraintError
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.ops.registry import UNSUPPORTED_DTYPES, unsupported_reason
-from npu_compiler.passes.rotary_region import OPAQUE_OP
+from npu_compiler.ops.rotary_region import OPAQUE_OP
 
 
 def find_violations(graph: IRGraph) -> list[str]:

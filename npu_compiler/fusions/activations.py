@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from npu_compiler.fusions.engine import Fusion, Match, Num, P, Rewriter, Var, add, fused, mul
+from npu_compiler.fusions.engine import Fusion, Match, Num, P, Rewriter, Var, activation, add, fused, mul
 from npu_compiler.graph.model import OpNode
 
 x, y = Var("x"), Var("y")
@@ -50,13 +50,7 @@ def _rewrite_gated(match: Match, rewriter: Rewriter) -> OpNode | None:
     gate, up = match.tensors["x"], match.tensors["y"]
     if rewriter.tensors[gate].shape != rewriter.tensors[up].shape:
         return None
-    activation = match.bound["activation"]
-    kind = "silu" if activation.base == "aten.silu" else "gelu_tanh" if is_tanh(activation) else "gelu"
-    return fused(f"npu.{kind}_mul", match, (gate, up))
-
-
-def is_tanh(node: OpNode) -> bool:
-    return node.attrs.get("approximate") == "tanh"
+    return fused(f"npu.{activation(match.bound['activation'])}_mul", match, (gate, up))
 
 
 def _rewrite_add_relu(match: Match, rewriter: Rewriter) -> OpNode | None:

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.ops import OPS
 from npu_compiler.ops.registry import Args, find_op
+
+CASTS = " ".join(name for name, op in OPS.items() if op.is_cast)
+ACTIVATION_OPS = " ".join(name for name, op in OPS.items() if op.activation is not None)
+
+
+def activation(node: OpNode) -> str | None:
+    """The activation that a node is, as products and convolutions name it; None for any other node."""
+    op = find_op(node.op_type)
+    return op.activation(node.attrs) if op is not None and op.activation is not None else None
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,9 @@ class P:
 
 @dataclass(frozen=True)
 class Maybe:
-    """The inner pattern, or the inner pattern under one node of `ops` (by default a cast)."""
+    """The inner pattern, or the inner pattern under one cast."""
 
     inner: Pattern
-    ops: str = "aten.to aten._to_copy aten.type_as aten.float"
 
 
 Pattern: TypeAlias = Var | Num | P | Maybe
@@ -149,7 +158,7 @@ class Matcher:
             return
         node = self.producers.get(operand)
         if isinstance(pattern, Maybe):
-            if node is not None and node.base in pattern.ops.split():
+            if node is not None and node.base in CASTS.split():
                 through = state.copy()
                 through.nodes[node.name] = node
                 yield from self._value(pattern.inner, node.inputs[0], through)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_compiler.fusions.engine import Fusion, Match, Maybe, Num, P, Pattern, Rewriter, Var, add, fused, mul
+from npu_compiler.fusions.engine import CASTS, Fusion, Match, Maybe, Num, P, Pattern, Rewriter, Var, add, fused, mul
 from npu_compiler.graph.dtypes import is_float
 from npu_compiler.graph.model import IRGraph, OpNode
 
@@ -31,12 +31,11 @@ def _rms_norm_patterns() -> tuple[P, ...]:
     normal = (mul(x32, scale), divide)
     weighted = tuple(mul(Maybe(w), Maybe(n)) for n in normal)
     offset = tuple(mul(Maybe(n), add(Maybe(w), Num("offset", 1.0))) for n in normal)
-    cast = "aten.to aten._to_copy aten.type_as"
     return (
-        *(P(cast, (n,)) for n in (*offset, *weighted)),
+        *(P(CASTS, (n,)) for n in (*offset, *weighted)),
         *offset,
         *weighted,
-        *(P(cast, (n,)) for n in normal),
+        *(P(CASTS, (n,)) for n in normal),
         *normal,
     )
 

@@ -8,8 +8,8 @@ from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.matmul import ACTIVATION
-from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.ops.registry import Args, Layout, register_op
+from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
@@ -135,13 +135,19 @@ def _batched(view: View, spatial: int) -> View:
     return view.unsqueeze(0) if view.rank == spatial + 1 else view
 
 
+def _channel_axis(node: OpNode) -> int | None:
+    """Transposed convolutions have their output channels second, and in groups not all of them."""
+    if not node.attrs.get("transposed") and "transpose" not in node.base:
+        return 0
+    return 1 if node.attrs.get("groups", 1) == 1 else None
+
+
 @register_op(
-    "aten.conv2d",
-    "aten.conv1d",
-    "aten.convolution",
-    "aten._convolution",
+    "aten.conv2d aten.conv1d aten.convolution aten._convolution",
     tensors=("input", "weight", "bias"),
     unsupported=_conv_unsupported,
+    layout=Layout.CONVOLUTION,
+    channel_axis=_channel_axis,
 )
 def lower_conv(ctx: Lowering, node: OpNode) -> None:
     if node.attrs.get("transposed"):
@@ -151,7 +157,7 @@ def lower_conv(ctx: Lowering, node: OpNode) -> None:
     emit_conv(ctx, node, x, weight, bias[0] if bias else None)
 
 
-@register_op("npu.conv2d", tensors=("input", "weight", "bias", "residual"))
+@register_op("npu.conv2d", tensors=("input", "weight", "bias", "residual"), layout=Layout.CONVOLUTION)
 def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
     """act(conv(x) + bias + residual)."""
     x, weight, *rest = (ctx.view(name) for name in node.inputs)
@@ -194,7 +200,11 @@ def emit_conv(
 
 
 @register_op(
-    "aten.conv_transpose2d", "aten.conv_transpose1d", tensors=("input", "weight", "bias"), unsupported=_conv_unsupported
+    "aten.conv_transpose2d aten.conv_transpose1d",
+    tensors=("input", "weight", "bias"),
+    unsupported=_conv_unsupported,
+    layout=Layout.CONVOLUTION,
+    channel_axis=_channel_axis,
 )
 def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
@@ -238,15 +248,12 @@ def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
 
 
 BATCH_NORM_OPS = (
-    "aten.batch_norm",
-    "aten._native_batch_norm_legit_no_training",
-    "aten.native_batch_norm",
-    "aten._batch_norm_no_update",
-)
+    "aten.batch_norm aten._native_batch_norm_legit_no_training aten.native_batch_norm aten._batch_norm_no_update"
+).split()
 
 
 @register_op(
-    *BATCH_NORM_OPS,
+    " ".join(BATCH_NORM_OPS),
     tensors=("input", "weight", "bias", "running_mean", "running_var"),
     unsupported=_batch_norm_unsupported,
 )
@@ -268,7 +275,9 @@ def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
         ctx.elementwise("mul", [centered, per_channel(scale, x.rank)], ctx.output())
 
 
-@register_op("npu.scale_shift_channels", tensors=("input", "scale", "shift"))
+@register_op(
+    "npu.scale_shift_channels", tensors=("input", "scale", "shift"), layout=Layout.IMAGE, float32_parameters=True
+)
 def lower_scale_shift(ctx: Lowering, node: OpNode) -> None:
     x, scale, shift = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("scale_shift", [x, per_channel(scale, x.rank), per_channel(shift, x.rank)], ctx.output())
@@ -285,7 +294,11 @@ def _max_pool_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "max pooling of integers"
 
 
-@register_op("aten.max_pool2d", "aten.max_pool1d", "aten.max_pool2d_with_indices", unsupported=_max_pool_unsupported)
+@register_op(
+    "aten.max_pool2d aten.max_pool1d aten.max_pool2d_with_indices",
+    unsupported=_max_pool_unsupported,
+    layout=Layout.IMAGE,
+)
 def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
@@ -305,7 +318,7 @@ def _averages_integers(node: OpNode, graph: IRGraph) -> str | None:
     return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "averages of integers"
 
 
-@register_op("aten.avg_pool2d", "aten.avg_pool1d", unsupported=_averages_integers)
+@register_op("aten.avg_pool2d aten.avg_pool1d", unsupported=_averages_integers, layout=Layout.IMAGE)
 def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
@@ -324,7 +337,9 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
 
 
 @register_op(
-    "aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d", unsupported=_averages_integers
+    "aten.adaptive_avg_pool2d aten._adaptive_avg_pool2d aten.adaptive_avg_pool1d",
+    unsupported=_averages_integers,
+    layout=Layout.IMAGE,
 )
 def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
     x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
@@ -341,10 +356,8 @@ def _scales(node: OpNode, x: View, out: View) -> list[float]:
 
 
 @register_op(
-    "aten.upsample_nearest2d",
-    "aten._upsample_nearest_exact2d",
-    "aten.upsample_nearest1d",
-    "aten._upsample_nearest_exact1d",
+    "aten.upsample_nearest2d aten._upsample_nearest_exact2d aten.upsample_nearest1d aten._upsample_nearest_exact1d",
+    layout=Layout.IMAGE,
 )
 def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
@@ -352,7 +365,7 @@ def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("upsample_nearest_kernel", [x], [out], params)
 
 
-@register_op("aten.upsample_bilinear2d", "aten.upsample_linear1d")
+@register_op("aten.upsample_bilinear2d aten.upsample_linear1d", layout=Layout.IMAGE)
 def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     align = bool(Args(node).attr("align_corners", False))

@@ -8,10 +8,10 @@ from npu_compiler.graph.dtypes import is_int
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import Shape, View, numel
 
-ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
 for _name, _grid in (
     ("matmul_kernel", Grid.TILES),
     ("matmul_notrans_kernel", Grid.TILES),
@@ -157,7 +157,12 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return f"linear with a bias of shape {list(shapes[0])}" if shapes and len(shapes[0]) > 1 else None
 
 
-@register_op("aten.linear", tensors=("input", "weight", "bias"), unsupported=_linear_unsupported)
+@register_op(
+    "aten.linear",
+    tensors=("input", "weight", "bias"),
+    unsupported=_linear_unsupported,
+    channel_axis=lambda node: 0,
+)
 def lower_linear(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
     if x.rank == 1 or weight.rank == 1:
@@ -194,13 +199,13 @@ def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("gated_matmul_vec_kernel", [row, weight, *bias], [out_row], params, flops=4 * n * k)
 
 
-@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot", tensors=("self", "other"))
+@register_op("aten.matmul aten.mm aten.bmm aten.mv aten.dot aten.vdot", tensors=("self", "other"))
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     emit_matmul(ctx, a, b, ctx.output())
 
 
-@register_op("aten.addmm", "aten.baddbmm", "aten.addmv", tensors=("self", "mat1", "mat2"))
+@register_op("aten.addmm aten.baddbmm aten.addmv", tensors=("self", "mat1", "mat2"))
 def lower_addmm(ctx: Lowering, node: OpNode) -> None:
     """beta · self + alpha · (mat1 · mat2)."""
     args = Args(node)
@@ -329,7 +334,7 @@ def _sum_out(ctx: Lowering, view: View, term: str, letters: list[str]) -> tuple[
     return total, kept
 
 
-@register_op("aten.outer", "aten.ger", tensors=("self", "vec2"))
+@register_op("aten.outer aten.ger", tensors=("self", "vec2"))
 def lower_outer(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("mul", [a.unsqueeze(1), b.unsqueeze(0)], ctx.output())

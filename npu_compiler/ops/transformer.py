@@ -6,7 +6,7 @@ import math
 
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.ops.registry import Args, Layout, register_op
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View, numel
 
@@ -56,7 +56,7 @@ def _rows(ctx: Lowering, x: View, width: int) -> View:
     return ctx.inner_contiguous(ctx.reshaped(x, (x.numel // width if width else 0, width)))
 
 
-@register_op("aten.rms_norm", "npu.rms_norm", tensors=("input", "weight"))
+@register_op("aten.rms_norm npu.rms_norm", tensors=("input", "weight"))
 def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
     """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
     x, *weight = (ctx.view(name) for name in node.inputs)
@@ -105,9 +105,7 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.layer_norm",
-    "aten.native_layer_norm",
-    "npu.layer_norm",
+    "aten.layer_norm aten.native_layer_norm npu.layer_norm",
     tensors=("input", "weight", "bias"),
     unsupported=_layer_norm_unsupported,
 )
@@ -133,7 +131,7 @@ def _group_norm(ctx: Lowering, x: View, affine: list[View], groups: int, eps: fl
     ctx.emit("groupnorm_kernel", [x, *affine], [ctx.output()], params, flops=8 * x.numel)
 
 
-@register_op("aten.group_norm", tensors=("input", "weight", "bias"), unsupported=unclear_affine)
+@register_op("aten.group_norm", tensors=("input", "weight", "bias"), unsupported=unclear_affine, layout=Layout.IMAGE)
 def lower_group_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     _group_norm(ctx, x, affine, node.attrs["num_groups"], float(node.attrs.get("eps", 1e-5)))
@@ -189,8 +187,7 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.scaled_dot_product_attention",
-    "npu.attention",
+    "aten.scaled_dot_product_attention npu.attention",
     tensors=("query", "key", "value", "attn_mask"),
     unsupported=_attention_unsupported,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,28 @@ class Elementwise:
 
 
 ELEMENTWISE: dict[str, Elementwise] = {}
+
+# The activations that products and convolutions apply to their results: name → element-wise op.
+ACTIVATIONS = {
+    "relu": "relu",
+    "relu6": "relu6",
+    "gelu": "gelu_erf",
+    "gelu_tanh": "gelu_tanh",
+    "silu": "silu",
+    "hardswish": "hardswish",
+    "hardsigmoid": "hardsigmoid",
+    "sigmoid": "sigmoid",
+}
+ACTIVATION = f"s none {' '.join(ACTIVATIONS)}"  # the format of the parameter that chooses one of them
+_ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
+
+
+def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None:
+    """For an element-wise op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them."""
+    if op == "hardtanh":
+        return lambda attrs: "relu6" if (attrs.get("min_val", -1), attrs.get("max_val", 1)) == (0, 6) else None
+    name = _ACTIVATION_OF.get(op)
+    return None if name is None else lambda attrs: name
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,17 @@ from npu_compiler import (
     trace_stages,
 )
 from npu_compiler.fusions.cache_updates import pair_cache_updates
+from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.fusions.linear import fuse_shared_input_linears
 from npu_compiler.fusions.rope import share_rope
+from npu_compiler.ops.rotary_region import expand_rotary_regions
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
 from npu_compiler.passes.common_subexpressions import eliminate_common_subexpressions
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.layout import assign_layout, pad_channels
 from npu_compiler.passes.noops import eliminate_noops
-from npu_compiler.passes.padding import fold_padding
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
-from npu_compiler.passes.rotary_region import expand_rotary_regions
 from npu_runtime import CPUBackend, Executor, NPUBuffer
 
 Stage = Callable[[IRGraph], IRGraph]
