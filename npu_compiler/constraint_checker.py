@@ -29,8 +29,13 @@ def find_violations(graph: IRGraph) -> list[str]:
     return violations
 
 
-def check_constraints(graph: IRGraph) -> None:
-    """Raise a `ConstraintError` that lists all violations, if there are any."""
+def check_constraints(graph: IRGraph) -> IRGraph:
+    """The graph as it is.
+
+    Raises:
+        ConstraintError: it cannot run as one program; lists all violations.
+    """
     violations = find_violations(graph)
     if violations:
         raise ConstraintError(violations)
+    return graph

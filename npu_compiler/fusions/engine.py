@@ -54,12 +54,21 @@ class P:
 
 @dataclass(frozen=True)
 class Maybe:
-    """The inner pattern, or the inner pattern under one cast."""
+    """The inner pattern, or the inner pattern under one node of `ops` (by default a cast)."""
 
     inner: Pattern
+    ops: str = CASTS
 
 
-Pattern: TypeAlias = Var | Num | P | Maybe
+@dataclass(frozen=True)
+class Either:
+    """The first of two patterns that matches."""
+
+    first: Pattern
+    second: Pattern
+
+
+Pattern: TypeAlias = Var | Num | P | Maybe | Either
 
 
 def add(left: Pattern, right: Pattern) -> P:
@@ -142,6 +151,10 @@ class Matcher:
             yield from self._args(patterns[1:], operands[1:], found)
 
     def _value(self, pattern: Pattern, operand: str | float | None, state: Match) -> Iterator[Match]:
+        if isinstance(pattern, Either):
+            yield from self._value(pattern.first, operand, state)
+            yield from self._value(pattern.second, operand, state)
+            return
         if isinstance(pattern, Num):
             if isinstance(operand, (int, float)) and _close(operand, pattern.value):
                 found = state.copy()
@@ -158,7 +171,7 @@ class Matcher:
             return
         node = self.producers.get(operand)
         if isinstance(pattern, Maybe):
-            if node is not None and node.base in CASTS.split():
+            if node is not None and node.base in pattern.ops.split():
                 through = state.copy()
                 through.nodes[node.name] = node
                 yield from self._value(pattern.inner, node.inputs[0], through)
