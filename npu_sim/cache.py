@@ -42,7 +42,7 @@ def cached_program(
         name: The beginning of the file's name.
         key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
         compute_dtype: As for `npu_compiler.compile`.
-        target: Default: Metal, which the CPU device runs too.
+        target: Default: `OpLevelTarget`, for the CPU and Metal.
     """
     import npu_compiler
 
