@@ -166,7 +166,7 @@ def test_every_command_explains_itself(folder: Path, command: str) -> None:
 WRONG = [
     (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json'"),
     (["compile", "bad.json", "-o", "a.npubin"], "not valid JSON"),
-    (["compile", "tiny.json"], "-o FILE.npubin"),
+    (["compile", "tiny.json"], "give an output file (-o FILE.npubin), --stages, or both"),
     (["compile", "tiny.json", "-o", "no/such/a.npubin"], "cannot write 'no/such/a.npubin'"),
     (["compile", "tiny.json", "-o", "."], "cannot write '.': Is a directory"),
     (["compile", "tiny.json", "-o", ""], "cannot write '.': Is a directory"),
@@ -176,30 +176,30 @@ WRONG = [
     (["describe", "bad.npubin"], "truncated or corrupted"),
     (["describe", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
-    (["run", "tiny.npubin"], "has 2 weights: name their file with --weights"),
+    (["run", "tiny.npubin"], "has 2 weights; give their file with --weights"),
     (["run", "tiny.npubin", "-w", "absent.pt"], "no such weights: 'absent.pt'"),
     (["run", "tiny.npubin", "-w", "bad.npz"], "'bad.npz' is not a readable .npy or .npz file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "bad.npz"], "'bad.npz' is not a readable .npy"),
-    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=weights.npz"], "holds several arrays; give it without"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=weights.npz"], "holds several arrays; give the file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-o", "."], "cannot write '.': Is a directory"),
     (["run", "tiny.npubin", "-w", "bad.json"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "x.npy"], "not a readable safetensors file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "tpu"], "unknown device 'tpu'; here are"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cpu:1"], "'cpu' is only one, without a number"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cuda:x"], "a number follows the colon"),
-    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--fast"], "--fast goes with --device metal-emulator"),
-    (["verify", "tiny.json", "-w", "weights.npz", "--device", "cpu", "--fast"], "--fast goes with --device metal-em"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--fast"], "--fast is for --device metal-emulator only"),
+    (["verify", "tiny.json", "-w", "weights.npz", "--device", "cpu", "--fast"], "--fast is for --device metal-emul"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x.npy"], "write name=file.npy"),
-    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "y=x.npy"], "there is no input 'y'; the inputs are x"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "y=x.npy"], "unknown input 'y'; the inputs are x"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=absent.npy"], "no such file: 'absent.npy'"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=bad.npy"], "not a readable .npy or .npz file"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=wide.npy"], "[2, 9]"),
     (["run", "tiny.npubin", "-w", "tiny.safetensors", "-o", "no/such.npz"], "cannot write 'no/such.npz'"),
     (["partition", "absent.json"], "cannot read IR file 'absent.json'"),
-    (["partition", "tiny.json", "--json", "--mermaid"], "choose one of --json and --mermaid"),
-    (["verify", "tiny.json"], "has 2 weights: name their file with --weights"),
+    (["partition", "tiny.json", "--json", "--mermaid"], "choose either --json or --mermaid"),
+    (["verify", "tiny.json"], "has 2 weights; give their file with --weights"),
     (["verify", "tiny.json", "-w", "weights.npz", "--dtype", "int4"], "unknown compute dtype 'int4'"),
-    (["profile", "tiny.npubin"], "has 2 weights: name their file with --weights"),
+    (["profile", "tiny.npubin"], "has 2 weights; give their file with --weights"),
     (["classify", "absent.png"], "no such image: absent.png"),
     (["classify", "red.png", "--model", "vgg"], "no vision model named 'vgg'"),
     (["classify", "red.png", "--weights", "absent.pth"], "no such weights: 'absent.pth'"),
@@ -210,13 +210,13 @@ WRONG = [
     (["generate", "smollm2", "-p", "Hello", "--no-chat", "--system", "Be brief"], "leave out --no-chat"),
     (["generate", "smollm2", "-p", "Hello", "--top-p", "2", "-t", "1"], "top_p"),
     (["bench", "nothing"], "bench"),
-    (["extract", "nowhere", "-o", "a.json"], "neither a folder nor package.module:factory"),
-    (["extract", "no_such_module:f", "-o", "a.json"], "there is no module 'no_such_module'"),
+    (["extract", "nowhere", "-o", "a.json"], "neither a folder nor of the form package.module:factory"),
+    (["extract", "no_such_module:f", "-o", "a.json"], "no module named 'no_such_module'"),
     (["extract", "model_for_cli_test.py:absent", "-o", "a.json"], "has no function or class 'absent'"),
-    (["extract", "model_for_cli_test.py:number", "-o", "a.json"], "made a int, not a torch.nn.Module"),
-    (["extract", "model_for_cli_test.py:bare", "-o", "a.json"], "brings no example inputs"),
+    (["extract", "model_for_cli_test.py:number", "-o", "a.json"], "returned a int, not a torch.nn.Module"),
+    (["extract", "model_for_cli_test.py:bare", "-o", "a.json"], "has no example inputs"),
     (["extract", "model_for_cli_test.py:bare", "-o", "a.json", "-i", "float32"], "write its dtype and shape"),
-    (["extract", ".", "-o", "a.json"], "name its --task, one of text-generation"),
+    (["extract", ".", "-o", "a.json"], "needs --task: one of text-generation"),
     (["extract", ".", "-o", "a.json", "--task", "sing"], "unknown task 'sing'; choose one of text-generation"),
     (["extract", ".", "-o", "a.json", "--task", "fill-mask"], "has no config.json"),
 ]
@@ -256,7 +256,7 @@ def test_a_bug_is_a_sentence_too(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("npu_compiler.read_ir", broken)
     result = invoke(folder, "describe", "tiny.json")
     assert result.exit_code == 2
-    assert result.stderr == "error: unexpected KeyError: 'lost' (--debug shows where)\n"
+    assert result.stderr == "error: unexpected KeyError: 'lost' (use --debug for the traceback)\n"
 
 
 def test_compile_run_and_profile(folder: Path) -> None:
@@ -452,7 +452,7 @@ def test_damaged_npz_weights_are_a_weight_error(tmp_path: Path, damage: str) -> 
     else:
         with ZipFile(path, "w") as archive:
             archive.writestr("w", "no array")
-    with pytest.raises(WeightError, match=r"weights\.npz' is (not a readable|an \.npy file in spite of its name)"):
+    with pytest.raises(WeightError, match=r"weights\.npz' is (not a readable|an \.npy file, despite its suffix)"):
         read_weights(path)
 
 
@@ -560,7 +560,7 @@ def swallowed() -> None:
 def test_ctrl_c_that_a_library_hides_exits_with_130(
     folder: Path, monkeypatch: pytest.MonkeyPatch, library: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr("npu_sim.console._Interrupts._PATIENCE", 0.05)
+    monkeypatch.setattr("npu_sim.commands.console._Interrupts._GRACE_PERIOD", 0.05)
     monkeypatch.setattr("npu_compiler.read_ir", lambda path: library())
     result = invoke(folder, "describe", "tiny.json")
     assert result.exit_code == 130

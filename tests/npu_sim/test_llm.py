@@ -482,7 +482,7 @@ def test_what_does_not_fit_is_refused(llama: Checkpoint, device: str) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
     with pytest.raises(InputError, match="the prompt is empty"):
         model.prefill([])
-    with pytest.raises(InputError, match=f"the prompt has {CACHE + 1} tokens, but {CACHE} of the cache's {CACHE}"):
+    with pytest.raises(InputError, match=f"the prompt has {CACHE + 1} tokens, but only {CACHE} of the cache's {CACHE}"):
         model.generate([1] * (CACHE + 1))
     with pytest.raises(InputError, match=f"token id {VOCAB} is outside the vocabulary"):
         model.prefill([1, VOCAB])
@@ -535,7 +535,7 @@ def test_unusable_sources_are_one_clear_sentence(tmp_path: Path, monkeypatch: py
     with pytest.raises(InputError, match="has no config.json"):
         load_checkpoint(tmp_path)
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(40))
-    with pytest.raises(InputError, match="is not a GGUF file that can be used"):
+    with pytest.raises(InputError, match="cannot use the GGUF file"):
         load_checkpoint(tmp_path / "bad.gguf")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match="holds no .*safetensors"):

@@ -33,10 +33,12 @@ MENTIONS_CUDA = {
     "npu_compiler/ops/elementwise.py": "says who pastes the expressions",
     "npu_sim/cache.py": "the sources whose change makes a cached program stale",
     "npu_sim/cli.py": "help",
-    "npu_sim/commands/programs.py": "the target by its name",
+    "npu_sim/commands/doctor.py": "the packages to look for",
+    "npu_sim/commands/options.py": "help",
+    "npu_sim/commands/programs.py": "help",
+    "npu_sim/commands/resources.py": "the target by its name",
     "npu_sim/commands/tools.py": "help",
     "npu_sim/devices.py": "the device by its name",
-    "npu_sim/doctor.py": "the packages to look for",
 }
 
 

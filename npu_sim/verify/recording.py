@@ -1,4 +1,4 @@
-"""A backend that runs another backend's kernels one by one and keeps what each wrote."""
+"""Running a program one kernel at a time and keeping a copy of every tensor that a kernel writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand
 
 @dataclass(frozen=True)
 class Recorded:
-    """A tensor as a kernel left it, and that kernel."""
+    """The value that a kernel wrote to a tensor of the graph, and the name of that kernel."""
 
     tensor: str
     value: np.ndarray
@@ -28,7 +28,7 @@ class Recorded:
 
 
 class RecordingBackend(Backend):
-    """Delegates everything; after each launch it downloads the graph tensors that the kernel wrote."""
+    """A wrapper around another backend which, after each launch, downloads the graph tensors that the kernel wrote."""
 
     def __init__(self, inner: Backend, graph: IRGraph) -> None:
         self.inner = inner
@@ -79,7 +79,7 @@ class RecordingBackend(Backend):
 
 
 def _whole(view: View, spec: TensorSpec) -> View | None:
-    """A view of the whole tensor, of which a call may write a part; None where the strides do not tell."""
+    """A view of a whole tensor, given a view of the part that a call writes; None where the strides are ambiguous."""
     if view.shape == spec.shape:
         return view
     if view.numel == numel(spec.shape):
@@ -89,7 +89,7 @@ def _whole(view: View, spec: TensorSpec) -> View | None:
 
 
 def read(operand: Operand, view: View) -> np.ndarray:
-    """A copy of what a view of an operand's buffer shows."""
+    """A copy of the elements of a view into an operand's buffer."""
     memory = operand.memory.guarded(lambda: True)
     memory.shape = memory.alloc_shape
     dtype = numpy_dtype(view.dtype)
@@ -106,10 +106,12 @@ def record(
     inputs: Mapping[str, np.ndarray],
     weights: Mapping[str, DeviceBuffer],
 ) -> dict[str, Recorded]:
-    """Run a program kernel by kernel; tensor name → what its kernel wrote, in launch order.
+    """Run a program one kernel at a time and return what was written: tensor name → record, in launch order.
 
     Args:
         graph: The graph from which the program was generated (the last of `trace_stages`).
+        inputs: Graph input name → array.
+        weights: From `load_weights`.
     """
     recording = RecordingBackend(backend, graph)
     Executor(program, recording).run(inputs, weights, Profiler())

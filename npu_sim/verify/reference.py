@@ -1,7 +1,8 @@
-"""The same graph as PyTorch runs it, in float32 or in 16 bits; what `verify` holds a device against.
+"""The reference values: the same graph run by PyTorch on the CPU, once in float32 and once in the compute dtype.
 
-Both run node by node through `npu_runtime.cpu_fallback`, with weights, inputs and constants cast. In 16 bits a tensor
-has the dtype in which the compiler stores it, so that float32 islands (rotary angles, norms) are islands here too.
+Both run node by node through `npu_runtime.cpu_fallback`, with weights, inputs and constants cast. In the compute dtype,
+a tensor has the dtype in which the compiler stores it, so what the compiler keeps in float32 (rotary angles, norms) is
+float32 here too.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.graph.dtypes import FLOAT_DTYPES, HALF_DTYPES, numpy_dtype, saturate, saturating_cast
+from npu_compiler.graph.dtypes import FLOAT_DTYPES, HALF_DTYPES, saturate, saturating_cast
 from npu_compiler.graph.model import IRGraph, OpNode, unique_name
 from npu_compiler.graph.weight_recipe import from_key
 from npu_compiler.passes.precision import assign_storage
 from npu_runtime.cpu_fallback import execute_cpu_partition
 from npu_runtime.weight_loader import to_numpy
 
-# PyTorch promotes mixed operands of element-wise ops only; these want one dtype.
+# Ops whose operands must have one dtype: PyTorch promotes mixed dtypes for elementwise ops only.
 UNIFORM = frozenset(
     f"aten.{name}"
     for name in (
@@ -62,9 +63,10 @@ UNIFORM = frozenset(
 
 @dataclass(frozen=True)
 class Reference:
-    """A graph whose float tensors have been given other dtypes, and the checkpoint that it reads.
+    """A graph whose float tensors have been given other dtypes, and its weights.
 
     Attributes:
+        state: `state_dict` key → array or tensor.
         keys: Weight tensor name → `state_dict` key.
     """
 
@@ -74,7 +76,7 @@ class Reference:
 
     @cached_property
     def casts(self) -> frozenset[str]:
-        """Names of the nodes that `retype` added: a cast is named as the tensor that it makes, dtype last."""
+        """Names of the casts that `retype` added; each is named like its output, `<tensor>.<dtype>`."""
         return frozenset(
             node.name
             for node in self.graph.nodes
@@ -82,7 +84,7 @@ class Reference:
         )
 
     def run(self, inputs: Mapping[str, np.ndarray], graph: IRGraph | None = None) -> dict[str, np.ndarray]:
-        """Tensor values by name for the outputs of the graph, or of a part of it (see `part`)."""
+        """Run the graph, or a part of it from `part`; returns output tensor name → value."""
         graph = graph or self.graph
         cast = {name: saturating_cast(np.asarray(inputs[name]), graph.tensors[name].dtype) for name in graph.inputs}
         weights = {
@@ -92,7 +94,7 @@ class Reference:
         return execute_cpu_partition(graph, cast, weights)
 
     def part(self, target: str, known: Collection[str]) -> IRGraph:
-        """The nodes that lead from known tensors, graph inputs and weights to the target."""
+        """The subgraph that computes tensor `target` from known tensors, graph inputs and weights."""
         graph = self.graph
         producers = graph.producers()
         wanted, leaves, nodes, pending = {target}, set(), set(), [target]
@@ -118,7 +120,12 @@ class Reference:
 
 
 def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> tuple[Reference, Reference]:
-    """A normalized graph in float32, and in the compute dtype."""
+    """The references of a normalized graph: in float32, and in the compute dtype.
+
+    Args:
+        graph: From `npu_compiler.compiler.normalize`.
+        state: `state_dict` key → array or tensor.
+    """
     stored = assign_storage(graph, compute_dtype)
     keys = {name: next(recipe.keys()) for name, recipe in stored.weights.items()}
     recipes = {name: from_key(name) for name in stored.weights}
@@ -133,7 +140,11 @@ def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> 
 
 
 def retype(graph: IRGraph, dtypes: Mapping[str, str]) -> IRGraph:
-    """The graph with other float dtypes: specs, constants, dtype attributes, and casts where operands must agree."""
+    """The graph with other float dtypes in specs, constants and attributes, and casts where operands must agree.
+
+    Args:
+        dtypes: Tensor name → new dtype; other tensors keep theirs.
+    """
     tensors = {name: replace(spec, dtype=dtypes.get(name, spec.dtype)) for name, spec in graph.tensors.items()}
     nodes: list[OpNode] = []
     for node in graph.nodes:
@@ -156,8 +167,3 @@ def _retype_attr(key: str, value: Any, result: str) -> Any:
     if key == "dtype" and value in FLOAT_DTYPES and result in FLOAT_DTYPES:
         return result
     return saturate(value, result) if isinstance(value, float) and result in HALF_DTYPES else value
-
-
-def widen(array: np.ndarray) -> np.ndarray:
-    """Any real array as float64, for comparing."""
-    return np.asarray(array.astype(np.float32) if array.dtype == numpy_dtype("bfloat16") else array, np.float64)

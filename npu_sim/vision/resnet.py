@@ -1,7 +1,7 @@
-"""ResNet-18/34/50 (He et al., 2015) under torchvision's module names, so that its checkpoints load.
+"""ResNet-18/34/50 (He et al., https://arxiv.org/abs/1512.03385) with torchvision's parameter names and graph.
 
-The seeds' models, without the torchvision package: the graph that `extract_ir` sees is the same, in-place
-ReLUs and additions included. `seed_weights` stands in for a checkpoint where there is none.
+torchvision's checkpoints load, and `extract_ir` sees the same graph, in-place ReLUs and additions included.
+`seed_weights` makes random weights where there is no checkpoint.
 """
 
 import torch
@@ -15,7 +15,7 @@ def _conv_bn(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: [N, C, H, W] -> [N, channels, H/stride, W/stride]."""
+    """Two 3x3 convolutions with a shortcut: [N, C, H, W] -> [N, channels, H/stride, W/stride]."""
 
     expansion = 1
 
@@ -38,7 +38,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions beside a shortcut: [N, C, H, W] -> [N, 4*channels, H/stride, W/stride]."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut: [N, C, H, W] -> [N, 4*channels, H/stride, W/stride]."""
 
     expansion = 4
 
@@ -109,7 +109,8 @@ def resnet50() -> ResNet:
 
 
 def random_images(count: int, seed: int, size: int = 224) -> Tensor:
-    """Normalized stand-ins for photographs, [count, 3, size, size]: smooth blobs under fine noise, variance near 1."""
+    """Random normalized images [count, 3, size, size] that resemble photographs: smooth blobs with fine noise, variance
+    near 1."""
     rng = torch.Generator().manual_seed(seed)
     blobs = F.interpolate(torch.randn(count, 3, 7, 7, generator=rng), (size, size), mode="bicubic", align_corners=False)
     return 1.2 * blobs + 0.4 * torch.randn(count, 3, size, size, generator=rng)
@@ -117,11 +118,11 @@ def random_images(count: int, seed: int, size: int = 224) -> Tensor:
 
 @torch.no_grad()
 def seed_weights(model: nn.Module, seed: int) -> None:
-    """Give `model` random weights that act like trained ones; the same seed gives the same weights.
+    """Give `model` random weights that behave like trained ones; the same seed gives the same weights.
 
-    Convolutions are He-initialized and BatchNorms get a spread of scales and shifts. The running statistics
-    are those of a calibration batch, so activations neither vanish nor explode and folding a BatchNorm into
-    its convolution has real numbers to work on.
+    Convolutions are initialized as in He et al., https://arxiv.org/abs/1502.01852 (fan-out), BatchNorms with varied
+    scales and shifts. The running statistics are those of a calibration batch, so that activations neither vanish nor
+    explode and folding a BatchNorm into its convolution changes the numbers.
     """
     rng = torch.Generator().manual_seed(seed)
     for module in model.modules():
@@ -137,18 +138,18 @@ def seed_weights(model: nn.Module, seed: int) -> None:
     for module in model.modules():
         if isinstance(module, BasicBlock | Bottleneck):
             last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
-            last.weight.mul_(0.5)  # as training does: a branch corrects its shortcut rather than drowning it
+            last.weight.mul_(0.5)  # as after training, the branch contributes less than the shortcut
     _calibrate(model, random_images(4, seed))
 
 
 def _calibrate(model: nn.Module, images: Tensor) -> None:
-    """Set every BatchNorm's running statistics to what it sees when `images` pass through `model`."""
+    """Set every BatchNorm's running statistics to the mean and variance of its input for `images`."""
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
     training = model.training
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # PyTorch's sign for a plain average over the batches seen
+        norm.momentum = None  # means a plain average over all batches
     model.train()
     model(images)
     model.train(training)

@@ -1,4 +1,4 @@
-"""What every command shares: progress and errors on stderr, results on stdout, the exit codes."""
+"""Terminal output and exit codes of all commands: results go to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Progress = Callable[[int, int], None]
 
 
 class ErrorReporting(TyperGroup):
-    """Turns what a command raises into one sentence on stderr and exit code 2; Ctrl-C into exit code 130.
+    """A command group that reports an exception in one sentence on stderr (exit code 2), and Ctrl-C (exit code 130).
 
-    `--debug`, before or after the command's name, shows the traceback too.
+    `--debug`, before or after the command's name, also prints the traceback.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -44,24 +44,24 @@ class ErrorReporting(TyperGroup):
                 interrupts.seen = True
             if interrupts.seen:
                 print("interrupted", file=sys.stderr)
-                # Once KeyboardInterrupt has passed through an exec, CPython remembers it and dies of the signal at its
-                # end; the next exec makes it forget.
+                # After KeyboardInterrupt has passed through an exec(), CPython sets a flag that makes the process kill
+                # itself with SIGINT when it ends. Another exec() clears the flag.
                 exec("")
                 raise typer.Exit(EXIT_INTERRUPTED)
             return result
 
 
 class _Interrupts:
-    """Remembers Ctrl-C while a command runs, and raises `KeyboardInterrupt` again until the command ends.
+    """Records Ctrl-C while a command runs, and raises `KeyboardInterrupt` repeatedly until the command ends.
 
-    Libraries turn that exception into errors of their own, or swallow it: in an import that may fail, in a finalizer,
-    in a callback from C.
+    Once is not enough: libraries replace the exception by their own or suppress it, for example around an optional
+    import, in a finalizer, or in a callback from C.
 
     Attributes:
-        seen: Whether it was pressed.
+        seen: Whether Ctrl-C was pressed.
     """
 
-    _PATIENCE = 1.0  # seconds that the command has for its end
+    _GRACE_PERIOD = 1.0  # seconds between repeated KeyboardInterrupts
 
     def __init__(self) -> None:
         self.seen = False
@@ -85,7 +85,7 @@ class _Interrupts:
     def _interrupt(self, *_: object) -> None:
         self.seen = True
         if hasattr(signal, "setitimer"):
-            signal.setitimer(signal.ITIMER_REAL, self._PATIENCE)
+            signal.setitimer(signal.ITIMER_REAL, self._GRACE_PERIOD)
         raise KeyboardInterrupt
 
 
@@ -100,7 +100,7 @@ def _report(error: Exception, *, with_traceback: bool) -> NoReturn:
 
 
 def describe_error(error: Exception) -> str | None:
-    """An exception as a sentence for a person; None for the ones that Typer itself reports (usage, exit)."""
+    """The error message for an exception; None for those that Typer reports itself (wrong usage, exit)."""
     from npu_compiler.errors import NPUError
 
     if type(error).__module__.startswith(("typer", "click")):
@@ -112,11 +112,11 @@ def describe_error(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot use '{error.filename}': {error.strerror}"
     text = str(error).strip().splitlines()
-    return f"unexpected {type(error).__name__}: {text[0] if text else 'no message'} (--debug shows where)"
+    return f"unexpected {type(error).__name__}: {text[0] if text else 'no message'} (use --debug for the traceback)"
 
 
 def print_json(data: Any) -> None:
-    """Write a value as JSON, the only thing on stdout; what JSON lacks (infinities, NaN) becomes null."""
+    """Print a value to stdout as JSON; infinities and NaN, which JSON lacks, become null."""
     typer.echo(json.dumps(_plain(data), indent=2, ensure_ascii=False, default=str))
 
 
@@ -131,13 +131,13 @@ def _plain(value: Any) -> Any:
 
 
 def note(message: str) -> None:
-    """A remark for a person, on stderr so that it never mixes with results."""
+    """Print a remark to stderr, where it does not mix with results."""
     print(message, file=sys.stderr)
 
 
 @contextmanager
 def step(message: str) -> Iterator[None]:
-    """Show that a step of unknown length is under way; silent where stderr is no terminal."""
+    """Show a spinner on stderr during a step of unknown length; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -149,7 +149,7 @@ def step(message: str) -> Iterator[None]:
 
 @contextmanager
 def progress(message: str) -> Iterator[Progress]:
-    """A progress bar on stderr, where that is a terminal; yields what to call with (done, in all)."""
+    """Show a progress bar on stderr if that is a terminal; yields a function to call with (done, total)."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
