@@ -24,9 +24,6 @@ from npu_compiler.ops.registry import (
 )
 from npu_compiler.program.views import View
 
-# PyTorch's other views, which have no row: what an in-place op on one of them changes is not known.
-UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
-
 
 def view_rule(node: OpNode) -> ViewRule | None:
     """How the node's output looks into its input's memory; None for an op that makes new memory."""

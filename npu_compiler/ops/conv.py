@@ -148,6 +148,7 @@ def _channel_axis(node: OpNode) -> int | None:
     unsupported=_conv_unsupported,
     layout=Layout.CONVOLUTION,
     channel_axis=_channel_axis,
+    one_dtype=True,
 )
 def lower_conv(ctx: Lowering, node: OpNode) -> None:
     if node.attrs.get("transposed"):
@@ -205,6 +206,7 @@ def emit_conv(
     unsupported=_conv_unsupported,
     layout=Layout.CONVOLUTION,
     channel_axis=_channel_axis,
+    one_dtype=True,
 )
 def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
@@ -256,6 +258,7 @@ BATCH_NORM_OPS = (
     " ".join(BATCH_NORM_OPS),
     tensors=("input", "weight", "bias", "running_mean", "running_var"),
     unsupported=_batch_norm_unsupported,
+    one_dtype=True,
 )
 def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
     """(x - mean) · gamma / sqrt(var + eps) + beta, where the statistics are not weights; see also graph_optimizer."""

@@ -29,6 +29,7 @@ def elementwise(
     *,
     identity: Callable[[OpNode], bool] | None = None,
     moves: bool = False,
+    one_dtype: bool = False,
     **attrs: float | bool,
 ) -> Elementwise:
     """Add an element-wise op and its row in the op table.
@@ -38,7 +39,7 @@ def elementwise(
         torch: Defaults to `torch.<name>`.
         aten: Space-separated ATen names that lower to it; defaults to `<name>`.
         integer: The result over ints; `SAME` if the expression serves for both.
-        identity, moves: As in `Op`.
+        identity, moves, one_dtype: As in `Op`.
     """
     integer = expr if integer == SAME else integer
     op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs)
@@ -57,6 +58,7 @@ def elementwise(
         layout=Layout.ELEMENTWISE,
         identity=identity,
         moves=moves,
+        one_dtype=one_dtype,
         activation=activation_rule(name),
     )(lower)
     return op
@@ -191,7 +193,9 @@ elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __
 elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME)
 elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
-elementwise("lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp")
+elementwise(
+    "lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp", one_dtype=True
+)
 elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
 elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
@@ -311,6 +315,7 @@ def _prelu_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     tensors=("self", "weight"),
     unsupported=_prelu_unsupported,
     layout=Layout.ELEMENTWISE,
+    one_dtype=True,
 )
 def lower_prelu(ctx: Lowering, node: OpNode) -> None:
     value, weight = (ctx.view(name) for name in node.inputs)
@@ -345,3 +350,8 @@ register_op(
 )(lower_cast)
 register_op("aten._to_copy npu.cast", **_CAST, is_cast=True)(lower_cast)
 register_op("aten.lift_fresh_copy aten.lift_fresh", **_CAST)(lower_cast)
+
+
+def cast_node(source: str, result: str, dtype: str) -> OpNode:
+    """The node that makes `result`, which is its name too, of `source` in another dtype."""
+    return OpNode(result, "aten.to.dtype", (source,), (result,), {"dtype": dtype})

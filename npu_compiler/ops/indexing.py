@@ -133,6 +133,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     tensors=("self", "index", "source"),
     unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
     index_bound=_rows_along_dim,
+    one_dtype=True,
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` replace rows of `self`."""

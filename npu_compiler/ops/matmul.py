@@ -162,6 +162,7 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     tensors=("input", "weight", "bias"),
     unsupported=_linear_unsupported,
     channel_axis=lambda node: 0,
+    one_dtype=True,
 )
 def lower_linear(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
@@ -199,13 +200,13 @@ def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("gated_matmul_vec_kernel", [row, weight, *bias], [out_row], params, flops=4 * n * k)
 
 
-@register_op("aten.matmul aten.mm aten.bmm aten.mv aten.dot aten.vdot", tensors=("self", "other"))
+@register_op("aten.matmul aten.mm aten.bmm aten.mv aten.dot aten.vdot", tensors=("self", "other"), one_dtype=True)
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     emit_matmul(ctx, a, b, ctx.output())
 
 
-@register_op("aten.addmm aten.baddbmm aten.addmv", tensors=("self", "mat1", "mat2"))
+@register_op("aten.addmm aten.baddbmm aten.addmv", tensors=("self", "mat1", "mat2"), one_dtype=True)
 def lower_addmm(ctx: Lowering, node: OpNode) -> None:
     """beta · self + alpha · (mat1 · mat2)."""
     args = Args(node)
@@ -277,7 +278,7 @@ def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-@register_op("aten.einsum", tensors=("*tensors",), unsupported=_einsum_unsupported)
+@register_op("aten.einsum", tensors=("*tensors",), unsupported=_einsum_unsupported, one_dtype=True)
 def lower_einsum(ctx: Lowering, node: OpNode) -> None:
     parsed = _parse_einsum(node, ctx.graph)
     assert parsed is not None

@@ -85,6 +85,7 @@ class Op:
         index_bound: For an op that reads its second input as indices: the number of rows that they count.
         selects: Whether its elements are some of the first input's, chosen by the other inputs.
         activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
+        one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
         float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
     """
 
@@ -102,6 +103,7 @@ class Op:
     index_bound: Callable[[OpNode, IRGraph], int | None] | None = None
     selects: bool = False
     activation: Callable[[Attrs], str | None] | None = None
+    one_dtype: bool = False
     float32_parameters: bool = False
 
 

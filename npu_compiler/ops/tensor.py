@@ -162,7 +162,7 @@ def lower_pad(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("pad_kernel", [view], [out], params)
 
 
-@register_op("aten.slice_scatter", tensors=("self", "src"), moves=True)
+@register_op("aten.slice_scatter", tensors=("self", "src"), moves=True, one_dtype=True)
 def lower_slice_scatter(ctx: Lowering, node: OpNode) -> None:
     base, source = (ctx.view(name) for name in node.inputs)
     out = ctx.output()

@@ -56,7 +56,7 @@ def _rows(ctx: Lowering, x: View, width: int) -> View:
     return ctx.inner_contiguous(ctx.reshaped(x, (x.numel // width if width else 0, width)))
 
 
-@register_op("aten.rms_norm npu.rms_norm", tensors=("input", "weight"))
+@register_op("aten.rms_norm npu.rms_norm", tensors=("input", "weight"), one_dtype=True)
 def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
     """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
     x, *weight = (ctx.view(name) for name in node.inputs)
@@ -108,6 +108,7 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     "aten.layer_norm aten.native_layer_norm npu.layer_norm",
     tensors=("input", "weight", "bias"),
     unsupported=_layer_norm_unsupported,
+    one_dtype=True,
 )
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
@@ -131,7 +132,13 @@ def _group_norm(ctx: Lowering, x: View, affine: list[View], groups: int, eps: fl
     ctx.emit("groupnorm_kernel", [x, *affine], [ctx.output()], params, flops=8 * x.numel)
 
 
-@register_op("aten.group_norm", tensors=("input", "weight", "bias"), unsupported=unclear_affine, layout=Layout.IMAGE)
+@register_op(
+    "aten.group_norm",
+    tensors=("input", "weight", "bias"),
+    unsupported=unclear_affine,
+    layout=Layout.IMAGE,
+    one_dtype=True,
+)
 def lower_group_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     _group_norm(ctx, x, affine, node.attrs["num_groups"], float(node.attrs.get("eps", 1e-5)))
@@ -145,7 +152,9 @@ def _instance_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return unclear_affine(node, graph)
 
 
-@register_op("aten.instance_norm", tensors=("input", "weight", "bias"), unsupported=_instance_norm_unsupported)
+@register_op(
+    "aten.instance_norm", tensors=("input", "weight", "bias"), unsupported=_instance_norm_unsupported, one_dtype=True
+)
 def lower_instance_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     _group_norm(ctx, x, affine, x.shape[1], float(node.attrs.get("eps", 1e-5)))
@@ -190,6 +199,7 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     "aten.scaled_dot_product_attention npu.attention",
     tensors=("query", "key", "value", "attn_mask"),
     unsupported=_attention_unsupported,
+    one_dtype=True,
 )
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.

@@ -14,8 +14,9 @@ from typing import Any
 
 from npu_compiler.errors import IRError
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.ops.aliases import UNTRACKED_VIEWS, single_output, view_rule, window
+from npu_compiler.ops.aliases import single_output, view_rule, window
 from npu_compiler.ops.registry import is_in_place, out_of_place
+from npu_compiler.ops.without_rows import UNTRACKED_VIEWS
 from npu_compiler.program.views import View, contiguous_strides
 
 

@@ -60,7 +60,7 @@ def partition(
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
     cpu: Annotated[
         list[str] | None,
-        typer.Option("--cpu", metavar="OP", help="Run this op, such as aten.softmax, on the CPU; repeatable."),
+        typer.Option("--cpu", metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
     ] = None,
     dtype: Dtype = None,
 ) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from npu_compiler.graph.model import IRGraph, OpNode
-from npu_compiler.ops.aliases import is_alias
+from npu_compiler.ops.aliases import view_rule
 from npu_runtime import execute_cpu_partition
 from npu_sim.verify.criteria import excess_error
 from npu_sim.verify.recording import Recorded
@@ -65,7 +65,7 @@ def find_culprit(
         for out in node.outputs:
             if out in records:
                 known[out], producer[out] = records[out].value, (node, records[out].kernel)
-            elif is_alias(node) and node.inputs[0] in producer and set(node.inputs) <= known.keys():
+            elif view_rule(node) is not None and node.inputs[0] in producer and set(node.inputs) <= known.keys():
                 known[out], producer[out] = _follow_alias(final, node, known), producer[node.inputs[0]]
             else:
                 continue

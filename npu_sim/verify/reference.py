@@ -17,48 +17,11 @@ import numpy as np
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, HALF_DTYPES, saturate, saturating_cast
 from npu_compiler.graph.model import IRGraph, OpNode, unique_name
 from npu_compiler.graph.weight_recipe import from_key
+from npu_compiler.ops.elementwise import cast_node
+from npu_compiler.ops.without_rows import wants_one_dtype
 from npu_compiler.passes.precision import assign_storage
 from npu_runtime.cpu_fallback import execute_cpu_partition
 from npu_runtime.weight_loader import to_numpy
-
-# Ops whose operands must have one dtype: PyTorch promotes mixed dtypes for elementwise ops only.
-UNIFORM = frozenset(
-    f"aten.{name}"
-    for name in (
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "dot",
-        "mv",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "scaled_dot_product_attention",
-        "layer_norm",
-        "native_layer_norm",
-        "rms_norm",
-        "group_norm",
-        "instance_norm",
-        "batch_norm",
-        "prelu",
-        "index_copy",
-        "index_put",
-        "index_add",
-        "scatter",
-        "scatter_add",
-        "masked_scatter",
-        "slice_scatter",
-        "lerp",
-        "grid_sampler",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -151,12 +114,12 @@ def retype(graph: IRGraph, dtypes: Mapping[str, str]) -> IRGraph:
         result = tensors[node.outputs[0]].dtype if node.outputs else "float32"
         attrs = {key: _retype_attr(key, value, result) for key, value in node.attrs.items()}
         inputs = list(node.inputs)
-        if node.base in UNIFORM and result in FLOAT_DTYPES:
+        if wants_one_dtype(node) and result in FLOAT_DTYPES:
             for index, name in enumerate(inputs):
                 if tensors[name].dtype in FLOAT_DTYPES and tensors[name].dtype != result:
                     cast = unique_name(f"{name}.{result}", tensors)
                     tensors[cast] = replace(tensors[name], name=cast, dtype=result)
-                    nodes.append(OpNode(cast, "aten.to.dtype", (name,), (cast,), {"dtype": result}))
+                    nodes.append(cast_node(name, cast, result))
                     inputs[index] = cast
         nodes.append(replace(node, inputs=tuple(inputs), attrs=attrs))
     constants = {name: saturating_cast(value, tensors[name].dtype) for name, value in graph.constants.items()}
