@@ -103,7 +103,7 @@ def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     return [
         make.kernel(
             call,
-            "attention.cu",
+            "attention/attention.cu",
             function="attention_plain",
             inputs=operands.inputs,
             outputs={"out": operands.out},
@@ -126,7 +126,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
         return [
             make.kernel(
                 call,
-                "attention.cu",
+                "attention/attention.cu",
                 function="attention_once",
                 inputs=operands.inputs,
                 outputs=out,
@@ -142,7 +142,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
     split = make.kernel(
         call,
-        "attention.cu",
+        "attention/attention.cu",
         function="attention_split",
         inputs=operands.inputs,
         outputs=partial,
@@ -154,7 +154,7 @@ def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
     )
     combine = make.kernel(
         call,
-        "attention.cu",
+        "attention/attention.cu",
         function="attention_combine",
         inputs=partial,
         outputs=out,
@@ -185,7 +185,7 @@ def _tiled(
     calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
     tiled = make.kernel(
         call,
-        "attention_tiled.cu",
+        "attention/attention_tiled.cu",
         function="attention_tiled",
         inputs={**operands.inputs, "verdicts": verdicts},
         outputs={"out": operands.out},
@@ -205,7 +205,7 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
     calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
     tiled = make.kernel(
         call,
-        "attention_wgmma.cu",
+        "attention/attention_wgmma.cu",
         function="attention_wgmma",
         inputs={**operands.inputs, "verdicts": verdicts},
         outputs={"out": operands.out},
@@ -236,7 +236,7 @@ def _survey(
     verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
     survey = make.kernel(
         call,
-        "attention_survey.cu",
+        "attention/attention_survey.cu",
         function="attention_survey",
         inputs=operands.inputs,
         outputs={"verdicts": verdicts},

@@ -57,7 +57,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
         if inner[0] >= _LONG_ROW:
             return [_extreme_of_long_rows(make, call, pack)]
     constants, grid, block = _teams(out.numel, numel(inner) // pack)
-    return [make.kernel(call, "reduce.cu", grid=grid, block=block, constants=constants)]
+    return [make.kernel(call, "reductions/reduce.cu", grid=grid, block=block, constants=constants)]
 
 
 def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> KernelCall:
@@ -84,7 +84,7 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> Ker
     }
     return make.kernel(
         call,
-        "long_rows.cu",
+        "reductions/long_rows.cu",
         function="extreme_of_long_rows",
         grid=(chunks, rows, 1),
         block=(warps * WARP, 1, 1),
@@ -104,7 +104,7 @@ def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return [
         make.kernel(
             call,
-            "softmax.cu",
+            "norms/softmax.cu",
             inputs={"x": x, "mask": mask[0] if mask else None},
             outputs={"out": out},
             grid=grid,
@@ -121,7 +121,7 @@ def _row_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
     constants, grid, block = _teams(rows, groups(width, pack))
     held = _held_packs(width // pack, block, constants["teams"])
     constants = {**constants, "pack": pack, "held_packs": held}
-    return [make.kernel(call, "norms.cu", grid=grid, block=block, constants=constants)]
+    return [make.kernel(call, "norms/norms.cu", grid=grid, block=block, constants=constants)]
 
 
 @template_rule("groupnorm_kernel")
@@ -139,7 +139,7 @@ def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
     constants, grid, block = _teams(groups_of_all, items)
     held = _held_packs(items, block, constants["teams"])
     constants = {**constants, "pack": pack, "held_packs": held}
-    return [make.kernel(call, "norms.cu", grid=grid, block=block, constants=constants)]
+    return [make.kernel(call, "norms/norms.cu", grid=grid, block=block, constants=constants)]
 
 
 def _spatial_merged(view: View) -> View:
@@ -156,7 +156,7 @@ def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
     warps = min(groups(width, WARP), _MOST_WARPS)
     constants, block = {"team_warps": warps, "teams": 1}, (warps * WARP, 1, 1)
     if rows > _FEW_ROWS or width < _LONG_ROW:
-        return [make.kernel(call, "cumsum.cu", grid=(rows, 1, 1), block=block, constants=constants)]
+        return [make.kernel(call, "reductions/cumsum.cu", grid=(rows, 1, 1), block=block, constants=constants)]
     chunk = block[0] * groups(width, block[0] * _CHUNKS)
     chunks = groups(width, chunk)
     sums = make.temporary(out.buffer, (rows, chunks), "float32" if is_float(x.dtype) else "int32")
@@ -164,7 +164,7 @@ def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return [
         make.kernel(
             call,
-            "cumsum.cu",
+            "reductions/cumsum.cu",
             function="sum_chunks",
             inputs={"x": x},
             outputs={"sums": sums},
@@ -174,7 +174,7 @@ def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
         ),
         make.kernel(
             call,
-            "cumsum.cu",
+            "reductions/cumsum.cu",
             function="cumsum_of_chunks",
             inputs={"x": x, "sums": sums},
             outputs={"out": out},

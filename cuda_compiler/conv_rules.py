@@ -71,14 +71,14 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
         grid = (groups(rows * columns, block), channels, images)
-        yield make.kernel(call, "conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
+        yield make.kernel(call, "conv/conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
     else:
         grid = (
             groups(rows * columns, _PRODUCT_BLOCK),
             in_groups * groups(channels // in_groups, _PRODUCT_BLOCK),
             images,
         )
-        yield make.kernel(call, "conv.cu", grid=grid, block=(_BLOCK, 1, 1))
+        yield make.kernel(call, "conv/conv.cu", grid=grid, block=(_BLOCK, 1, 1))
 
 
 def _has_terms_in_order(weight: View) -> bool:
@@ -94,7 +94,7 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
     grid = (groups(lines * groups(columns, across), threads), 1, 1)
     return make.kernel(
         call,
-        "conv.cu",
+        "conv/conv.cu",
         function="conv_depthwise",
         grid=grid,
         block=(threads, 1, 1),
@@ -153,7 +153,7 @@ class Tile:
         grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
         return make.kernel(
             call,
-            "conv.cu",
+            "conv/conv.cu",
             function="conv_tiled",
             grid=grid,
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
@@ -200,7 +200,13 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
     return [
         make.kernel(
-            call, "conv.cu", inputs={"x": x}, outputs={"out": out}, grid=grid, block=(_BLOCK, 1, 1), constants=constants
+            call,
+            "conv/conv.cu",
+            inputs={"x": x},
+            outputs={"out": out},
+            grid=grid,
+            block=(_BLOCK, 1, 1),
+            constants=constants,
         )
     ]
 
@@ -208,7 +214,7 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
 @template_rule("conv_transpose2d_kernel")
 def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
     count = call.outputs[0].numel
-    return [make.kernel(call, "conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
+    return [make.kernel(call, "conv/conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
 
 
 def _channel_pack(*views: View) -> int:
@@ -222,7 +228,7 @@ def _channel_pack(*views: View) -> int:
 @template_rule("max_pool2d_kernel", "avg_pool2d_kernel", "upsample_nearest_kernel", "upsample_bilinear_kernel")
 def _per_pack(make: Specializer, call: KernelCall) -> list[KernelCall]:
     out = call.outputs[0]
-    file = "upsample.cu" if call.kernel.startswith("upsample") else "pool.cu"
+    file = "conv/upsample.cu" if call.kernel.startswith("upsample") else "conv/pool.cu"
     pack = _channel_pack(*call.inputs, out)
     while pack > 1 and out.numel // pack < _FULL:
         pack //= 2
@@ -244,5 +250,7 @@ def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
     threads = 128
     grid = (groups(warps, threads // WARP), 1, 1)
     return [
-        make.kernel(call, "pool.cu", grid=grid, block=(threads, 1, 1), constants={"pack": pack, "walkers": walkers})
+        make.kernel(
+            call, "conv/pool.cu", grid=grid, block=(threads, 1, 1), constants={"pack": pack, "walkers": walkers}
+        )
     ]

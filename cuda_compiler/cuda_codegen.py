@@ -143,9 +143,9 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
     signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(arguments)})'
     return "\n".join(
         [
-            index_type([*group.reads, *stored]) + template_text("common.cuh"),
-            template_text("overlap.cuh"),
-            template_text("elementwise.cuh"),
+            index_type([*group.reads, *stored]) + template_text("common/common.cuh"),
+            template_text("common/overlap.cuh"),
+            template_text("elementwise/elementwise.cuh"),
             *helpers,
             "",
             f"{signature} {{",

@@ -160,8 +160,8 @@ class Specializer:
         key = repr((call.kernel, file, function, shape, geometry, len(inputs), dict(call.params), dict(constants)))
         if key not in self._made:
             parts = [
-                template_text("common.cuh"),
-                template_text("overlap.cuh"),
+                template_text("common/common.cuh"),
+                template_text("common/overlap.cuh"),
                 specialized(call, decl, inputs, outputs, constants),
                 _signature(inputs, outputs, shared_buffers, block, min_blocks, cluster),
                 kernel_text(file, function),

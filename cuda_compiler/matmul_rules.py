@@ -83,7 +83,7 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     constants = {"gated": gated, "pack": pack, "column_lanes": lanes}
     return make.kernel(
         call,
-        "matvec.cu",
+        "matmul/matvec.cu",
         function="matvec_notrans",
         inputs={**inputs, "weight": weight},
         outputs=outputs,
@@ -110,7 +110,7 @@ def _matvec_along_terms(
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
     return make.kernel(
         call,
-        "matvec.cu",
+        "matmul/matvec.cu",
         function="matvec",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
@@ -145,7 +145,7 @@ def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str,
     blocks = numel(batch) * groups(m, _TILE) * groups(n, _TILE)
     return make.kernel(
         call,
-        "matmul.cu",
+        "matmul/matmul.cu",
         function=function,
         inputs=inputs,
         outputs={"out": out},
@@ -172,7 +172,7 @@ def _epilogue(
     inputs = {"product": product, "bias": bias, "residual": residual}
     made = make.kernel(
         call,
-        "matmul.cu",
+        "matmul/matmul.cu",
         function="linear_epilogue",
         inputs=inputs,
         outputs={"out": out},

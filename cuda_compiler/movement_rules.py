@@ -17,12 +17,12 @@ def _per_element(make: Specializer, call: KernelCall, file: str) -> list[KernelC
 
 @template_rule("fill_kernel", "arange_kernel", "pad_kernel", "triangle_kernel", "flip_kernel")
 def _tensor_op(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_element(make, call, "tensor_ops.cu")
+    return _per_element(make, call, "movement/tensor_ops.cu")
 
 
 @template_rule("gather_kernel", "index_select_kernel", "index_kernel")
 def _pick(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_element(make, call, "indexing.cu")
+    return _per_element(make, call, "movement/indexing.cu")
 
 
 @template_rule("embedding_kernel")
@@ -46,7 +46,7 @@ def _index_copy(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def _vectors(make: Specializer, call: KernelCall, threads: int, width: int) -> KernelCall:
     block = min(_BLOCK, WARP * groups(threads, WARP))
     grid = (groups(threads, block), 1, 1)
-    return make.kernel(call, "indexing.cu", grid=grid, block=(block, 1, 1), constants={"VECTOR": width})
+    return make.kernel(call, "movement/indexing.cu", grid=grid, block=(block, 1, 1), constants={"VECTOR": width})
 
 
 def _common_vector(*views: View) -> int:

@@ -197,7 +197,17 @@ class _Matcher:
         scratch = m * (groups(row_bytes, _LINE_BYTES) * _LINE_BYTES + 4 * _WARPS) + sums
         outputs = {"out": call.outputs[0]}
         return [
-            Phase(call, "product.cu", "product", inputs, outputs, constants, _whole(scratch), _CONSTANT, stream=stream)
+            Phase(
+                call,
+                "resident/product.cu",
+                "product",
+                inputs,
+                outputs,
+                constants,
+                _whole(scratch),
+                _CONSTANT,
+                stream=stream,
+            )
         ]
 
     def _attention(self, match: AttentionMatch) -> Phase:
@@ -212,7 +222,7 @@ class _Matcher:
         early = ("k", "v", "mask", "index", "cos", "sin")
         return Phase(
             match.call,
-            "resident_attention.cu",
+            "resident/resident_attention.cu",
             "attend_keys",
             inputs,
             outputs,
@@ -333,14 +343,14 @@ def _source(run: Run, place: Mapping[View, int], memory: int, mail: int) -> str:
     return "\n".join(
         [
             f"#define COMPUTING_THREADS {THREADS}",
-            index_type(views) + template_text("common.cuh"),
+            index_type(views) + template_text("common/common.cuh"),
             *(f"constexpr int {name} = {value};" for name, value in head.items()),
-            kernel_text("resident.cuh", "tables"),
+            kernel_text("resident/resident.cuh", "tables"),
             f"__constant__ Stream streams[] = {{{', '.join(streams)}}};",
             "__constant__ Step steps[] = {",
             *(f"    {step}," for step in steps),
             "};",
-            kernel_text("resident.cuh", "ring"),
+            kernel_text("resident/resident.cuh", "ring"),
             *namespaces,
             "__device__ __forceinline__ void compute("
             "Ring &ring, Ahead &ahead, const Operands &operands, char *shared) {",

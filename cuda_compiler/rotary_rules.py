@@ -36,7 +36,7 @@ def _kernel(
     grid = (groups(inputs["x"].numel // 2 // pack, _BLOCK), 1, 1)
     return make.kernel(
         call,
-        "rope.cu",
+        "rotary/rope.cu",
         function=function,
         grid=grid,
         block=(_BLOCK, 1, 1),

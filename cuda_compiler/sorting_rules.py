@@ -23,7 +23,11 @@ def _argsort(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows = call.inputs[0].numel // width
     if width > _LONG_ROW:
         return _radix_sort(make, call, rows, width)
-    return [make.kernel(call, "sort.cu", grid=(rows, groups(width, _COUNTING_BLOCK), 1), block=(_COUNTING_BLOCK, 1, 1))]
+    return [
+        make.kernel(
+            call, "sorting/sort.cu", grid=(rows, groups(width, _COUNTING_BLOCK), 1), block=(_COUNTING_BLOCK, 1, 1)
+        )
+    ]
 
 
 def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> list[KernelCall]:
@@ -40,7 +44,7 @@ def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> l
         moved = {"moved": ranks[number % 2], "order": out if is_last else orders[number % 2]}
         constants = {"WIDTH": width, "TILE": _TILE, "SHIFT": shift}
         make_one = partial(
-            make.kernel, call, "sort.cu", grid=(rows, tiles, 1), block=(_RADIX_BLOCK, 1, 1), constants=constants
+            make.kernel, call, "sorting/sort.cu", grid=(rows, tiles, 1), block=(_RADIX_BLOCK, 1, 1), constants=constants
         )
         source = {"x": before["x"], "ranks": before["ranks"]}
         calls += [

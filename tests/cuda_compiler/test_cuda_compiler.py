@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,7 +230,7 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
     assert all(call.params["overlapping"] for call in plan.calls)
     assert "{\n    begin_in_turn();" in plan.sources[plan.calls[0].source]
     assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[1].source]
-    for file in (files("cuda_compiler") / "templates").iterdir():
+    for file in Path(str(files("cuda_compiler") / "templates")).rglob("*.cu*"):
         for part in file.read_text(encoding="utf-8").split("\n#kernel "):
             assert "WAITING_KERNEL(" not in part or "begin_in_turn();" in part, file.name
 

@@ -2,8 +2,8 @@
 // keys and values to a ring of stages; each of the others has 64 rows, and weighs the scores of a tile while the tensor
 // cores multiply the weights of the tile before by its values. Otherwise as `attention_tiled`.
 
-#include "attention_tiles.cuh"
-#include "warpgroup.cuh"
+#include "attention/attention_tiles.cuh"
+#include "common/warpgroup.cuh"
 
 constexpr int consumers = tile_rows / warpgroup_rows;
 constexpr int slabs = width / slab_width;

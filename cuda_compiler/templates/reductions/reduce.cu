@@ -1,8 +1,8 @@
 // Reductions over a view's last `reduce_dims` dimensions: a team per output element. The compiler has merged dimensions
 // that step evenly, so that most views have one reduced dimension.
 
-#include "reduction.cuh"
-#include "extreme.cuh"
+#include "common/reduction.cuh"
+#include "reductions/extreme.cuh"
 
 constexpr int kept_dims = X::rank - int(param::reduce_dims);
 constexpr bool whole = !is_float<X::type>::value;  // integers and booleans

@@ -8,7 +8,7 @@
 #error "this program was compiled for a GPU of compute capability 9.0; compile it with this device's target"
 #endif
 
-#include "warp_jobs.cuh"
+#include "common/warp_jobs.cuh"
 
 constexpr int warpgroup_threads = 128;
 constexpr int warpgroup_rows = 64;

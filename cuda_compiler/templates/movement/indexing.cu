@@ -1,6 +1,6 @@
 // Elements picked, and rows replaced, by index tensors. An index that is out of range picks `missing`.
 
-#include "move_vector.cuh"
+#include "common/move_vector.cuh"
 
 __device__ __forceinline__ index_t thread_number() {
     return blockIdx.x * index_t(THREADS) + threadIdx.x;

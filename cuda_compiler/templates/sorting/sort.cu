@@ -2,7 +2,7 @@
 // before it. Long rows: a radix sort, digit by digit from the least one, a block to each tile of a row; the elements of
 // a tile that have the same digit move side by side, behind those of the tiles before.
 
-#include "ordered.cuh"
+#include "common/ordered.cuh"
 
 constexpr int last = X::present ? X::rank - 1 : 1;
 

@@ -1,8 +1,8 @@
 // What blocks of many rows have in common: a look at the mask beforehand tells which tiles of keys they need, and weights
 // are relative to the largest score so far.
 
-#include "attention_products.cuh"
-#include "attention_verdicts.cuh"
+#include "attention/attention_products.cuh"
+#include "attention/attention_verdicts.cuh"
 
 constexpr int key_groups = tile_keys / 8;  // of a fragment of scores
 constexpr int value_tiles = (value_width + 15) / 16 * 2;  // of 8 dimensions

@@ -79,7 +79,7 @@ KERNEL(rope_kernel) {
 }
 
 #kernel rotary_update
-#include "move_vector.cuh"
+#include "common/move_vector.cuh"
 
 // Rotated keys replace rows of the cache `keys`, and whoever makes a pair of a key brings the value's elements at the
 // same places along; all other heads go to `out`.

@@ -1,7 +1,7 @@
 // Reads the mask once for all heads that share it, a block per block of rows, and says which tiles of keys these need.
 
-#include "attention.cuh"
-#include "attention_verdicts.cuh"
+#include "attention/attention.cuh"
+#include "attention/attention_verdicts.cuh"
 
 constexpr int counts_bit = 1;  // some key is attended to
 constexpr int lowest_bit = 2;  // some key would be, if its row had nothing better

@@ -1,7 +1,7 @@
 // softmax, log_softmax and masked softmax over the last dimension: a team per row. A row that fits is held in registers
 // between the two passes; others are read twice.
 
-#include "reduction.cuh"
+#include "common/reduction.cuh"
 
 constexpr int last = Out::rank - 1;
 constexpr index_t width = Out::size(last);

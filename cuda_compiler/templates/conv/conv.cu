@@ -98,7 +98,7 @@ template <>
 struct Signed<8> { using type = long long; };
 using Offset = Signed<sizeof(index_t)>::type;
 
-#include "tensor_cores.cuh"
+#include "common/tensor_cores.cuh"
 
 // Where a pack of a staged row lies: the 8 packs of a row are exchanged so that those of one column are in different banks.
 __device__ __forceinline__ int staged(int row, int pack) { return row * tile_k + (pack ^ row & 7) * PACK; }

@@ -1,6 +1,6 @@
 // The greatest or the least of some values, and the first place that has it. After reduction.cuh.
 
-#include "ordered.cuh"
+#include "common/ordered.cuh"
 
 template <bool first, typename A, typename B>
 struct Select { using type = A; };

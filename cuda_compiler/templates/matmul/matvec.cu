@@ -4,7 +4,7 @@
 constexpr int rows = param::m;
 constexpr index_t depth = param::k;
 
-#include "linear_result.cuh"
+#include "matmul/linear_result.cuh"
 
 // What is read once only should not displace in the L1 cache what is read again.
 template <int N, typename T>

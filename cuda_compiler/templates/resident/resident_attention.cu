@@ -12,7 +12,7 @@ struct Q {
     }
 };
 
-#include "attention_split.cuh"
+#include "attention/attention_split.cuh"
 
 constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
 

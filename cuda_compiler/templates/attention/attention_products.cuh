@@ -1,4 +1,4 @@
-#include "attention.cuh"
+#include "attention/attention.cuh"
 
 // Products of 16-bit values by tensor cores, 16 rows at a time, one warp for itself; lane 4g + p holds parts of rows g and
 // g + 8.
@@ -7,7 +7,7 @@ constexpr int block_rows = 16;
 
 using Half = K::type;
 
-#include "tensor_cores.cuh"
+#include "common/tensor_cores.cuh"
 
 // Two values rounded to 16 bits, the first one low.
 __device__ __forceinline__ unsigned packed(float first, float second) {

@@ -2,7 +2,7 @@
 // between the passes; the rest is read again. LayerNorm and GroupNorm make the mean first, then the squares about it, so
 // that a large mean costs no precision.
 
-#include "reduction.cuh"
+#include "common/reduction.cuh"
 
 // `Values` tells what is normalized: `count` elements, `get<N>` and `put<N>` for N of them from one on.
 template <typename Values>

@@ -2,10 +2,10 @@
 
 #kernel attention_split attention_once
 // For few queries. Keys that the mask excludes for all rows at hand are not read, 16 at a time.
-#include "attention_split.cuh"
+#include "attention/attention_split.cuh"
 
 #kernel attention_plain
-#include "attention.cuh"
+#include "attention/attention.cuh"
 
 #kernel attention_once attention_plain
 __device__ __forceinline__ index_t out_row(const Problem &problem, int row) {
@@ -48,7 +48,7 @@ KERNEL(attention_split) {
 
 #kernel attention_combine
 // A block per row and 32 of its dimensions.
-#include "attention_combine.cuh"
+#include "attention/attention_combine.cuh"
 
 KERNEL(attention_combine) {
     __shared__ CombineMemory<THREADS, splits> memory;

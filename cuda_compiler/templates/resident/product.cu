@@ -6,12 +6,12 @@
 // A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The warps share out the
 // columns, 64 at a time. A product does not mind in which order its terms come: a lane takes 16 bytes side by side.
 
-#include "linear_result.cuh"
+#include "matmul/linear_result.cuh"
 
 using Element = Weight::type;
 using Half = Element;
 
-#include "tensor_cores.cuh"
+#include "common/tensor_cores.cuh"
 
 constexpr int rows = param::m;
 constexpr int depth = param::k;

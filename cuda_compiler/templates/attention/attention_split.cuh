@@ -1,4 +1,4 @@
-#include "attention_products.cuh"
+#include "attention/attention_products.cuh"
 
 // Attention of few queries: every warp of a GPU takes tiles of 16 keys of its own, in turns, so that all have work
 // wherever in a cache the attended keys are. `split_keys` is the part of one block, `combine_splits` (in another file)

@@ -2,7 +2,7 @@
 // and values, which are copied to shared memory `tile_keys` at a time while those before are at work. The weights are
 // rounded to 16 bits for their product with the values, as PyTorch's own kernels do.
 
-#include "attention_tiles.cuh"
+#include "attention/attention_tiles.cuh"
 
 constexpr int warps = THREADS / WARP;
 constexpr int row_tiles = tile_rows / (warps * block_rows);  // of 16 rows, for each warp

@@ -33,7 +33,7 @@ struct Operands {
 };
 
 #kernel ring
-#include "warp_jobs.cuh"
+#include "common/warp_jobs.cuh"
 
 // The slots that are on their way, in order.
 struct Flight {

@@ -1,7 +1,7 @@
 // Running sums along the last dimension: a team per row, walked in blocks of as many elements as threads. Of a few long
 // rows, a team per chunk of a row, which begins with the sum of the chunks before.
 
-#include "reduction.cuh"
+#include "common/reduction.cuh"
 
 constexpr int last = X::rank - 1;
 constexpr index_t width = X::size(last);

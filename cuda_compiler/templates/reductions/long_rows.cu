@@ -1,8 +1,8 @@
 // The greatest or least element of a few long rows: a block to each chunk of a row, and the block that is done last finds
 // the best of the chunks. Which block that is makes no difference to the result.
 
-#include "reduction.cuh"
-#include "extreme.cuh"
+#include "common/reduction.cuh"
+#include "reductions/extreme.cuh"
 
 using Fetched = Select<is_float<X::type>::value, float, int>::type;
 

@@ -1,9 +1,9 @@
 // Resampling of [N, C, H, W] of any strides.
 
-#include "pixels.cuh"
+#include "conv/pixels.cuh"
 
 #kernel upsample_nearest_kernel
-#include "move_vector.cuh"
+#include "common/move_vector.cuh"
 
 __device__ __forceinline__ unsigned nearest(unsigned position, float scale, unsigned size) {
     return min(unsigned((float(position) + (param::exact ? 0.5f : 0.0f)) * scale), size - 1);

@@ -1,7 +1,7 @@
 // Pooling over [N, C, H, W] of any strides.
 
 #kernel max_pool2d_kernel avg_pool2d_kernel
-#include "pixels.cuh"
+#include "conv/pixels.cuh"
 
 __device__ __forceinline__ void store(Out::type *out, const Pixel &pixel, const float (&values)[pack]) {
     store_floats(out + place_in<Out>(pixel, pixel.row, pixel.column), values);
