@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cuda_compiler.target import CONVOLUTION, CUBLAS_GEMM, CUDA_GPU, CUDACodegenTarget
+from cuda_compiler.cuda_program import CONVOLUTION, CUBLAS_GEMM
+from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag

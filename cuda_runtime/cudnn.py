@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_compiler.target import CONVOLUTION
+from cuda_compiler.cuda_program import CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
 from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall

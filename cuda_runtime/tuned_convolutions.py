@@ -12,7 +12,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.cuda_program import ALTERNATIVES, CONVOLUTION
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
 from cuda_runtime.trials import fill_randomly, graph_seconds, remember

@@ -13,11 +13,14 @@ from metal_harness import all_cases, call_of
 
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
-from cuda_compiler.cuda_codegen import generate_elementwise
-from cuda_compiler.cuda_templates import RULES, Specializer, float_text, offset_text, vector_width
+from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups
+from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.op_classify import classify
-from cuda_compiler.resident import RESIDENT
-from cuda_compiler.subgraph_analyzer import MAX_CALLS, find_groups
+from cuda_compiler.resident.kernel import RESIDENT
+from cuda_compiler.rules.table import RULES, expand
+from cuda_compiler.specialization.c_text import float_text, offset_text
+from cuda_compiler.specialization.sizes import vector_width
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
@@ -313,6 +316,6 @@ def test_every_kernel_compiles_for_every_architecture() -> None:
             (group,) = find_groups([call])
             generate_elementwise(group, group.writes, make)
         else:
-            make.expand(call)
+            expand(make, call)
     assert len(make.sources) > 100
     compile_sources(make.sources)

@@ -22,8 +22,8 @@ from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, wei
 
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
-from cuda_compiler.channels_last import lay_channels_last
-from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.cuda_program import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_runtime import CUDABackend, tuned_convolutions
 from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
 from cuda_runtime.tuned_convolutions import TunedConvolutions

@@ -22,9 +22,9 @@ from metal_cases import matmul as matmul_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, call_of
 
-import cuda_compiler.generation  # noqa: F401  (it registers the templates)
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_templates import Specializer
+from cuda_compiler.rules.table import expand as expand_call
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
@@ -34,7 +34,7 @@ from npu_runtime.cpu.kernels import reference_launch
 
 def expand(case: Case, dtype: str = "bfloat16", **gpu: int) -> tuple[list[KernelCall], Specializer]:
     make = Specializer(**gpu)  # type: ignore[arg-type]
-    return make.expand(call_of(case, dtype)), make
+    return expand_call(make, call_of(case, dtype)), make
 
 
 def names(case: Case, dtype: str = "bfloat16", **gpu: int) -> list[str]:
@@ -159,7 +159,7 @@ def test_long_caches_are_split_over_all_multiprocessors() -> None:
 
 def test_equal_geometry_shares_a_source() -> None:
     make = Specializer()
-    calls = [make.expand(call_of(cached(1, 2048, attended), "bfloat16")) for attended in (1, 2000)]
+    calls = [expand_call(make, call_of(cached(1, 2048, attended), "bfloat16")) for attended in (1, 2000)]
     assert [call.source for call in calls[0]] == [call.source for call in calls[1]] == list(make.sources)
     assert len(make.temporaries) == 4
 
@@ -206,7 +206,7 @@ def layers_of(case: Case, count: int) -> list[KernelCall]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_layers_that_share_a_mask_look_at_it_once(capability: int) -> None:
     make = Specializer(capability=capability)
-    first, second, third = (make.expand(call) for call in layers_of(cached(512, 2048, 9), 3))
+    first, second, third = (expand_call(make, call) for call in layers_of(cached(512, 2048, 9), 3))
     assert [len(first), len(second), len(third)] == [2, 1, 1]
     assert first[1].inputs[-1] == second[0].inputs[-1] == third[0].inputs[-1] == first[0].outputs[0]
     assert len(make.temporaries) == 1
@@ -247,13 +247,13 @@ def test_what_the_prologue_saw_of_a_mask_does_not_last() -> None:
 def test_another_geometry_of_the_same_mask_is_looked_at_by_itself() -> None:
     make = Specializer()
     (call,) = layers_of(cached(512, 2048, 9), 1)
-    assert len(make.expand(call)) == 2
+    assert len(expand_call(make, call)) == 2
     for causal, width in ((1, 128), (0, 80)):
         *_, mask = call.inputs
         inputs = tuple(replace(view, shape=(*view.shape[:3], width)) for view in call.inputs[:3])
         outputs = tuple(replace(view, shape=(*view.shape[:3], width)) for view in call.outputs)
         other = replace(call, inputs=(*inputs, mask), outputs=outputs, params={**call.params, "causal": causal})
-        assert len(make.expand(other)) == 2, "causality and the size of the tiles are in the verdicts"
+        assert len(expand_call(make, other)) == 2, "causality and the size of the tiles are in the verdicts"
 
 
 def test_partials_are_temporaries() -> None:
@@ -302,7 +302,7 @@ PRODUCTS = [*matmul_cases.TILED, *matmul_cases.BATCHED, *MANY_ROWS]
 )
 def test_cublas_parameters_mean_the_product(case: Case) -> None:
     call = call_of(case, "float32")
-    (product,) = Specializer().expand(call)
+    (product,) = expand_call(Specializer(), call)
     memory = random_memory((*call.inputs, *call.outputs))
     expected = {name: data.clone() for name, data in memory.items()}
     views = [[strided(expected, v, v.shape, v.strides) for v in side] for side in (call.inputs, call.outputs)]

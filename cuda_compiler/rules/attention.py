@@ -6,16 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cuda_compiler.cuda_templates import (
-    MAX_GRID,
-    MULTIPROCESSORS,
-    WARP,
-    Specializer,
-    groups,
-    template_rule,
-    vector_width,
-)
-from cuda_compiler.target import HOPPER
+from cuda_compiler.specialization.gpu import HOPPER, MAX_GRID, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
@@ -74,7 +67,6 @@ class _Operands:
         return {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
 
 
-@template_rule("attention_kernel")
 def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     q, k, v, mask, out = KERNELS[call.kernel].bind(call)
     assert q is not None and k is not None and v is not None and out is not None
@@ -262,3 +254,8 @@ def suits_tensor_cores(q: View, k: View, v: View) -> bool:
     widths = (q.shape[3], v.shape[3])
     pieces = all(width % 8 == 0 and width <= _WIDEST for width in widths)
     return alike and pieces and k.shape[2] > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
+
+
+RULES: dict[str, Rule] = {
+    "attention_kernel": _attention,
+}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from cuda_compiler.cuda_templates import Specializer, groups, template_rule
+from cuda_compiler.specialization.sizes import groups
+from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View
 
@@ -17,7 +18,6 @@ _DIGIT_BITS = 8
 _BITS = {"float32": (0, 32), "int32": (0, 32), "float16": (8, 32), "bfloat16": (16, 32), "bool": (0, 8)}
 
 
-@template_rule("argsort_kernel")
 def _argsort(make: Specializer, call: KernelCall) -> list[KernelCall]:
     width = call.inputs[0].shape[-1]
     rows = call.inputs[0].numel // width
@@ -53,3 +53,8 @@ def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> l
         ]
         before = {"x": None, "ranks": moved["moved"], "before": moved["order"]}
     return calls
+
+
+RULES: dict[str, Rule] = {
+    "argsort_kernel": _argsort,
+}

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-import cuda_compiler.compute_rules
-import cuda_compiler.conv_rules
-import cuda_compiler.movement_rules  # noqa: F401  (they register their templates)
-from cuda_compiler.channels_last import lay_channels_last
-from cuda_compiler.cuda_codegen import generate_elementwise
-from cuda_compiler.cuda_templates import Specializer
-from cuda_compiler.resident import form_resident_kernels
-from cuda_compiler.rotary_rules import join_rotary_updates
-from cuda_compiler.subgraph_analyzer import Group, find_groups
+from cuda_compiler.elementwise.grouping import Group, find_groups
+from cuda_compiler.elementwise.kernel_source import generate_elementwise
+from cuda_compiler.passes.channels_last import lay_channels_last
+from cuda_compiler.passes.rotary_updates import join_rotary_updates
+from cuda_compiler.resident.kernel import form_resident_kernels
+from cuda_compiler.rules.table import expand
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 
@@ -62,7 +60,7 @@ def _generate(
         make.forget(group.written_buffers)
         if not group.is_elementwise:
             call = group.calls[0]
-            calls += [call] if call.source in make.sources else make.expand(call)
+            calls += [call] if call.source in make.sources else expand(make, call)
             continue
         stored = [
             view

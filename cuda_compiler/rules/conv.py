@@ -1,4 +1,4 @@
-"""Template rules of convolutions, pooling and resampling.
+"""Rules of convolutions.
 
 A convolution over channels-last operands is a call of one of our kernels that also says what it computes, and how else
 it could be made: a backend may hand it to cuDNN, choose the kernel that is fastest on its GPU, or just run the call.
@@ -10,34 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
-from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
-from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from cuda_compiler.cuda_program import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
 # Set by the layout on convolutions whose weight no call of a run writes, so that it may be read ahead of time.
 CONSTANT_WEIGHT = "constant_weight"
 
-PACK = 8  # channels that our convolutions move at a time
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels of a block of the form for any operands
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _FORMS = 5  # how many shapes of a tiled convolution are worth trying
 
 
-def channels_last(view: View) -> View:
-    """[N, C, H, W] as [N, H, W, C]."""
-    return view.permute((0, 2, 3, 1))
-
-
-def is_packed(view: View, pack: int = PACK) -> bool:
-    """Whether channels of [N, C, H, W] lie side by side, `pack` of them to an aligned access."""
-    side_by_side = view.shape[1] == 1 or view.strides[1] == 1
-    return side_by_side and view.shape[1] % pack == 0 and vector_width(channels_last(view)) >= pack
-
-
-@template_rule("conv2d_kernel")
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     first, *others = list(_forms(make, call))
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
@@ -193,7 +183,6 @@ def _tiles(pixels: int, channels: int, depth: int, shared_memory: int) -> list[T
     return sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))[:_FORMS]
 
 
-@template_rule("to_channels_last")
 def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
     grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
@@ -211,46 +200,13 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     ]
 
 
-@template_rule("conv_transpose2d_kernel")
 def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
     count = call.outputs[0].numel
     return [make.kernel(call, "conv/conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
 
 
-def _channel_pack(*views: View) -> int:
-    """How many channels all operands can move at once, 16 bytes of the widest at most."""
-    pack = 16 // max(itemsize(view.dtype) for view in views)
-    while pack > 1 and not all(is_packed(view, pack) for view in views):
-        pack //= 2
-    return pack
-
-
-@template_rule("max_pool2d_kernel", "avg_pool2d_kernel", "upsample_nearest_kernel", "upsample_bilinear_kernel")
-def _per_pack(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    out = call.outputs[0]
-    file = "conv/upsample.cu" if call.kernel.startswith("upsample") else "conv/pool.cu"
-    pack = _channel_pack(*call.inputs, out)
-    while pack > 1 and out.numel // pack < _FULL:
-        pack //= 2
-    threads = 128
-    return [
-        make.kernel(
-            call, file, grid=(groups(out.numel // pack, threads), 1, 1), block=(threads, 1, 1), constants={"pack": pack}
-        )
-    ]
-
-
-@template_rule("adaptive_avg_pool2d_kernel")
-def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """Lanes share a window where its pixels lie side by side, or are many."""
-    images, channels, rows, columns = call.outputs[0].shape
-    pack = _channel_pack(*call.inputs, *call.outputs)
-    walkers = 8 if pack > 1 else WARP
-    warps = images * rows * columns * groups(channels // pack, WARP // walkers)
-    threads = 128
-    grid = (groups(warps, threads // WARP), 1, 1)
-    return [
-        make.kernel(
-            call, "conv/pool.cu", grid=grid, block=(threads, 1, 1), constants={"pack": pack, "walkers": walkers}
-        )
-    ]
+RULES: dict[str, Rule] = {
+    "conv2d_kernel": _conv,
+    "to_channels_last": _to_channels_last,
+    "conv_transpose2d_kernel": _conv_transpose,
+}

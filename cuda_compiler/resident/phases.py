@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from cuda_compiler.cuda_templates import TYPES, kernel_text, specialized
+from cuda_compiler.specialization.c_text import TYPES, specialized
+from cuda_compiler.specialization.template_files import kernel_text
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from cuda_compiler.conv_rules import CONSTANT_WEIGHT, PACK, channels_last
 from cuda_compiler.op_classify import classify, is_elementwise
+from cuda_compiler.rules.channel_packs import PACK, channels_last
+from cuda_compiler.rules.conv import CONSTANT_WEIGHT
 from npu_compiler.graph.dtypes import HALF_DTYPES, is_float
 from npu_compiler.program.kernels import KERNELS, Family, KernelCall, distinct_bytes
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.attention_rules import BLOCK_ROWS, found_memory, suits_tensor_cores
-from cuda_compiler.rotary_rules import shown_heads
+from cuda_compiler.rules.attention import BLOCK_ROWS, found_memory, suits_tensor_cores
+from cuda_compiler.rules.rotary import shown_heads
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View

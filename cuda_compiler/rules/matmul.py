@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cuda_compiler.cuda_templates import MULTIPROCESSORS, WARP, Specializer, groups, template_rule, vector_width
-from cuda_compiler.target import CUBLAS_GEMM
+from cuda_compiler.cuda_program import CUBLAS_GEMM
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import is_float, itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View, collapse, numel
@@ -19,13 +21,6 @@ _TILE = 64
 _TILE_THREADS = 256
 
 
-@template_rule(
-    "matmul_kernel",
-    "matmul_vec_kernel",
-    "matmul_notrans_kernel",
-    "matmul_vec_notrans_kernel",
-    "gated_matmul_vec_kernel",
-)
 def _linear(make: Specializer, call: KernelCall) -> list[KernelCall]:
     inputs = _operands(call)
     x, weight = inputs["x"], inputs["weight"]
@@ -131,7 +126,6 @@ def _power_of_two(count: int) -> int:
     return 1 << (count.bit_length() - 1)
 
 
-@template_rule("batched_matmul_kernel")
 def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (a, b), out = call.inputs, call.outputs[0]
     product = gemm(call, a, b, out, call.params["scale"])
@@ -154,7 +148,6 @@ def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str,
     )
 
 
-@template_rule("linear_epilogue_kernel")
 def _linear_epilogue(make: Specializer, call: KernelCall) -> list[KernelCall]:
     product, bias, residual, out = KERNELS[call.kernel].bind(call)
     assert product is not None and out is not None
@@ -256,3 +249,14 @@ def _leading(matrix: View) -> int | None:
     if columns > 1 and inner != 1 or rows > 1 and step < columns:
         return None
     return max(1, step if rows > 1 else columns)
+
+
+RULES: dict[str, Rule] = {
+    "matmul_kernel": _linear,
+    "matmul_vec_kernel": _linear,
+    "matmul_notrans_kernel": _linear,
+    "matmul_vec_notrans_kernel": _linear,
+    "gated_matmul_vec_kernel": _linear,
+    "batched_matmul_kernel": _batched,
+    "linear_epilogue_kernel": _linear_epilogue,
+}

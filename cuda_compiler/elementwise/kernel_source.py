@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cuda_compiler.cuda_templates import (
-    MULTIPROCESSORS,
-    TYPES,
-    WARP,
-    Specializer,
-    check_grid,
-    float_text,
-    groups,
-    index_type,
-    int_text,
-    offset_text,
-    template_text,
-)
-from cuda_compiler.subgraph_analyzer import Group, Place, place_of
+from cuda_compiler.elementwise.grouping import Group, Place, place_of
+from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, int_text, offset_text
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import check_grid, groups
+from cuda_compiler.specialization.specializer import Specializer
+from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, as_float32
 from npu_compiler.program.kernels import KernelCall, distinct_bytes

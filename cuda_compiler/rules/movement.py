@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cuda_compiler.cuda_templates import WARP, Specializer, groups, template_rule, vector_width
+from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View
@@ -15,17 +17,14 @@ def _per_element(make: Specializer, call: KernelCall, file: str) -> list[KernelC
     return [make.kernel(call, file, grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
 
 
-@template_rule("fill_kernel", "arange_kernel", "pad_kernel", "triangle_kernel", "flip_kernel")
 def _tensor_op(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return _per_element(make, call, "movement/tensor_ops.cu")
 
 
-@template_rule("gather_kernel", "index_select_kernel", "index_kernel")
 def _pick(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return _per_element(make, call, "movement/indexing.cu")
 
 
-@template_rule("embedding_kernel")
 def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:
     table, ids = call.inputs
     width = _common_vector(table, *call.outputs)
@@ -33,7 +32,6 @@ def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return [_vectors(make, call, threads, width)]
 
 
-@template_rule("index_copy_kernel", "index_copy_pair_kernel")
 def _index_copy(make: Specializer, call: KernelCall) -> list[KernelCall]:
     _, source, *others = call.inputs
     if source.numel == 0:
@@ -55,3 +53,18 @@ def _common_vector(*views: View) -> int:
     while views[0].shape[-1] % width:
         width //= 2
     return width
+
+
+RULES: dict[str, Rule] = {
+    "fill_kernel": _tensor_op,
+    "arange_kernel": _tensor_op,
+    "pad_kernel": _tensor_op,
+    "triangle_kernel": _tensor_op,
+    "flip_kernel": _tensor_op,
+    "gather_kernel": _pick,
+    "index_select_kernel": _pick,
+    "index_kernel": _pick,
+    "embedding_kernel": _embedding,
+    "index_copy_kernel": _index_copy,
+    "index_copy_pair_kernel": _index_copy,
+}

@@ -11,20 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from cuda_compiler.attention_rules import BLOCK_KEYS, BLOCK_ROWS
-from cuda_compiler.cuda_templates import (
-    MULTIPROCESSORS,
-    TYPES,
-    WARP,
-    Specializer,
-    groups,
-    index_type,
-    kernel_text,
-    template_text,
-    vector_width,
-)
-from cuda_compiler.resident_attention import AttentionMatch, attend_memory, early_memory, match_attention
-from cuda_compiler.resident_phases import PATIENCE, Phase, Stream, with_mail
+from cuda_compiler.resident.attention import AttentionMatch, attend_memory, early_memory, match_attention
+from cuda_compiler.resident.phases import PATIENCE, Phase, Stream, with_mail
+from cuda_compiler.rules.attention import BLOCK_KEYS, BLOCK_ROWS
+from cuda_compiler.specialization.c_text import TYPES, index_type
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Specializer
+from cuda_compiler.specialization.template_files import kernel_text, template_text
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
