@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Place, place_of
 from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, int_text, offset_text
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
@@ -33,18 +34,13 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
     name = _function_name(group)
     text = _source(group, stored, width, block, name)
     last = group.calls[-1]
-    launch = {
-        "grid": check_grid((groups(threads, block), 1, 1), last),
-        "block": [block, 1, 1],
-        "shared": 0,
-        "overlapping": True,
-    }
+    launch = KernelLaunch(check_grid((groups(threads, block), 1, 1), last), (block, 1, 1), 0)
     return KernelCall(
         name,
         make.add_source(text),
         tuple(group.reads),
         tuple(stored),
-        launch,
+        launch.params(),
         last.node,
         sum(call.flops for call in group.calls),
         sum(distinct_bytes(view) for view in (*group.reads, *stored)),

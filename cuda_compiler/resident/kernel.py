@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cuda_compiler.cuda_program import KernelLaunch, LaunchKind
 from cuda_compiler.resident.attention import AttentionMatch, attend_memory, early_memory, match_attention
 from cuda_compiler.resident.phases import PATIENCE, Phase, Stream, with_mail
 from cuda_compiler.rules.attention import BLOCK_KEYS, BLOCK_ROWS
@@ -24,7 +25,7 @@ from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
-RESIDENT = "resident"
+RESIDENT = LaunchKind.RESIDENT.value
 THREADS = 256  # of a block that compute
 _ALL_THREADS = THREADS + 4 * WARP  # with those that fetch weights, keep the grid's barrier or look ahead
 _WARPS = THREADS // WARP
@@ -266,7 +267,7 @@ def _resident(run: Run, make: Specializer) -> KernelCall:
         make.add_source(_source(run, place, place[memory], mail)),
         tuple(inputs),
         tuple(outputs),
-        {"grid": [1, 1, 1], "block": [_ALL_THREADS, 1, 1], "shared": _least_shared(run), "resident": True},
+        KernelLaunch((1, 1, 1), (_ALL_THREADS, 1, 1), _least_shared(run), LaunchKind.RESIDENT).params(),
         last.node,
         sum(call.flops for call in run.calls),
         sum(distinct_bytes(view) for view in (*inputs, *writes)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cuda_compiler.cuda_program import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
@@ -35,14 +35,20 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     known = weight.is_contiguous or channels_last(weight).is_contiguous  # to cuDNN; ours may have packed it otherwise
     if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
         return [first]
-    described = {
-        name: call.params[name]
-        for name in ("stride", "padding", "dilation", "groups", "activation", "has_bias", "has_residual")
-    }
-    alternatives = [
-        [form.kernel, form.source, *(form.params[name] for name in ("grid", "block", "shared"))] for form in others
-    ]
-    return [replace(first, params={**first.params, CONVOLUTION: described, ALTERNATIVES: alternatives})]
+    launch = ConvolutionLaunch(
+        kernel_launch_of(first),
+        Convolution(
+            stride=tuple(call.params["stride"]),
+            padding=tuple(call.params["padding"]),
+            dilation=tuple(call.params["dilation"]),
+            groups=call.params["groups"],
+            activation=call.params["activation"],
+            has_bias=call.params["has_bias"],
+            has_residual=call.params["has_residual"],
+        ),
+        tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
+    )
+    return [replace(first, params=launch.params())]
 
 
 def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:

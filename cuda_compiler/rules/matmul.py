@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from cuda_compiler.cuda_program import CUBLAS_GEMM
+from cuda_compiler.cuda_program import GemmLaunch, LaunchKind
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -13,6 +12,7 @@ from npu_compiler.graph.dtypes import is_float, itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View, collapse, numel
 
+CUBLAS_GEMM = LaunchKind.CUBLAS_GEMM.value  # as a kernel's name, for reports
 VECTOR_ROWS = 8  # up to so many rows a product is bound by the bandwidth of reading the weight
 _WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
 _FILLING_WARPS = MULTIPROCESSORS * 16  # enough to keep the memory busy
@@ -212,30 +212,32 @@ def gemm(
     ldc, ldr = _leading(out), _leading(beneath)
     if ldc is None or ldr is None or len(batch) > 1:
         return None
-    sides: dict[str, Any] = {}
-    for name, view in (("a", a), ("b", b)):
-        plain, turned = _leading(view), _leading(view.transpose(-1, -2))
-        leading = turned if plain is None else plain
-        if leading is None:
-            return None
-        sides |= {f"trans_{name}": plain is None, f"ld{name}": leading}
-    steps = {f"stride_{name}": step[0] if step else 0 for name, step in zip("abrc", strides, strict=True)}
-    params = {
-        "m": out.shape[-2],
-        "n": out.shape[-1],
-        "k": a.shape[-1],
-        "ldc": ldc,
-        "ldr": ldr,
-        "batch": numel(batch),
-        "alpha": alpha,
-        "activation": activation,
-        "has_bias": bias is not None,
-        "has_residual": residual is not None,
-        **sides,
-        **steps,
-    }
+    lda, ldb = (_leading(view) or _leading(view.transpose(-1, -2)) for view in (a, b))
+    if lda is None or ldb is None:
+        return None
+    stride_a, stride_b, stride_r, stride_c = (step[0] if step else 0 for step in strides)
+    launch = GemmLaunch(
+        m=out.shape[-2],
+        n=out.shape[-1],
+        k=a.shape[-1],
+        lda=lda,
+        ldb=ldb,
+        ldr=ldr,
+        ldc=ldc,
+        trans_a=_leading(a) is None,
+        trans_b=_leading(b) is None,
+        batch=numel(batch),
+        stride_a=stride_a,
+        stride_b=stride_b,
+        stride_r=stride_r,
+        stride_c=stride_c,
+        alpha=alpha,
+        activation=activation,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+    )
     inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
-    return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=params)
+    return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=launch.params())
 
 
 def _is_aligned(matrix: View) -> bool:

@@ -19,15 +19,16 @@ def groups(count: int, size: int) -> int:
     return max(1, -(-count // size))
 
 
-def check_grid(grid: Size3, call: KernelCall) -> list[int]:
-    """A grid as a call's parameter, at least one block in each direction.
+def check_grid(grid: Size3, call: KernelCall) -> Size3:
+    """A grid with at least one block in each direction.
 
     Raises:
         NPUError: it is larger than CUDA launches.
     """
     if any(size > most for size, most in zip(grid, MAX_GRID, strict=True)):
         raise NPUError(f"kernel '{call.kernel}' (node '{call.node}') would need a grid of {list(grid)} blocks")
-    return [max(1, size) for size in grid]
+    x, y, z = (max(1, size) for size in grid)
+    return x, y, z
 
 
 def vector_width(view: View) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.specialization.c_text import index_type, kernel_signature, shared_buffers, specialized
 from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
 from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
@@ -101,9 +102,11 @@ class Specializer:
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
         source = self._source(call, decl, file, function, block, min_blocks, cluster, inputs, outputs, constants or {})
-        launch = {"grid": check_grid(grid, call), "block": list(block), "shared": shared, "overlapping": True}
+        launch = KernelLaunch(check_grid(grid, call), block, shared)
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
-        return replace(call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch)
+        return replace(
+            call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()
+        )
 
     def add_source(self, text: str) -> str:
         """The name of a source text."""

@@ -23,6 +23,7 @@ from metal_cases import sort as sort_cases
 from metal_harness import Case, call_of
 
 from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.cuda_program import kernel_launch_of
 from cuda_compiler.rules.table import expand as expand_call
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import itemsize
@@ -130,7 +131,7 @@ def test_gpus_without_warpgroup_products_take_tiles(capability: int) -> None:
 def test_attention_fits_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
     turing, _ = expand(case, capability=75, shared_memory=64 * 1024)
     assert [call.kernel for call in turing] == names(case, capability=80)
-    assert all(call.params["shared"] <= 64 * 1024 for call in turing)
+    assert all(kernel_launch_of(call).shared <= 64 * 1024 for call in turing)
 
 
 def test_a_program_for_another_gpu_says_what_to_do() -> None:
@@ -148,13 +149,13 @@ def test_float32_attention_does_without_tensor_cores() -> None:
 @pytest.mark.parametrize("case", QWEN_PRODUCTS, ids=lambda case: case.name)
 def test_products_of_few_rows_fill_the_gpu(case: Case) -> None:
     (call,), _ = expand(case)
-    warps = call.params["grid"][0] * call.params["block"][0] // 32
+    warps = kernel_launch_of(call).grid[0] * kernel_launch_of(call).block[0] // 32
     assert warps >= 132 * 16
 
 
 def test_long_caches_are_split_over_all_multiprocessors() -> None:
     split, _ = expand(cached(1, 32768, 200))[0]
-    assert math.prod(split.params["grid"]) == 264
+    assert math.prod(kernel_launch_of(split).grid) == 264
 
 
 def test_equal_geometry_shares_a_source() -> None:
@@ -175,15 +176,15 @@ def test_many_queries_take_warpgroups(case: Case) -> None:
 
 
 def test_blocks_have_more_rows_where_there_are_enough_of_them() -> None:
-    grids = {case.name: expand(case, capability=80)[0][-1].params["grid"][0] for case in TILED_ATTENTION}
+    grids = {case.name: kernel_launch_of(expand(case, capability=80)[0][-1]).grid[0] for case in TILED_ATTENTION}
     assert grids["many-wide-blocks"] == 264 * 2 and grids["many-wide-causal-blocks"] == 264 * 2
     assert grids["many-causal"] == 96 * 3
-    blocks = {case.name: expand(case)[0][-1].params["block"][0] for case in WARPGROUP_ATTENTION}
+    blocks = {case.name: kernel_launch_of(expand(case)[0][-1]).block[0] for case in WARPGROUP_ATTENTION}
     assert blocks["many-shared-causal"] == 3 * 128 and blocks["many-small-blocks"] == 2 * 128
 
 
 def test_heads_that_share_a_mask_look_at_it_once() -> None:
-    looks = {case.name: expand(case, capability=80)[0][0].params["grid"] for case in TILED_ATTENTION}
+    looks = {case.name: kernel_launch_of(expand(case, capability=80)[0][0]).grid for case in TILED_ATTENTION}
     assert looks["many-bool-mask"] == [3, 1, 1]
     assert looks["many-own-masks"] == [2 * 48 * 3, 1, 1]
     assert looks["many-padded-batches"] == [50 * 2, 1, 1]
