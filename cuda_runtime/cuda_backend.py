@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from cuda_compiler.target import CONVOLUTION, CUBLAS_GEMM, CUDA_GPU, CUDACodegenTarget
+from cuda_compiler.cuda_program import (
+    ConvolutionLaunch,
+    GemmLaunch,
+    KernelLaunch,
+    LaunchKind,
+    kernel_launch_of,
+    launch_of,
+)
+from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
@@ -242,13 +250,14 @@ class CUDABackend(Backend):
         convolutions: list[KernelCall] = []
         kernels: list[KernelCall] = []
         for call in calls:
-            if call.kernel == CUBLAS_GEMM:
-                products.append(call)
-            elif CONVOLUTION in call.params:
-                convolutions.append(call)
-                kernels += self._convolutions.kernels(call)
-            else:
-                kernels.append(call)
+            match launch_of(call):
+                case GemmLaunch():
+                    products.append(call)
+                case ConvolutionLaunch():
+                    convolutions.append(call)
+                    kernels += self._convolutions.kernels(call)
+                case KernelLaunch():
+                    kernels.append(call)
         for call in kernels:
             text = sources.get(call.source, self._sources.get(call.source))
             if text is None:
@@ -272,25 +281,27 @@ class CUDABackend(Backend):
         operands = [*inputs, *outputs]
         addresses = [_address(operand) for operand in operands]
         memory = [operand.memory.native_handle for operand in operands]
-        if call.kernel == CUBLAS_GEMM:
-            return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
-        if call.params.get("resident"):
-            return self._prepare_resident(call, addresses, memory)
-        if CONVOLUTION in call.params:
-            form = self._convolutions.form(call)
-            if not isinstance(form, KernelCall):
-                return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
-            call = form
+        match launch_of(call):
+            case GemmLaunch():
+                return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
+            case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
+                return self._prepare_resident(call, launch, addresses, memory)
+            case ConvolutionLaunch():
+                form = self._convolutions.form(call)
+                if not isinstance(form, KernelCall):
+                    return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
+                call = form
         return CUDALaunch(self._device, call, self._start(call, addresses), memory)
 
     def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
         """What enqueues a kernel on operands at these addresses, inputs first."""
-        grid, block, shared = call.params["grid"], call.params["block"], call.params["shared"]
+        made = kernel_launch_of(call)
+        grid, block, shared = made.grid, made.block, made.shared
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
         stream, pointers = self._device.stream.ptr, places.ctypes.data
-        if call.params.get("overlapping") and self._device.arch >= 90:
+        if made.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
             launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, stream, pointers)
         else:
             launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, stream, pointers, 0)
@@ -300,10 +311,12 @@ class CUDABackend(Backend):
 
         return start
 
-    def _prepare_resident(self, call: KernelCall, addresses: list[int], memory: list[Any]) -> CUDALaunch:
+    def _prepare_resident(
+        self, call: KernelCall, launch: KernelLaunch, addresses: list[int], memory: list[Any]
+    ) -> CUDALaunch:
         """A kernel with a block on every multiprocessor, all running at the same time, that takes its operands as one
         struct and uses all the shared memory that a block may have."""
-        block, least, properties = call.params["block"], call.params["shared"], self._device.properties
+        block, least, properties = launch.block, launch.shared, self._device.properties
         shared = int(properties["sharedMemPerBlockOptin"])
         if shared < least:
             raise DeviceError(
@@ -358,7 +371,8 @@ class CUDABackend(Backend):
 
     @cached_property
     def _hold(self) -> Callable[[], object]:
-        call = KernelCall("hold", "hold", (), (), {"grid": [1, 1, 1], "block": [1, 1, 1], "shared": 0}, "hold")
+        launch = KernelLaunch((1, 1, 1), (1, 1, 1), 0, LaunchKind.KERNEL)
+        call = KernelCall("hold", "hold", (), (), launch.params(), "hold")
         self.compile([call], {"hold": _HOLD})
         return self._start(call, ())
 
