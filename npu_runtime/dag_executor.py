@@ -42,7 +42,7 @@ class DAGExecutor:
         self._last_use = self._lifetimes()
         for part in plan.partitions:
             if part.device == "npu":
-                program = compile(part.ir_dict, self.backend.target, compute_dtype=plan.compute_dtype)
+                program = compile(part.graph, self.backend.target, compute_dtype=plan.compute_dtype)
                 self.executors[part.index] = Executor(program, self.backend)
         self._constants: dict[str, np.ndarray] = dict(plan.graph.constants)
         self._weights: Mapping[str, Any] = {}
