@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,15 +13,13 @@ from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
-from npu_runtime.backend import Backend, DeviceBuffer
-from npu_runtime.buffer import as_backend, check_array
+from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
 from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
+from npu_runtime.hardware import Hardware
+from npu_runtime.packing import check_array
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
-
-if TYPE_CHECKING:
-    from npu_runtime.device import Device
 
 Value = np.ndarray | DeviceBuffer
 
@@ -32,7 +30,7 @@ class DAGExecutor:
     Values stay where they were made: a device buffer that the next device partition reads never visits the host.
     """
 
-    def __init__(self, plan: PartitionPlan, backend: Backend | Device) -> None:
+    def __init__(self, plan: PartitionPlan, backend: Hardware | Opened[Hardware]) -> None:
         self.plan = plan
         self.backend = as_backend(backend)
         self.executors: dict[int, Executor] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,12 +14,9 @@ from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation
 from npu_compiler.program.views import View
-from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand
-from npu_runtime.buffer import as_backend
+from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
+from npu_runtime.hardware import Hardware, Launch, Operand
 from npu_runtime.profiler import Profiler
-
-if TYPE_CHECKING:
-    from npu_runtime.device import Device
 
 
 class Executor:
@@ -34,7 +30,7 @@ class Executor:
         counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
     """
 
-    def __init__(self, program: CompiledProgram, device: Device | Backend) -> None:
+    def __init__(self, program: CompiledProgram, device: Hardware | Opened[Hardware]) -> None:
         self.program = program
         self.backend = as_backend(device)
         self.counters: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from npu_compiler.program.elementwise import ElementwiseKernel
 from npu_compiler.program.kernels import Family, Grid, KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
-from npu_runtime.backend import DispatchStrategy, Size3
+from npu_runtime.dispatch import DispatchStrategy, Size3
 
 SIMD_WIDTH = 32
 VEC_COLUMNS = 4  # output columns that one threadgroup of a vector product makes

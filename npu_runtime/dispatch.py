@@ -1,0 +1,18 @@
+"""`DispatchStrategy`: how a device that launches threadgroups divides a kernel call among them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TypeAlias
+
+from npu_compiler.program.kernels import KernelCall
+
+Size3: TypeAlias = tuple[int, int, int]
+
+
+class DispatchStrategy(ABC):
+    """Computes the grid of a kernel call, for devices that launch threadgroups (blocks, workgroups)."""
+
+    @abstractmethod
+    def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
+        """(threadgroups, threads per threadgroup), each along x, y and z."""
