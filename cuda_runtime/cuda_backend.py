@@ -56,6 +56,10 @@ class CUDABuffer(DeviceBuffer):
             self._device, self.shape, self.alloc_shape, self.dtype, self._device.clone(self.native_handle)
         )
 
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        with self._device.active("cannot copy memory"):
+            self.native_handle.data.copy_from_device_async(other.native_handle.data, self.size_bytes)
+
     def _clear(self) -> None:
         self._device.clear(self.native_handle)
 

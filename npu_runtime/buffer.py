@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from npu_compiler.errors import DeviceError
+from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.views import numel
@@ -96,12 +96,30 @@ class DeviceBuffer(ABC):
         """Overwrite the content in place, with the checks, cast and padding of `DeviceMemory.allocate_buffer`."""
         spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
         self._upload(pack_array(data, spec))
+        self._written()
+
+    def copy_from(self, other: DeviceBuffer) -> None:
+        """Overwrite the content in place with another buffer's of the same layout, on the device.
+
+        Raises:
+            InputError: the other buffer has another layout.
+        """
+        if (other.alloc_shape, other.dtype) != (self.alloc_shape, self.dtype):
+            raise InputError(
+                f"a buffer of {other.dtype}{list(other.alloc_shape)} cannot be copied into one of "
+                f"{self.dtype}{list(self.alloc_shape)}"
+            )
+        other.check_current()
+        self._copy_from(other)
+        self._written()
+
+    def _written(self) -> None:
         self.prepared.clear()
         self._writes[0] += 1
 
     @property
     def version(self) -> int:
-        """How often `write` has replaced the content, through whatever handle."""
+        """How often `write` or `copy_from` has replaced the content, through whatever handle."""
         return self._writes[0]
 
     @abstractmethod
@@ -115,6 +133,10 @@ class DeviceBuffer(ABC):
     @abstractmethod
     def _clone(self) -> DeviceBuffer:
         """New memory with the same content. Raises `MemoryError`, with the device's reason, where it lacks room."""
+
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        """Overwrite the whole memory from a buffer of the same layout; a device that can should not use the host."""
+        self._upload(other._download())
 
     def _clear(self) -> None:
         """Overwrite the whole memory with zeros."""

@@ -150,11 +150,9 @@ class DAGExecutor:
         inputs: dict[str, DeviceBuffer | np.ndarray] = {}
         donated = set(executor.program.plan.donations.values())
         for spec in executor.program.input_specs:
-            value = values[spec.name]
-            if spec.name in donated and isinstance(value, DeviceBuffer) and self._last_use.get(spec.name) != part.index:
-                # The partition updates this input in place, but somebody still reads the old value.
-                values = {**values, spec.name: value.copy()}
-            inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], profiler)
+            # A donated input is updated in place, which must not happen to a value that is still read afterwards.
+            keep_value = spec.name in donated and self._last_use.get(spec.name) != part.index
+            inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], keep_value, profiler)
         kernels = Profiler() if profiler is not None else None
         outputs = executor.run(inputs, self._device_weights[part.index], kernels)
         if profiler is not None and kernels is not None:
@@ -171,16 +169,24 @@ class DAGExecutor:
             profiler.add_kernel(f"cpu partition {part.index}", time.perf_counter() - start)
         return dict(outputs)
 
-    def _to_device(self, index: int, spec: TensorSpec, value: Value, profiler: Profiler | None) -> DeviceBuffer:
-        """The value as the partition wants it; uploads reuse one buffer, so nothing is prepared again."""
+    def _to_device(
+        self, index: int, spec: TensorSpec, value: Value, keep_value: bool, profiler: Profiler | None
+    ) -> DeviceBuffer:
+        """The value as the partition wants it; copies and uploads reuse one buffer, so nothing is prepared again."""
+        buffer = self._uploads.get((index, spec.name))
         if isinstance(value, DeviceBuffer):
             if value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape):
-                return value
+                if not keep_value:
+                    return value
+                if buffer is None:
+                    buffer = self._uploads[index, spec.name] = value.copy()
+                else:
+                    buffer.copy_from(value)
+                return buffer
             value = value.to_numpy()
         elif spec.name not in self.plan.graph.inputs:
             value = _in_int32(value)
         start = time.perf_counter()
-        buffer = self._uploads.get((index, spec.name))
         if buffer is None:
             buffer = self._uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
         else:

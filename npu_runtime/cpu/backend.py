@@ -43,6 +43,9 @@ class CPUBuffer(DeviceBuffer):
     def _clone(self) -> CPUBuffer:
         return CPUBuffer(self.shape, self.alloc_shape, self.dtype, self.native_handle.clone())
 
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        self.native_handle.copy_(other.native_handle)
+
     def _clear(self) -> None:
         self.native_handle.zero_()
 

@@ -54,6 +54,10 @@ class MetalBuffer(DeviceBuffer):
         copied._bytes()[:] = self._bytes()
         return copied
 
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        """By the host, which is safe at any time: `MetalDevice.run` returns when the GPU has finished."""
+        self._upload(other._bytes() if isinstance(other, MetalBuffer) else other._download())
+
     def _clear(self) -> None:
         self._bytes()[:] = 0
 
