@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.compiler import compile
-from npu_compiler.errors import InputError, WeightError
+from npu_compiler.errors import WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
@@ -17,6 +17,7 @@ from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
 from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
+from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.packing import check_array
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
@@ -89,10 +90,10 @@ class DAGExecutor:
         """Run the whole graph.
 
         Args:
-            inputs: Input name → array, of the graph's shapes and dtypes.
+            inputs: Input name → array, of the graph's shapes and dtypes; `"input"` is the only one, if there is one.
 
         Returns:
-            Output name → array in the dtype that PyTorch gives it.
+            Output name → array in the dtype that PyTorch gives it; `["output"]` is the only one, if there is one.
 
         Raises:
             InputError: an input is missing, unknown or does not fit.
@@ -110,7 +111,7 @@ class DAGExecutor:
             for name in part.graph.inputs:
                 if self._last_use.get(name) == part.index:
                     values.pop(name, None)
-        result = {name: self._output(tensor, values, profiler) for name, tensor in self._outputs()}
+        result = Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
         if profiler is not None:
             profiler.add_run(time.perf_counter() - start)
         return result
@@ -129,13 +130,8 @@ class DAGExecutor:
 
     def _check_inputs(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         graph = self.plan.graph
-        unknown, missing = sorted(inputs.keys() - set(graph.inputs)), sorted(set(graph.inputs) - inputs.keys())
-        if unknown or missing:
-            problems = [f"unknown input '{x}'" for x in unknown] + [f"missing input '{x}'" for x in missing]
-            known = ", ".join(f"'{name}'" for name in graph.inputs)
-            raise InputError(f"{'; '.join(problems)} (the graph's inputs are {known})")
         checked = {}
-        for name, value in inputs.items():
+        for name, value in inputs_by_name(inputs, graph.inputs, "graph").items():
             array, spec = np.asarray(value), graph.tensors[name]
             if spec.dtype.startswith("complex"):
                 checked[name] = array.astype(numpy_dtype(spec.dtype))

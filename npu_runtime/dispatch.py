@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from npu_compiler.program.kernels import KernelCall
 
@@ -14,5 +14,9 @@ class DispatchStrategy(ABC):
     """Computes the grid of a kernel call, for devices that launch threadgroups (blocks, workgroups)."""
 
     @abstractmethod
-    def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
-        """(threadgroups, threads per threadgroup), each along x, y and z."""
+    def compute_dispatch(self, call: KernelCall, pipeline: Any) -> tuple[Size3, Size3] | None:
+        """(threadgroups, threads per threadgroup), each along x, y and z; None for a call that launches none.
+
+        Args:
+            pipeline: The device's compiled kernel, which may limit its threads.
+        """

@@ -14,19 +14,30 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.deferred_import import deferred
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation
 from npu_compiler.program.views import View
+from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
+from npu_runtime.dispatch import DispatchStrategy
 from npu_runtime.executor_inputs import InputPlaces, check_fits
 from npu_runtime.hardware import Hardware, Launch, Operand
+from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.profiler import Profiler
+
+if TYPE_CHECKING:
+    from npu_runtime.metal.dispatch import MetalDispatchStrategy
+
+# Imported when used: it needs the op table.
+__getattr__ = deferred("npu_runtime", {"MetalDispatchStrategy": "metal.dispatch"})
 
 
 class Executor:
@@ -37,6 +48,9 @@ class Executor:
     a donated input in another buffer has the calls that touch it prepared again. Outputs belong to the executor and
     hold until its next run.
 
+    Args:
+        config: The target's parameters, as a check: the device has to run that target's programs.
+
     Attributes:
         counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
 
@@ -44,14 +58,17 @@ class Executor:
         DeviceError: the device does not run programs for that target.
     """
 
-    def __init__(self, program: CompiledProgram, device: Hardware | Opened[Hardware]) -> None:
+    def __init__(
+        self, program: CompiledProgram, device: Hardware | Opened[Hardware], config: TargetConfig | None = None
+    ) -> None:
         self.program = program
         self.backend = as_backend(device)
         self.counters: Counter[str] = Counter()
         known = self.backend.runs_targets
-        if program.target not in known:
-            listed = "' and '".join(known)
-            raise DeviceError(f"the program was compiled for '{program.target}', but this device runs '{listed}'")
+        for target in (program.target, *([] if config is None else [config.name])):
+            if target not in known:
+                listed = "' and '".join(known)
+                raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
         plan = program.plan
         self._specs = {spec.name: spec for spec in plan.inputs}
         self._inputs = InputPlaces(self._specs, set(plan.donations.values()), self.backend, self.counters)
@@ -105,11 +122,12 @@ class Executor:
         """Run the program once.
 
         Args:
-            inputs: Input name → buffer (or array, which is uploaded).
+            inputs: Input name → buffer (or array, which is uploaded); `"input"` is the only one, if there is one.
             weights: What `load_weights` returned; may be left out when the program has none.
 
         Returns:
-            Output name → buffer, valid until the next run. A donated input comes back as its output, updated.
+            Output name → buffer, valid until the next run; `["output"]` is the only one, if there is one. A donated
+            input comes back as its output, updated.
 
         Raises:
             InputError: an input is missing, unknown, or does not fit its spec.
@@ -130,7 +148,7 @@ class Executor:
 
     def _results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
         generation, plan = self._generation, self.program.plan
-        results = {}
+        results: dict[str, DeviceBuffer] = Outputs()
         for spec in plan.outputs:
             donor = plan.donations.get(spec.name)
             if donor is not None:
@@ -145,23 +163,15 @@ class Executor:
             profiler.add_kernel(call.kernel, self.backend.timed(launch))
 
     def _checked(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> Mapping[str, DeviceBuffer | np.ndarray]:
-        """The inputs; buffers are checked here, arrays when they are uploaded."""
-        unknown, missing = sorted(inputs.keys() - self._specs.keys()), sorted(self._specs.keys() - inputs.keys())
-        if unknown or missing:
-            known = ", ".join(f"'{name}'" for name in self._specs)
-            raise InputError(
-                "; ".join(
-                    [f"unknown input '{name}'" for name in unknown] + [f"missing input '{name}'" for name in missing]
-                )
-                + f" (the program's inputs are {known})"
-            )
-        for name, value in inputs.items():
+        """The inputs by the program's names for them; buffers are checked here, arrays when they are uploaded."""
+        named = inputs_by_name(inputs, self._specs, "program")
+        for name, value in named.items():
             if isinstance(value, DeviceBuffer):
                 value.check_current()
                 check_fits(value, self._specs[name], f"input '{name}'", InputError)
             elif not isinstance(value, np.ndarray):
                 raise InputError(f"input '{name}' is a {type(value).__name__}; give a device buffer or a NumPy array")
-        return inputs
+        return named
 
     def _bind(
         self, inputs: Mapping[str, DeviceBuffer | np.ndarray], weights: Mapping[str, DeviceBuffer]
@@ -255,3 +265,6 @@ class Executor:
 
 def _versions(weights: Mapping[str, DeviceBuffer]) -> dict[str, int]:
     return {name: buffer.version for name, buffer in weights.items()}
+
+
+__all__ = ["DispatchStrategy", "Executor", "MetalDispatchStrategy"]

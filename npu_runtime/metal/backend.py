@@ -191,7 +191,7 @@ class MetalBackend(Backend):
         macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
         function = self._strategy.function(binding.call)
         pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)
-        return Dispatch(binding, pipeline, self._strategy.compute_dispatch(binding.call))
+        return Dispatch(binding, pipeline, self._strategy.compute_dispatch(binding.call, pipeline))
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> MetalLaunch:
         compiled = self._compile(call)

@@ -1,4 +1,4 @@
-"""Inputs of an executor: new buffers for them cost a copy but no preparation."""
+"""Inputs of an executor: their names, and that new buffers for them cost a copy but no preparation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ir_builder import IRBuilder
 from metal_harness import open_metal
 from toy_backend import ToyBackend
 
-from npu_compiler import InputError, compile, partition
+from npu_compiler import CompiledProgram, InputError, compile, partition
 from npu_runtime import Backend, CPUBackend, DAGExecutor, DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import native
 from npu_runtime.executor_inputs import SETTLED
@@ -215,3 +215,60 @@ def test_a_buffer_takes_over_another_ones_content(backend: Backend) -> None:
     assert target.to_numpy().sum() == 6 and (target.version, source.version) == (1, 1)
     with pytest.raises(InputError, match=r"float16\[2, 3\] cannot be copied into one of float32\[2, 3\]"):
         target.copy_from(NPUBuffer.zeros((2, 3), backend))
+
+
+# names
+
+
+def chain(inputs: int = 1, outputs: int = 1) -> CompiledProgram:
+    g = IRBuilder()
+    tensors = [g.input(f"pixels{index}", 2, 2) for index in range(inputs)]
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = g("aten.add.Tensor", total, tensor)
+    return compile(g.output(*(g("aten.mul.Tensor", total, index + 2) for index in range(outputs))).ir())
+
+
+ONES = np.ones((2, 2), np.float32)
+
+
+def test_the_only_input_and_the_only_output_go_by_those_words_too() -> None:
+    program = chain()
+    executor, name = Executor(program, CPUBackend(native=False)), program.output_specs[0].name
+    assert (program.input_specs[0].name, name) == ("pixels0", "mul")
+    for given in ("pixels0", "input"):
+        outputs = executor.run(inputs={given: ONES})
+        assert list(outputs) == [name]
+        assert outputs["output"] is outputs[name]
+        assert outputs["output"].to_numpy(spec=program.output_specs[0]).tolist() == [[2, 2], [2, 2]]
+    with pytest.raises(KeyError, match="result"):
+        outputs["result"]
+    for wrong in ({"picture": ONES}, {"input": ONES, "pixels0": ONES}, {}):
+        with pytest.raises(InputError, match=r"\(the program's inputs are 'pixels0'\)"):
+            executor.run(wrong)
+
+
+def test_of_several_each_has_to_be_called_by_its_name() -> None:
+    executor = Executor(chain(inputs=2, outputs=2), CPUBackend(native=False))
+    with pytest.raises(InputError, match="unknown input 'input'; missing input 'pixels0'; missing input 'pixels1'"):
+        executor.run({"input": ONES})
+    outputs = executor.run({"pixels0": ONES, "pixels1": ONES})
+    with pytest.raises(KeyError, match="output"):
+        outputs["output"]
+
+
+def test_an_input_that_is_really_called_so_is_that_input() -> None:
+    g = IRBuilder()
+    minuend = g.input("input", 2, 2)
+    difference = g("aten.sub.Tensor", minuend, g.input("other", 2, 2), name="output")
+    g.output(difference, g("aten.neg.default", minuend))
+    executor = Executor(compile(g.ir()), CPUBackend(native=False))
+    outputs = executor.run({"input": 3 * ONES, "other": ONES})
+    assert outputs["output"].to_numpy()[0, 0] == 2
+
+
+def test_a_plans_only_input_and_output_go_by_those_words_too() -> None:
+    g = IRBuilder()
+    plan = partition(g.output(g("aten.erfinv.default", g("aten.relu.default", g.input("pixels", 2, 2)))).ir())
+    result = DAGExecutor(plan, CPUBackend(native=False)).execute({"input": 0 * ONES})
+    assert result["output"].sum() == 0 and len(result) == 1
