@@ -35,10 +35,7 @@ from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
-from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.cache_folder import cache_folder
-
-_STORED = ("float16", "bfloat16", "float32", "int32", "bool", "uint8")
 
 
 class CUDABuffer(DeviceBuffer):
@@ -66,6 +63,13 @@ class CUDABuffer(DeviceBuffer):
         return CUDABuffer(
             self._device, self.shape, self.alloc_shape, self.dtype, self._device.clone(self.native_handle)
         )
+
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        with self._device.active("cannot copy memory"):
+            self.native_handle.data.copy_from_device_async(other.native_handle.data, self.size_bytes)
+
+    def _clear(self) -> None:
+        self._device.clear(self.native_handle)
 
     def array(self) -> Any:
         """The data as a CuPy array of `shape` that shares this memory; bool as uint8, bfloat16 as uint16."""
@@ -200,34 +204,20 @@ class CUDABackend(Backend):
     def _convolutions(self) -> TunedConvolutions:
         return TunedConvolutions(self._device, cache_folder() / "cuda", self._start, open_cudnn(self._device))
 
-    def allocate_buffer(
-        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
-    ) -> CUDABuffer:
-        if spec is None:
-            spec = TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
-        stored = pack_array(data, spec)
-        buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, spec.storage or spec.dtype)
-        buffer._upload(stored)
-        return buffer
+    def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
+        return CUDABuffer(self._device, shape, alloc_shape, dtype)
 
-    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> CUDABuffer:
+    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
         """Each part is uploaded to its place, if it needs no cast or padding: joining them on the host costs a copy."""
         stored = numpy_dtype(spec.storage or spec.dtype)
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
         if len(parts) == 1 or any(part.dtype != stored for part in parts) or whole != (spec.alloc_shape or spec.shape):
-            return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
+            return super().allocate_joined(parts, spec)
         buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, stored.name)
         start = 0
         for part in parts:
             self._device.upload(buffer.native_handle[start : start + part.nbytes], part)
             start += part.nbytes
-        return buffer
-
-    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
-        if dtype not in _STORED:
-            raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(_STORED))}")
-        buffer = CUDABuffer(self._device, shape, alloc_shape, dtype)
-        self._device.clear(buffer.native_handle)
         return buffer
 
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:

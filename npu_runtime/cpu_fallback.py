@@ -18,7 +18,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
 from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
-from npu_runtime.cpu.backend import numpy_to_tensor, tensor_to_numpy
+from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 _PREFIX = "npu_fallback::"
 _registered: set[str] = set()

@@ -916,7 +916,7 @@ def test_a_profile_has_every_kernel_with_the_devices_time(backend: CUDABackend, 
 @on_gpu
 def test_a_partitioned_graph_runs_its_device_parts_here(backend: CUDABackend, rng: np.random.Generator) -> None:
     model, values = Block().eval(), block_inputs(rng)
-    plan = partition(block_ir(), is_supported=lambda op: "softmax" not in op)
+    plan = partition(block_ir(), is_supported_fn=lambda op: "softmax" not in op)
     assert {part.device for part in plan.partitions} == {"npu", "cpu"}
     runner = DAGExecutor(plan, backend)
     runner.load_weights(model.state_dict())
