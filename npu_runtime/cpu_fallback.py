@@ -151,7 +151,7 @@ def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
     base = node.base.removesuffix("_")
     in_training = base in BATCH_NORM_OPS and (node.attrs.get("training") or node.attrs.get("train"))
     if in_training and len(node.inputs) == 3 and not is_named(node.inputs[1], graph, "running_mean"):
-        return "batch_norm in training mode with two tensors: the IR does not record whether they are its weight and bias"
+        return "batch_norm in training mode with two tensors: the IR does not record if they are its weight and bias"
     return unclear_bound(node) or unclear_affine(node, graph)
 
 

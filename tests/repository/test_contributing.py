@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("npu_compiler", "cuda_compiler", "npu_runtime", "cuda_runtime", "metal_kernels", "metal_emulator", "npu_sim")
+PACKAGES = (
+    "npu_compiler",
+    "cuda_compiler",
+    "npu_runtime",
+    "cuda_runtime",
+    "metal_kernels",
+    "metal_emulator",
+    "npu_sim",
+)
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EDIT = re.compile(r"(Append\s+to|New\s+file)\s+`([^`]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Compiled for every architecture by NVRTC, which needs no GPU.
@@ -45,7 +53,12 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_op_on_every_device_takes_five_places() -> None:
     touched = {path for _, path, _ in edits()}
     assert len(edits()) == len(touched) == 5
-    assert {Path(path).parts[0] for path in touched} == {"npu_compiler", "npu_runtime", "metal_kernels", "cuda_compiler"}
+    assert {Path(path).parts[0] for path in touched} == {
+        "npu_compiler",
+        "npu_runtime",
+        "metal_kernels",
+        "cuda_compiler",
+    }
 
 
 def test_the_walk_throughs_run_on_the_cpu_the_metal_emulator_and_compiled_for_cuda(edited: Path) -> None:
