@@ -10,6 +10,7 @@ from pathlib import Path
 
 from npu_compiler.errors import InputError, ProgramFormatError
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.describe import describe_plan
 from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan, WeightSpec
@@ -55,9 +56,8 @@ class CompiledProgram:
 
     def describe(self, *, kernels: bool = True) -> str:
         """A text dump: kernels, buffers, memory, weights. `kernels=False` leaves the long tables out."""
-        from npu_compiler.program.describe import describe_program
-
-        return describe_program(self, tables=kernels)
+        made = f"target {self.target}, compute dtype {self.compute_dtype}, compiler {self.compiler_version}"
+        return f"program {self.name}\n  {made}\n{describe_plan(self.plan, tables=kernels)}"
 
     def to_bytes(self) -> bytes:
         header = {key: getattr(self, key) for key in ("name", "target", "compute_dtype", "compiler_version")}
