@@ -60,8 +60,7 @@ class CompiledProgram:
         return f"program {self.name}\n  {made}\n{describe_plan(self.plan, tables=kernels)}"
 
     def to_bytes(self) -> bytes:
-        header = {key: getattr(self, key) for key in ("name", "target", "compute_dtype", "compiler_version")}
-        return encode(header, self.plan)
+        return encode(self)
 
     def save(self, path: str | Path) -> None:
         """Write the `.npubin`: to a temporary file first, then renamed, so that no half-written file is ever seen.
@@ -91,8 +90,7 @@ class CompiledProgram:
     @classmethod
     def from_bytes(cls, data: bytes, origin: str = "program") -> CompiledProgram:
         """The inverse of `to_bytes`; `origin` is named in errors. Raises as `load` does."""
-        header, plan = decode(data, origin)
-        return cls(plan=plan, **header)
+        return decode(cls, data, origin)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
