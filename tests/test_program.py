@@ -258,11 +258,22 @@ def test_a_program_whose_parts_do_not_refer_to_each_other_is_refused(body: dict[
     refused(changed_plan(body, calls=[{**call, "outputs": call["inputs"][:1]}]), "writes where it must not")
 
 
+def test_memory_of_another_dtype_than_what_fills_it_is_refused(body: dict[str, Any]) -> None:
+    """A view is held against its buffer, so the buffer must be what the run puts there; constants are cast to it."""
+    for kind in ("input", "weight"):
+        name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == kind)
+        wider = with_value(body, ("plan", "buffers", name, "dtype"), "float64")
+        refused(sealed(wider), "inputs, weights and constants are not those of its buffers")
+
+
 def test_a_weight_recipe_that_cannot_be_evaluated_is_refused(body: dict[str, Any]) -> None:
     recipe = ("plan", "weights", "p_table", "recipe")
     place = r"plan.weights\['p_table'\].recipe is no WeightTransformRecipe: "
     refused(sealed(with_value(body, (*recipe, "op"), "pickle")), f"{place}unknown weight transform 'pickle'")
     refused(sealed(with_value(body, (*recipe, "params"), {})), f"{place}a weight recipe reads a key, but names none")
+    refused(
+        sealed(with_value(body, (*recipe, "params", "key"), "no")), "'p_table' reads a key whose shape is not known"
+    )
 
 
 # saving

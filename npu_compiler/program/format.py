@@ -88,12 +88,19 @@ def _check_consistency(plan: ExecutionPlan) -> None:
     for spec in (*plan.inputs, *weights.values(), *plan.outputs):
         if spec.dtype not in KNOWN_DTYPES or spec.storage not in KNOWN_DTYPES or min((*spec.shape, 0)) < 0:
             raise ProgramFormatError(f"tensor '{spec.name}' has no valid shape and dtype")
-    filled = {
-        **{name: ("constant", value.shape) for name, value in plan.constants.items()},
-        **{name: ("weight", spec.alloc_shape or spec.shape) for name, spec in weights.items()},
-        **{spec.name: ("input", spec.alloc_shape or spec.shape) for spec in plan.inputs},
+    for weight in plan.weights.values():
+        if not set(weight.recipe.keys()) <= weight.source_shapes.keys():
+            raise ProgramFormatError(f"weight '{weight.spec.name}' reads a key whose shape is not known")
+    filled = {  # a constant is cast to the dtype of its buffer
+        **{name: ("constant", value.shape, None) for name, value in plan.constants.items()},
+        **{name: ("weight", spec.alloc_shape or spec.shape, spec.storage) for name, spec in weights.items()},
+        **{spec.name: ("input", spec.alloc_shape or spec.shape, spec.storage) for spec in plan.inputs},
     }
-    held = {name: (b.kind, b.alloc_shape) for name, b in buffers.items() if b.kind in ("input", "weight", "constant")}
+    held = {
+        name: (b.kind, b.alloc_shape, None if b.kind == "constant" else b.dtype)
+        for name, b in buffers.items()
+        if b.kind in ("input", "weight", "constant")
+    }
     if held != filled:
         raise ProgramFormatError("its inputs, weights and constants are not those of its buffers")
     if {spec.name for spec in plan.outputs} != plan.output_views.keys():
