@@ -27,13 +27,13 @@ lint: venv
 	{ set +x; } 2>/dev/null; exit $$status
 
 mutants: venv
-	$(BIN)/python tests/metal_mutants.py
+	$(BIN)/python tests/support/metal_mutants.py
 
 cuda-sources: venv
-	$(BIN)/python -W ignore tests/cuda_sources.py
+	$(BIN)/python -W ignore tests/support/cuda_sources.py
 
 cuda-sanitize: venv
-	$(BIN)/python tests/cuda_sanitize.py
+	$(BIN)/python tests/support/cuda_sanitize.py
 
 bench: venv
 	$(BIN)/npu-sim bench

@@ -96,8 +96,8 @@ def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:
     """One 224 × 224 image; seeded weights."""
     import npu_compiler
     from npu_runtime import Device, Executor, NPUBuffer, load_weights
-    from npu_sim.models.resnet import random_images, resnet50, seed_weights
     from npu_sim.vision import extract_model_ir, find_model
+    from npu_sim.vision.resnet import random_images, resnet50, seed_weights
 
     model = resnet50().eval()
     seed_weights(model, 0)

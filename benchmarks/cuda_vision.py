@@ -16,7 +16,7 @@ from benchmarks.peers import compiled
 from cuda_runtime import CUDABackend
 from npu_compiler import CompiledProgram
 from npu_runtime import Executor, NPUBuffer, load_weights
-from npu_sim.models.resnet import random_images, resnet18, resnet50, seed_weights
+from npu_sim.vision.resnet import random_images, resnet18, resnet50, seed_weights
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet18": resnet18, "resnet50": resnet50}
 BATCHES = (1, 64)

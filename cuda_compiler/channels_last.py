@@ -20,13 +20,12 @@ import numpy as np
 from cuda_compiler.conv_rules import CONSTANT_WEIGHT, PACK, channels_last
 from cuda_compiler.op_classify import classify, is_elementwise
 from npu_compiler.graph.dtypes import HALF_DTYPES, is_float
-from npu_compiler.program.elementwise import ELEMENTWISE
-from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KERNELS, Family, KernelCall, distinct_bytes
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import Shape, View, contiguous_strides, numel
 
 _CONVOLUTION = "conv2d_kernel"
-_OVER_IMAGES = ("conv", "pool")
+_OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels that reach every element by its strides, whatever these are.
 _OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel")
 
@@ -66,7 +65,7 @@ def _turnable(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     }
     unfit = {view.buffer for view in plan.output_views.values()}
     for call in plan.calls:
-        fits = classify(call) in ("elementwise", *_OVER_IMAGES) or call.kernel in _OF_ANY_STRIDES
+        fits = classify(call) in (Family.ELEMENTWISE, *_OVER_IMAGES) or call.kernel in _OF_ANY_STRIDES
         for view in (*call.inputs, *call.outputs):
             if view.buffer in candidates and not (fits and _turned(view, candidates[view.buffer].alloc_shape)):
                 unfit.add(view.buffer)
@@ -308,7 +307,7 @@ def _packing(source: View, target: View, node: str, params: Mapping[str, int] = 
 
 
 def _copy(source: View, target: View, node: str) -> KernelCall:
-    params = {"op": "copy", "scalars": [None], **ELEMENTWISE["copy"].attrs}
+    params = {"scalars": [None]}
     moved = distinct_bytes(source) + distinct_bytes(target)
     call = KernelCall("copy_broadcast_kernel", "", (source,), (target,), params, node, source.numel, moved)
     return _in_order_of_memory(call)

@@ -20,7 +20,7 @@ from cuda_compiler.cuda_templates import (
 )
 from cuda_compiler.subgraph_analyzer import Group, Place, place_of
 from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
-from npu_compiler.program.elementwise import ELEMENTWISE, as_float32
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, as_float32
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
@@ -60,7 +60,7 @@ def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer
 
 
 def _function_name(group: Group) -> str:
-    name = "_".join(call.params["op"] for call in group.calls)
+    name = "_".join(ELEMENTWISE_KERNELS[call.kernel].op.name for call in group.calls)
     name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME].rstrip('_')}_{len(group.calls)}"
     return f"{name}_kernel" if len(group.calls) == 1 else f"fused_{name}"
 
@@ -181,7 +181,7 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
     Args:
         rounds: Round a 16-bit result here, so that all readers see what is stored, in this kernel or another.
     """
-    op = ELEMENTWISE[call.params["op"]]
+    op = ELEMENTWISE_KERNELS[call.kernel].op
     scalars = list(call.params["scalars"])
     inputs = [body.values[place_of(view)] for view in call.inputs]
     whole = op.integer is not None and not any(isinstance(x, float) for x in scalars)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -147,15 +147,3 @@ def merge(first: Group, second: Group) -> Group | None:
 def _overlap(a: Place, b: Place) -> bool:
     """Whether the memory between the first and the last elements of two places meets."""
     return a.buffer == b.buffer and (a.dtype != b.dtype or (a.offset < b.end and b.offset < a.end))
-
-
-def describe_groups(groups: Sequence[Group]) -> str:
-    """One line per group: its calls, what it reads and what it writes."""
-    return "\n".join(_lines(groups))
-
-
-def _lines(groups: Sequence[Group]) -> Iterator[str]:
-    for group in groups:
-        names = " + ".join(str(call.params.get("op", call.kernel)) for call in group.calls)
-        reads, writes = (" ".join(sorted({view.buffer for view in views})) for views in (group.reads, group.writes))
-        yield f"{names}: {reads} -> {writes}"

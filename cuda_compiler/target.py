@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.program.target import MetalCodegenTarget
+from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import TargetConfig
 
 CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)
@@ -14,7 +14,7 @@ CONVOLUTION = "convolution"  # the parameter that says what a convolution's call
 ALTERNATIVES = "alternatives"  # and the one that lists other kernels for it, as [kernel, source, grid, block, shared]
 
 
-class CUDACodegenTarget(MetalCodegenTarget):
+class CUDACodegenTarget(OpLevelTarget):
     """Fuses element-wise calls and specializes all others; the sources travel in the program.
 
     Args:

@@ -15,8 +15,8 @@ from npu_compiler.errors import (
 )
 from npu_compiler.graph.model import IRGraph, TensorSpec
 from npu_compiler.graph.reader import read_ir
-from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
-from npu_compiler.target_config import METAL_GPU, TargetConfig
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget, OpLevelTarget
+from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_compiler.version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "METAL_GPU",
+    "OP_LEVEL",
     "CodegenTarget",
     "CompiledProgram",
     "ConstraintError",
@@ -57,6 +58,7 @@ __all__ = [
     "InputError",
     "MetalCodegenTarget",
     "NPUError",
+    "OpLevelTarget",
     "Partition",
     "PartitionPlan",
     "ProgramFormatError",

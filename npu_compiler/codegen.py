@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
@@ -39,8 +39,8 @@ def generate_execution_plan(
     Args:
         source_shapes: `state_dict` key → shape, for checking weights at load time.
     """
-    graph, donations = donate_inputs(graph, target)
     ctx = lower_graph(graph, target)
+    donations = ctx.donations
     output_views = _own_outputs(ctx, donations)
     output_buffers = {view.buffer for view in output_views.values()} - set(donations.values())
     prologue, calls = _hoist_constant_calls(ctx, graph, output_buffers)
@@ -103,67 +103,6 @@ def lower_graph(graph: IRGraph, target: CodegenTarget) -> Lowering:
 
 def _output_spec(graph: IRGraph, name: str, tensor: str, view: View) -> TensorSpec:
     return replace(graph.tensors[tensor], name=name, storage=view.dtype)
-
-
-def donate_inputs(graph: IRGraph, target: CodegenTarget) -> tuple[IRGraph, dict[str, str]]:
-    """Mark on each index_copy, single or paired, which of the graph inputs that it updates it may update in place.
-
-    It may when the result is a graph output and nobody reads the old value afterwards, under whatever name: which
-    tensors are windows onto the input, lowering the graph without donations says. The attribute `donated` holds the
-    positions of those results.
-
-    Returns:
-        The graph, and output name → input name.
-    """
-    if not any(source in graph.inputs for node in graph.nodes for source in _updated(node)):
-        return graph, {}
-    views = lower_graph(graph, target).views
-    last_read = {name: index for index, node in enumerate(graph.nodes) for name in node.inputs}
-    donations: dict[str, str] = {}
-    nodes: list[OpNode] = []
-    for index, node in enumerate(graph.nodes):
-        donated = []
-        for position, (source, result) in enumerate(zip(_updated(node), node.outputs, strict=False)):
-            if _may_donate(node, source, result, graph, index, last_read, donations) and not _reads_window(
-                graph, views, source, index
-            ):
-                donations[graph.output_names[graph.outputs.index(result)]] = source
-                donated.append(position)
-        nodes.append(replace(node, attrs={**node.attrs, "donated": donated}) if donated else node)
-    return replace(graph, nodes=nodes), donations
-
-
-def _updated(node: OpNode) -> tuple[str, ...]:
-    """The tensors whose rows a node replaces, one for each of its outputs."""
-    if node.base == "npu.index_copy_pair":
-        return node.inputs[0], node.inputs[3]
-    return node.inputs[:1] if node.base == "aten.index_copy" else ()
-
-
-def _may_donate(
-    node: OpNode,
-    source: str,
-    result: str,
-    graph: IRGraph,
-    index: int,
-    last_read: dict[str, int],
-    donations: dict[str, str],
-) -> bool:
-    return (
-        source in graph.inputs
-        and graph.outputs.count(result) == 1
-        and source not in graph.outputs
-        and last_read[source] == index
-        and node.inputs.count(source) == 1
-        and source not in donations.values()
-        and graph.tensors[source].storage == graph.tensors[result].storage
-    )
-
-
-def _reads_window(graph: IRGraph, views: Mapping[str, View], source: str, index: int) -> bool:
-    """Whether the node at `index` or a later one, or the caller, reads a tensor that is a window onto the input."""
-    windows = {name for name, view in views.items() if view.buffer == source} - {source}
-    return not windows.isdisjoint(graph.outputs) or any(not windows.isdisjoint(n.inputs) for n in graph.nodes[index:])
 
 
 def _own_outputs(ctx: Lowering, donations: dict[str, str]) -> dict[str, View]:

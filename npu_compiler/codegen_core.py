@@ -2,7 +2,7 @@
 
 from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl, declare_kernel
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan, WeightSpec
-from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget, OpLevelTarget
 
 __all__ = [
     "KERNELS",
@@ -12,6 +12,7 @@ __all__ = [
     "KernelCall",
     "KernelDecl",
     "MetalCodegenTarget",
+    "OpLevelTarget",
     "WeightSpec",
     "declare_kernel",
 ]

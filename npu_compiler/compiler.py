@@ -6,27 +6,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.constraint_checker import check_constraints
 from npu_compiler.fusion_patterns import fuse
+from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.graph.reader import read_ir
+from npu_compiler.ops.rotary_region import expand_rotary_regions
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
 from npu_compiler.passes.common_subexpressions import eliminate_common_subexpressions
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
-from npu_compiler.passes.padding import fold_padding
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
-from npu_compiler.passes.rotary_region import expand_rotary_regions
 from npu_compiler.program.memory_planner import plan_memory
-from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 
-Stage = tuple[str, Callable[[IRGraph], IRGraph]]
+Stage: TypeAlias = tuple[str, Callable[[IRGraph], IRGraph]]
+StageEdit: TypeAlias = Callable[[list[Stage]], list[Stage]]
 
 
 def normalize(graph: IRGraph) -> IRGraph:
@@ -50,10 +51,11 @@ def _with_native_dtype(graph: IRGraph) -> IRGraph:
     return replace(graph, native_dtype=native_dtype(graph))
 
 
-def stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str] = ()) -> list[Stage]:
-    """The graph stages in order, each with its name; print them, reorder them, leave one out."""
+def default_stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str] = ()) -> list[Stage]:
+    """The graph stages in order, each with its name. `compile(…, stages=…)` reorders them, cuts or extends the list."""
     return [
         *_NORMALIZE,
+        ("check_constraints", check_constraints),
         ("eliminate_common_subexpressions", eliminate_common_subexpressions),
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
@@ -66,12 +68,20 @@ def stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: Collecti
     ]
 
 
+def _stages(
+    compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str], edit: StageEdit | None
+) -> list[Stage]:
+    stages = default_stages(compute_dtype, target, disabled_fusions)
+    return stages if edit is None else edit(stages)
+
+
 def compile(
     ir: str | Path | Mapping[str, Any] | IRGraph | Any,
     target: CodegenTarget | None = None,
     *,
     compute_dtype: str | None = None,
     disabled_fusions: Collection[str] = (),
+    stages: StageEdit | None = None,
 ) -> CompiledProgram:
     """Compile IR into a program.
 
@@ -80,18 +90,18 @@ def compile(
         target: Names the kernels; by default the op-level target that Metal and the CPU device share.
         compute_dtype: `float16`, `bfloat16` or `float32`; by default bfloat16 for bfloat16 models, else float16.
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
+        stages: Given the default stages, returns those to run, in order; a stage is (name, `IRGraph → IRGraph`).
 
     Raises:
         IRError: the IR is malformed.
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
     """
-    target = target or MetalCodegenTarget()
+    target = target or OpLevelTarget()
     graph = read_ir(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
-    graph = normalize(graph)
-    check_constraints(graph)
-    for _, stage in stages(dtype, target, disabled_fusions)[len(_NORMALIZE) :]:
+    graph = _with_native_dtype(graph)
+    for _, stage in _stages(dtype, target, disabled_fusions, stages):
         graph = stage(graph)
     plan = target.finish(generate_execution_plan(graph, target, source_shapes))
     plan = plan_memory(plan, target.config.buffer_alignment)
@@ -107,11 +117,16 @@ def trace_stages(
     *,
     compute_dtype: str | None = None,
     disabled_fusions: Collection[str] = (),
+    stages: StageEdit | None = None,
 ) -> Iterator[tuple[str, IRGraph]]:
-    """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does."""
+    """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does.
+
+    Arguments are those of `compile`. What the NPU cannot run is traced too: constraints are not checked.
+    """
     graph = _with_native_dtype(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
-    for name, stage in stages(dtype, target or MetalCodegenTarget(), disabled_fusions):
-        graph = stage(graph)
-        yield name, graph
+    for name, stage in _stages(dtype, target or OpLevelTarget(), disabled_fusions, stages):
+        if stage is not check_constraints:
+            graph = stage(graph)
+            yield name, graph

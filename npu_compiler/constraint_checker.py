@@ -5,7 +5,7 @@ from __future__ import annotations
 from npu_compiler.errors import ConstraintError
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.ops.registry import UNSUPPORTED_DTYPES, unsupported_reason
-from npu_compiler.passes.rotary_region import OPAQUE_OP
+from npu_compiler.ops.rotary_region import OPAQUE_OP
 
 
 def find_violations(graph: IRGraph) -> list[str]:
@@ -29,8 +29,13 @@ def find_violations(graph: IRGraph) -> list[str]:
     return violations
 
 
-def check_constraints(graph: IRGraph) -> None:
-    """Raise a `ConstraintError` that lists all violations, if there are any."""
+def check_constraints(graph: IRGraph) -> IRGraph:
+    """The graph as it is.
+
+    Raises:
+        ConstraintError: it cannot run as one program; lists all violations.
+    """
     violations = find_violations(graph)
     if violations:
         raise ConstraintError(violations)
+    return graph

@@ -1,12 +1,12 @@
 """Door to `passes`: the rewrites that make a graph smaller."""
 
+from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
 from npu_compiler.passes.common_subexpressions import eliminate_common_subexpressions
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.noops import eliminate_noops
-from npu_compiler.passes.padding import fold_padding
 
 __all__ = [
     "WeightTransformRecipe",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from npu_compiler.ops import OPS, find_op
-from npu_compiler.ops.registry import unsupported_reason
+from npu_compiler.ops.registry import is_assertion, unsupported_reason
 
 __all__ = ["get_supported_ops", "is_op_supported", "unsupported_reason"]
 
@@ -16,7 +16,7 @@ def is_op_supported(op_type: str, attrs: Mapping[str, Any] | None = None) -> boo
 
     A row may still refuse a node for its shapes, dtypes or attributes; `partition()` asks it about each node.
     """
-    if op_type.split(".")[-1].startswith("_assert") or op_type.startswith("aten._assert"):
+    if is_assertion(op_type):
         return True
     return find_op(op_type) is not None and not op_type.startswith("npu.")
 

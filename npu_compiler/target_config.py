@@ -32,4 +32,5 @@ class TargetConfig:
     buffer_alignment: int = 256
 
 
+OP_LEVEL = TargetConfig(name="op_level")  # the kernels of the op table, for any device that has them
 METAL_GPU = TargetConfig(name="metal_gpu")

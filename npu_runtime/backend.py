@@ -17,7 +17,7 @@ from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.views import View, numel
 from npu_compiler.target_config import TargetConfig
 
@@ -138,6 +138,11 @@ class Backend(ABC):
     """How many runs it pays to launch before the first one's result is looked at; 1 where a launch is all of a run."""
 
     @property
+    def runs_targets(self) -> tuple[str, ...]:
+        """Names of the targets whose programs this device runs."""
+        return (self.config.name,)
+
+    @property
     @abstractmethod
     def device(self) -> str:
         """What the device is, in words."""
@@ -145,7 +150,7 @@ class Backend(ABC):
     @property
     def target(self) -> CodegenTarget:
         """What to compile programs for this device with; by default the op-level target."""
-        return MetalCodegenTarget()
+        return OpLevelTarget()
 
     @abstractmethod
     def allocate_buffer(

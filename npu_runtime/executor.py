@@ -38,10 +38,10 @@ class Executor:
         self.program = program
         self.backend = as_backend(device)
         self.counters: Counter[str] = Counter()
-        if program.target != self.backend.config.name:
-            raise DeviceError(
-                f"the program was compiled for '{program.target}', but this device runs '{self.backend.config.name}'"
-            )
+        known = self.backend.runs_targets
+        if program.target not in known:
+            listed = "' and '".join(known)
+            raise DeviceError(f"the program was compiled for '{program.target}', but this device runs '{listed}'")
         plan = program.plan
         self._specs = {spec.name: spec for spec in plan.inputs}
         self.backend.compile([*plan.prologue, *plan.calls], plan.sources)

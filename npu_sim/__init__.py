@@ -1,1 +1,1 @@
-"""The people's side: the `npu-sim` command, model extraction, LLM and vision front ends, verification, reports."""
+"""The user-facing package: the `npu-sim` command, IR extraction, language models, vision models and verification."""

@@ -1,4 +1,4 @@
-"""Arrays for the command line: inputs from files or at random, weights from any usual file, outputs to .npz."""
+"""Reading and writing arrays: inputs from files or at random, weights from common file formats, outputs to .npz."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ RANDOM_INDEX_LIMIT = 16
 
 
 def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict[str, np.ndarray]:
-    """The arrays that `name=file.npy` (or one `file.npz`) assignments name, by input name.
+    """Read the inputs that `name=file.npy` or `file.npz` assignments give.
+
+    Args:
+        assignments: One per .npy file; an .npz file holds several arrays by input name.
+        specs: The inputs; each must be given exactly once.
 
     Raises:
-        InputError: an assignment is malformed, unknown, repeated, or its file is not a plain array.
+        InputError: an assignment is malformed, an input is unknown, repeated or missing, or a file cannot be read.
     """
     known = [spec.name for spec in specs]
     arrays: dict[str, np.ndarray] = {}
@@ -32,35 +36,37 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
         elif separator and name and path:
             found = {name: _load_npy(Path(path))}
         else:
-            raise InputError(f"'{assignment}' is not an input: write name=file.npy, with a name of {', '.join(known)}")
+            raise InputError(
+                f"cannot parse input '{assignment}': write name=file.npy; the inputs are {', '.join(known)}"
+            )
         for key, array in found.items():
             if key not in known:
-                raise InputError(f"there is no input '{key}'; the inputs are {', '.join(known)}")
+                raise InputError(f"unknown input '{key}'; the inputs are {', '.join(known)}")
             if key in arrays:
                 raise InputError(f"input '{key}' is given twice")
             arrays[key] = array
     missing = [name for name in known if name not in arrays]
     if missing:
-        raise InputError(f"missing input {', '.join(missing)}; give all inputs, or none (for random ones)")
+        raise InputError(f"missing input {', '.join(missing)}; give all inputs, or none for random ones")
     return arrays
 
 
 def _load_npy(path: Path) -> np.ndarray:
     loaded = _load(path)
     if isinstance(loaded, dict):
-        raise InputError(f"'{path}' holds several arrays; give it without a name, or give an .npy file")
+        raise InputError(f"'{path}' holds several arrays; give the file without 'name=', or give an .npy file")
     return loaded
 
 
 def _load_npz(path: Path) -> dict[str, np.ndarray]:
     loaded = _load(path)
     if not isinstance(loaded, dict):
-        raise InputError(f"'{path}' is an .npy file in spite of its name: it holds one array without a name")
+        raise InputError(f"'{path}' is an .npy file, despite its suffix: it holds one array without a name")
     return loaded
 
 
 def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
-    """The array of an .npy file, or those of an .npz file by name, all read: only that finds a damaged one."""
+    """The array of an .npy file, or the arrays of an .npz file by name; all are read, which detects damage."""
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -73,12 +79,16 @@ def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
         raise InputError(f"'{path}' is not a readable .npy or .npz file: {error}") from error
     for name, array in arrays.items():
         if not isinstance(array, np.ndarray):
-            raise InputError(f"'{path}' is not a readable .npz file: its member '{name}' is no array")
+            raise InputError(f"'{path}' is not a readable .npz file: its member '{name}' is not an array")
     return arrays
 
 
 def random_inputs(specs: Sequence[TensorSpec], seed: int) -> dict[str, np.ndarray]:
-    """Standard normal floats, booleans that are mostly true, indices within the input's bounds (else 0 to 15)."""
+    """Random arrays by input name.
+
+    Floats are standard normal, booleans true with probability 0.9, integers uniform within the input's bounds or, if it
+    has none, from 0 to 15.
+    """
     generator = np.random.default_rng(seed)
     return {spec.name: _random(spec, generator) for spec in specs}
 
@@ -99,7 +109,15 @@ def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
 def choose_inputs(
     assignments: Sequence[str], specs: Sequence[TensorSpec], seed: int | None
 ) -> tuple[dict[str, np.ndarray], int | None]:
-    """Inputs from files where any are named, else random ones and the seed that makes them again."""
+    """Inputs from files and None or, without any assignments, random inputs and the seed that reproduces them.
+
+    Args:
+        assignments: As for `read_inputs`.
+        seed: For random inputs. Default: a random one.
+
+    Raises:
+        InputError: see `read_inputs`.
+    """
     if assignments:
         return read_inputs(assignments, specs), None
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
@@ -107,11 +125,14 @@ def choose_inputs(
 
 
 def read_weights(path: Path | None) -> Mapping[str, Any]:
-    """A state dict from .safetensors (a file or a folder, mapped), .npz, or a tensors-only file of
-    `torch.save` (.pt, .pth, .bin, .ckpt, .tar).
+    """Read a state dict: parameter name → array or tensor.
+
+    Args:
+        path: A .safetensors file or a folder of them (memory-mapped), an .npz file, or a file written by `torch.save`
+            that holds only tensors (.pt, .pth, .bin, .ckpt, .tar). None gives an empty state dict.
 
     Raises:
-        WeightError: no such file, or it is damaged or holds no state dict.
+        WeightError: the file does not exist, is damaged, or holds no state dict.
     """
     if path is None:
         return {}
@@ -134,17 +155,17 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except Exception as error:  # the unpickler raises all sorts of errors on damaged data
+    except Exception as error:  # the unpickler raises errors of many types on damaged data
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise WeightError(f"'{path}' is not a readable PyTorch weights file: {reason}") from error
     state = state.get("state_dict", state) if isinstance(state, dict) else state
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise WeightError(f"'{path}' holds no state dict (tensors by parameter name)")
+        raise WeightError(f"'{path}' holds no state dict (a dict of tensors by parameter name)")
     return state
 
 
 def write_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> Path:
-    """Write arrays as .npz, whole or not at all; bfloat16, which NumPy cannot store, as float32.
+    """Write arrays to an .npz file atomically and return its path; bfloat16, which .npz cannot store, becomes float32.
 
     Raises:
         InputError: the file cannot be written.

@@ -1,4 +1,7 @@
-"""Compiled programs on disk, so that a model is compiled once and found again at the next start."""
+"""The on-disk cache of compiled programs and of facts that take long to find out.
+
+It lies in $NPU_SIM_CACHE or, if that is not set, in ~/.cache/npu-simulation.
+"""
 
 import hashlib
 import json
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 def compile_cached(
     ir: dict[str, Any], compute_dtype: str | None = None, target: "CodegenTarget | None" = None
 ) -> "CompiledProgram":
-    """`npu_compiler.compile`, or the program that it made before from the same IR by the same compiler."""
+    """`npu_compiler.compile` with caching: see `cached_program`; the key is the IR."""
     return cached_program(ir["model_name"], ir, lambda: ir, compute_dtype, target)
 
 
@@ -31,50 +34,52 @@ def cached_program(
     compute_dtype: str | None = None,
     target: "CodegenTarget | None" = None,
 ) -> "CompiledProgram":
-    """The program of `make_ir()`, from the cache where it holds one for this key by this compiler.
+    """The compiled program of `make_ir()`, from the cache if it holds one for this key, target, dtype and compiler.
 
-    Programs lie in $NPU_SIM_CACHE, else ~/.cache/npu-simulation. A file that cannot be read is made anew; a folder
-    that cannot be written costs a warning.
+    A file that cannot be read is compiled and written again. A folder that cannot be written causes a warning.
 
     Args:
-        name: How the file's name begins.
-        key: Whatever decides the IR, as JSON can hold it; on a hit, `make_ir` is not called.
+        name: The beginning of the file's name.
+        key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
+        compute_dtype: As for `npu_compiler.compile`.
+        target: Default: `OpLevelTarget`, for the CPU and Metal.
     """
     import npu_compiler
 
-    target = target or npu_compiler.MetalCodegenTarget()
+    target = target or npu_compiler.OpLevelTarget()
     path = _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
     if path.is_file():
         try:
             return npu_compiler.CompiledProgram.load(path)
         except NPUError:
-            pass  # written by another version or damaged: compile again
+            pass  # damaged, or written by another version: compile again
     program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         program.save(path)
     except (OSError, NPUError) as error:
-        warnings.warn(f"the compiled program is not cached: {error}", stacklevel=3)
+        warnings.warn(f"cannot cache the compiled program: {error}", stacklevel=3)
     return program
 
 
 def cached_facts(name: str, key: Any, find: Callable[[], Any]) -> Any:
-    """What `find()` returned when it was last asked with this key, as JSON keeps it (tuples become lists, …).
+    """The result of `find()` as JSON data (tuples become lists), from the cache if it holds one for this key.
 
     Args:
-        key: Whatever decides the facts, as JSON can hold it.
+        name: The beginning of the file's name.
+        key: Everything that determines the result, as JSON data.
     """
     path = _place(name, key, "json")
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
-        pass  # not there, or damaged: find them again
+        pass  # missing or damaged: compute it again
     text = json.dumps(find())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
     except OSError:
-        pass  # finding them again at the next start takes time, nothing else
+        pass  # the only cost is to compute it again at the next start
     return json.loads(text)
 
 
@@ -85,12 +90,12 @@ def _place(name: str, key: Any, suffix: str) -> Path:
 
 @cache
 def _compiler_digest() -> str:
-    """A hash of the compiler's and the kernels' sources: what they make may change with any edit."""
+    """A hash of the sources of the compiler and the kernels, any change of which may change the program."""
     return source_digest("npu_compiler", "cuda_compiler", "metal_kernels")
 
 
 def source_digest(*packages: str) -> str:
-    """A hash of the sources in some packages; one that is not there counts as empty."""
+    """The SHA-256 of packages' sources, as hexadecimal digits; a package that is not installed counts as empty."""
     digest = hashlib.sha256()
     for package in packages:
         try:

@@ -1,4 +1,4 @@
-"""`npu-sim`: the command line. Commands live in `npu_sim.commands`; what they need is imported when they run."""
+"""The `npu-sim` command line. The commands are in `npu_sim.commands` and import what they need when they run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import graphs, models, programs, tools
-from npu_sim.console import ErrorReporting
+from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
     cls=ErrorReporting,
@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Compile PyTorch graphs ahead of time and run them on a simulated NPU: Metal, CUDA or any CPU.",
-    epilog="Exit codes: 0 fine, 1 verify found a difference, 2 an error, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 verify found a difference, 2 error, 130 interrupted.",
 )
 for command in (
     graphs.extract,
@@ -43,10 +43,14 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
+    ] = False,
 ) -> None:
-    """Options that come before the command; `--debug` may come after it too."""
+    """Options that come before the command."""
 
 
 def main() -> None:

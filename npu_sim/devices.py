@@ -1,16 +1,20 @@
-"""Devices that combine packages which may not know of each other; registered as entry points in pyproject.toml."""
+"""Devices made of packages that do not import each other; pyproject.toml registers them as entry points."""
 
 from npu_compiler.errors import DeviceError
 from npu_runtime import Backend
 
 
 def metal_emulator() -> Backend:
-    """The Metal backend on the emulator, every access checked."""
+    """The Metal backend on the Metal emulator, with bounds checks of every memory access.
+
+    Raises:
+        DeviceError: there is no C++ compiler.
+    """
     return _emulated(checks=True)
 
 
 def metal_emulator_fast() -> Backend:
-    """The same without the checks."""
+    """The Metal backend on the Metal emulator, without bounds checks. Errors as in `metal_emulator`."""
     return _emulated(checks=False)
 
 
@@ -20,12 +24,19 @@ def _emulated(checks: bool) -> Backend:
     from npu_runtime.cpu.native.build import find_compiler
 
     if find_compiler() is None:
-        raise DeviceError("the Metal emulator needs a C++ compiler (looked for $CXX, c++, g++ and clang++)")
+        raise DeviceError("the Metal emulator needs a C++ compiler; none of $CXX, c++, g++ and clang++ was found")
     return MetalBackend(metal_emulator.api(checks=checks))
 
 
 def cuda(device_id: int = 0) -> Backend:
-    """An NVIDIA GPU."""
+    """The backend for one NVIDIA GPU.
+
+    Args:
+        device_id: The number of the GPU, from 0.
+
+    Raises:
+        DeviceError: there is no such GPU, or a package that it needs is not installed.
+    """
     from cuda_runtime import CUDABackend
 
     return CUDABackend(device_id)

@@ -1,4 +1,4 @@
-"""PyTorch model → IR. Tracing happens on the meta device under `torch.no_grad()`: no weight is read or copied."""
+"""Extracting IR from PyTorch models. Tracing uses the meta device and `torch.no_grad()`, so no weight is copied."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\]")
 
 
 def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:
-    """The IR of a module for inputs like the examples, as a dict of plain data. The module is left as it is.
+    """Trace a module and return its IR as JSON data. The module is not modified.
 
-    Buffers that are in no checkpoint (`persistent=False`) go into the IR as constants.
+    Buffers with `persistent=False`, which are not in the state dict, become constants of the IR.
+
+    Args:
+        examples: Positional arguments; the IR is for inputs of the same shapes and dtypes.
+        name: Of the model. Default: the module's class.
 
     Raises:
-        IRError: PyTorch cannot trace the model, or a buffer that no checkpoint holds has no value.
+        IRError: PyTorch cannot export the model as one graph, or a buffer with `persistent=False` has no value because
+            it is on the meta device.
     """
     import torch
     from torch_ir import ConversionError, ExportError
@@ -62,7 +67,7 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
 
 
 def to_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module with its parameters and buffers on the meta device, tied ones still tied."""
+    """A copy of a module with its parameters and buffers on the meta device; tied parameters stay tied."""
     import torch
 
     memo: dict[int, Any] = {}
@@ -78,7 +83,9 @@ def _transient_buffers(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
     for name, buffer in module.named_buffers():
         if name in wanted and name not in saved:
             if buffer.is_meta:
-                raise IRError(f"buffer '{name}' is in no checkpoint and no value on the meta device; build on the CPU")
+                raise IRError(
+                    f"buffer '{name}' is not in the state dict and has no value on the meta device; build it on the CPU"
+                )
             dtype = str(buffer.dtype).removeprefix("torch.")
             constants[name] = {"data": buffer.tolist(), "dtype": dtype, "shape": list(buffer.shape)}
     return constants
@@ -89,11 +96,11 @@ def _to_plain(value: Any) -> str:
 
     if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return str(value).removeprefix("torch.")
-    raise IRError(f"the IR holds a {type(value).__name__}, which JSON has no form for")
+    raise IRError(f"the IR contains a {type(value).__name__}, which JSON cannot represent")
 
 
 def write_ir(ir: dict[str, Any], path: Path) -> None:
-    """Write IR as JSON, whole or not at all. Raises `InputError` if the file cannot be written."""
+    """Write IR to a JSON file atomically. Raises `InputError` if the file cannot be written."""
     from npu_compiler.compiled_program import write_atomically
 
     try:
@@ -103,14 +110,18 @@ def write_ir(ir: dict[str, Any], path: Path) -> None:
 
 
 def write_weights(module: nn.Module, path: Path) -> None:
-    """Write a module's state dict as .safetensors. Raises `InputError` if it is on meta or cannot be written."""
+    """Write a module's state dict to a .safetensors file atomically.
+
+    Raises:
+        InputError: the module is on the meta device, or the file cannot be written.
+    """
     from safetensors.torch import save_file
 
     if path.is_dir():
         raise InputError(f"cannot write '{path}': it is a folder")
     state = module.state_dict()
     if any(tensor.is_meta for tensor in state.values()):
-        raise InputError("the model has no weights to write: its factory builds it on the meta device")
+        raise InputError("the model has no weights to write: its factory creates it on the meta device")
     temporary = path.with_name(f".{path.name}.partial")
     try:
         save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}, temporary)
@@ -124,16 +135,18 @@ def write_weights(module: nn.Module, path: Path) -> None:
 def load_model(
     source: str, inputs: Sequence[str] = (), *, task: str | None = None, tokens: int = 128
 ) -> tuple[nn.Module, tuple[Any, ...], str]:
-    """A module, example inputs for it, and its name.
+    """Create a module; returns it with example inputs and its name.
 
     Args:
         source: `package.module:factory`, `file.py:factory`, or a Hugging Face folder. A factory returns a module, or
-            a module and a tuple of example inputs; it imports from the file's folder, or the current one, too.
-        inputs: Example inputs as `float32[1,3,224,224]`; a factory's own examples serve where there are none.
-        task: One of `TASKS`, for a Hugging Face folder.
+            a module and a tuple of example inputs. It can import modules from the folder of its file or, if it was
+            given as a module, from the current folder.
+        inputs: Dtypes and shapes of the example inputs, such as `float32[1,3,224,224]`. Default: the factory's own.
+        task: For a Hugging Face folder: one of `TASKS`.
+        tokens: For a Hugging Face text model: the sequence length.
 
     Raises:
-        InputError: nothing of that name, or no example inputs.
+        InputError: the source is not found, is not a module, or there are no example inputs.
     """
     given = tuple(parse_example(text) for text in inputs)
     if Path(source).is_dir():
@@ -147,25 +160,27 @@ def load_model(
     from torch import nn
 
     if not isinstance(module, nn.Module):
-        raise InputError(f"'{source}' made a {type(module).__name__}, not a torch.nn.Module")
+        raise InputError(f"'{source}' returned a {type(module).__name__}, not a torch.nn.Module")
     if not (given or examples):
-        raise InputError(f"'{source}' brings no example inputs: describe each with --input float32[1,3,224,224]")
+        raise InputError(
+            f"'{source}' has no example inputs; describe each one with --input, as in float32[1,3,224,224]"
+        )
     return module, given or tuple(examples), type(module).__name__
 
 
 def parse_example(text: str) -> torch.Tensor:
-    """An empty meta tensor from `dtype[sizes]`. Raises `InputError` for anything else."""
+    """A meta tensor from a dtype and shape such as `float32[1,3,224,224]`. Raises `InputError` for any other text."""
     import torch
 
     match = _SPEC.fullmatch(text.strip())
     dtype = getattr(torch, match["dtype"], None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
-        raise InputError(f"'{text}' describes no input: write its dtype and shape, as in float32[1,3,224,224]")
+        raise InputError(f"cannot parse input '{text}': write its dtype and shape, as in float32[1,3,224,224]")
     return torch.empty([int(size) for size in match["shape"].split(",") if size.strip()], dtype=dtype, device="meta")
 
 
 def _folder_of(source: str) -> Path:
-    """Where a factory's own imports are looked for first: beside its file, else in the current folder."""
+    """The folder that a factory can import modules from: that of its file, else the current one."""
     where = source.rpartition(":")[0]
     return Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
 
@@ -176,18 +191,18 @@ def _imports_from(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(ValueError):  # what is imported may change the list too
+        with suppress(ValueError):  # the imported code may have changed the list
             sys.path.remove(str(folder))
 
 
 def _find_factory(source: str) -> Callable[[], Any]:
     where, separator, attribute = source.rpartition(":")
     if not separator or not where or not attribute:
-        raise InputError(f"'{source}' is neither a folder nor package.module:factory")
+        raise InputError(f"'{source}' is neither a folder nor of the form package.module:factory")
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ModuleNotFoundError as error:
-        raise InputError(f"cannot import '{where}': there is no module '{error.name}'") from error
+        raise InputError(f"cannot import '{where}': no module named '{error.name}'") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise InputError(f"'{where}' has no function or class '{attribute}'")
@@ -207,11 +222,11 @@ def _import_file(path: Path) -> Any:
 
 def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.Module, tuple[Any, ...]]:
     if task is None:
-        raise InputError(f"'{folder}' is a folder of a Hugging Face model: name its --task, one of {', '.join(TASKS)}")
+        raise InputError(f"a Hugging Face model such as '{folder}' needs --task: one of {', '.join(TASKS)}")
     if task not in TASKS:
         raise InputError(f"unknown task '{task}'; choose one of {', '.join(TASKS)}")
     if not (folder / "config.json").is_file():
-        raise InputError(f"'{folder}' is no Hugging Face model: it has no config.json")
+        raise InputError(f"'{folder}' is not a Hugging Face model folder: it has no config.json")
     try:
         import transformers
     except ModuleNotFoundError:
@@ -232,7 +247,10 @@ def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.
 
 
 def with_one_output(model: nn.Module, field: str) -> nn.Module:
-    """The model as a function of its first input with one tensor as result; its parameters keep their names."""
+    """Patch the model's forward to take its main input only and return one field of its output; returns the model.
+
+    Unlike a wrapper module, this keeps the parameters' names.
+    """
     import types
 
     keyword = "pixel_values" if getattr(model, "main_input_name", "") == "pixel_values" else "input_ids"

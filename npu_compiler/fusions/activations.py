@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from npu_compiler.fusions.engine import Fusion, Match, Num, P, Rewriter, Var, add, fused, mul
+from npu_compiler.fusions.engine import Fusion, Match, Num, P, Rewriter, Var, activation, add, fused, mul
 from npu_compiler.graph.model import OpNode
 
 x, y = Var("x"), Var("y")
@@ -36,7 +36,7 @@ def _gelu_tanh_patterns() -> tuple[P, ...]:
     return tuple(form for t in terms for form in (mul(mul(x, Num(value=0.5)), t), mul(mul(x, t), Num(value=0.5))))
 
 
-def _rewrite_unary(op_type: str, **attrs: object) -> Callable[[Match, Rewriter], OpNode | None]:
+def rewrite_unary(op_type: str, **attrs: object) -> Callable[[Match, Rewriter], OpNode | None]:
     def rewrite(match: Match, rewriter: Rewriter) -> OpNode | None:
         return fused(op_type, match, (match.tensors["x"],), **attrs)
 
@@ -50,21 +50,15 @@ def _rewrite_gated(match: Match, rewriter: Rewriter) -> OpNode | None:
     gate, up = match.tensors["x"], match.tensors["y"]
     if rewriter.tensors[gate].shape != rewriter.tensors[up].shape:
         return None
-    activation = match.bound["activation"]
-    kind = "silu" if activation.base == "aten.silu" else "gelu_tanh" if is_tanh(activation) else "gelu"
-    return fused(f"npu.{kind}_mul", match, (gate, up))
-
-
-def is_tanh(node: OpNode) -> bool:
-    return node.attrs.get("approximate") == "tanh"
+    return fused(f"npu.{activation(match.bound['activation'])}_mul", match, (gate, up))
 
 
 def _rewrite_add_relu(match: Match, rewriter: Rewriter) -> OpNode | None:
     return fused("npu.add_relu", match, (match.tensors["x"], match.tensors["y"]))
 
 
-SILU = Fusion("silu", (mul(x, P("aten.sigmoid", (x,))),), _rewrite_unary("aten.silu.default"))
-GELU = Fusion("gelu", _gelu_patterns(), _rewrite_unary("aten.gelu.default"))
-GELU_TANH = Fusion("gelu_tanh", _gelu_tanh_patterns(), _rewrite_unary("aten.gelu.default", approximate="tanh"))
+SILU = Fusion("silu", (mul(x, P("aten.sigmoid", (x,))),), rewrite_unary("aten.silu.default"))
+GELU = Fusion("gelu", _gelu_patterns(), rewrite_unary("aten.gelu.default"))
+GELU_TANH = Fusion("gelu_tanh", _gelu_tanh_patterns(), rewrite_unary("aten.gelu.default", approximate="tanh"))
 GATED_ACTIVATION = Fusion("gated_activation", (mul(_gate, y),), _rewrite_gated)
 ADD_RELU = Fusion("add_relu", (P("aten.relu", (add(x, y),)),), _rewrite_add_relu)

@@ -32,18 +32,17 @@ def _rewrite_masked_softmax(match: Match, rewriter: Rewriter) -> OpNode | None:
 def _attention_patterns() -> tuple[P, ...]:
     """softmax(q · kᵀ · scale + mask) · v, where k arrives transposed and any step may be cast or reshaped."""
     products = "aten.matmul aten.bmm"
-    cast = "aten.to aten._to_copy aten.type_as aten.float"
     raw = P(products, (q, k))
     scaled = (mul(raw, Num("scale")), P("aten.div", (raw, Num("divisor"))), raw)
     result: list[P] = []
     for scores in scaled:
         scores = Maybe(scores)  # type: ignore[assignment]
         for logits in (add(scores, mask), scores):
-            weights = Maybe(_softmax(Maybe(logits)), cast)
+            weights = Maybe(_softmax(Maybe(logits)))
             result.append(P(products, (weights, v)))
     prescaled = P(products, (mul(q, Num("scale")), k))
     for logits in (add(prescaled, mask), prescaled):
-        result.append(P(products, (Maybe(_softmax(Maybe(logits)), cast), v)))
+        result.append(P(products, (Maybe(_softmax(Maybe(logits))), v)))
     return tuple(result)
 
 

@@ -1,35 +1,26 @@
-"""Convolutions with what follows: a sum with a residual, an activation."""
+"""Convolutions with what follows, a sum with a residual and an activation, and with the padding before them."""
 
 from __future__ import annotations
 
-from npu_compiler.fusions.activations import is_tanh
-from npu_compiler.fusions.engine import Fusion, Match, P, Rewriter, Var, add, fused
+from dataclasses import replace
+
+from npu_compiler.fusions.engine import ACTIVATION_OPS, Fusion, Match, P, Rewriter, Var, activation, add, fused
 from npu_compiler.graph.model import IRGraph, OpNode
 
-_CONV_ACTIVATIONS = {
-    "aten.relu": "relu",
-    "aten.relu6": "relu6",
-    "aten.silu": "silu",
-    "aten.hardswish": "hardswish",
-    "aten.hardsigmoid": "hardsigmoid",
-    "aten.sigmoid": "sigmoid",
-    "aten.gelu": "gelu",
-}
+# gelu in its tanh form is left to a kernel of its own.
+_ACTIVATIONS = frozenset({"relu", "relu6", "silu", "hardswish", "hardsigmoid", "sigmoid", "gelu"})
 
 
 def _is_conv_activation(node: OpNode, graph: IRGraph) -> bool:
-    if node.base == "aten.hardtanh":
-        return (node.attrs.get("min_val", -1.0), node.attrs.get("max_val", 1.0)) == (0, 6)
-    return not is_tanh(node)
+    return activation(node) in _ACTIVATIONS
 
 
 def _conv_patterns() -> tuple[P, ...]:
     conv = P("aten.conv2d npu.conv2d", bind="conv")
-    activations = " ".join((*_CONV_ACTIVATIONS, "aten.hardtanh"))
     summed = add(conv, Var("residual"))
 
     def activated(inner: P) -> P:
-        return P(activations, (inner,), where=_is_conv_activation, bind="activation")
+        return P(ACTIVATION_OPS, (inner,), where=_is_conv_activation, bind="activation")
 
     return (activated(summed), activated(conv), summed)
 
@@ -42,16 +33,52 @@ def _rewrite_conv(match: Match, rewriter: Rewriter) -> OpNode | None:
         return None
     if residual is not None and rewriter.tensors[residual].shape != shape:
         return None
-    activation = match.bound.get("activation")
-    kind = "none" if activation is None else _CONV_ACTIVATIONS.get(activation.base, "relu6")
+    activated = match.bound.get("activation")
     inputs = conv.inputs if residual is None else (*conv.inputs, residual)
     attrs = {
         **conv.attrs,
         "has_bias": len(conv.inputs) > 2,
         "has_residual": residual is not None,
-        "activation": kind,
+        "activation": "none" if activated is None else activation(activated),
     }
     return fused("npu.conv2d", match, inputs, **attrs)
 
 
 CONV_EPILOGUE = Fusion("conv_epilogue", _conv_patterns(), _rewrite_conv)
+
+
+def fold_padding(graph: IRGraph) -> IRGraph:
+    """Let a convolution pad its own input.
+
+    Given:   p = pad(x, [0, 1, 0, 1]);  y = conv2d(p, w, padding=0)
+    Result:  y = conv2d(x, w, padding=[0, 1, 0, 1] as top, bottom, left, right)
+    """
+    producers, consumers = graph.producers(), graph.consumers()
+    nodes, dropped = [], set()
+    for node in graph.nodes:
+        pad = producers.get(node.inputs[0]) if node.base == "aten.conv2d" and node.inputs else None
+        if pad is not None and _is_zero_padding(pad, graph) and node.attrs.get("padding") not in ("same", "valid"):
+            own = node.attrs.get("padding", 0)
+            height, width = (own, own) if isinstance(own, int) else (own * 2)[:2]
+            left, right, top, bottom = pad.attrs["pad"]
+            sides = [top + height, bottom + height, left + width, right + width]
+            node = replace(node, inputs=(pad.inputs[0], *node.inputs[1:]), attrs={**node.attrs, "padding": sides})
+            if len(consumers[pad.outputs[0]]) == 1:
+                dropped.add(pad.name)
+        nodes.append(node)
+    return replace(
+        graph, nodes=[node for node in nodes if node.name not in dropped or node.outputs[0] in graph.outputs]
+    )
+
+
+def _is_zero_padding(node: OpNode, graph: IRGraph) -> bool:
+    pads = node.attrs.get("pad")
+    return (
+        node.base in ("aten.pad", "aten.constant_pad_nd")
+        and node.attrs.get("mode", "constant") == "constant"
+        and not node.attrs.get("value")
+        and isinstance(pads, list)
+        and len(pads) == 4
+        and min(pads) >= 0
+        and len(graph.tensors[node.inputs[0]].shape) == 4
+    )

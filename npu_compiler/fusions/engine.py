@@ -7,7 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.ops import OPS
 from npu_compiler.ops.registry import Args, find_op
+
+CASTS = " ".join(name for name, op in OPS.items() if op.is_cast)
+ACTIVATION_OPS = " ".join(name for name, op in OPS.items() if op.activation is not None)
+
+
+def activation(node: OpNode) -> str | None:
+    """The activation that a node is, as products and convolutions name it; None for any other node."""
+    op = find_op(node.op_type)
+    return op.activation(node.attrs) if op is not None and op.activation is not None else None
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,18 @@ class Maybe:
     """The inner pattern, or the inner pattern under one node of `ops` (by default a cast)."""
 
     inner: Pattern
-    ops: str = "aten.to aten._to_copy aten.type_as aten.float"
+    ops: str = CASTS
 
 
-Pattern: TypeAlias = Var | Num | P | Maybe
+@dataclass(frozen=True)
+class Either:
+    """The first of two patterns that matches."""
+
+    first: Pattern
+    second: Pattern
+
+
+Pattern: TypeAlias = Var | Num | P | Maybe | Either
 
 
 def add(left: Pattern, right: Pattern) -> P:
@@ -133,6 +151,10 @@ class Matcher:
             yield from self._args(patterns[1:], operands[1:], found)
 
     def _value(self, pattern: Pattern, operand: str | float | None, state: Match) -> Iterator[Match]:
+        if isinstance(pattern, Either):
+            yield from self._value(pattern.first, operand, state)
+            yield from self._value(pattern.second, operand, state)
+            return
         if isinstance(pattern, Num):
             if isinstance(operand, (int, float)) and _close(operand, pattern.value):
                 found = state.copy()

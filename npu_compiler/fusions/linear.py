@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from npu_compiler.fusions.activations import is_tanh
-from npu_compiler.fusions.engine import Fusion, Match, P, Rewriter, Var, add, fused
+from npu_compiler.fusions.engine import ACTIVATION_OPS, CASTS, Fusion, Match, P, Rewriter, Var, activation, add, fused
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 from npu_compiler.ops.aliases import slice_bounds
@@ -78,18 +77,17 @@ def _join_linears(
     return nodes
 
 
+_ACTIVATIONS = frozenset({"relu", "gelu", "gelu_tanh", "silu"})
+
+
+def _is_linear_activation(node: OpNode, graph: IRGraph) -> bool:
+    return activation(node) in _ACTIVATIONS
+
+
 def _linear_patterns() -> tuple[P, ...]:
     linear = P("aten.linear npu.linear", bind="linear")
-    activated = P("aten.relu aten.gelu aten.silu npu.gelu_tanh npu.gelu_erf", (linear,), bind="activation")
+    activated = P(ACTIVATION_OPS, (linear,), where=_is_linear_activation, bind="activation")
     return (add(linear, Var("residual")), activated)
-
-
-_LINEAR_ACTIVATIONS = {
-    "aten.relu": "relu",
-    "aten.silu": "silu",
-    "npu.gelu_tanh": "gelu_tanh",
-    "npu.gelu_erf": "gelu",
-}
 
 
 def _rewrite_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
@@ -107,12 +105,11 @@ def _rewrite_linear(match: Match, rewriter: Rewriter) -> OpNode | None:
         **linear.attrs,
     }
     attrs["has_residual"] = residual is not None
-    activation = match.bound.get("activation")
-    if activation is not None:
+    activated = match.bound.get("activation")
+    if activated is not None:
         if attrs["activation"] != "none":
             return None
-        kind = "gelu_tanh" if is_tanh(activation) else _LINEAR_ACTIVATIONS.get(activation.base, "gelu")
-        attrs["activation"] = kind
+        attrs["activation"] = activation(activated)
     inputs = linear.inputs if residual is None else (*linear.inputs, residual)
     return fused("npu.linear", match, inputs, **attrs)
 
@@ -159,7 +156,7 @@ LINEAR_ACTIVATION = Fusion("linear_activation", _linear_patterns()[1:], _rewrite
 LINEAR_RESIDUAL = Fusion("linear_residual", _linear_patterns()[:1], _rewrite_linear)
 LINEAR_CAST = Fusion(
     "linear_cast",
-    (P("aten.to aten._to_copy", (P("aten.linear npu.linear", bind="linear"),), where=_widens),),
+    (P(CASTS, (P("aten.linear npu.linear", bind="linear"),), where=_widens),),
     _rewrite_linear_cast,
 )
 GATED_LINEAR = Fusion("gated_linear", (_gated_linear_pattern(),), _rewrite_gated_linear)

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from npu_compiler.fusions.engine import Fusion, Match, Maybe, Num, P, Pattern, Rewriter, Var, add, fused, mul
+from npu_compiler.fusions.engine import (
+    CASTS,
+    Either,
+    Fusion,
+    Match,
+    Maybe,
+    Num,
+    P,
+    Pattern,
+    Rewriter,
+    Var,
+    add,
+    fused,
+    mul,
+)
 from npu_compiler.graph.dtypes import is_float
 from npu_compiler.graph.model import IRGraph, OpNode
 
@@ -19,24 +33,24 @@ def _mean(inner: Pattern) -> P:
     return P("aten.mean", (inner,), where=_last_dim_mean)
 
 
-def _square(inner: Pattern) -> P:
-    return P("aten.pow", (inner, Num(value=2)))
+def _square(inner: Pattern) -> Either:
+    return Either(P("aten.pow", (inner, Num(value=2))), mul(inner, inner))
 
 
 def _rms_norm_patterns() -> tuple[P, ...]:
     """RMSNorm as Hugging Face writes it: weight · cast(x · rsqrt(mean(x²) + eps)), casts and weight optional."""
     x32 = Maybe(x)
-    scale = P("aten.rsqrt", (add(_mean(_square(x32)), Num("eps")),))
+    rsqrt = P("aten.rsqrt", (add(_mean(_square(x32)), Num("eps")),))
+    scale = Maybe(rsqrt, "aten.expand")
     divide = P("aten.div", (x32, P("aten.sqrt", (add(_mean(_square(x32)), Num("eps")),))))
     normal = (mul(x32, scale), divide)
     weighted = tuple(mul(Maybe(w), Maybe(n)) for n in normal)
     offset = tuple(mul(Maybe(n), add(Maybe(w), Num("offset", 1.0))) for n in normal)
-    cast = "aten.to aten._to_copy aten.type_as"
     return (
-        *(P(cast, (n,)) for n in (*offset, *weighted)),
+        *(P(CASTS, (n,)) for n in (*offset, *weighted)),
         *offset,
         *weighted,
-        *(P(cast, (n,)) for n in normal),
+        *(P(CASTS, (n,)) for n in normal),
         *normal,
     )
 

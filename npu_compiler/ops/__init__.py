@@ -2,7 +2,7 @@
 
 from npu_compiler.ops import aliases, conv, elementwise, indexing, matmul, reductions, sorting, tensor, transformer
 from npu_compiler.ops.registry import OPS, Args, Op, find_op, register_op, unsupported_reason
-from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.elementwise import ELEMENTWISE, declaration, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS
 
 __all__ = [
@@ -13,7 +13,9 @@ __all__ = [
     "Op",
     "aliases",
     "conv",
+    "declaration",
     "elementwise",
+    "elementwise_kernel",
     "find_op",
     "indexing",
     "matmul",

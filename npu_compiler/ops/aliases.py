@@ -1,101 +1,201 @@
-"""Ops that move nothing: the output is another view of the input. A reshape copies only where strides cannot say it."""
+"""Ops that move nothing: the output is another view of the input. A reshape copies only where strides cannot say it.
+
+Each is a function from the input's view to the output's, which is what lowering does with the op. Functionalization
+asks the same function what memory an in-place op changes, and each op for the op that writes a changed view back.
+"""
 
 from __future__ import annotations
 
-from npu_compiler.graph.model import OpNode
+from collections.abc import Callable
+from dataclasses import replace
+
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import find_op, register_op
+from npu_compiler.ops.registry import (
+    LowerFn,
+    SupportFn,
+    ViewFn,
+    ViewRule,
+    WriteBack,
+    always,
+    find_op,
+    register_op,
+    supported,
+)
 from npu_compiler.program.views import View
+
+
+def view_rule(node: OpNode) -> ViewRule | None:
+    """How the node's output looks into its input's memory; None for an op that makes new memory."""
+    op = find_op(node.op_type)
+    return op.view if op is not None else None
+
+
+def window(node: OpNode, source: View, out: TensorSpec) -> View | None:
+    """A view op's output as a view of its input's view; None where strides cannot express it."""
+    rule = view_rule(node)
+    assert rule is not None, node.op_type
+    return rule.window(node, source, out)
+
+
+def single_output(node: OpNode, graph: IRGraph, index: int) -> OpNode:
+    """Output `index` of a view op as a node of its own: a piece of `split` is a slice."""
+    rule = view_rule(node)
+    return node if rule is None or rule.part is None else rule.part(node, graph, index)
+
+
+def lower_view(ctx: Lowering, node: OpNode) -> None:
+    for index, name in enumerate(node.outputs):
+        step = single_output(node, ctx.graph, index)
+        source, out = ctx.view(step.inputs[0]), ctx.spec(name)
+        view = window(step, source, out)
+        ctx.finish(ctx.reshaped(source, out.shape) if view is None else view, index)
+
+
+def write_whole(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack | None:
+    """The inverse of a view that shows every element once, in the same order."""
+    if out.numel != base.numel:
+        return None
+    return WriteBack("aten.reshape.default", {"shape": list(base.shape)}, keeps_rest=False)
+
+
+def _write_permuted(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
+    """The inverse permutation, read off strides that number the dimensions."""
+    dims = range(len(base.shape))
+    turned = window(node, View(base.name, base.shape, tuple(dims), 0, base.dtype), out)
+    assert turned is not None
+    order = [turned.strides.index(dim) for dim in dims]
+    return WriteBack("aten.permute.default", {"dims": order}, keeps_rest=False)
+
+
+def _write_with(op_type: str) -> Callable[[OpNode, TensorSpec, TensorSpec], WriteBack]:
+    """By the scatter op that takes the view op's own attributes."""
+    return lambda node, base, out: WriteBack(op_type, node.attrs, keeps_rest=True)
+
+
+def _write_narrow(node: OpNode, base: TensorSpec, out: TensorSpec) -> WriteBack:
+    dim, start = node.attrs["dim"], node.attrs["start"]
+    start, _ = slice_bounds(base.shape[dim], start, None)
+    attrs = {"dim": dim, "start": start, "end": start + node.attrs["length"]}
+    return WriteBack("aten.slice_scatter.default", attrs, keeps_rest=True)
+
+
+def _write_nothing(node: OpNode, base: TensorSpec, out: TensorSpec) -> None:
+    """For views in which elements overlap."""
+
+
+def view_op(
+    names: str,
+    *,
+    tensors: tuple[str, ...] = ("self",),
+    unsupported: SupportFn = supported,
+    may_copy: bool = False,
+    write_back: Callable[[OpNode, TensorSpec, TensorSpec], WriteBack | None] = write_whole,
+    identity: Callable[[OpNode], bool] | None = None,
+    is_pure: bool = True,
+    lower: LowerFn = lower_view,
+) -> Callable[[ViewFn], ViewFn]:
+    """Decorator: add rows of ops whose output is the view that the decorated function makes of the input's."""
+
+    def add(function: ViewFn) -> ViewFn:
+        rule = ViewRule(function, may_copy, None, write_back)
+        register_op(
+            names, tensors=tensors, unsupported=unsupported, view=rule, moves=True, identity=identity, is_pure=is_pure
+        )(lower)
+        return function
+
+    return add
 
 
 def _dims(value: object) -> list[int]:
     return [value] if isinstance(value, int) else list(value)  # type: ignore[call-overload]
 
 
-@register_op(
-    "aten.alias",
-    "aten.detach",
-    "aten.dropout",
-    "aten.feature_dropout",
-    "aten.contiguous",
-    "aten.positive",
-    "aten.alpha_dropout",
-    tensors=("self",),
-    unsupported=lambda node, graph: "dropout in training mode" if node.attrs.get("train") else None,
-)
 def lower_identity(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(ctx.view(node.inputs[0]))
 
 
-@register_op(
-    "aten.view",
-    "aten.reshape",
-    "aten._unsafe_view",
-    "aten.flatten",
-    "aten.unflatten",
-    "aten.view_as",
-    "aten.reshape_as",
-    "aten.ravel",
-    "npu.reshape",
+@view_op("aten.alias aten.detach aten.positive", identity=always)
+def _same(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source
+
+
+view_op(
+    "aten.dropout aten.feature_dropout aten.alpha_dropout",
+    unsupported=lambda node, graph: "dropout in training mode" if node.attrs.get("train") else None,
+    identity=lambda node: not node.attrs.get("train"),
+    is_pure=False,
+)(_same)
+
+
+@view_op("aten.contiguous", may_copy=True, identity=always, lower=lower_identity)
+def _contiguous(node: OpNode, source: View, out: TensorSpec) -> View | None:
+    return source if source.is_contiguous else None
+
+
+def _reshape(node: OpNode, source: View, out: TensorSpec) -> View | None:
+    return source.reshape(out.shape)
+
+
+view_op(
+    "aten.reshape aten.flatten aten.reshape_as aten.ravel", tensors=("self", "other"), may_copy=True, identity=always
+)(_reshape)
+view_op(
+    "aten.view aten._unsafe_view aten.unflatten aten.view_as npu.reshape",
     tensors=("self", "other"),
     unsupported=lambda node, graph: "view as another dtype" if node.op_type == "aten.view.dtype" else None,
-)
-def lower_reshape(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.reshaped(ctx.view(node.inputs[0]), ctx.spec(node.outputs[0]).shape))
+    identity=always,
+)(_reshape)
 
 
-@register_op("aten.unsqueeze")
-def lower_unsqueeze(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.view(node.inputs[0]).unsqueeze(node.attrs["dim"]))
+@view_op("aten.unsqueeze")
+def _unsqueeze(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source.unsqueeze(node.attrs["dim"])
 
 
-@register_op("aten.squeeze")
-def lower_squeeze(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    dims = range(view.rank) if "dim" not in node.attrs else _dims(node.attrs["dim"])
-    for dim in sorted((view.dim(d) for d in dims), reverse=True):
-        view = view.squeeze(dim)
-    ctx.finish(view)
+@view_op("aten.squeeze", identity=always)
+def _squeeze(node: OpNode, source: View, out: TensorSpec) -> View:
+    dims = range(source.rank) if "dim" not in node.attrs else _dims(node.attrs["dim"])
+    for dim in sorted((source.dim(d) for d in dims), reverse=True):
+        source = source.squeeze(dim)
+    return source
 
 
-@register_op("aten.transpose", "aten.swapaxes", "aten.swapdims")
-def lower_transpose(ctx: Lowering, node: OpNode) -> None:
+@view_op("aten.transpose aten.swapaxes aten.swapdims", write_back=_write_permuted)
+def _transpose(node: OpNode, source: View, out: TensorSpec) -> View:
     first = node.attrs.get("dim0", node.attrs.get("axis0"))
     second = node.attrs.get("dim1", node.attrs.get("axis1"))
-    ctx.finish(ctx.view(node.inputs[0]).transpose(int(first), int(second)))  # type: ignore[arg-type]
+    return source.transpose(int(first), int(second))  # type: ignore[arg-type]
 
 
-@register_op("aten.permute")
-def lower_permute(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.view(node.inputs[0]).permute(node.attrs["dims"]))
+@view_op("aten.permute", write_back=_write_permuted)
+def _permute(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source.permute(node.attrs["dims"])
 
 
-@register_op("aten.t", "aten.mT", "aten.adjoint", "aten.mH", "aten.matrix_H")
-def lower_matrix_transpose(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    ctx.finish(view.transpose(-1, -2) if view.rank >= 2 else view)
+@view_op("aten.t aten.mT aten.adjoint aten.mH aten.matrix_H", write_back=_write_permuted)
+def _matrix_transpose(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source.transpose(-1, -2) if source.rank >= 2 else source
 
 
-@register_op("aten.numpy_T")
-def lower_reverse_dims(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    ctx.finish(view.permute(range(view.rank - 1, -1, -1)))
+@view_op("aten.numpy_T", write_back=_write_permuted)
+def _reverse_dims(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source.permute(range(source.rank - 1, -1, -1))
 
 
-@register_op("aten.movedim", "aten.moveaxis")
-def lower_movedim(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    sources = [view.dim(d) for d in _dims(node.attrs["source"])]
-    targets = [view.dim(d) for d in _dims(node.attrs["destination"])]
-    order = [d for d in range(view.rank) if d not in sources]
-    for target, source in sorted(zip(targets, sources, strict=True)):
-        order.insert(target, source)
-    ctx.finish(view.permute(order))
+@view_op("aten.movedim aten.moveaxis", write_back=_write_permuted)
+def _movedim(node: OpNode, source: View, out: TensorSpec) -> View:
+    sources = [source.dim(d) for d in _dims(node.attrs["source"])]
+    targets = [source.dim(d) for d in _dims(node.attrs["destination"])]
+    order = [d for d in range(source.rank) if d not in sources]
+    for target, dim in sorted(zip(targets, sources, strict=True)):
+        order.insert(target, dim)
+    return source.permute(order)
 
 
-@register_op("aten.expand", "aten.expand_as", "aten.broadcast_to", tensors=("self", "other"))
-def lower_expand(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.view(node.inputs[0]).expand(ctx.spec(node.outputs[0]).shape))
+@view_op("aten.expand aten.expand_as aten.broadcast_to", tensors=("self", "other"), identity=always)
+def _expand(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source.expand(out.shape)
 
 
 def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
@@ -106,118 +206,120 @@ def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, in
     return low, min(max(high, low), size)
 
 
-@register_op("aten.slice")
-def lower_slice(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    dim = view.dim(node.attrs.get("dim", 0))
-    start, end = slice_bounds(view.shape[dim], node.attrs.get("start"), node.attrs.get("end"))
-    ctx.finish(view.slice(dim, start, end, node.attrs.get("step", 1)))
+@view_op(
+    "aten.slice",
+    write_back=_write_with("aten.slice_scatter.default"),
+    identity=lambda node: node.attrs.get("step", 1) == 1,
+)
+def _slice(node: OpNode, source: View, out: TensorSpec) -> View:
+    dim = source.dim(node.attrs.get("dim", 0))
+    start, end = slice_bounds(source.shape[dim], node.attrs.get("start"), node.attrs.get("end"))
+    return source.slice(dim, start, end, node.attrs.get("step", 1))
 
 
-@register_op("aten.narrow", unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor")
-def lower_narrow(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    dim = view.dim(node.attrs["dim"])
+@view_op(
+    "aten.narrow",
+    unsupported=lambda node, graph: None if "start" in node.attrs else "narrow from a tensor",
+    write_back=_write_narrow,
+    identity=always,
+)
+def _narrow(node: OpNode, source: View, out: TensorSpec) -> View:
+    dim = source.dim(node.attrs["dim"])
     start, length = node.attrs["start"], node.attrs["length"]
-    start = start + view.shape[dim] if start < 0 else start
-    ctx.finish(view.slice(dim, start, start + length))
+    start = start + source.shape[dim] if start < 0 else start
+    return source.slice(dim, start, start + length)
 
 
-@register_op("aten.select")
-def lower_select(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.view(node.inputs[0]).select(node.attrs["dim"], node.attrs["index"]))
+@view_op("aten.select", write_back=_write_with("aten.select_scatter.default"))
+def _select(node: OpNode, source: View, out: TensorSpec) -> View:
+    return source.select(node.attrs["dim"], node.attrs["index"])
 
 
-@register_op("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split")
-def lower_split(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    dim = view.dim(node.attrs.get("dim", 0))
-    start = 0
-    for index, name in enumerate(node.outputs):
-        stop = start + ctx.spec(name).shape[dim]
-        ctx.finish(view.slice(dim, start, stop), index)
-        start = stop
-
-
-@register_op("aten.unbind")
-def lower_unbind(ctx: Lowering, node: OpNode) -> None:
-    view = ctx.view(node.inputs[0])
-    for index in range(len(node.outputs)):
-        ctx.finish(view.select(node.attrs.get("dim", 0), index), index)
-
-
-@register_op("getitem", tensors=("*outputs",))
-def lower_getitem(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(ctx.view(node.inputs[node.attrs["index"]]))
-
-
-@register_op("aten.unfold")
-def lower_unfold(ctx: Lowering, node: OpNode) -> None:
+@view_op("aten.unfold", write_back=_write_nothing)
+def _unfold(node: OpNode, source: View, out: TensorSpec) -> View:
     """Sliding windows: `unfold(dim, size, step)` appends a dimension of overlapping elements."""
-    view = ctx.view(node.inputs[0])
-    dim, size, step = view.dim(node.attrs["dimension"]), node.attrs["size"], node.attrs["step"]
-    windows = (view.shape[dim] - size) // step + 1
-    shape = (*view.shape[:dim], windows, *view.shape[dim + 1 :], size)
-    strides = (*view.strides[:dim], view.strides[dim] * step, *view.strides[dim + 1 :], view.strides[dim])
-    ctx.finish(View(view.buffer, shape, strides, view.offset, view.dtype))
+    dim, size, step = source.dim(node.attrs["dimension"]), node.attrs["size"], node.attrs["step"]
+    windows = (source.shape[dim] - size) // step + 1
+    shape = (*source.shape[:dim], windows, *source.shape[dim + 1 :], size)
+    strides = (*source.strides[:dim], source.strides[dim] * step, *source.strides[dim + 1 :], source.strides[dim])
+    return replace(source, shape=shape, strides=strides)
 
 
-@register_op("aten.diagonal")
-def lower_diagonal(ctx: Lowering, node: OpNode) -> None:
-    ctx.finish(diagonal_view(ctx.view(node.inputs[0]), node))
+@view_op("aten.diagonal", write_back=_write_with("aten.diagonal_scatter.default"))
+def _diagonal(node: OpNode, source: View, out: TensorSpec) -> View:
+    return diagonal_view(source, node)
 
 
-def diagonal_view(view: View, node: OpNode) -> View:
+def diagonal_view(source: View, node: OpNode) -> View:
     """The diagonal of two dimensions, as the last dimension."""
     offset = node.attrs.get("offset", 0)
-    first, second = view.dim(node.attrs.get("dim1", 0)), view.dim(node.attrs.get("dim2", 1))
-    start = view.offset + (offset * view.strides[second] if offset >= 0 else -offset * view.strides[first])
-    rest = [d for d in range(view.rank) if d not in (first, second)]
-    rows, columns = view.shape[first] + min(offset, 0), view.shape[second] - max(offset, 0)
-    shape = (*(view.shape[d] for d in rest), max(0, min(rows, columns)))
-    strides = (*(view.strides[d] for d in rest), view.strides[first] + view.strides[second])
-    return View(view.buffer, shape, strides, start, view.dtype)
+    first, second = source.dim(node.attrs.get("dim1", 0)), source.dim(node.attrs.get("dim2", 1))
+    start = source.offset + (offset * source.strides[second] if offset >= 0 else -offset * source.strides[first])
+    rest = [d for d in range(source.rank) if d not in (first, second)]
+    rows, columns = source.shape[first] + min(offset, 0), source.shape[second] - max(offset, 0)
+    shape = (*(source.shape[d] for d in rest), max(0, min(rows, columns)))
+    strides = (*(source.strides[d] for d in rest), source.strides[first] + source.strides[second])
+    return replace(source, shape=shape, strides=strides, offset=start)
 
 
-def _stages(ctx: Lowering, node: OpNode, stages: list[tuple[int, ...]], order: list[int]) -> None:
-    """Reshape, permute, reshape to the output: the shape of every pixel and channel shuffle."""
-    view = ctx.view(node.inputs[0])
-    for shape in stages:
-        view = ctx.reshaped(view, shape)
+def _parts_op(names: str, tensors: tuple[str, ...], part: Callable[[OpNode, IRGraph, int], OpNode]) -> None:
+    """Add rows of ops of several outputs, each of which another op makes alone."""
+    register_op(names, tensors=tensors, view=ViewRule(_same, part=part), moves=True)(lower_view)
+
+
+def _slice_of(node: OpNode, graph: IRGraph, index: int) -> OpNode:
+    dim = node.attrs.get("dim", 0)
+    sizes = [graph.tensors[out].shape[dim] for out in node.outputs]
+    start = sum(sizes[:index])
+    attrs = {"dim": dim, "start": start, "end": start + sizes[index]}
+    return OpNode(node.name, "aten.slice.Tensor", node.inputs[:1], (node.outputs[index],), attrs)
+
+
+def _row_of(node: OpNode, graph: IRGraph, index: int) -> OpNode:
+    attrs = {"dim": node.attrs.get("dim", 0), "index": index}
+    return OpNode(node.name, "aten.select.int", node.inputs[:1], (node.outputs[index],), attrs)
+
+
+def _broadcast_of(node: OpNode, graph: IRGraph, index: int) -> OpNode:
+    size = {"size": list(graph.tensors[node.outputs[index]].shape)}
+    return OpNode(node.name, "aten.expand.default", (node.inputs[index],), (node.outputs[index],), size)
+
+
+def _chosen(node: OpNode, graph: IRGraph, index: int) -> OpNode:
+    return OpNode(node.name, "aten.alias.default", (node.inputs[node.attrs["index"]],), node.outputs, {})
+
+
+_parts_op("aten.split aten.split_with_sizes aten.chunk aten.tensor_split", ("self",), _slice_of)
+_parts_op("aten.unbind", ("self",), _row_of)
+_parts_op("aten.broadcast_tensors", ("*tensors",), _broadcast_of)
+_parts_op("getitem", ("*outputs",), _chosen)
+
+
+def _shuffle(ctx: Lowering, node: OpNode, split: tuple[int, ...], order: list[int]) -> None:
+    """Reshape, permute, reshape to the output: what every pixel and channel shuffle is."""
+    view = ctx.reshaped(ctx.view(node.inputs[0]), split)
     ctx.finish(ctx.reshaped(view.permute(order), ctx.spec(node.outputs[0]).shape))
 
 
-@register_op("aten.pixel_shuffle")
+@register_op("aten.pixel_shuffle", moves=True)
 def lower_pixel_shuffle(ctx: Lowering, node: OpNode) -> None:
     *lead, channels, height, width = ctx.view(node.inputs[0]).shape
     r, n = node.attrs["upscale_factor"], len(lead)
-    stages = [(*lead, channels // (r * r), r, r, height, width)]
-    _stages(ctx, node, stages, [*range(n), n, n + 3, n + 1, n + 4, n + 2])
+    split = (*lead, channels // (r * r), r, r, height, width)
+    _shuffle(ctx, node, split, [*range(n), n, n + 3, n + 1, n + 4, n + 2])
 
 
-@register_op("aten.pixel_unshuffle")
+@register_op("aten.pixel_unshuffle", moves=True)
 def lower_pixel_unshuffle(ctx: Lowering, node: OpNode) -> None:
     *lead, channels, height, width = ctx.view(node.inputs[0]).shape
     r, n = node.attrs["downscale_factor"], len(lead)
-    stages = [(*lead, channels, height // r, r, width // r, r)]
-    _stages(ctx, node, stages, [*range(n), n, n + 2, n + 4, n + 1, n + 3])
+    split = (*lead, channels, height // r, r, width // r, r)
+    _shuffle(ctx, node, split, [*range(n), n, n + 2, n + 4, n + 1, n + 3])
 
 
-@register_op("aten.channel_shuffle")
+@register_op("aten.channel_shuffle", moves=True)
 def lower_channel_shuffle(ctx: Lowering, node: OpNode) -> None:
     batch, channels, *rest = ctx.view(node.inputs[0]).shape
     groups = node.attrs["groups"]
     order = [0, 2, 1, *range(3, 3 + len(rest))]
-    _stages(ctx, node, [(batch, groups, channels // groups, *rest)], order)
-
-
-def is_alias(node: OpNode) -> bool:
-    """Whether the node's op belongs to this file: its output shares memory with its input in PyTorch."""
-    op = find_op(node.op_type)
-    return op is not None and op.lower.__module__ == __name__
-
-
-@register_op("aten.broadcast_tensors", tensors=("*tensors",))
-def lower_broadcast_tensors(ctx: Lowering, node: OpNode) -> None:
-    for index, name in enumerate(node.inputs):
-        ctx.finish(ctx.view(name).expand(ctx.spec(node.outputs[index]).shape), index)
+    _shuffle(ctx, node, (batch, groups, channels // groups, *rest), order)

@@ -8,15 +8,17 @@ from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.matmul import ACTIVATION
-from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.ops.registry import Args, Layout, register_op
+from npu_compiler.program.elementwise import ACTIVATION
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
 declare_kernel(
     "conv2d_kernel",
-    "conv_bn_relu.metal",
+    Family.CONV,
     "x weight bias? residual? -> out",
+    source="conv_bn_relu.metal",
+    grid=Grid.PIXELS,
     stride="2I",
     padding="4i",
     dilation="2I",
@@ -26,8 +28,9 @@ declare_kernel(
 )
 declare_kernel(
     "conv_transpose2d_kernel",
-    "conv_bn_relu.metal",
+    Family.CONV,
     "x weight bias? -> out",
+    source="conv_bn_relu.metal",
     stride="2I",
     padding="2i",
     output_padding="2I",
@@ -35,12 +38,23 @@ declare_kernel(
     groups="I",
 )
 declare_kernel(
-    "max_pool2d_kernel", "pool.metal", "x -> out", window="2I", stride="2I", padding="2I", dilation="2I", ceil_mode="?"
+    "max_pool2d_kernel",
+    Family.POOL,
+    "x -> out",
+    source="pool.metal",
+    grid=Grid.PLANES,
+    window="2I",
+    stride="2I",
+    padding="2I",
+    dilation="2I",
+    ceil_mode="?",
 )
 declare_kernel(
     "avg_pool2d_kernel",
-    "pool.metal",
+    Family.POOL,
     "x -> out",
+    source="pool.metal",
+    grid=Grid.PLANES,
     window="2I",
     stride="2I",
     padding="2I",
@@ -48,9 +62,19 @@ declare_kernel(
     count_include_pad="?",
     divisor="i",
 )
-declare_kernel("adaptive_avg_pool2d_kernel", "pool.metal", "x -> out")
-declare_kernel("upsample_nearest_kernel", "upsample.metal", "x -> out", scale="2f", exact="?")
-declare_kernel("upsample_bilinear_kernel", "upsample.metal", "x -> out", scale="2f", align_corners="?")
+declare_kernel("adaptive_avg_pool2d_kernel", Family.POOL, "x -> out", source="pool.metal", grid=Grid.SHORT_REDUCTIONS)
+declare_kernel(
+    "upsample_nearest_kernel", Family.POOL, "x -> out", source="upsample.metal", grid=Grid.PLANES, scale="2f", exact="?"
+)
+declare_kernel(
+    "upsample_bilinear_kernel",
+    Family.POOL,
+    "x -> out",
+    source="upsample.metal",
+    grid=Grid.PLANES,
+    scale="2f",
+    align_corners="?",
+)
 
 # Output channels a group needs before a convolution is better made as a matrix product than pixel by pixel.
 MATRIX_CHANNELS = 8
@@ -111,13 +135,20 @@ def _batched(view: View, spatial: int) -> View:
     return view.unsqueeze(0) if view.rank == spatial + 1 else view
 
 
+def _channel_axis(node: OpNode) -> int | None:
+    """Transposed convolutions have their output channels second, and in groups not all of them."""
+    if not node.attrs.get("transposed") and "transpose" not in node.base:
+        return 0
+    return 1 if node.attrs.get("groups", 1) == 1 else None
+
+
 @register_op(
-    "aten.conv2d",
-    "aten.conv1d",
-    "aten.convolution",
-    "aten._convolution",
+    "aten.conv2d aten.conv1d aten.convolution aten._convolution",
     tensors=("input", "weight", "bias"),
     unsupported=_conv_unsupported,
+    layout=Layout.CONVOLUTION,
+    channel_axis=_channel_axis,
+    one_dtype=True,
 )
 def lower_conv(ctx: Lowering, node: OpNode) -> None:
     if node.attrs.get("transposed"):
@@ -127,7 +158,7 @@ def lower_conv(ctx: Lowering, node: OpNode) -> None:
     emit_conv(ctx, node, x, weight, bias[0] if bias else None)
 
 
-@register_op("npu.conv2d", tensors=("input", "weight", "bias", "residual"))
+@register_op("npu.conv2d", tensors=("input", "weight", "bias", "residual"), layout=Layout.CONVOLUTION)
 def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
     """act(conv(x) + bias + residual)."""
     x, weight, *rest = (ctx.view(name) for name in node.inputs)
@@ -170,7 +201,12 @@ def emit_conv(
 
 
 @register_op(
-    "aten.conv_transpose2d", "aten.conv_transpose1d", tensors=("input", "weight", "bias"), unsupported=_conv_unsupported
+    "aten.conv_transpose2d aten.conv_transpose1d",
+    tensors=("input", "weight", "bias"),
+    unsupported=_conv_unsupported,
+    layout=Layout.CONVOLUTION,
+    channel_axis=_channel_axis,
+    one_dtype=True,
 )
 def lower_conv_transpose(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
@@ -214,17 +250,15 @@ def _reads_statistics(node: OpNode, graph: IRGraph) -> bool:
 
 
 BATCH_NORM_OPS = (
-    "aten.batch_norm",
-    "aten._native_batch_norm_legit_no_training",
-    "aten.native_batch_norm",
-    "aten._batch_norm_no_update",
-)
+    "aten.batch_norm aten._native_batch_norm_legit_no_training aten.native_batch_norm aten._batch_norm_no_update"
+).split()
 
 
 @register_op(
-    *BATCH_NORM_OPS,
+    " ".join(BATCH_NORM_OPS),
     tensors=("input", "weight", "bias", "running_mean", "running_var"),
     unsupported=_batch_norm_unsupported,
+    one_dtype=True,
 )
 def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
     """(x - mean) · gamma / sqrt(var + eps) + beta, where the statistics are not weights; see also graph_optimizer."""
@@ -244,7 +278,9 @@ def lower_batch_norm(ctx: Lowering, node: OpNode) -> None:
         ctx.elementwise("mul", [centered, per_channel(scale, x.rank)], ctx.output())
 
 
-@register_op("npu.scale_shift_channels", tensors=("input", "scale", "shift"))
+@register_op(
+    "npu.scale_shift_channels", tensors=("input", "scale", "shift"), layout=Layout.IMAGE, float32_parameters=True
+)
 def lower_scale_shift(ctx: Lowering, node: OpNode) -> None:
     x, scale, shift = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("scale_shift", [x, per_channel(scale, x.rank), per_channel(shift, x.rank)], ctx.output())
@@ -261,7 +297,11 @@ def _max_pool_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "max pooling of integers"
 
 
-@register_op("aten.max_pool2d", "aten.max_pool1d", "aten.max_pool2d_with_indices", unsupported=_max_pool_unsupported)
+@register_op(
+    "aten.max_pool2d aten.max_pool1d aten.max_pool2d_with_indices",
+    unsupported=_max_pool_unsupported,
+    layout=Layout.IMAGE,
+)
 def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
@@ -281,7 +321,7 @@ def _averages_integers(node: OpNode, graph: IRGraph) -> str | None:
     return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "averages of integers"
 
 
-@register_op("aten.avg_pool2d", "aten.avg_pool1d", unsupported=_averages_integers)
+@register_op("aten.avg_pool2d aten.avg_pool1d", unsupported=_averages_integers, layout=Layout.IMAGE)
 def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
@@ -300,7 +340,9 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
 
 
 @register_op(
-    "aten.adaptive_avg_pool2d", "aten._adaptive_avg_pool2d", "aten.adaptive_avg_pool1d", unsupported=_averages_integers
+    "aten.adaptive_avg_pool2d aten._adaptive_avg_pool2d aten.adaptive_avg_pool1d",
+    unsupported=_averages_integers,
+    layout=Layout.IMAGE,
 )
 def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
     x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
@@ -317,10 +359,8 @@ def _scales(node: OpNode, x: View, out: View) -> list[float]:
 
 
 @register_op(
-    "aten.upsample_nearest2d",
-    "aten._upsample_nearest_exact2d",
-    "aten.upsample_nearest1d",
-    "aten._upsample_nearest_exact1d",
+    "aten.upsample_nearest2d aten._upsample_nearest_exact2d aten.upsample_nearest1d aten._upsample_nearest_exact1d",
+    layout=Layout.IMAGE,
 )
 def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
@@ -328,7 +368,7 @@ def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("upsample_nearest_kernel", [x], [out], params)
 
 
-@register_op("aten.upsample_bilinear2d", "aten.upsample_linear1d")
+@register_op("aten.upsample_bilinear2d aten.upsample_linear1d", layout=Layout.IMAGE)
 def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
     align = bool(Args(node).attr("align_corners", False))

@@ -6,10 +6,14 @@ The CPU device calls the torch function; the Metal and CUDA generators paste the
 
 from __future__ import annotations
 
-from npu_compiler.graph.model import IRGraph, OpNode
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.ops.aliases import write_whole
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, operand, register_op
-from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise
+from npu_compiler.ops.registry import Args, Layout, ViewRule, always, operand, register_op
+from npu_compiler.program.elementwise import ACTIVATIONS, Elementwise, activation_rule, add_elementwise
 from npu_compiler.program.views import View
 
 SAME = "same"
@@ -22,6 +26,10 @@ def elementwise(
     torch: str = "",
     aten: str = "",
     integer: str | None = None,
+    *,
+    identity: Callable[[OpNode], bool] | None = None,
+    moves: bool = False,
+    one_dtype: bool = False,
     **attrs: float | bool,
 ) -> Elementwise:
     """Add an element-wise op and its row in the op table.
@@ -31,10 +39,11 @@ def elementwise(
         torch: Defaults to `torch.<name>`.
         aten: Space-separated ATen names that lower to it; defaults to `<name>`.
         integer: The result over ints; `SAME` if the expression serves for both.
+        identity, moves, one_dtype: As in `Op`.
     """
     integer = expr if integer == SAME else integer
     op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs)
-    ELEMENTWISE[name] = op
+    add_elementwise(op)
 
     def lower(ctx: Lowering, node: OpNode) -> None:
         args = Args(node)
@@ -42,9 +51,22 @@ def elementwise(
         params = {key: args.attr(key) for key in op.attrs if args.attr(key) is not None}
         ctx.elementwise(op.name, values, ctx.output(), params)  # type: ignore[arg-type]
 
-    names = (aten or name).split()
-    register_op(*(x if x.startswith("npu.") else f"aten.{x}" for x in names), tensors=op.operands)(lower)
+    names = (x if x.startswith("npu.") else f"aten.{x}" for x in (aten or name).split())
+    register_op(
+        " ".join(names),
+        tensors=op.operands,
+        layout=Layout.ELEMENTWISE,
+        identity=identity,
+        moves=moves,
+        one_dtype=one_dtype,
+        activation=activation_rule(name),
+    )(lower)
     return op
+
+
+def _scalar_is(value: float) -> Callable[[OpNode], bool]:
+    """For `Op.identity`: the other operand is this number."""
+    return lambda node: len(node.inputs) == 1 and node.attrs.get("other") == value
 
 
 F = "torch.nn.functional."
@@ -93,7 +115,7 @@ for _name, (_expr, _integer) in _INTEGER_UNARY.items():
     elementwise(_name, "self", _expr, integer=_integer)
 
 elementwise("bitwise_not", "self", "~int(a)", "torch.bitwise_not", "npu.bitwise_not", integer="~a")
-elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME)
+elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME, identity=always, moves=True)
 elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
 elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME)
 elementwise("gelu_erf", "self", "0.5f * a * (1 + erf(a * 0.70710678118654752f))", F + "gelu", "npu.gelu_erf")
@@ -133,10 +155,18 @@ elementwise(
 )
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
-elementwise("add", "self other", "a + alpha * b", integer="a + int(alpha) * b", alpha=1)
-elementwise("sub", "self other", "a - alpha * b", aten="sub subtract", integer="a - int(alpha) * b", alpha=1)
+elementwise("add", "self other", "a + alpha * b", integer="a + int(alpha) * b", identity=_scalar_is(0), alpha=1)
+elementwise(
+    "sub",
+    "self other",
+    "a - alpha * b",
+    aten="sub subtract",
+    integer="a - int(alpha) * b",
+    identity=_scalar_is(0),
+    alpha=1,
+)
 elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - int(alpha) * a", alpha=1)
-elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME)
+elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME, identity=_scalar_is(1))
 elementwise("true_divide", "self other", "a / b")
 elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME)
 elementwise(
@@ -163,7 +193,9 @@ elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __
 elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME)
 elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
-elementwise("lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp")
+elementwise(
+    "lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp", one_dtype=True
+)
 elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
 elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
@@ -182,20 +214,23 @@ elementwise("add_relu", "self other", "a + b < 0 ? 0 : a + b", "npu.add_relu", "
 elementwise("scale_shift", "self scale shift", "a * b + c", "npu.scale_shift", "npu.scale_shift")
 
 
-@register_op("aten.gelu")
+def _gelu(attrs: Mapping[str, Any]) -> str:
+    return "gelu_tanh" if attrs.get("approximate") == "tanh" else "gelu"
+
+
+@register_op("aten.gelu", layout=Layout.ELEMENTWISE, activation=_gelu)
 def lower_gelu(ctx: Lowering, node: OpNode) -> None:
-    approximate = node.attrs.get("approximate") == "tanh"
-    ctx.elementwise("gelu_tanh" if approximate else "gelu_erf", [ctx.view(node.inputs[0])], ctx.output())
+    ctx.elementwise(ACTIVATIONS[_gelu(node.attrs)], [ctx.view(node.inputs[0])], ctx.output())
 
 
-@register_op("aten.bitwise_not")
+@register_op("aten.bitwise_not", layout=Layout.ELEMENTWISE)
 def lower_bitwise_not(ctx: Lowering, node: OpNode) -> None:
     """torch inverts booleans and complements integers."""
     view = ctx.view(node.inputs[0])
     ctx.elementwise("logical_not" if view.dtype == "bool" else "bitwise_not", [view], ctx.output())
 
 
-@register_op("aten.round.decimals")
+@register_op("aten.round.decimals", layout=Layout.ELEMENTWISE)
 def lower_round_decimals(ctx: Lowering, node: OpNode) -> None:
     """round(x · 10ᵈ) / 10ᵈ; negative decimals the other way round, since 10ᵈ itself is inexact there."""
     view, decimals = ctx.view(node.inputs[0]), node.attrs["decimals"]
@@ -214,7 +249,12 @@ def lower_glu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("glu", [view.slice(dim, 0, half), view.slice(dim, half, 2 * half)], ctx.output())
 
 
-@register_op("aten.div", "aten.divide", tensors=("self", "other"))
+@register_op(
+    "aten.div aten.divide",
+    tensors=("self", "other"),
+    layout=Layout.ELEMENTWISE,
+    identity=lambda node: _scalar_is(1)(node) and not node.attrs.get("rounding_mode"),
+)
 def lower_div(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     op = {None: "true_divide", "floor": "floor_divide", "trunc": "trunc_divide"}[args.attr("rounding_mode")]
@@ -230,7 +270,10 @@ def unclear_bound(node: OpNode) -> str | None:
 
 
 @register_op(
-    "aten.clamp", "aten.clip", tensors=("self", "min", "max"), unsupported=lambda node, graph: unclear_bound(node)
+    "aten.clamp aten.clip",
+    tensors=("self", "min", "max"),
+    unsupported=lambda node, graph: unclear_bound(node),
+    layout=Layout.ELEMENTWISE,
 )
 def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -250,14 +293,14 @@ def lower_clamp(ctx: Lowering, node: OpNode) -> None:
         value = out
 
 
-@register_op("aten.masked_fill", tensors=("self", "mask", "value"))
+@register_op("aten.masked_fill", tensors=("self", "mask", "value"), layout=Layout.ELEMENTWISE)
 def lower_masked_fill(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     value, mask, fill = (operand(ctx, args, name) for name in ("self", "mask", "value"))
     ctx.elementwise("where", [mask, fill, value], ctx.output())  # type: ignore[list-item]
 
 
-@register_op("aten.copy", tensors=("self", "src"))
+@register_op("aten.copy", tensors=("self", "src"), layout=Layout.ELEMENTWISE)
 def lower_copy(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(ctx.view(node.inputs[1]), ctx.output())
 
@@ -267,7 +310,13 @@ def _prelu_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if len(weight) <= 1 else f"prelu weight of shape {list(weight)}"
 
 
-@register_op("aten.prelu", "aten._prelu_kernel", tensors=("self", "weight"), unsupported=_prelu_unsupported)
+@register_op(
+    "aten.prelu aten._prelu_kernel",
+    tensors=("self", "weight"),
+    unsupported=_prelu_unsupported,
+    layout=Layout.ELEMENTWISE,
+    one_dtype=True,
+)
 def lower_prelu(ctx: Lowering, node: OpNode) -> None:
     value, weight = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("prelu", [value, per_channel(weight, value.rank)], ctx.output())
@@ -282,14 +331,27 @@ def per_channel(vector: View, rank: int) -> View:
     return shaped
 
 
-@register_op(
-    "aten.to",
-    "aten._to_copy",
-    "aten.type_as",
-    "aten.lift_fresh_copy",
-    "aten.lift_fresh",
-    "npu.cast",
-    tensors=("self", "other"),
-)
-def lower_to(ctx: Lowering, node: OpNode) -> None:
+def _same_dtype(node: OpNode, source: View, out: TensorSpec) -> View | None:
+    return source if source.dtype == out.dtype and not node.attrs.get("copy") else None
+
+
+_CAST: dict[str, Any] = {"tensors": ("self", "other"), "moves": True, "identity": always}
+
+
+def lower_cast(ctx: Lowering, node: OpNode) -> None:
     ctx.finish(ctx.view(node.inputs[0]))
+
+
+register_op(
+    "aten.to aten.type_as",
+    **_CAST,
+    is_cast=True,
+    view=ViewRule(_same_dtype, may_copy=True, write_back=write_whole),
+)(lower_cast)
+register_op("aten._to_copy npu.cast", **_CAST, is_cast=True)(lower_cast)
+register_op("aten.lift_fresh_copy aten.lift_fresh", **_CAST)(lower_cast)
+
+
+def cast_node(source: str, result: str, dtype: str) -> OpNode:
+    """The node that makes `result`, which is its name too, of `source` in another dtype."""
+    return OpNode(result, "aten.to.dtype", (source,), (result,), {"dtype": dtype})

@@ -7,21 +7,47 @@ from collections.abc import Sequence
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.kernels import declare_kernel, distinct_bytes
+from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.views import MAX_RANK, View, broadcast_shapes
 
-declare_kernel("embedding_kernel", "embedding.metal", "table ids -> out", rows="I", width="I", checked="?")
-declare_kernel("index_select_kernel", "tensor_ops.metal", "x index -> out", dim="I")
-declare_kernel("gather_kernel", "tensor_ops.metal", "x index -> out", dim="I")
+declare_kernel(
+    "embedding_kernel",
+    Family.INDEXING,
+    "table ids -> out",
+    source="embedding.metal",
+    grid=Grid.TABLE_ROWS,
+    rows="I",
+    width="I",
+    checked="?",
+)
+declare_kernel("index_select_kernel", Family.INDEXING, "x index -> out", source="tensor_ops.metal", dim="I")
+declare_kernel("gather_kernel", Family.INDEXING, "x index -> out", source="tensor_ops.metal", dim="I")
 declare_kernel(
     "index_kernel",
-    "tensor_ops.metal",
+    Family.INDEXING,
     "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
+    source="tensor_ops.metal",
     first="I",
     count="I",
 )
-declare_kernel("index_copy_kernel", "index_copy.metal", "index source -> out", dim="I", checked="?")
-declare_kernel("index_copy_pair_kernel", "index_copy.metal", "index source0 source1 -> out0 out1", dim="I", checked="?")
+declare_kernel(
+    "index_copy_kernel",
+    Family.INDEXING,
+    "index source -> out",
+    source="index_copy.metal",
+    grid=Grid.SOURCE_ELEMENTS,
+    dim="I",
+    checked="?",
+)
+declare_kernel(
+    "index_copy_pair_kernel",
+    Family.INDEXING,
+    "index source0 source1 -> out0 out1",
+    source="index_copy.metal",
+    grid=Grid.SOURCE_ELEMENTS,
+    dim="I",
+    checked="?",
+)
 
 
 def is_checked_index(ctx: Lowering, name: str) -> int:
@@ -29,7 +55,19 @@ def is_checked_index(ctx: Lowering, name: str) -> int:
     return int(name in ctx.graph.inputs and ctx.spec(name).bounds is not None)
 
 
-@register_op("aten.embedding", tensors=("weight", "indices"))
+def _rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
+    """How many rows the dimension has that the op indexes."""
+    shape = graph.tensors[node.inputs[0]].shape
+    return shape[node.attrs["dim"]] if shape else None
+
+
+@register_op(
+    "aten.embedding",
+    tensors=("weight", "indices"),
+    moves=True,
+    selects=True,
+    index_bound=lambda node, graph: graph.tensors[node.inputs[0]].shape[0],
+)
 def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     table, ids = (ctx.view(name) for name in node.inputs)
     params = {"rows": table.shape[0], "width": table.shape[1], "checked": is_checked_index(ctx, node.inputs[1])}
@@ -38,7 +76,7 @@ def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("embedding_kernel", [ctx.inner_contiguous(table), ids], [out], params, bytes_moved=touched)
 
 
-@register_op("aten.index_select", tensors=("self", "index"))
+@register_op("aten.index_select", tensors=("self", "index"), moves=True, selects=True, index_bound=_rows_along_dim)
 def lower_index_select(ctx: Lowering, node: OpNode) -> None:
     source, index = (ctx.view(name) for name in node.inputs)
     if source.rank == 0:
@@ -52,6 +90,9 @@ def lower_index_select(ctx: Lowering, node: OpNode) -> None:
     "aten.gather",
     tensors=("self", "index"),
     unsupported=lambda node, graph: "gather from a scalar" if not graph.tensors[node.inputs[0]].shape else None,
+    moves=True,
+    selects=True,
+    index_bound=_rows_along_dim,
 )
 def lower_gather(ctx: Lowering, node: OpNode) -> None:
     source, index = (ctx.view(name) for name in node.inputs)
@@ -75,7 +116,7 @@ def _index_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-@register_op("aten.index", tensors=("self", "*indices"), unsupported=_index_unsupported)
+@register_op("aten.index", tensors=("self", "*indices"), unsupported=_index_unsupported, moves=True, selects=True)
 def lower_index(ctx: Lowering, node: OpNode) -> None:
     source, *indices = (ctx.view(name) for name in node.inputs)
     used = [dim for dim, indexed in enumerate(_index_mask(node, ctx.graph)) if indexed]
@@ -91,13 +132,19 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     "aten.index_copy",
     tensors=("self", "index", "source"),
     unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
+    index_bound=_rows_along_dim,
+    one_dtype=True,
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` replace rows of `self`."""
     _update_rows(ctx, node, "index_copy_kernel", bases=node.inputs[:1], sources=node.inputs[2:])
 
 
-@register_op("npu.index_copy_pair", tensors=("self", "index", "source", "other", "other_source"))
+@register_op(
+    "npu.index_copy_pair",
+    tensors=("self", "index", "source", "other", "other_source"),
+    index_bound=_rows_along_dim,
+)
 def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
     """The same rows of two tensors of one shape are replaced, each from a source of its own."""
     base, _, source, other, other_source = node.inputs
@@ -105,12 +152,11 @@ def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
 
 
 def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str], sources: Sequence[str]) -> None:
-    """Codegen has decided which of the bases are donated (updated in place); the others are copied first."""
+    """A base that may be updated in place is; the others are copied first."""
     outputs: list[View] = []
     for position, name in enumerate(bases):
         base = ctx.view(name)
-        if position in node.attrs.get("donated", ()):
-            ctx.alias(node.outputs[position], base)
+        if ctx.donate(name, node.outputs[position]):
             outputs.append(base)
         else:
             outputs.append(ctx.output(position))

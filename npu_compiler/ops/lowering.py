@@ -8,7 +8,7 @@ from typing import Any
 
 from npu_compiler.graph.dtypes import saturate
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
-from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import MAX_RANK, Shape, View, collapse, contiguous_strides
@@ -21,6 +21,7 @@ class Lowering:
     Attributes:
         views: Tensor name → where its elements are.
         allocs: Buffer name → (shape in memory, storage dtype), for buffers made by calls.
+        donations: Graph output's name → the graph input whose buffer it updates in place.
     """
 
     graph: IRGraph
@@ -28,6 +29,7 @@ class Lowering:
     views: dict[str, View] = field(default_factory=dict)
     allocs: dict[str, tuple[Shape, str]] = field(default_factory=dict)
     calls: list[KernelCall] = field(default_factory=list)
+    donations: dict[str, str] = field(default_factory=dict)
     node: OpNode | None = None
 
     def view(self, name: str) -> View:
@@ -39,6 +41,31 @@ class Lowering:
     def alias(self, name: str, view: View) -> None:
         """Let a tensor be a view of what exists: costs nothing at run time."""
         self.views[name] = view
+
+    def donate(self, source: str, result: str) -> bool:
+        """Let the node make `result` in the memory of the graph input `source`, if nothing is lost by that.
+
+        Nothing is if the result is a graph output and neither a later node nor the caller reads the old value, under
+        whatever name: windows onto the input that exist by now are its only other names.
+        """
+        graph, node = self.graph, self.node
+        assert node is not None
+        if (
+            source not in graph.inputs
+            or source in self.donations.values()
+            or graph.outputs.count(result) != 1
+            or node.inputs.count(source) != 1
+            or graph.tensors[source].storage != graph.tensors[result].storage
+        ):
+            return False
+        windows = {name for name, view in self.views.items() if view.buffer == source}
+        position = next(index for index, other in enumerate(graph.nodes) if other is node)
+        later = {name for other in graph.nodes[position + 1 :] for name in other.inputs}
+        if windows & (later | set(graph.outputs)) or (windows - {source}) & set(node.inputs):
+            return False
+        self.donations[graph.output_names[graph.outputs.index(result)]] = source
+        self.alias(result, self.view(source))
+        return True
 
     def output(self, index: int = 0, order: Sequence[int] | None = None) -> View:
         """A new buffer for the node's output, channel-padded if layout says so.
@@ -113,9 +140,10 @@ class Lowering:
             for x in operands
         ]
         dense = all(view.is_contiguous for view in (*inputs, out))
-        stem = op if all(x is None for x in scalars) else f"{op}_scalar"
-        name, source = self.target.elementwise_kernel(f"{stem}_kernel" if dense else f"{stem}_broadcast_kernel")
-        merged = {"op": op, "scalars": scalars, **ELEMENTWISE[op].attrs, **(params or {})}
+        has_scalars = any(x is not None for x in scalars)
+        kernel = elementwise_kernel_name(op, has_scalars=has_scalars, is_strided=not dense)
+        name, source = self.target.elementwise_kernel(kernel)
+        merged = {"scalars": scalars, **ELEMENTWISE[op].attrs, **(params or {})}
         self.emit(name, inputs, [out], merged, flops=out.numel, source=source)
 
     def copy(self, source: View, out: View) -> None:

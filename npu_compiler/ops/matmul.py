@@ -8,18 +8,58 @@ from npu_compiler.graph.dtypes import is_int
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.elementwise import ACTIVATION
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import Shape, View, numel
 
-ACTIVATION = "s none relu relu6 gelu gelu_tanh silu hardswish hardsigmoid sigmoid"
-for _name in ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel"):
-    declare_kernel(_name, "matmul.metal", "x weight bias? residual? -> out", m="I", n="I", k="I", activation=ACTIVATION)
-declare_kernel("linear_epilogue_kernel", "matmul.metal", "product bias? residual? -> out", activation=ACTIVATION)
+for _name, _grid in (
+    ("matmul_kernel", Grid.TILES),
+    ("matmul_notrans_kernel", Grid.TILES),
+    ("matmul_vec_kernel", Grid.COLUMNS),
+    ("matmul_vec_notrans_kernel", Grid.COLUMN_BLOCKS),
+):
+    declare_kernel(
+        _name,
+        Family.MATMUL,
+        "x weight bias? residual? -> out",
+        source="matmul.metal",
+        grid=_grid,
+        m="I",
+        n="I",
+        k="I",
+        activation=ACTIVATION,
+    )
 declare_kernel(
-    "gated_matmul_vec_kernel", "matmul.metal", "x weight bias? -> out", m="I", n="I", k="I", activation=ACTIVATION
+    "linear_epilogue_kernel",
+    Family.MATMUL,
+    "product bias? residual? -> out",
+    source="matmul.metal",
+    grid=Grid.PLANES,
+    activation=ACTIVATION,
 )
 declare_kernel(
-    "batched_matmul_kernel", "matmul.metal", "a b -> out", m="I", n="I", k="I", batch="I", scale="f", transpose_b="?"
+    "gated_matmul_vec_kernel",
+    Family.MATMUL,
+    "x weight bias? -> out",
+    source="matmul.metal",
+    grid=Grid.COLUMNS,
+    m="I",
+    n="I",
+    k="I",
+    activation=ACTIVATION,
+)
+declare_kernel(
+    "batched_matmul_kernel",
+    Family.MATMUL,
+    "a b -> out",
+    source="matmul.metal",
+    grid=Grid.TILES,
+    m="I",
+    n="I",
+    k="I",
+    batch="I",
+    scale="f",
+    transpose_b="?",
 )
 
 
@@ -117,7 +157,13 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return f"linear with a bias of shape {list(shapes[0])}" if shapes and len(shapes[0]) > 1 else None
 
 
-@register_op("aten.linear", tensors=("input", "weight", "bias"), unsupported=_linear_unsupported)
+@register_op(
+    "aten.linear",
+    tensors=("input", "weight", "bias"),
+    unsupported=_linear_unsupported,
+    channel_axis=lambda node: 0,
+    one_dtype=True,
+)
 def lower_linear(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
     if x.rank == 1 or weight.rank == 1:
@@ -154,13 +200,13 @@ def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("gated_matmul_vec_kernel", [row, weight, *bias], [out_row], params, flops=4 * n * k)
 
 
-@register_op("aten.matmul", "aten.mm", "aten.bmm", "aten.mv", "aten.dot", "aten.vdot", tensors=("self", "other"))
+@register_op("aten.matmul aten.mm aten.bmm aten.mv aten.dot aten.vdot", tensors=("self", "other"), one_dtype=True)
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     emit_matmul(ctx, a, b, ctx.output())
 
 
-@register_op("aten.addmm", "aten.baddbmm", "aten.addmv", tensors=("self", "mat1", "mat2"))
+@register_op("aten.addmm aten.baddbmm aten.addmv", tensors=("self", "mat1", "mat2"), one_dtype=True)
 def lower_addmm(ctx: Lowering, node: OpNode) -> None:
     """beta · self + alpha · (mat1 · mat2)."""
     args = Args(node)
@@ -232,7 +278,7 @@ def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-@register_op("aten.einsum", tensors=("*tensors",), unsupported=_einsum_unsupported)
+@register_op("aten.einsum", tensors=("*tensors",), unsupported=_einsum_unsupported, one_dtype=True)
 def lower_einsum(ctx: Lowering, node: OpNode) -> None:
     parsed = _parse_einsum(node, ctx.graph)
     assert parsed is not None
@@ -289,7 +335,7 @@ def _sum_out(ctx: Lowering, view: View, term: str, letters: list[str]) -> tuple[
     return total, kept
 
 
-@register_op("aten.outer", "aten.ger", tensors=("self", "vec2"))
+@register_op("aten.outer aten.ger", tensors=("self", "vec2"))
 def lower_outer(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("mul", [a.unsqueeze(1), b.unsqueeze(0)], ctx.output())

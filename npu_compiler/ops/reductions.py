@@ -5,15 +5,26 @@ from __future__ import annotations
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
 REDUCTIONS = ("sum", "mean", "max", "min", "prod", "var", "std", "any", "all", "argmax", "argmin", "norm", "logsumexp")
 for _name in REDUCTIONS:
-    declare_kernel(f"{_name}_kernel", "reduce.metal", "x -> out", reduce_dims="I", correction="f", order="f")
-declare_kernel("softmax_kernel", "softmax.metal", "x -> out", scale="f")
-declare_kernel("log_softmax_kernel", "softmax.metal", "x -> out", scale="f")
-declare_kernel("masked_softmax_kernel", "softmax.metal", "x mask -> out", scale="f")
+    declare_kernel(
+        f"{_name}_kernel",
+        Family.REDUCTION,
+        "x -> out",
+        source="reduce.metal",
+        grid=Grid.REDUCTIONS,
+        reduce_dims="I",
+        correction="f",
+        order="f",
+    )
+declare_kernel("softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
+declare_kernel("log_softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
+declare_kernel(
+    "masked_softmax_kernel", Family.SOFTMAX, "x mask -> out", source="softmax.metal", grid=Grid.ROWS, scale="f"
+)
 
 
 def _reduced_dims(view: View, dims: object) -> list[int]:
@@ -40,16 +51,8 @@ def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.sum",
-    "aten.mean",
-    "aten.amax",
-    "aten.amin",
-    "aten.any",
-    "aten.all",
-    "aten.prod",
-    "aten.max.default",
-    "aten.min.default",
-    "aten.logsumexp",
+    "aten.sum aten.mean aten.amax aten.amin aten.any aten.all aten.prod aten.max.default "
+    "aten.min.default aten.logsumexp",
     unsupported=_empty_unsupported,
 )
 def lower_reduction(ctx: Lowering, node: OpNode) -> None:
@@ -58,7 +61,7 @@ def lower_reduction(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, op, ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output())
 
 
-@register_op("aten.var", "aten.std", unsupported=_empty_unsupported)
+@register_op("aten.var aten.std", unsupported=_empty_unsupported)
 def lower_variance(ctx: Lowering, node: OpNode) -> None:
     correction = node.attrs.get("correction")
     unbiased = node.attrs.get("unbiased", True)
@@ -76,14 +79,14 @@ def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, "mean", view, dims, ctx.output(1))
 
 
-@register_op("aten.max.dim", "aten.min.dim", unsupported=_empty_unsupported)
+@register_op("aten.max.dim aten.min.dim", unsupported=_empty_unsupported)
 def lower_max_with_index(ctx: Lowering, node: OpNode) -> None:
     view, op = ctx.view(node.inputs[0]), node.base.removeprefix("aten.")
     reduce(ctx, op, view, node.attrs["dim"], ctx.output(0))
     reduce(ctx, f"arg{op}", view, node.attrs["dim"], ctx.output(1))
 
 
-@register_op("aten.argmax", "aten.argmin", unsupported=_empty_unsupported)
+@register_op("aten.argmax aten.argmin", unsupported=_empty_unsupported)
 def lower_argmax(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     if node.attrs.get("dim") is None:
@@ -91,7 +94,7 @@ def lower_argmax(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, node.base.removeprefix("aten."), view, node.attrs.get("dim"), ctx.output())
 
 
-@register_op("aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar", unsupported=_empty_unsupported)
+@register_op("aten.linalg_vector_norm aten.norm.ScalarOpt_dim aten.norm.Scalar", unsupported=_empty_unsupported)
 def lower_vector_norm(ctx: Lowering, node: OpNode) -> None:
     order = node.attrs.get("ord", node.attrs.get("p", 2))
     order = 2.0 if order is None else float(order)
@@ -122,7 +125,7 @@ def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("mul", [v, scale], ctx.output())
 
 
-@register_op("aten.softmax", "aten._softmax", "aten.log_softmax", "aten._log_softmax", "aten.special_softmax")
+@register_op("aten.softmax aten._softmax aten.log_softmax aten._log_softmax aten.special_softmax")
 def lower_softmax(ctx: Lowering, node: OpNode) -> None:
     kernel = "log_softmax_kernel" if "log_softmax" in node.base else "softmax_kernel"
     view = ctx.view(node.inputs[0])

@@ -5,25 +5,68 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeAlias
 
 from npu_compiler.errors import IRError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN
-from npu_compiler.graph.model import IRGraph, OpNode, base_op
+from npu_compiler.graph.model import Attrs, IRGraph, OpNode, TensorSpec, base_op
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.program.views import MAX_RANK, View
 
 Scalar: TypeAlias = float | int | bool | str
 LowerFn: TypeAlias = Callable[[Lowering, OpNode], None]
 SupportFn: TypeAlias = Callable[[OpNode, IRGraph], str | None]
+ViewFn: TypeAlias = Callable[[OpNode, View, TensorSpec], View | None]
 
 NARROW_INTS = frozenset({"int8", "int16", "uint8"})
 UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
 
 
+class Layout(Enum):
+    """What an op does with 4-D activations whose channels are padded in memory."""
+
+    DENSE = "its outputs are not padded"
+    CONVOLUTION = "its outputs are padded, and so is a graph input that it convolves"
+    IMAGE = "its outputs are padded"
+    ELEMENTWISE = "its output is padded where an input of the same shape is"
+
+
+@dataclass(frozen=True)
+class WriteBack:
+    """The op that puts a changed view back into what it is a view of.
+
+    Attributes:
+        keeps_rest: Whether the view shows only a part, so that the op takes (whole, view); else it takes (view,).
+    """
+
+    op_type: str
+    attrs: Attrs
+    keeps_rest: bool
+
+
+@dataclass(frozen=True)
+class ViewRule:
+    """How an op's output looks into the memory of its first input.
+
+    Attributes:
+        window: Given the node, its input's view and its output's spec: the output's view; None where strides cannot
+            express it.
+        may_copy: Whether PyTorch copies where `window` gives None; an op without this always returns a view.
+        part: For an op of several outputs, or several inputs: the node that makes output `index` alone.
+        write_back: Given the node, the spec of what it is a view of, and its output's: the op that writes a changed
+            output back, or None where there is none.
+    """
+
+    window: ViewFn
+    may_copy: bool = False
+    part: Callable[[OpNode, IRGraph, int], OpNode] | None = None
+    write_back: Callable[[OpNode, TensorSpec, TensorSpec], WriteBack | None] | None = None
+
+
 @dataclass(frozen=True)
 class Op:
-    """A row of the op table.
+    """A row of the op table: all there is to know of an op. Passes, fusions and checks ask here.
 
     Attributes:
         name: ATen name without overload (`aten.add`), with one where overloads differ (`aten.max.dim`), or a fused
@@ -31,34 +74,70 @@ class Op:
         tensors: Names of the schema's tensor arguments, in order; a leading `*` marks a tensor list.
         lower: Emits the node's kernel calls and views.
         unsupported: Says why a given node cannot run on the device, or None.
+        view: How its output shares memory with its input in PyTorch; None for an op that makes new memory.
+        moves: Whether it only moves elements: computes nothing, so any dtype goes through it unchanged.
+        is_cast: Whether all it does is to change the dtype.
+        identity: Whether a node returns its first input, given that shape and dtype are the same.
+        is_pure: Whether equal nodes have equal results.
+        layout: What it does with channel padding.
+        channel_axis: For a product with a weight: the weight's axis of output channels, where a factor per channel
+            can be folded into it; None for a node where it cannot.
+        index_bound: For an op that reads its second input as indices: the number of rows that they count.
+        selects: Whether its elements are some of the first input's, chosen by the other inputs.
+        activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
+        one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
+        float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
     """
 
     name: str
     tensors: tuple[str, ...]
     lower: LowerFn
     unsupported: SupportFn
+    view: ViewRule | None = None
+    moves: bool = False
+    is_cast: bool = False
+    identity: Callable[[OpNode], bool] | None = None
+    is_pure: bool = True
+    layout: Layout = Layout.DENSE
+    channel_axis: Callable[[OpNode], int | None] | None = None
+    index_bound: Callable[[OpNode, IRGraph], int | None] | None = None
+    selects: bool = False
+    activation: Callable[[Attrs], str | None] | None = None
+    one_dtype: bool = False
+    float32_parameters: bool = False
 
 
 OPS: dict[str, Op] = {}
 
 
-def _always(node: OpNode, graph: IRGraph) -> str | None:
+def supported(node: OpNode, graph: IRGraph) -> str | None:
+    """For `Op.unsupported`: the device runs every node of the op."""
     return None
 
 
 def register_op(
-    *names: str, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = _always
+    names: str, *, tensors: tuple[str, ...] = ("self",), unsupported: SupportFn = supported, **facts: Any
 ) -> Callable[[LowerFn], LowerFn]:
-    """Decorator: add a row for each name, lowered by the decorated function."""
+    """Decorator: add a row for each name, lowered by the decorated function.
+
+    Args:
+        names: Separated by spaces.
+        facts: What else is known of these ops, as the attributes of `Op`.
+    """
 
     def add(lower: LowerFn) -> LowerFn:
-        for name in names:
+        for name in names.split():
             if name in OPS:
                 raise ValueError(f"op '{name}' is registered twice")
-            OPS[name] = Op(name, tensors, lower, unsupported)
+            OPS[name] = Op(name, tensors, lower, unsupported, **facts)
         return lower
 
     return add
+
+
+def always(node: OpNode) -> bool:
+    """For `Op.identity`: same shape and dtype are enough."""
+    return True
 
 
 def find_op(op_type: str) -> Op | None:
@@ -82,6 +161,11 @@ def out_of_place(op_type: str) -> str:
     """`aten.add.Tensor` of `aten.add_.Tensor`."""
     base = base_op(op_type)
     return base[:-1] + op_type[len(base) :]
+
+
+def is_assertion(op_type: str) -> bool:
+    """Whether the op only checks something at run time; assertions are dropped."""
+    return base_op(op_type).split(".")[-1].startswith("_assert")
 
 
 def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
@@ -122,48 +206,12 @@ def well_formed(node: OpNode) -> Iterator[None]:
 
 
 def _keeps_dtype(node: OpNode, graph: IRGraph) -> bool:
-    """Whether the node only moves elements: same dtype in and out, by an op that computes nothing."""
-    moves = node.base == "getitem" or node.base.removeprefix("aten.") in _MOVES
-    return moves and all(graph.tensors[x].dtype == graph.tensors[node.outputs[0]].dtype for x in node.inputs[:1])
+    """Whether the node only moves elements, and out comes the dtype that went in."""
+    op = find_op(node.op_type)
+    same = all(graph.tensors[x].dtype == graph.tensors[node.outputs[0]].dtype for x in node.inputs[:1])
+    return op is not None and op.moves and same
 
 
-_MOVES = frozenset(
-    {
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "t",
-        "expand",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "cat",
-        "stack",
-        "contiguous",
-        "clone",
-        "alias",
-        "detach",
-        "index_select",
-        "gather",
-        "index",
-        "repeat",
-        "to",
-        "pad",
-        "flip",
-        "roll",
-        "sort",
-        "msort",
-        "topk",
-    }
-)
 _UNBOUNDED_ATTRS = frozenset({"end", "start", "dim_size"})
 
 

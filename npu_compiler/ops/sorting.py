@@ -5,14 +5,14 @@ from __future__ import annotations
 from npu_compiler.graph.model import OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import View
 
 # Along the last dimension; equal elements keep their order, zeros of both signs are equal, NaN is above all.
-declare_kernel("argsort_kernel", "sort.metal", "x -> order", descending="?")
+declare_kernel("argsort_kernel", Family.INDEXING, "x -> order", source="sort.metal", descending="?")
 
 
-@register_op("aten.sort", "aten.msort")
+@register_op("aten.sort aten.msort", moves=True)
 def lower_sort(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     dim = node.attrs.get("dim", -1) if node.base == "aten.sort" else 0
@@ -28,7 +28,7 @@ def lower_argsort(ctx: Lowering, node: OpNode) -> None:
     _argsort(ctx, ctx.view(node.inputs[0]), ctx.output(), node.attrs.get("dim", -1), descending)
 
 
-@register_op("aten.topk")
+@register_op("aten.topk", moves=True)
 def lower_topk(ctx: Lowering, node: OpNode) -> None:
     """The first `k` of all in order; of equals the earlier ones."""
     view, dim = ctx.view(node.inputs[0]), node.attrs.get("dim", -1)

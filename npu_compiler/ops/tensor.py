@@ -9,26 +9,36 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
-declare_kernel("fill_kernel", "tensor_ops.metal", "-> out", value="f", int_value="i")
-declare_kernel("arange_kernel", "tensor_ops.metal", "-> out", start="f", step="f", int_start="i", int_step="i")
+declare_kernel("fill_kernel", Family.TENSOR, "-> out", source="tensor_ops.metal", value="f", int_value="i")
+declare_kernel(
+    "arange_kernel",
+    Family.TENSOR,
+    "-> out",
+    source="tensor_ops.metal",
+    start="f",
+    step="f",
+    int_start="i",
+    int_step="i",
+)
 declare_kernel(
     "pad_kernel",
-    "tensor_ops.metal",
+    Family.TENSOR,
     "x -> out",
+    source="tensor_ops.metal",
     mode="s constant reflect replicate circular",
     pads="12i",
     value="f",
     int_value="i",
 )
-declare_kernel("triangle_kernel", "tensor_ops.metal", "x -> out", upper="?", diagonal="i")
-declare_kernel("cumsum_kernel", "cumsum.metal", "x -> out")
-declare_kernel("flip_kernel", "tensor_ops.metal", "x -> out", dims="8I")
+declare_kernel("triangle_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", upper="?", diagonal="i")
+declare_kernel("cumsum_kernel", Family.REDUCTION, "x -> out", source="cumsum.metal", grid=Grid.ROW_ELEMENTS)
+declare_kernel("flip_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", dims="8I")
 
 
-@register_op("aten.cat", "aten.concat", "aten.concatenate", tensors=("*tensors",))
+@register_op("aten.cat aten.concat aten.concatenate", tensors=("*tensors",), moves=True)
 def lower_cat(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     attrs = node.attrs
@@ -42,14 +52,14 @@ def lower_cat(ctx: Lowering, node: OpNode) -> None:
         start += piece.shape[dim]
 
 
-@register_op("aten.stack", tensors=("*tensors",))
+@register_op("aten.stack", tensors=("*tensors",), moves=True)
 def lower_stack(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     for index, name in enumerate(node.inputs):
         ctx.copy(ctx.view(name), out.select(node.attrs.get("dim", 0), index))
 
 
-@register_op("aten.repeat", "aten.tile")
+@register_op("aten.repeat aten.tile", moves=True)
 def lower_repeat(ctx: Lowering, node: OpNode) -> None:
     view, out = ctx.view(node.inputs[0]), ctx.output()
     lead = out.rank - view.rank
@@ -69,7 +79,7 @@ def _repeat_interleave_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if isinstance(node.attrs.get("repeats"), int) else "repeat_interleave with a tensor of counts"
 
 
-@register_op("aten.repeat_interleave", unsupported=_repeat_interleave_unsupported)
+@register_op("aten.repeat_interleave", unsupported=_repeat_interleave_unsupported, moves=True)
 def lower_repeat_interleave(ctx: Lowering, node: OpNode) -> None:
     view, out = ctx.view(node.inputs[0]), ctx.output()
     if node.attrs.get("dim") is None:
@@ -81,7 +91,7 @@ def lower_repeat_interleave(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(view.unsqueeze(dim + 1).expand(shape), target)
 
 
-@register_op("aten.roll")
+@register_op("aten.roll", moves=True)
 def lower_roll(ctx: Lowering, node: OpNode) -> None:
     view, out = ctx.view(node.inputs[0]), ctx.output()
     shifts, dims = node.attrs["shifts"], node.attrs.get("dims") or []
@@ -104,7 +114,7 @@ def lower_roll(ctx: Lowering, node: OpNode) -> None:
         ctx.copy(source, target)
 
 
-@register_op("aten.flip")
+@register_op("aten.flip", moves=True)
 def lower_flip(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     flags = [0] * 8
@@ -129,13 +139,10 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.pad",
-    "aten.constant_pad_nd",
-    "aten.reflection_pad1d",
-    "aten.reflection_pad2d",
-    "aten.replication_pad1d",
+    "aten.pad aten.constant_pad_nd aten.reflection_pad1d aten.reflection_pad2d aten.replication_pad1d "
     "aten.replication_pad2d",
     unsupported=_pad_unsupported,
+    moves=True,
 )
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
@@ -155,7 +162,7 @@ def lower_pad(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("pad_kernel", [view], [out], params)
 
 
-@register_op("aten.slice_scatter", tensors=("self", "src"))
+@register_op("aten.slice_scatter", tensors=("self", "src"), moves=True, one_dtype=True)
 def lower_slice_scatter(ctx: Lowering, node: OpNode) -> None:
     base, source = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
@@ -167,7 +174,7 @@ def lower_slice_scatter(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(source, window)
 
 
-@register_op("aten.select_scatter", tensors=("self", "src"))
+@register_op("aten.select_scatter", tensors=("self", "src"), moves=True)
 def lower_select_scatter(ctx: Lowering, node: OpNode) -> None:
     base, source = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
@@ -175,7 +182,7 @@ def lower_select_scatter(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(source, out.select(node.attrs["dim"], node.attrs["index"]))
 
 
-@register_op("aten.diagonal_scatter", tensors=("self", "src"))
+@register_op("aten.diagonal_scatter", tensors=("self", "src"), moves=True)
 def lower_diagonal_scatter(ctx: Lowering, node: OpNode) -> None:
     base, source = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
@@ -190,20 +197,13 @@ def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
 
 
 @register_op(
-    "aten.zeros",
-    "aten.zeros_like",
-    "aten.new_zeros",
-    "aten.zero",
-    "aten.empty",
-    "aten.empty_like",
-    "aten.new_empty",
-    "aten.empty_permuted",
+    "aten.zeros aten.zeros_like aten.new_zeros aten.zero aten.empty aten.empty_like aten.new_empty aten.empty_permuted"
 )
 def lower_zeros(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 0)
 
 
-@register_op("aten.ones", "aten.ones_like", "aten.new_ones")
+@register_op("aten.ones aten.ones_like aten.new_ones")
 def lower_ones(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 1)
 
@@ -214,12 +214,7 @@ def _fill_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.full",
-    "aten.full_like",
-    "aten.new_full",
-    "aten.fill.Scalar",
-    "aten.scalar_tensor",
-    unsupported=_fill_unsupported,
+    "aten.full aten.full_like aten.new_full aten.fill.Scalar aten.scalar_tensor", unsupported=_fill_unsupported
 )
 def lower_full(ctx: Lowering, node: OpNode) -> None:
     attrs = node.attrs
@@ -248,7 +243,7 @@ def lower_linspace(ctx: Lowering, node: OpNode) -> None:
     _arange(ctx, start, step)
 
 
-@register_op("aten.tril", "aten.triu")
+@register_op("aten.tril aten.triu")
 def lower_triangle(ctx: Lowering, node: OpNode) -> None:
     params = {"upper": int("triu" in node.base), "diagonal": node.attrs.get("diagonal", 0)}
     ctx.emit("triangle_kernel", [ctx.view(node.inputs[0])], [ctx.output()], params)

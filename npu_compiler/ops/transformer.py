@@ -6,22 +6,57 @@ import math
 
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import declare_kernel
+from npu_compiler.ops.registry import Args, Layout, register_op
+from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View, numel
 
-declare_kernel("rmsnorm_kernel", "rmsnorm.metal", "x weight? -> out", rows="I", width="I", eps="f", weight_offset="f")
-declare_kernel("layernorm_kernel", "layernorm.metal", "x weight? bias? -> out", rows="I", width="I", eps="f")
-declare_kernel("groupnorm_kernel", "layernorm.metal", "x weight? bias? -> out", groups="I", eps="f")
-declare_kernel("rope_kernel", "rope.metal", "x cos sin -> out", rotary_dim="I")
-declare_kernel("attention_kernel", "fused_decode_attention.metal", "q k v mask? -> out", scale="f", causal="?")
+declare_kernel(
+    "rmsnorm_kernel",
+    Family.NORM,
+    "x weight? -> out",
+    source="rmsnorm.metal",
+    grid=Grid.ROWS,
+    rows="I",
+    width="I",
+    eps="f",
+    weight_offset="f",
+)
+declare_kernel(
+    "layernorm_kernel",
+    Family.NORM,
+    "x weight? bias? -> out",
+    source="layernorm.metal",
+    grid=Grid.ROWS,
+    rows="I",
+    width="I",
+    eps="f",
+)
+declare_kernel(
+    "groupnorm_kernel",
+    Family.NORM,
+    "x weight? bias? -> out",
+    source="layernorm.metal",
+    grid=Grid.CHANNEL_GROUPS,
+    groups="I",
+    eps="f",
+)
+declare_kernel("rope_kernel", Family.ROPE, "x cos sin -> out", source="rope.metal", grid=Grid.ROTATIONS, rotary_dim="I")
+declare_kernel(
+    "attention_kernel",
+    Family.ATTENTION,
+    "q k v mask? -> out",
+    source="fused_decode_attention.metal",
+    grid=Grid.QUERIES,
+    scale="f",
+    causal="?",
+)
 
 
 def _rows(ctx: Lowering, x: View, width: int) -> View:
     return ctx.inner_contiguous(ctx.reshaped(x, (x.numel // width if width else 0, width)))
 
 
-@register_op("aten.rms_norm", "npu.rms_norm", tensors=("input", "weight"))
+@register_op("aten.rms_norm npu.rms_norm", tensors=("input", "weight"), one_dtype=True)
 def lower_rms_norm(ctx: Lowering, node: OpNode) -> None:
     """x · rsqrt(mean(x²) + eps) · (weight + weight_offset) over the trailing dimensions."""
     x, *weight = (ctx.view(name) for name in node.inputs)
@@ -70,11 +105,10 @@ def _layer_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.layer_norm",
-    "aten.native_layer_norm",
-    "npu.layer_norm",
+    "aten.layer_norm aten.native_layer_norm npu.layer_norm",
     tensors=("input", "weight", "bias"),
     unsupported=_layer_norm_unsupported,
+    one_dtype=True,
 )
 def lower_layer_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
@@ -98,7 +132,13 @@ def _group_norm(ctx: Lowering, x: View, affine: list[View], groups: int, eps: fl
     ctx.emit("groupnorm_kernel", [x, *affine], [ctx.output()], params, flops=8 * x.numel)
 
 
-@register_op("aten.group_norm", tensors=("input", "weight", "bias"), unsupported=unclear_affine)
+@register_op(
+    "aten.group_norm",
+    tensors=("input", "weight", "bias"),
+    unsupported=unclear_affine,
+    layout=Layout.IMAGE,
+    one_dtype=True,
+)
 def lower_group_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     _group_norm(ctx, x, affine, node.attrs["num_groups"], float(node.attrs.get("eps", 1e-5)))
@@ -112,7 +152,9 @@ def _instance_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return unclear_affine(node, graph)
 
 
-@register_op("aten.instance_norm", tensors=("input", "weight", "bias"), unsupported=_instance_norm_unsupported)
+@register_op(
+    "aten.instance_norm", tensors=("input", "weight", "bias"), unsupported=_instance_norm_unsupported, one_dtype=True
+)
 def lower_instance_norm(ctx: Lowering, node: OpNode) -> None:
     x, *affine = (ctx.view(name) for name in node.inputs)
     _group_norm(ctx, x, affine, x.shape[1], float(node.attrs.get("eps", 1e-5)))
@@ -154,10 +196,10 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 
 
 @register_op(
-    "aten.scaled_dot_product_attention",
-    "npu.attention",
+    "aten.scaled_dot_product_attention npu.attention",
     tensors=("query", "key", "value", "attn_mask"),
     unsupported=_attention_unsupported,
+    one_dtype=True,
 )
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 from npu_compiler.ops.conv import BATCH_NORM_OPS
+from npu_compiler.ops.registry import Layout, find_op
 
 
 def _bn_parts(node: OpNode, graph: IRGraph) -> tuple[WeightTransformRecipe, WeightTransformRecipe] | None:
@@ -29,9 +30,6 @@ def _bn_parts(node: OpNode, graph: IRGraph) -> tuple[WeightTransformRecipe, Weig
     return scale, shift
 
 
-_FOLD_AXIS = {"aten.conv2d": 0, "aten.conv1d": 0, "aten.linear": 0, "aten.conv_transpose2d": 1}
-
-
 def fold_batch_norm(graph: IRGraph) -> IRGraph:
     """Fold a batch norm into the weights of the convolution or linear before it.
 
@@ -48,11 +46,11 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
     for node in graph.nodes:
         parts = _bn_parts(node, graph)
         source = producers.get(node.inputs[0]) if parts else None
-        if parts is None or source is None or not _is_foldable(source, node, graph, consumers):
+        axis = _foldable_axis(source, node, graph, consumers) if source is not None else None
+        if parts is None or source is None or axis is None:
             continue
         scale, shift = parts
         weight_name = source.inputs[1]
-        axis = _FOLD_AXIS[source.base]
         folded = WeightTransformRecipe("scale_axis", (graph.weights[weight_name], scale), {"axis": axis})
         if len(source.inputs) > 2:
             shift = WeightTransformRecipe("multiply_add", (graph.weights[source.inputs[2]], scale, shift))
@@ -60,7 +58,7 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
         names = []
         for suffix, recipe, shape in (("folded", folded, spec.shape), ("shift", shift, (spec.shape[axis],))):
             name = unique_name(f"{weight_name}.{suffix}", tensors)
-            tensors[name] = TensorSpec(name, shape, spec.dtype if source.base == "aten.linear" else "float32")
+            tensors[name] = TensorSpec(name, shape, "float32" if _is_convolution(source) else spec.dtype)
             weights[name] = recipe
             names.append(name)
         replaced[node.name] = replace(
@@ -71,15 +69,24 @@ def fold_batch_norm(graph: IRGraph) -> IRGraph:
     return replace(graph, nodes=nodes, tensors=tensors, weights=weights)
 
 
-def _is_foldable(source: OpNode, norm: OpNode, graph: IRGraph, consumers: dict[str, list[OpNode]]) -> bool:
-    if source.base not in _FOLD_AXIS or consumers[source.outputs[0]] != [norm] or source.outputs[0] in graph.outputs:
-        return False
+def _is_convolution(node: OpNode) -> bool:
+    op = find_op(node.op_type)
+    return op is not None and op.layout is Layout.CONVOLUTION
+
+
+def _foldable_axis(source: OpNode, norm: OpNode, graph: IRGraph, consumers: dict[str, list[OpNode]]) -> int | None:
+    """The axis of a node's weight that a batch norm's factors go along; None where they cannot be folded into it."""
+    op = find_op(source.op_type)
+    if op is None or op.channel_axis is None:
+        return None
+    if consumers[source.outputs[0]] != [norm] or source.outputs[0] in graph.outputs:
+        return None
     if any(name not in graph.weights for name in source.inputs[1:]):
-        return False
-    if source.base == "aten.conv_transpose2d" and source.attrs.get("groups", 1) != 1:
-        return False
+        return None
     # Batch norm normalizes dimension 1, which holds the weight's rows only where there is a batch dimension.
-    return len(graph.tensors[source.outputs[0]].shape) == len(graph.tensors[source.inputs[1]].shape)
+    if len(graph.tensors[source.outputs[0]].shape) != len(graph.tensors[source.inputs[1]].shape):
+        return None
+    return op.channel_axis(source)
 
 
 def lower_batch_norm(graph: IRGraph) -> IRGraph:

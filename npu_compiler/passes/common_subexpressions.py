@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from npu_compiler.graph.model import IRGraph, OpNode
-
-_IMPURE = ("rand", "bernoulli", "multinomial", "normal", "dropout")
+from npu_compiler.ops.registry import find_op
 
 
 def eliminate_common_subexpressions(graph: IRGraph) -> IRGraph:
@@ -20,7 +19,8 @@ def eliminate_common_subexpressions(graph: IRGraph) -> IRGraph:
         dtypes = tuple(graph.tensors[out].dtype for out in node.outputs)
         key = (node.op_type, node.inputs, repr(sorted(node.attrs.items())), dtypes)
         twin = seen.get(key)
-        if twin is None or any(word in node.op_type for word in _IMPURE):
+        op = find_op(node.op_type)
+        if twin is None or op is None or not op.is_pure:
             seen[key] = node
             nodes.append(node)
         else:

@@ -10,20 +10,8 @@ from dataclasses import replace
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, itemsize
 from npu_compiler.graph.model import IRGraph, OpNode
-from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.ops.registry import Layout, find_op
 from npu_compiler.target_config import TargetConfig
-
-CONV_OPS = frozenset({"aten.conv2d", "npu.conv2d", "aten.convolution", "aten.conv_transpose2d"})
-CONV_WORLD_OPS = CONV_OPS | {
-    "aten.max_pool2d",
-    "aten.avg_pool2d",
-    "aten.adaptive_avg_pool2d",
-    "npu.scale_shift_channels",
-    "aten.upsample_nearest2d",
-    "aten.upsample_bilinear2d",
-    "aten.group_norm",
-}
-_ELEMENTWISE_OPS = frozenset(f"aten.{name}" for name in ELEMENTWISE) | {"aten.gelu", "aten.div", "npu.add_relu"}
 
 
 def assign_layout(graph: IRGraph, config: TargetConfig) -> IRGraph:
@@ -34,9 +22,12 @@ def assign_layout(graph: IRGraph, config: TargetConfig) -> IRGraph:
     """
     padded: set[str] = set()
     for node in graph.nodes:
-        if node.base in CONV_OPS and node.inputs[0] in graph.inputs:
+        op = find_op(node.op_type)
+        layout = op.layout if op is not None else Layout.DENSE
+        if layout is Layout.CONVOLUTION and node.inputs[0] in graph.inputs:
             padded.add(node.inputs[0])
-        if node.base in CONV_WORLD_OPS or _stays_in_conv_world(node, graph, padded):
+        keeps_padding = layout is Layout.ELEMENTWISE and _reads_padded(node, graph, padded)
+        if keeps_padding or layout in (Layout.CONVOLUTION, Layout.IMAGE):
             padded.update(node.outputs)
     tensors = dict(graph.tensors)
     for name in padded:
@@ -54,8 +45,7 @@ def pad_channels(channels: int, element_bytes: int, alignment_bytes: int) -> int
     return -(-channels // step) * step
 
 
-def _stays_in_conv_world(node: OpNode, graph: IRGraph, padded: set[str]) -> bool:
-    if node.base not in _ELEMENTWISE_OPS:
-        return False
+def _reads_padded(node: OpNode, graph: IRGraph, padded: set[str]) -> bool:
+    """Whether one of the node's inputs is padded and has the shape of its output."""
     shape = graph.tensors[node.outputs[0]].shape
     return any(name in padded and graph.tensors[name].shape == shape for name in node.inputs)

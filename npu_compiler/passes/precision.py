@@ -13,9 +13,7 @@ from dataclasses import replace
 from npu_compiler.errors import NPUError
 from npu_compiler.graph.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT32_MAX, INT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-
-_INDEXING = frozenset({"aten.embedding", "aten.index_select", "aten.gather", "aten.index"})
-_ALONG_DIM = frozenset({"aten.index_copy", "npu.index_copy_pair", "aten.index_select", "aten.gather"})
+from npu_compiler.ops.registry import find_op
 
 
 def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
@@ -69,14 +67,19 @@ def _storage(dtype: str, float_dtype: str) -> str:
 
 def _is_wide(node: OpNode, graph: IRGraph, wide: set[str], neutral: set[str]) -> bool:
     """Whether a float result is made of integers, constants and wide tensors only (weights may take part)."""
-    if node.base in _INDEXING and node.inputs[0] not in wide:
-        return False
-    if node.op_type.startswith("npu.scale_shift"):
+    op = find_op(node.op_type)
+    if op is not None and (op.float32_parameters or (op.selects and node.inputs[0] not in wide)):
         return False
     floats = [name for name in node.inputs if graph.tensors[name].dtype in FLOAT_DTYPES]
     if any(name not in wide and name not in neutral for name in floats):
         return False
     return not floats or any(name in wide for name in floats)
+
+
+def _takes_float32(node: OpNode, name: str) -> bool:
+    """Whether the node reads a tensor as one of its float32 parameters."""
+    op = find_op(node.op_type)
+    return op is not None and op.float32_parameters and node.inputs[0] != name
 
 
 def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
@@ -94,11 +97,9 @@ def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
     consumers = graph.consumers()
     renames: dict[str, dict[str, str]] = {}
     for name in sorted(neutral):
-        users = [node for node in consumers.get(name, []) if node.name in wide_nodes]
-        scale_shift = [
-            n for n in consumers.get(name, []) if n.op_type.startswith("npu.scale_shift") and n.inputs[0] != name
-        ]
-        if len(users) + len(scale_shift) == len(consumers.get(name, [])) and (users or scale_shift):
+        readers = consumers.get(name, [])
+        users = [node for node in readers if node.name in wide_nodes]
+        if readers and all(node.name in wide_nodes or _takes_float32(node, name) for node in readers):
             wide.add(name)
         elif users:
             copy = unique_name(f"{name}.float32", tensors)
@@ -115,15 +116,9 @@ def _with_index_bounds(graph: IRGraph, tensors: dict[str, TensorSpec]) -> dict[s
     bounds: dict[str, tuple[int, int]] = {}
     inputs = set(graph.inputs)
     for node in graph.nodes:
-        if node.base == "aten.embedding":
-            source, limit = node.inputs[1], tensors[node.inputs[0]].shape[0]
-            low = 0
-        elif node.base in _ALONG_DIM and tensors[node.inputs[0]].shape:
-            source, limit = node.inputs[1], tensors[node.inputs[0]].shape[node.attrs["dim"]]
-            low = 0
-        else:
-            continue
-        if source in inputs:
-            known = bounds.get(source, (0, INT32_MAX))
-            bounds[source] = (max(known[0], low), min(known[1], limit - 1))
+        op = find_op(node.op_type)
+        rows = op.index_bound(node, graph) if op is not None and op.index_bound is not None else None
+        if rows is not None and node.inputs[1] in inputs:
+            low, high = bounds.get(node.inputs[1], (0, INT32_MAX))
+            bounds[node.inputs[1]] = (low, min(high, rows - 1))
     return {name: replace(spec, bounds=bounds[name]) if name in bounds else spec for name, spec in tensors.items()}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from npu_compiler.graph.dtypes import as_int32
-from npu_compiler.program.kernels import KernelDecl, Operand
+from npu_compiler.program.kernels import KERNELS, Family, Grid, KernelCall, KernelDecl, Operand
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,97 @@ class Elementwise:
 
 ELEMENTWISE: dict[str, Elementwise] = {}
 
-ELEMENTWISE_DECL = KernelDecl(
-    "elementwise",
-    "",
-    inputs=tuple(Operand(name, optional=True) for name in "abc"),
-    outputs=(Operand("out", optional=False),),
-    fields={"scalars": "3f", "int_scalars": "3i", "attrs": "3f"},
-)
+# The activations that products and convolutions apply to their results: name → element-wise op.
+ACTIVATIONS = {
+    "relu": "relu",
+    "relu6": "relu6",
+    "gelu": "gelu_erf",
+    "gelu_tanh": "gelu_tanh",
+    "silu": "silu",
+    "hardswish": "hardswish",
+    "hardsigmoid": "hardsigmoid",
+    "sigmoid": "sigmoid",
+}
+ACTIVATION = f"s none {' '.join(ACTIVATIONS)}"  # the format of the parameter that chooses one of them
+_ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 
 
-def elementwise_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """An element-wise call's parameters as `ELEMENTWISE_DECL` has them; an absent operand's value is a scalar."""
-    scalars = [0 if x is None else x for x in params["scalars"]]
-    scalars += [0] * (3 - len(scalars))
-    present = {f"has_{name}": x is None for name, x in zip("abc", params["scalars"], strict=False)}
-    attrs = [as_float32(params[name]) for name in ELEMENTWISE[params["op"]].attrs]
-    return {
-        "has_b": False,
-        "has_c": False,
-        **present,
-        "scalars": [as_float32(x) for x in scalars],
-        "int_scalars": [as_int32(x) for x in scalars],
-        "attrs": attrs + [0.0] * (3 - len(attrs)),
-    }
+def activation_rule(op: str) -> Callable[[Mapping[str, Any]], str | None] | None:
+    """For an element-wise op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them."""
+    if op == "hardtanh":
+        return lambda attrs: "relu6" if (attrs.get("min_val", -1), attrs.get("max_val", 1)) == (0, 6) else None
+    name = _ACTIVATION_OF.get(op)
+    return None if name is None else lambda attrs: name
+
+
+@dataclass(frozen=True)
+class ElementwiseKernel(KernelDecl):
+    """A form of an element-wise op: over packed or strided operands, all of them tensors or some of them scalars.
+
+    Attributes:
+        op: The element-wise op.
+        is_strided: Whether operands are walked by their strides; else all of them are packed.
+        function: The name of the shader function, which serves both tensors and scalars.
+    """
+
+    op: Elementwise = field(kw_only=True)
+    is_strided: bool = field(kw_only=True)
+    function: str = field(kw_only=True)
+
+    def parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's parameters as `fields` has them; an absent operand's value is a scalar."""
+        scalars = [0 if x is None else x for x in params["scalars"]]
+        scalars += [0] * (3 - len(scalars))
+        present = {f"has_{name}": x is None for name, x in zip("abc", params["scalars"], strict=False)}
+        attrs = [as_float32(params[name]) for name in self.op.attrs]
+        return {
+            "has_b": False,
+            "has_c": False,
+            **present,
+            "scalars": [as_float32(x) for x in scalars],
+            "int_scalars": [as_int32(x) for x in scalars],
+            "attrs": attrs + [0.0] * (3 - len(attrs)),
+        }
+
+
+ELEMENTWISE_KERNELS: dict[str, ElementwiseKernel] = {}
+
+
+def add_elementwise(op: Elementwise) -> None:
+    """Enter an op into the table, and declare the kernels of its four forms."""
+    ELEMENTWISE[op.name] = op
+    for is_strided in (False, True):
+        for has_scalars in (False, True):
+            name = elementwise_kernel_name(op.name, has_scalars=has_scalars, is_strided=is_strided)
+            ELEMENTWISE_KERNELS[name] = ElementwiseKernel(
+                name,
+                Family.ELEMENTWISE,
+                inputs=tuple(Operand(operand, optional=True) for operand in "abc"),
+                outputs=(Operand("out", optional=False),),
+                fields={"scalars": "3f", "int_scalars": "3i", "attrs": "3f"},
+                grid=Grid.PLANES if is_strided else Grid.QUADS,
+                op=op,
+                is_strided=is_strided,
+                function=elementwise_kernel_name(op.name, has_scalars=False, is_strided=is_strided),
+            )
+
+
+def elementwise_kernel_name(op: str, *, has_scalars: bool, is_strided: bool) -> str:
+    return f"{op}{'_scalar' * has_scalars}{'_broadcast' * is_strided}_kernel"
+
+
+def elementwise_kernel(call: KernelCall) -> ElementwiseKernel | None:
+    """The declaration of a call whose output elements each depend on the inputs' elements at the same place only."""
+    return ELEMENTWISE_KERNELS.get(call.kernel)
+
+
+def declaration(call: KernelCall) -> KernelDecl:
+    """The declaration of an op-level call.
+
+    Raises:
+        KeyError: no op-level kernel has that name; a target has named or generated it.
+    """
+    return ELEMENTWISE_KERNELS.get(call.kernel) or KERNELS[call.kernel]
 
 
 def as_float32(value: float) -> float:

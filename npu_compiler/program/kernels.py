@@ -1,14 +1,56 @@
-"""Kernel declarations and kernel calls."""
+"""Kernel declarations and kernel calls.
+
+A declaration holds all that is known of a kernel besides its code: what it reads and writes, its parameters, what kind
+of work it does, and how that work divides among threads. Devices ask the declaration; none takes a kernel's name apart.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.views import View
+
+
+class Family(Enum):
+    """What kind of work a kernel does."""
+
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction"
+    NORM = "norm"
+    SOFTMAX = "softmax"
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ROPE = "rope"
+    INDEXING = "indexing"
+    TENSOR = "tensor"
+    CONV = "conv"
+    POOL = "pool"
+
+
+class Grid(Enum):
+    """How a kernel's work divides among threads, for devices that launch a grid of threadgroups per call."""
+
+    ELEMENTS = "a thread per output element"
+    QUADS = "a thread per four consecutive output elements"
+    PLANES = "a thread per output element: columns along x, rows along y, everything else along z"
+    SOURCE_ELEMENTS = "a thread per element of the second input"
+    TABLE_ROWS = "a thread per four columns of a table along x; indices along y"
+    ROWS = "a threadgroup per row (the last dimension), a thread for every four elements"
+    ROW_ELEMENTS = "a threadgroup per row (the last dimension), a thread for every element"
+    REDUCTIONS = "a threadgroup per output element, a thread for every four elements that are reduced"
+    SHORT_REDUCTIONS = "a SIMD group per output element"
+    CHANNEL_GROUPS = "a threadgroup per image and group of channels"
+    TILES = "a threadgroup per tile of a matrix product; batches along z"
+    COLUMNS = "a threadgroup per few columns of a product with one row, whose weight is transposed"
+    COLUMN_BLOCKS = "a threadgroup per block of columns of a product with one row, whose weight is as it is"
+    PIXELS = "pixels along x, channels along y, images along z"
+    ROTATIONS = "a thread per four pairs of a rotated row along x; rows along y"
+    QUERIES = "queries along x, heads along y, batches along z"
 
 
 @dataclass(frozen=True)
@@ -21,9 +63,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class KernelDecl:
-    """A kernel's name, source file, operands and parameters, declared once beside its lowering.
+    """A kernel's name, operands and parameters, declared once beside its lowering.
 
     Attributes:
+        source: The shader file in `metal_kernels`.
         inputs: The operands it reads, in the order of a call's inputs.
         outputs: The operands it writes.
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
@@ -32,10 +75,12 @@ class KernelDecl:
     """
 
     name: str
-    source: str
+    family: Family
+    source: str = ""
     inputs: tuple[Operand, ...] = ()
     outputs: tuple[Operand, ...] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
+    grid: Grid = Grid.ELEMENTS
 
     def pack(self, params: Mapping[str, Any]) -> bytes:
         """The parameter struct as the device reads it: 4-byte members, little endian."""
@@ -109,17 +154,20 @@ def _distinct_elements(view: View) -> int:
 KERNELS: dict[str, KernelDecl] = {}
 
 
-def declare_kernel(name: str, source: str, operands: str, **fields: str) -> KernelDecl:
+def declare_kernel(
+    name: str, family: Family, operands: str, *, source: str, grid: Grid = Grid.ELEMENTS, **fields: str
+) -> KernelDecl:
     """Register a kernel's declaration; the one place where its operands and parameters are named.
 
     Args:
         operands: `"x weight bias? -> out"`; a `?` marks an operand that a call may lack.
+        source: The shader file in `metal_kernels`.
+        fields: Parameter name → format, as `KernelDecl.fields` has them.
     """
     inputs, outputs = (
         tuple(Operand(word.rstrip("?"), word.endswith("?")) for word in side.split()) for side in operands.split("->")
     )
-    decl = KernelDecl(name, source, inputs, outputs, fields)
     if name in KERNELS:
         raise ValueError(f"kernel '{name}' is declared twice")
-    KERNELS[name] = decl
-    return decl
+    KERNELS[name] = KernelDecl(name, family, source, inputs, outputs, fields, grid)
+    return KERNELS[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 
@@ -23,7 +24,7 @@ def plan_memory(plan: ExecutionPlan, alignment: int) -> ExecutionPlan:
     arena = sorted(
         (b for b in buffers.values() if b.kind == "arena"), key=lambda b: (-b.size_bytes, b.first_use, b.name)
     )
-    reuse = _in_place_pairs(plan.calls, buffers)
+    reuse = _in_place_pairs(plan, buffers)
     placed: list[BufferAllocation] = []
     for buffer in arena:
         offset = _lowest_free_offset(buffer, placed, reuse, alignment)
@@ -42,11 +43,12 @@ def _lifetimes(calls: list[KernelCall]) -> dict[str, tuple[int, int]]:
     return lifetimes
 
 
-def _in_place_pairs(calls: list[KernelCall], buffers: dict[str, BufferAllocation]) -> set[tuple[str, str]]:
+def _in_place_pairs(plan: ExecutionPlan, buffers: dict[str, BufferAllocation]) -> set[tuple[str, str]]:
     """(dying input, new output) pairs of element-wise calls whose elements line up byte for byte."""
     pairs = set()
-    for index, call in enumerate(calls):
-        if "op" not in call.params or len(call.outputs) != 1:
+    for index, call in enumerate(plan.calls):
+        is_generated = call.source in plan.sources
+        if is_generated or elementwise_kernel(call) is None or len(call.outputs) != 1:
             continue
         out = call.outputs[0]
         made = buffers[out.buffer]

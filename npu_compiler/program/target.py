@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KERNELS
 from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.target_config import METAL_GPU, TargetConfig
+from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 
 
 class CodegenTarget(ABC):
-    """Maps kernel families to a target's kernel names and source files. Nothing else differs between targets."""
+    """Maps kernels to a target's kernel names and source files. Nothing else differs between targets."""
 
     config: TargetConfig
 
@@ -40,25 +41,45 @@ class CodegenTarget(ABC):
         return plan
 
 
-class MetalCodegenTarget(CodegenTarget):
-    """The op-level target that Metal and the CPU device share."""
+class OpLevelTarget(CodegenTarget):
+    """The kernels of the op table by their own names, for devices that have them built in: calls carry no source."""
 
-    config = METAL_GPU
+    config: TargetConfig = OP_LEVEL
+
+    def source(self, kernel: str) -> str:
+        """The source file that holds a kernel, or nothing."""
+        return ""
 
     def elementwise_kernel(self, kernel_name: str) -> tuple[str, str]:
-        if kernel_name.endswith("_broadcast_kernel"):
-            return kernel_name, "elementwise_broadcast.metal"
-        if kernel_name == "add_relu_kernel":
-            return kernel_name, "add_relu.metal"
-        basic = kernel_name in ("add_kernel", "relu_kernel", "copy_kernel")
-        return kernel_name, "elementwise.metal" if basic else "elementwise_extended.metal"
+        return kernel_name, self.source(kernel_name)
 
     def matmul_kernel(self, is_vec: bool, transpose_b: bool) -> tuple[str, str]:
         stem = "matmul_vec" if is_vec else "matmul"
-        return f"{stem}_kernel" if transpose_b else f"{stem}_notrans_kernel", "matmul.metal"
+        kernel = f"{stem}_kernel" if transpose_b else f"{stem}_notrans_kernel"
+        return kernel, self.source(kernel)
 
     def fused_kernel(self, kernel_type: str) -> tuple[str, str]:
-        return kernel_type, KERNELS[kernel_type].source
+        return kernel_type, self.source(kernel_type)
+
+    def shader_source(self, filename: str) -> str:
+        return filename
+
+
+class MetalCodegenTarget(OpLevelTarget):
+    """The op-level kernels as shaders in `metal_kernels`."""
+
+    config = METAL_GPU
+
+    def source(self, kernel: str) -> str:
+        elementwise = ELEMENTWISE_KERNELS.get(kernel)
+        if elementwise is None:
+            return KERNELS[kernel].source
+        if elementwise.is_strided:
+            return "elementwise_broadcast.metal"
+        if kernel == "add_relu_kernel":
+            return "add_relu.metal"
+        basic = kernel in ("add_kernel", "relu_kernel", "copy_kernel")
+        return "elementwise.metal" if basic else "elementwise_extended.metal"
 
     def shader_source(self, filename: str) -> str:
         return f"metal_kernels/{filename}"

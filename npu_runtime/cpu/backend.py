@@ -13,7 +13,7 @@ from npu_compiler.errors import DeviceError
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
-from npu_compiler.target_config import METAL_GPU, TargetConfig
+from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.cpu.kernels import native_launch, reference_launch
@@ -64,7 +64,8 @@ class CPUBackend(Backend):
         native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`.
     """
 
-    config: TargetConfig = METAL_GPU
+    config: TargetConfig = OP_LEVEL
+    runs_targets = (OP_LEVEL.name, METAL_GPU.name)
 
     def __init__(self, native: bool | None = None) -> None:
         self.native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native

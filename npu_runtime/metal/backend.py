@@ -18,7 +18,7 @@ from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import MetalCodegenTarget
-from npu_compiler.target_config import METAL_GPU, TargetConfig
+from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape, Size3
 from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.metal.binding import HALVES, Binding, bind
@@ -144,6 +144,7 @@ class MetalBackend(Backend):
     """
 
     config: TargetConfig = METAL_GPU
+    runs_targets = (METAL_GPU.name, OP_LEVEL.name)
 
     def __init__(self, api: Any = None, mps: bool = True) -> None:
         self._mps = mps
@@ -198,7 +199,7 @@ class MetalBackend(Backend):
 
     def _dispatch(self, call: KernelCall) -> Dispatch:
         binding = bind(call)
-        filename = Path(self._target.shader_source(call.source)).name
+        filename = self._target.source(call.kernel)
         macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
         function = self._strategy.function(binding.call)
         pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.ops import ELEMENTWISE, KERNELS
-from npu_compiler.program.elementwise import ELEMENTWISE_DECL, elementwise_params
+from npu_compiler.ops import KERNELS, elementwise_kernel
+from npu_compiler.program.elementwise import ElementwiseKernel
 from npu_compiler.program.kernels import KernelCall, KernelDecl
 from npu_compiler.program.views import MAX_RANK, View, collapse
 
@@ -45,25 +45,25 @@ def bind(call: KernelCall) -> Binding:
     Raises:
         DeviceError: no such kernel, or an operand that Metal kernels cannot address.
     """
-    if "op" in call.params:
-        return _bind_elementwise(call)
+    elementwise = elementwise_kernel(call)
+    if elementwise is not None:
+        return _bind_elementwise(call, elementwise)
     if call.kernel not in KERNELS:
         raise DeviceError(f"the Metal device has no kernel '{call.kernel}'")
     return _binding(call, KERNELS[call.kernel], {})
 
 
-def _bind_elementwise(call: KernelCall) -> Binding:
+def _bind_elementwise(call: KernelCall, kernel: ElementwiseKernel) -> Binding:
     """Element-wise operands walk in step, so dimensions that all of them can walk as one are merged."""
     views = collapse_views([*call.inputs, *call.outputs])
-    if call.kernel.endswith("_broadcast_kernel"):
+    if kernel.is_strided:
         views = [_at_least_rank(view, 2) for view in views]
-    op = ELEMENTWISE[call.params["op"]]
     scalars = [x for x in call.params["scalars"] if x is not None]
-    whole = op.integer is not None and not any(isinstance(x, float) for x in scalars)
+    whole = kernel.op.integer is not None and not any(isinstance(x, float) for x in scalars)
     integer = whole and all(view.dtype in ("int32", "bool") for view in call.inputs)
-    params = {**call.params, **elementwise_params(call.params)}
+    params = {**call.params, **kernel.parameters(call.params)}
     collapsed = replace(call, inputs=tuple(views[:-1]), outputs=(views[-1],), params=params)
-    return _binding(collapsed, ELEMENTWISE_DECL, {"integer": int(integer)})
+    return _binding(collapsed, kernel, {"integer": int(integer)})
 
 
 def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> Binding:

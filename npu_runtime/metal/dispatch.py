@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from npu_compiler.program.kernels import KernelCall
+from npu_compiler.ops import declaration
+from npu_compiler.program.elementwise import ElementwiseKernel
+from npu_compiler.program.kernels import Family, Grid, KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import DispatchStrategy, Size3
@@ -30,17 +32,14 @@ class MetalDispatchStrategy(DispatchStrategy):
         self.config = config
 
     def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
-        if "op" in call.params:
-            shape: Shape = _planes if call.kernel.endswith("_broadcast_kernel") else _four_elements
-        else:
-            shape = _SHAPES.get(call.kernel, _one_element)
-        return shape(call, self.config)
+        return _SHAPES[declaration(call).grid](call, self.config)
 
     def function(self, call: KernelCall) -> str:
         """The Metal function that runs a call: one kernel may have several, for different shapes."""
-        if call.kernel == "attention_kernel":
+        decl = declaration(call)
+        if decl.family is Family.ATTENTION:
             return _attention_form(call)
-        return call.kernel.replace("_scalar_", "_")
+        return decl.function if isinstance(decl, ElementwiseKernel) else decl.name
 
 
 def _groups(count: int, size: int) -> int:
@@ -186,48 +185,21 @@ def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     return (slices * queries, heads, batch), (threads, 1, 1)
 
 
-_SHAPES: dict[str, Shape] = {
-    "embedding_kernel": _embedding,
-    "index_copy_kernel": _source_elements,
-    "index_copy_pair_kernel": _source_elements,
-    "max_pool2d_kernel": _planes,
-    "avg_pool2d_kernel": _planes,
-    "adaptive_avg_pool2d_kernel": _simdgroup_per_element,
-    "upsample_nearest_kernel": _planes,
-    "upsample_bilinear_kernel": _planes,
-    "softmax_kernel": _row,
-    "log_softmax_kernel": _row,
-    "masked_softmax_kernel": _row,
-    "rmsnorm_kernel": _row,
-    "layernorm_kernel": _row,
-    "cumsum_kernel": _row_elements,
-    "groupnorm_kernel": _group_norm,
-    "linear_epilogue_kernel": _planes,
-    "matmul_kernel": _matmul,
-    "matmul_notrans_kernel": _matmul,
-    "batched_matmul_kernel": _matmul,
-    "matmul_vec_kernel": _matmul_vec,
-    "matmul_vec_notrans_kernel": _matmul_vec_notrans,
-    "gated_matmul_vec_kernel": _matmul_vec,
-    "conv2d_kernel": _conv,
-    "rope_kernel": _rope,
-    "attention_kernel": _attention,
-    **{
-        f"{op}_kernel": _reduction
-        for op in (
-            "sum",
-            "mean",
-            "max",
-            "min",
-            "prod",
-            "var",
-            "std",
-            "any",
-            "all",
-            "argmax",
-            "argmin",
-            "norm",
-            "logsumexp",
-        )
-    },
+_SHAPES: dict[Grid, Shape] = {
+    Grid.ELEMENTS: _one_element,
+    Grid.QUADS: _four_elements,
+    Grid.PLANES: _planes,
+    Grid.SOURCE_ELEMENTS: _source_elements,
+    Grid.TABLE_ROWS: _embedding,
+    Grid.ROWS: _row,
+    Grid.ROW_ELEMENTS: _row_elements,
+    Grid.REDUCTIONS: _reduction,
+    Grid.SHORT_REDUCTIONS: _simdgroup_per_element,
+    Grid.CHANNEL_GROUPS: _group_norm,
+    Grid.TILES: _matmul,
+    Grid.COLUMNS: _matmul_vec,
+    Grid.COLUMN_BLOCKS: _matmul_vec_notrans,
+    Grid.PIXELS: _conv,
+    Grid.ROTATIONS: _rope,
+    Grid.QUERIES: _attention,
 }

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from npu_compiler.ops import ELEMENTWISE
-from npu_compiler.program.elementwise import Elementwise
+import npu_compiler.ops  # noqa: F401  (fills the table of element-wise kernels)
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, Elementwise
 from npu_compiler.program.target import MetalCodegenTarget
-
-_FORMS = ("_kernel", "_scalar_kernel", "_broadcast_kernel", "_scalar_broadcast_kernel")
 
 
 @cache
@@ -20,11 +18,9 @@ def elementwise_macro(filename: str) -> str:
     """
     target = MetalCodegenTarget()
     rows: dict[str, str] = {}
-    for op in ELEMENTWISE.values():
-        for form in _FORMS:
-            if target.elementwise_kernel(f"{op.name}{form}")[1] == filename:
-                function = f"{op.name}{form.replace('_scalar', '')}"
-                rows[function] = _row(function, op)
+    for kernel in ELEMENTWISE_KERNELS.values():
+        if target.source(kernel.name) == filename:
+            rows[kernel.function] = _row(kernel.function, kernel.op)
     return " ".join(rows.values())
 
 

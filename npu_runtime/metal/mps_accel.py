@@ -7,7 +7,6 @@ from typing import Any
 
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.target import MetalCodegenTarget
 from npu_compiler.program.views import View, collapse
 from npu_runtime.metal.device import CommandEncoder, MetalDevice
 
@@ -78,9 +77,7 @@ def addend_of(call: KernelCall) -> KernelCall | None:
     addend = call.inputs[2].expand(out.shape)
     if addend.dtype != out.dtype:
         return None
-    kernel, source = MetalCodegenTarget().elementwise_kernel("copy_broadcast_kernel")
-    copied = {"op": "copy", "scalars": [None]}
-    return replace(call, kernel=kernel, source=source, inputs=(addend,), params=copied, flops=0)
+    return replace(call, kernel="copy_broadcast_kernel", inputs=(addend,), params={"scalars": [None]}, flops=0)
 
 
 def epilogue_of(call: KernelCall) -> KernelCall | None:

@@ -1,1 +1,1 @@
-"""The commands of `npu-sim`, as plain functions whose signatures are their command lines."""
+"""The commands of `npu-sim`: functions whose signatures declare their command lines."""

@@ -1,4 +1,4 @@
-"""`extract`, `partition`, `verify`: what one does with a graph."""
+"""The commands for graphs: `extract`, `partition` and `verify`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,41 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, Seed, Weights
-from npu_sim.console import EXIT_DIFFERS, note, print_json, progress, step
+from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
+from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.resources import open_device
 
 
 def extract(
     model: Annotated[
-        str, typer.Argument(help="package.module:factory, file.py:factory, or a Hugging Face folder (with --task).")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="package.module:factory, file.py:factory, or a Hugging Face folder (with --task)."
+        ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the IR JSON.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file (IR JSON).")],
     inputs: Annotated[
-        list[str] | None, typer.Option("--input", "-i", metavar="DTYPE[1,3,224,224]", help="An example input; repeat.")
+        list[str] | None,
+        typer.Option(
+            "--input", "-i", metavar="DTYPE[SHAPE]", help="Example input, such as float32[1,3,224,224]; repeatable."
+        ),
     ] = None,
-    task: Annotated[str | None, typer.Option("--task", help="What a Hugging Face model is for.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Sequence length of a Hugging Face text model.")] = 128,
-    weights: Annotated[Path | None, typer.Option("--weights", help="Also write the weights, as .safetensors.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option("--task", metavar="NAME", help="Task of a Hugging Face model, such as text-generation."),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, metavar="INTEGER", help="Sequence length of a Hugging Face text model.")
+    ] = 128,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", metavar="FILE", help="Also write the weights to this .safetensors file.")
+    ] = None,
     json: AsJSON = False,
 ) -> None:
-    """Turn a PyTorch model into IR, without touching its weights."""
+    """Extract IR from a PyTorch model."""
     from npu_sim.extract import extract_ir, load_model, write_ir, write_weights
 
-    with step(f"building {model}"):
+    with step(f"creating {model}"):
         module, examples, name = load_model(model, inputs or (), task=task, tokens=tokens)
     with step(f"tracing {name}"):
         ir = extract_ir(module, examples, name=name)
@@ -43,13 +57,14 @@ def extract(
 def partition(
     ir: IRFile,
     json: AsJSON = False,
-    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flow chart.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid flowchart.")] = False,
     cpu: Annotated[
-        list[str] | None, typer.Option("--cpu", metavar="OP", help="Keep an op (aten.softmax) on the CPU; repeatable.")
+        list[str] | None,
+        typer.Option("--cpu", metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Show how a graph splits between the device and the CPU."""
+    """Show how a graph is partitioned between the device and the CPU."""
     from npu_compiler import is_op_supported
     from npu_compiler import partition as partition_graph
     from npu_compiler.errors import InputError
@@ -57,7 +72,7 @@ def partition(
     from npu_compiler.graph.reader import read_ir
 
     if json and mermaid:
-        raise InputError("choose one of --json and --mermaid")
+        raise InputError("choose either --json or --mermaid")
     with step(f"partitioning {ir}"):
         graph = read_ir(ir)
         kept = {base_op(op) for op in cpu or ()}
@@ -66,7 +81,7 @@ def partition(
             graph, lambda op, attrs: base_op(op) not in kept and is_op_supported(op, attrs), compute_dtype=dtype
         )
     if absent:
-        note(f"the graph has no {', '.join(absent)}")
+        note(f"warning: the graph has no op {', '.join(absent)}")
     if mermaid:
         typer.echo(plan.to_mermaid())
     elif json:
@@ -105,24 +120,25 @@ def verify(
     dtype: Dtype = None,
     device: DeviceName = None,
     fast: Fast = False,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Sets of random inputs to compare over.")] = 3,
+    samples: Annotated[
+        int, typer.Option("--samples", min=1, metavar="INTEGER", help="Number of sets of random inputs.")
+    ] = 3,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
-    """Compare the device with PyTorch; where they differ, find the kernel (and the fusion) to blame.
+    """Compare a device with PyTorch and find the first wrong kernel.
 
-    Exits with 1 when they differ.
+    The exit code is 1 if they differ.
     """
     from npu_compiler import read_ir
     from npu_compiler.errors import WeightError
     from npu_sim.arrays import choose_inputs, random_inputs, read_weights
-    from npu_sim.commands.programs import open_device
     from npu_sim.verify import input_specs
     from npu_sim.verify import verify as compare
 
     graph = read_ir(ir)
     if weights is None and graph.weights:
-        raise WeightError(f"'{graph.name}' has {len(graph.weights)} weights: name their file with --weights")
+        raise WeightError(f"'{graph.name}' has {len(graph.weights)} weights; give their file with --weights")
     specs = input_specs(graph, dtype)
     arrays, used_seed = choose_inputs(inputs or (), specs, seed)
     sets = [arrays] if used_seed is None else [random_inputs(specs, used_seed + index) for index in range(samples)]

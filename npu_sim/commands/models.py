@@ -1,4 +1,4 @@
-"""`generate` and `classify`: whole models, from a prompt or an image."""
+"""The commands that run whole models: `generate` for language models, `classify` for vision models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.programs import AsJSON, DeviceName, Dtype, Fast, Seed, open_device, open_meanwhile
-from npu_sim.console import note, print_json, progress, step
+from npu_sim.commands.console import note, print_json, progress, step
+from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Seed
+from npu_sim.commands.resources import open_device, open_in_background
 
 if TYPE_CHECKING:
     from npu_sim.llm import TextStream
@@ -20,44 +21,78 @@ Reply = Callable[[str], "TextStream"]
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A Hugging Face id, a model folder, a .gguf file, or smollm2.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hugging Face id, model folder, .gguf file, or smollm2.")
+    ],
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="By default, a chat in the terminal, or what stdin brings.")
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            help="Prompt. Default: interactive chat, or standard input when piped.",
+        ),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", "-n", min=1, help="At most so many.")] = None,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", min=0.0, help="0 takes the likeliest.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option("--top-p", help="Draw from the likeliest that sum to this.")] = None,
-    top_k: Annotated[int | None, typer.Option("--top-k", help="Draw from so many of the likeliest.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", "-n", min=1, metavar="INTEGER", help="Maximum number of new tokens."),
+    ] = None,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", "-t", min=0.0, metavar="FLOAT", help="Sampling temperature; 0 means greedy decoding."
+        ),
+    ] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            metavar="FLOAT",
+            help="Nucleus sampling: smallest set of tokens with this total probability.",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", metavar="INTEGER", help="Sample from this many of the most probable tokens."),
+    ] = None,
     seed: Seed = None,
     cache_length: Annotated[
-        int | None, typer.Option("--cache-length", min=1, help="Tokens of prompt and replies that the KV cache holds.")
+        int | None,
+        typer.Option(
+            "--cache-length",
+            min=1,
+            metavar="INTEGER",
+            help="Capacity of the KV cache in tokens. Default: 2048, or the model's maximum if less.",
+        ),
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="The system message of the chat.")] = None,
-    no_chat: Annotated[bool, typer.Option("--no-chat", help="Continue the text, without the chat template.")] = False,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.")] = None,
+    no_chat: Annotated[
+        bool, typer.Option("--no-chat", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
     dtype: Dtype = None,
     device: DeviceName = None,
     fast: Fast = False,
     json: AsJSON = False,
 ) -> None:
-    """Let a language model answer or continue a text, token by token."""
+    """Generate text with a language model."""
     from npu_compiler.errors import InputError
 
     if no_chat and system is not None:
-        raise InputError("--system is a message of a chat; leave out --no-chat")
+        raise InputError("--system needs the chat template; leave out --no-chat")
     interactive = prompt is None and sys.stdin.isatty()
     if interactive and (no_chat or json):
-        raise InputError("give the text with --prompt, or on stdin")
+        raise InputError("--no-chat and --json need a prompt: give it with --prompt or on standard input")
     if prompt is None and not interactive:
         prompt = sys.stdin.read().strip()
     if prompt == "":
         raise InputError("the prompt is empty")
-    opening = open_meanwhile(device, fast)
+    opening = open_in_background(device, fast)
     from npu_sim.llm import LanguageModel, chat, complete, load_checkpoint, make_sampler
 
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype)
-        _ = checkpoint.tokenizer  # now, while the device opens
+        _ = checkpoint.tokenizer  # read it now, while the device opens
     with progress(f"preparing {checkpoint.name}") as report:
         network = LanguageModel(checkpoint, device=opening.result(), cache_length=cache_length, progress=report)
         network.prepare(sampler)
@@ -79,12 +114,12 @@ def generate(
             continue
         note(
             f"{stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_second:.1f}/s, "
-            f"{stats.new_tokens} new at {stats.decode_tokens_per_second:.1f}/s"
+            f"{stats.new_tokens} new tokens at {stats.decode_tokens_per_second:.1f}/s"
         )
 
 
 def _shown(pieces: Any, *, show: bool) -> Iterator[str]:
-    """The pieces, each written to stdout as it comes, and a line's end after the last."""
+    """Iterate over the pieces; with `show`, print each one to stdout, and a newline at the end."""
     for piece in pieces:
         if show:
             sys.stdout.write(piece)
@@ -95,7 +130,7 @@ def _shown(pieces: Any, *, show: bool) -> Iterator[str]:
 
 
 def _ask() -> Iterator[str]:
-    """What a person types, line by line, until end of input."""
+    """The lines that are not empty which the user types, until end of file."""
     while True:
         try:
             line = input("> ").strip()
@@ -106,18 +141,21 @@ def _ask() -> Iterator[str]:
 
 
 def classify(
-    image: Annotated[Path, typer.Argument(help="A photograph: JPEG, PNG, WebP, ...")],
-    model: Annotated[str, typer.Option("--model", "-m", help="efficientnet-lite0, resnet18 or resnet50.")] = (
-        "efficientnet-lite0"
-    ),
-    weights: Annotated[Path | None, typer.Option("--weights", help="Its weights, by torchvision's names.")] = None,
-    top: Annotated[int, typer.Option("--top", help="How many guesses to show.")] = 5,
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="Image file: JPEG, PNG, WebP, ...")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", metavar="NAME", help="efficientnet-lite0, resnet18 or resnet50.")
+    ] = ("efficientnet-lite0"),
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="FILE", help="Weights with torchvision's parameter names."),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", metavar="INTEGER", help="Number of classes to show.")] = 5,
     dtype: Dtype = None,
     device: DeviceName = None,
     fast: Fast = False,
     json: AsJSON = False,
 ) -> None:
-    """Say what an image shows."""
+    """Classify an image into the 1000 ImageNet classes."""
     import warnings
 
     from npu_sim.vision import Classifier, find_model, load_image

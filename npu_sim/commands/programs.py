@@ -1,76 +1,48 @@
-"""`compile`, `describe`, `run`, `profile`: what one does with a program."""
+"""The commands for compiled programs: `compile`, `describe`, `run` and `profile`."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.console import note, print_json, progress, step
+from npu_sim.commands.console import print_json, progress, step
+from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, ProgramFile, Seed, Weights
+from npu_sim.commands.resources import find_target, inputs_for, load_onto, open_device
 
 if TYPE_CHECKING:
     import numpy as np
 
     from npu_compiler import CompiledProgram, TensorSpec
-    from npu_runtime import Device, DeviceBuffer
-
-IRFile = Annotated[Path, typer.Argument(metavar="IR", help="IR JSON, as torch_ir or `npu-sim extract` writes it.")]
-ProgramFile = Annotated[Path, typer.Argument(metavar="PROGRAM", help="A .npubin file.")]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float16, bfloat16 or float32; by default what the model suggests.")
-]
-Weights = Annotated[
-    Path | None, typer.Option("--weights", "-w", help="Weights: .safetensors (or a folder of them), .pt, .pth or .npz.")
-]
-Inputs = Annotated[
-    list[str] | None, typer.Option("--input", "-i", metavar="NAME=FILE.npy", help="An input; without any: random.")
-]
-DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cpu, metal, metal-emulator, cuda, cuda:1; by default the best one here.")
-]
-Fast = Annotated[bool, typer.Option("--fast", help="With --device metal-emulator: leave its checks out.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Seed of random inputs.")]
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-def find_target(name: str) -> Any:
-    """The code generation target of that name.
-
-    Raises:
-        InputError: there is none.
-    """
-    from cuda_compiler import CUDACodegenTarget
-    from npu_compiler import MetalCodegenTarget
-    from npu_compiler.errors import InputError
-
-    if name in ("cuda", "cuda_gpu"):
-        return CUDACodegenTarget()
-    if name not in ("cpu", "metal", "metal_gpu"):
-        raise InputError(f"unknown target '{name}'; there are metal_gpu (for Metal and the CPU device) and cuda_gpu")
-    return MetalCodegenTarget()
 
 
 def compile(
     ir: IRFile,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write the .npubin.")] = None,
-    target: Annotated[str, typer.Option("--target", help="The target to generate kernels for.")] = "metal_gpu",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file (.npubin).")
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", metavar="NAME", help="Target: op_level (for the CPU and Metal), metal_gpu or cuda_gpu."
+        ),
+    ] = "op_level",
     dtype: Dtype = None,
     disable_fusion: Annotated[
-        list[str] | None, typer.Option("--disable-fusion", metavar="NAME", help="Leave a fusion out; may be repeated.")
+        list[str] | None, typer.Option("--disable-fusion", metavar="NAME", help="Disable a fusion; repeatable.")
     ] = None,
-    stages: Annotated[bool, typer.Option("--stages", help="Print the graph after each stage.")] = False,
+    stages: Annotated[bool, typer.Option("--stages", help="Print the graph after each compiler stage.")] = False,
     json: AsJSON = False,
 ) -> None:
-    """Compile IR into a .npubin program."""
+    """Compile IR into a program (.npubin)."""
     from npu_compiler import compile as compile_ir
     from npu_compiler import print_graph, read_ir, trace_stages
     from npu_compiler.errors import InputError
     from npu_compiler.program.describe import summary
 
     if output is None and not stages:
-        raise InputError("say where the program goes (-o FILE.npubin), or ask for --stages")
+        raise InputError("give an output file (-o FILE.npubin), --stages, or both")
     codegen, disabled = find_target(target), disable_fusion or ()
     with step(f"reading {ir}"):
         graph = read_ir(ir)
@@ -93,9 +65,10 @@ def compile(
 
 
 def describe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .npubin program or IR JSON.")], json: AsJSON = False
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Compiled program (.npubin) or IR file (.json).")],
+    json: AsJSON = False,
 ) -> None:
-    """Show what a program (or an IR file) holds: kernels, buffers, memory, weights."""
+    """Show the kernels, buffers and weights of a program, or the nodes of an IR file."""
     from npu_compiler import CompiledProgram, print_graph, read_ir
     from npu_compiler.program.describe import summary
 
@@ -155,60 +128,13 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "shape": list(spec.shape), "dtype": spec.dtype, "storage": spec.storage or spec.dtype}
 
 
-def open_device(name: str | None, fast: bool = False) -> Device:
-    """The device of that name, or the best one here; `DeviceError` says which there are.
-
-    Raises:
-        InputError: `fast` is asked of a device that has no such mode.
-    """
-    with step("opening the device"):
-        return _open(name, fast)
-
-
-def open_meanwhile(name: str | None, fast: bool = False) -> Future[Device]:
-    """`open_device` in a thread: while libraries load and a driver starts, there is other work to do."""
-    pool = ThreadPoolExecutor(1, "open-device")
-    opening = pool.submit(_open, name, fast)
-    pool.shutdown(wait=False)
-    return opening
-
-
-def _open(name: str | None, fast: bool) -> Device:
-    from npu_compiler.errors import InputError
-    from npu_runtime import Device
-
-    if fast and name != "metal-emulator":
-        raise InputError("--fast goes with --device metal-emulator")
-    return Device("metal-emulator-fast" if fast else name)
-
-
-def load_onto(device: Device, program: CompiledProgram, weights: Path | None) -> dict[str, DeviceBuffer]:
-    """Upload a program's weights with a progress bar."""
-    from npu_compiler.errors import WeightError
-    from npu_runtime import load_weights
-    from npu_sim.arrays import read_weights
-
-    if weights is None and program.weight_specs:
-        raise WeightError(f"'{program.name}' has {len(program.weight_specs)} weights: name their file with --weights")
-    with progress("loading weights") as report:
-        return load_weights(read_weights(weights), program, device, strict=weights is not None, progress=report)
-
-
-def inputs_for(program: CompiledProgram, inputs: Inputs, seed: int | None) -> tuple[dict[str, np.ndarray], int | None]:
-    """The arrays that the user named, or random ones with the seed that made them, which is shown."""
-    from npu_sim.arrays import choose_inputs
-
-    arrays, used_seed = choose_inputs(inputs or (), program.input_specs, seed)
-    if used_seed is not None:
-        note(f"random inputs, seed {used_seed}")
-    return arrays, used_seed
-
-
 def run(
     program_file: ProgramFile,
     weights: Weights = None,
     inputs: Inputs = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the outputs here, as .npz.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this .npz file.")
+    ] = None,
     device: DeviceName = None,
     fast: Fast = False,
     seed: Seed = None,
@@ -243,7 +169,7 @@ def run(
         numbers = ", ".join(f"{key} {row[key]:.6g}" for key in ("min", "max", "mean") if key in row)
         typer.echo(f"{row['name']}: {row['dtype']}{row['shape']} {numbers}")
     if output is not None:
-        typer.echo(f"written to {output}")
+        typer.echo(f"outputs written to {output}")
 
 
 def _statistics(value: np.ndarray) -> dict[str, Any]:
@@ -265,11 +191,11 @@ def profile(
     inputs: Inputs = None,
     device: DeviceName = None,
     fast: Fast = False,
-    runs: Annotated[int, typer.Option("--runs", min=1, help="Runs to average over, after one to warm up.")] = 10,
+    runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
-    """Show where the time of a run goes, kernel by kernel."""
+    """Measure the time of each kernel of a program."""
     import time
 
     from npu_compiler import CompiledProgram

@@ -1,7 +1,7 @@
 """Language models: a checkpoint in, text out, with the network run by the NPU runtime."""
 
 from npu_sim.llm.chat import StreamDecoder, TextStream, chat, chat_prompt, complete
-from npu_sim.llm.checkpoint import Checkpoint, load_checkpoint
+from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
@@ -10,6 +10,7 @@ from npu_sim.llm.graph import (
     extract_graph,
     extract_sampling_loop,
 )
+from npu_sim.llm.loading import load_checkpoint
 from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler, probabilities
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 

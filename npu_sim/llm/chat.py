@@ -1,4 +1,4 @@
-"""Text in, text out: the chat template, and token ids turned into text as they arrive."""
+"""Text generation: the chat template, and streaming detokenization."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ Message = Mapping[str, str]
 
 
 class StreamDecoder:
-    """Turns tokens into text piece by piece; a character whose bytes are not all there yet is held back."""
+    """Incremental detokenization: a character is returned once all of its bytes have arrived."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -20,7 +20,7 @@ class StreamDecoder:
         self._done = 0
 
     def push(self, token: int) -> str:
-        """The text that this token completes; often a word, sometimes nothing."""
+        """Add a token and return the text that it completes, which may be empty."""
         self._ids.append(token)
         text = self._pending()
         if text.endswith("\ufffd"):
@@ -29,13 +29,13 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What was held back; a character that never became whole is U+FFFD."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
         text = self._pending()
         self._context = self._done = len(self._ids)
         return text
 
     def _pending(self) -> str:
-        """Text of the tokens not yet returned. They are decoded behind the piece before them, because some
+        """The text of the tokens not yet returned. They are decoded together with the piece before them, because some
         tokenizers drop a leading space."""
         before = self._decode(self._ids[self._context : self._done])
         return self._decode(self._ids[self._context :])[len(before) :]
@@ -46,7 +46,7 @@ class StreamDecoder:
 
 
 class TextStream(Iterator[str]):
-    """Pieces of text as they are made; `stats` is complete when the iteration has ended."""
+    """The text of one generation, piece by piece as it is iterated over; `stats` is complete at the end."""
 
     def __init__(self, tokens: Generation, decoder: StreamDecoder) -> None:
         self._tokens = tokens
@@ -68,18 +68,24 @@ class TextStream(Iterator[str]):
 
 
 def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, ready for the assistant's reply. A plain string is one message of the user.
+    """The token ids of a conversation up to where the assistant's reply begins.
 
-    Raises InputError where the tokenizer has no chat template or the template refuses the messages.
+    Args:
+        messages: {"role", "content"} messages, or the text of a single user message.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the template rejects the messages.
     """
     tokenizer = model.checkpoint.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"{model.checkpoint.name} has no chat template; complete() continues plain text")
+        raise InputError(
+            f"{model.checkpoint.name} has no chat template; use complete() (--no-chat) to continue plain text"
+        )
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
     try:
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates are programs of the model's author
-        raise InputError(f"the chat template of {model.checkpoint.name} refuses these messages: {error}") from error
+    except Exception as error:  # templates are code by the model's author and can raise anything
+        raise InputError(f"the chat template of {model.checkpoint.name} rejects these messages: {error}") from error
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -91,9 +97,14 @@ def chat(
     max_new_tokens: int | None = None,
     sampler: Sampler = greedy,
 ) -> TextStream:
-    """Stream the assistant's reply to a conversation of {"role", "content"} messages, or to one question.
+    """Stream the assistant's reply to a conversation.
 
-    Raises InputError as `chat_prompt` and `LanguageModel.generate` do.
+    Args:
+        messages: As for `chat_prompt`.
+        max_new_tokens, sampler: As for `LanguageModel.generate`.
+
+    Raises:
+        InputError: see `chat_prompt` and `LanguageModel.generate`.
     """
     tokens = model.generate(chat_prompt(model, messages), max_new_tokens, sampler)
     return TextStream(tokens, StreamDecoder(model.checkpoint.tokenizer))
@@ -102,6 +113,6 @@ def chat(
 def complete(
     model: LanguageModel, text: str, *, max_new_tokens: int | None = None, sampler: Sampler = greedy
 ) -> TextStream:
-    """Stream what continues a text, without any chat template. Raises InputError as `LanguageModel.generate` does."""
+    """Stream the continuation of a text without a chat template. Arguments and errors: see `LanguageModel.generate`."""
     tokenizer = model.checkpoint.tokenizer
     return TextStream(model.generate(tokenizer.encode(text), max_new_tokens, sampler), StreamDecoder(tokenizer))

@@ -1,7 +1,7 @@
-"""GGUF files as checkpoints: llama.cpp's names and layouts, read as the Hugging Face model they were made from.
+"""GGUF files: llama.cpp's tensor names and layouts, converted back to those of the Hugging Face model.
 
-transformers loads GGUF too, but builds the whole model (and wants `accelerate` for it); here each tensor is dequantized
-when it is asked for.
+transformers can load GGUF files too, but it builds the whole model and needs the package `accelerate`. Here each tensor
+is dequantized when it is looked up. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,12 @@ _FREQUENCIES = "rope_freqs.weight"
 
 
 def load_gguf(path: Path, dtype: str) -> Checkpoint:
-    """Open a GGUF file. Raises InputError for another architecture or rotary scaling; other errors for damage."""
+    """Open a GGUF file.
+
+    Raises:
+        InputError: the architecture, or its rotary scaling, is not supported.
+        Exception: of many types, from the reader, if the file is damaged.
+    """
     import torch
     from gguf import GGUFReader
     from transformers import PreTrainedTokenizerFast
@@ -46,7 +51,7 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
 
     architecture = field("general.architecture")
     if architecture not in FAMILIES:
-        raise InputError(f"{path} holds a '{architecture}' model; supported in GGUF are {', '.join(FAMILIES)}")
+        raise InputError(f"{path} holds a model of architecture '{architecture}'; supported are {', '.join(FAMILIES)}")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(architecture, field, tensors)
     divisors = tensors.pop(_FREQUENCIES, None)
@@ -63,14 +68,14 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
 
 
 def _config(architecture: str, field: Any, tensors: Mapping[str, Any]) -> Any:
-    """The transformers config that the file's metadata amounts to."""
+    """The transformers config that is equivalent to the file's metadata."""
     from transformers import AutoConfig
 
     def of(key: str, default: Any = None) -> Any:
         return field(f"{architecture}.{key}", default)
 
     if of("rope.scaling.type", "none") != "none":
-        raise InputError(f"the rotary scaling '{of('rope.scaling.type')}' of GGUF files is not supported")
+        raise InputError(f"RoPE scaling '{of('rope.scaling.type')}' is not supported for GGUF files")
     if of("expert_count"):
         raise InputError("mixtures of experts are not supported")
     heads, hidden = of("attention.head_count"), of("embedding_length")
@@ -101,18 +106,18 @@ def _hugging_face_name(name: str) -> str:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{suffix}"
-    raise InputError(f"the tensor '{name}' of the GGUF file is not known")
+    raise InputError(f"unknown tensor '{name}' in the GGUF file")
 
 
 def _dequantize(tensor: Any) -> np.ndarray:
-    """A GGUF tensor as float32, in PyTorch's order of dimensions."""
+    """A GGUF tensor in float32, with its dimensions in PyTorch's order."""
     from gguf import dequantize
 
     return np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, ["C", "W"])
 
 
 class _GGUFTensors(Mapping[str, "Tensor"]):
-    """The tensors of a GGUF file by Hugging Face name, dequantized one at a time."""
+    """The tensors of a GGUF file by Hugging Face name; each lookup dequantizes one."""
 
     def __init__(self, tensors: Mapping[str, Any], config: Any, dtype: str) -> None:
         self._tensors = {_hugging_face_name(name): tensor for name, tensor in tensors.items()}
@@ -137,6 +142,6 @@ class _GGUFTensors(Mapping[str, "Tensor"]):
 
 
 def _half_rotation(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's order of rows, which puts the two halves that a rotation pairs side by side."""
+    """Undo llama.cpp's row order for rotary embedding, which interleaves the two halves of a head."""
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
     return pairs.swapaxes(1, 2).reshape(weight.shape)

@@ -1,4 +1,4 @@
-"""The two graphs of a language model, prefill and decode, traced from the Hugging Face module without its weights."""
+"""The graphs of a language model, prefill and decode: traced from the Hugging Face module without weights, compiled."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,11 @@ _INV_FREQ = "model.rotary_emb.inv_freq"
 
 
 def meta_model(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's Hugging Face module on the meta device. Raises InputError for an unknown kind of model."""
+    """The checkpoint's Hugging Face module on the meta device.
+
+    Raises:
+        InputError: transformers cannot build a causal language model from the config.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -32,22 +36,26 @@ def meta_model(checkpoint: Checkpoint) -> Any:
                 attn_implementation="sdpa",
                 trust_remote_code=False,
             )
-    except Exception as error:  # transformers raises what it likes for configs that it cannot use
+    except Exception as error:  # transformers raises errors of many types for configs that it cannot use
         raise _unsupported(checkpoint, error) from error
     return model.eval()
 
 
 def kv_shape(config: Any, cache_length: int) -> tuple[int, int, int, int]:
-    """[1, KV heads, S, head dim] of one layer's keys, and of its values."""
+    """The shape of one layer's keys, and of its values: [1, KV heads, cache length, head dim]."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 1, getattr(config, "num_key_value_heads", None) or heads, cache_length, head_dim
 
 
 def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dict[str, Any]:
-    """IR of the graph that takes `tokens` tokens at a time (1: decode) with a cache of `cache_length` rows.
+    """The IR of `CachedCausalLM` for `tokens` tokens per run: decode for 1 token, else prefill.
 
-    Raises InputError where the model cannot be traced.
+    Args:
+        cache_length: The length of the KV cache, in tokens.
+
+    Raises:
+        InputError: the model cannot be traced.
     """
     import torch
 
@@ -63,7 +71,7 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
 
 
 def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
-    """IR of `SelfFeedingDecode`. Raises InputError where the model cannot be traced."""
+    """The IR of `SelfFeedingDecode`. Raises InputError if the model cannot be traced."""
     from npu_sim.llm.modules import SelfFeedingDecode
 
     model = SelfFeedingDecode(meta_model(checkpoint))
@@ -72,7 +80,7 @@ def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, 
 
 
 def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
-    """IR of `SamplingDecode`. Raises InputError where the model cannot be traced."""
+    """The IR of `SamplingDecode`. Raises InputError if the model cannot be traced."""
     import torch
 
     from npu_sim.llm.modules import SamplingDecode
@@ -84,7 +92,7 @@ def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str
 
 
 def _loop_state(cache_length: int) -> tuple["torch.Tensor", ...]:
-    """Token, position and history of a step that feeds itself."""
+    """Token, position and history: the inputs of `SelfFeedingDecode` that each step replaces."""
     import torch
 
     return tuple(torch.empty(size, dtype=torch.long, device="meta") for size in (1, 1, cache_length))
@@ -118,9 +126,10 @@ def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], 
 def compile_prefill(
     checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget"
 ) -> "CompiledProgram":
-    """The compiled program of `tokens` tokens at a time, from the cache of programs where it is there.
+    """The compiled prefill program for `tokens` tokens per run (see `extract_graph`), from the cache if it is there.
 
-    Raises InputError where the model cannot be traced or compiled.
+    Raises:
+        InputError: the model cannot be traced or compiled.
     """
     return _compiled(
         checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length), [tokens, cache_length], target
@@ -128,14 +137,14 @@ def compile_prefill(
 
 
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
-    """The same for `SelfFeedingDecode`."""
+    """The compiled program of `SelfFeedingDecode`; caching and errors as in `compile_prefill`."""
     return _compiled(
         checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length), [cache_length], target
     )
 
 
 def compile_sampling_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
-    """The same for `SamplingDecode`."""
+    """The compiled program of `SamplingDecode`; caching and errors as in `compile_prefill`."""
     return _compiled(
         checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length), [cache_length], target
     )
@@ -158,7 +167,7 @@ def _compiled(
 
 
 def _model_key(checkpoint: Checkpoint) -> list[Any]:
-    """All that decides what is traced from a checkpoint's module."""
+    """A cache key that changes whenever a checkpoint's module might be traced differently."""
     from importlib.metadata import version
 
     config = checkpoint.config.to_dict()
@@ -169,7 +178,7 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The checkpoint's tensors and what the programs want besides: the tied LM head and the rotary frequencies."""
+    """The checkpoint's tensors and what else the programs take as weights: tied parameters and rotary frequencies."""
     name = f"{checkpoint.config.model_type}-module"
     facts = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
@@ -179,7 +188,7 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
 
 
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The module's buffers that no checkpoint holds, and its parameters with two names: name → the other, both ways."""
+    """The module's non-persistent buffers as lists, and its tied parameters: name → the other name, both ways."""
     model = meta_model(checkpoint)
     buffers = {}
     for path, module in model.named_modules():
@@ -199,7 +208,7 @@ def _whole(config: Any) -> Any:
 
 
 class _WithExtras(Mapping[str, Any]):
-    """A checkpoint's tensors, some more, and tied parameters under both of their names; nothing is copied."""
+    """A checkpoint's tensors, additional ones, and tied parameters under both of their names; nothing is copied."""
 
     def __init__(self, state: Mapping[str, Any], extra: Mapping[str, Any], tied: Mapping[str, str]) -> None:
         self._state = state
@@ -221,5 +230,5 @@ class _WithExtras(Mapping[str, Any]):
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> InputError:
     lines = str(error).strip().splitlines()
     kind = checkpoint.config.model_type
-    known = "" if kind in FAMILIES else f" (model type '{kind}'; what is supported is {', '.join(FAMILIES)})"
-    return InputError(f"{checkpoint.name}{known} cannot be compiled: {lines[0] if lines else type(error).__name__}")
+    known = "" if kind in FAMILIES else f" (model type '{kind}'; supported are {', '.join(FAMILIES)})"
+    return InputError(f"cannot compile {checkpoint.name}{known}: {lines[0] if lines else type(error).__name__}")

@@ -1,5 +1,5 @@
-"""The modules whose graphs are compiled: a Hugging Face model as a function of its KV cache, and a decode step that
-feeds itself."""
+"""The modules that are traced and compiled: a Hugging Face model with its KV cache as inputs and outputs, and decode
+steps that choose the next token themselves."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from torch import nn
 
 
 class _IndexedCache:
-    """What Hugging Face attention takes for a KV cache: it writes new rows at `positions` of fixed buffers.
+    """A KV cache for Hugging Face attention that writes new rows at `positions` of buffers of fixed length.
 
-    `index_copy` is what the compiler can do in place, on a buffer that the caller donates.
+    It uses `index_copy`, which the compiler turns into an in-place update of a buffer that the caller donates.
     """
 
     is_compileable = True
@@ -34,10 +34,10 @@ class CachedCausalLM(nn.Module):
     """A Hugging Face causal LM as a function of its KV cache; parameter names stay Hugging Face's.
 
     forward: input_ids [1, T], positions [T], last [1] or None, k and v: per layer [1, KV heads, S, head dim]
-    → float32 logits [1, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v. In bfloat16,
-    logits around 25 would be 0.125 apart, and candidates would tie.
+    → logits [1, 1, vocab] of the token at index `last` (None: T is 1), then the updated k and v of each layer in turn.
+    The logits are float32: bfloat16 numbers near 25 are 0.125 apart, so the best candidates would often tie.
 
-    Row t attends to cache rows 0..positions[t], so rows beyond a query's own position never count.
+    Token t attends to cache rows 0..positions[t] only, so the contents of later rows never matter.
     """
 
     def __init__(self, causal: Any) -> None:
@@ -71,7 +71,7 @@ class CachedCausalLM(nn.Module):
 
 @contextlib.contextmanager
 def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
-    """Let the LM head see one row: logits of a whole prompt would cost more than all layers together."""
+    """Apply the LM head to one row only: the logits of a whole prompt would cost more than all layers together."""
     if last is None:
         yield
         return
@@ -83,12 +83,12 @@ def _only_row(lm_head: nn.Module, last: torch.Tensor | None) -> Iterator[None]:
 
 
 class SelfFeedingDecode(nn.Module):
-    """A decode step that takes its own result as its next input, so that steps can be run without looking at them.
+    """A greedy decode step whose outputs are the inputs of the next one, so that the host need not wait between steps.
 
     forward: token [1], position [1], history [S], k, v as in `CachedCausalLM`
-    → float32 logits [1, 1, vocab], the likeliest token (of equals the first), position + 1, history with that token at
-    index `position`, the updated k and v. All but the logits replace their inputs, which the caller donates. Where the
-    best of the logits is not finite, the token is -1.
+    → float32 logits [1, 1, vocab], their argmax (the lowest id on ties), position + 1, history with that token at index
+    `position`, the updated k and v. All outputs but the logits update their inputs in place, which the caller donates.
+    If the greatest logit is not finite, the token is -1.
     """
 
     def __init__(self, causal: Any) -> None:
@@ -111,11 +111,11 @@ class SelfFeedingDecode(nn.Module):
 
 
 class SamplingDecode(SelfFeedingDecode):
-    """`SelfFeedingDecode` with a token that is drawn.
+    """`SelfFeedingDecode` with a sampled token.
 
     forward: token, position, history as there, settings [3] (temperature, top_k, top_p, as `drawn` takes them),
-    uniforms [S] (numbers from [0, 1), of which the one at index `position` decides), k, v
-    → the same, with the drawn token for the likeliest.
+    uniforms [S] (random numbers from [0, 1); the step uses the one at index `position`), k, v
+    → the same outputs, with the sampled token instead of the argmax.
     """
 
     def forward(  # type: ignore[override]
@@ -136,11 +136,12 @@ class SamplingDecode(SelfFeedingDecode):
 
 
 def drawn(scores: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """A place [1] in scores [vocab] that descend, drawn as `sampling.make_sampler` does.
+    """The index [1] of a sampled token in descending logits [vocab]; the same rule as `sampling.Drawing`.
 
     Args:
-        settings: [3], float32: temperature above 0; top_k from 1; top_p from (0, 1].
-        uniform: [1], a number from [0, 1).
+        scores: Logits in descending order.
+        settings: [3], float32: temperature > 0, top_k >= 1, top_p in (0, 1].
+        uniform: [1], a random number from [0, 1).
     """
     temperature, top_k, top_p = settings.split(1)
     places = torch.arange(len(scores), dtype=scores.dtype, device=scores.device)
@@ -159,7 +160,7 @@ def _fed_back(
     position: torch.Tensor,
     history: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The chosen token, the position after `position`, and history with the token in it, each in its input's place."""
+    """The chosen token, position + 1, and history with the token in it, each as an in-place update of its input."""
     found = torch.where(logits.flatten().index_select(0, best).abs() < torch.inf, chosen, -1)
     only = torch.zeros(1, dtype=torch.long, device=token.device)
     history = torch.index_copy(history, 0, position, found)

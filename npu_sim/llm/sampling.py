@@ -1,6 +1,7 @@
-"""From logits to the next token: greedy, or drawn with a temperature, top-k and top-p.
+"""Choosing the next token from logits: greedy decoding, or sampling with temperature, top-k and top-p.
 
-`modules.drawn` is the same as part of a decode step.
+`modules.drawn` is the same rule as part of a decode step on the device. top-p is nucleus sampling (Holtzman et al.,
+https://arxiv.org/abs/1904.09751).
 """
 
 import copy
@@ -14,29 +15,34 @@ from npu_compiler.errors import InputError, NPUError
 Logits = NDArray[np.float32]
 Sampler = Callable[[Logits], int]
 
-# A token that is so far behind the best one, at temperature 1, is nothing to the sum of all: exp(-50) is 2e-22. Most
-# tokens of a large vocabulary are, and to leave them out early saves more time than a step of the model takes.
+# Tokens whose logit, divided by the temperature, is this far below the greatest one are left out early: exp(-50) is
+# 2e-22, below the rounding error of the sum. They are most of a large vocabulary, and sorting them would take longer
+# than a step of the model.
 _NEGLIGIBLE = 50.0
-_LIKELY = 64  # tokens among which the drawn one mostly is; all of them are sorted only when it is not
-NOT_FINITE = "the model gave logits that are not finite; try another compute dtype, such as float32"
+_LIKELY = 64  # `draw` first sorts this many tokens, which nearly always include the sampled one
+NOT_FINITE = "the model's logits are not finite; try another compute dtype, such as float32"
 
 
 def greedy(logits: Logits) -> int:
-    """The likeliest token of logits [vocab]; the first one of equals."""
+    """The most probable token of logits [vocab]; the lowest id on ties.
+
+    Raises:
+        NPUError: a logit is NaN or infinite.
+    """
     return int(_finite(logits).argmax())
 
 
 class Drawing:
-    """A sampler that draws, with a generator of its own: each call takes the next of its uniform numbers.
+    """A random sampler with its own generator, from which each call takes one uniform number.
 
     Attributes:
-        settings: What a step that samples on the device takes: (temperature, top_k, top_p), float32.
+        settings: (temperature, top_k, top_p) in float32, as `modules.drawn` takes them.
     """
 
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._rng = np.random.default_rng(seed)
-        # A top_k beyond the vocabulary keeps all of it, and a top_p of 1 all but what is lost in the sum's last bit.
+        # An infinite top_k keeps the whole vocabulary; a top_p of 1 keeps all tokens that change the float32 sum.
         values = (temperature, np.inf if top_k is None else top_k, 1.0 if top_p is None else top_p)
         self.settings = np.array(values, np.float32)
 
@@ -45,20 +51,27 @@ class Drawing:
         return draw(weights, float(self._rng.random(dtype=np.float32)))
 
     def upcoming(self, count: int) -> NDArray[np.float32]:
-        """The uniform numbers that the next calls will take; they are not taken by this."""
+        """The uniform numbers that the next `count` calls will use; the generator does not advance."""
         return copy.deepcopy(self._rng).random(count, dtype=np.float32)
 
     def skip(self) -> None:
-        """Take a uniform number that was used elsewhere."""
+        """Advance the generator by one number, which the device has used."""
         self._rng.random(dtype=np.float32)
 
 
 def make_sampler(
     temperature: float = 0.0, *, top_k: int | None = None, top_p: float | None = None, seed: int | None = None
 ) -> Sampler:
-    """A sampler with a generator of its own; temperature 0 is greedy.
+    """A sampler with its own random generator.
 
-    Raises InputError for a negative temperature, a top_k below 1, or a top_p outside (0, 1].
+    Args:
+        temperature: Divides the logits; 0 means greedy decoding.
+        top_k: Sample from this many of the most probable tokens. Default: all.
+        top_p: Sample from the smallest set of tokens with this total probability. Default: all.
+        seed: Of the generator. Default: a random one.
+
+    Raises:
+        InputError: temperature is negative or not finite, top_k is below 1, or top_p is outside (0, 1].
     """
     _check(temperature, top_k, top_p)
     return greedy if temperature == 0 else Drawing(temperature, top_k, top_p, seed)
@@ -67,14 +80,18 @@ def make_sampler(
 def probabilities(
     logits: Logits, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
 ) -> NDArray[np.float64]:
-    """softmax(logits / temperature) [vocab], cut to the `top_k` likeliest tokens, then to the fewest whose sum
-    reaches `top_p`, and made to sum to 1. Of equally likely tokens, the lower ids stay.
+    """The probabilities [vocab] to sample from: softmax(logits / temperature), restricted and normalized to sum to 1.
 
-    Raises NPUError for logits that are NaN or infinite, InputError for settings out of range (or temperature 0).
+    The restriction is first to the `top_k` most probable tokens, then to the smallest set of those whose share of their
+    sum reaches `top_p`. On ties, lower ids are kept.
+
+    Raises:
+        NPUError: a logit is NaN or infinite.
+        InputError: a setting is out of range, or the temperature is 0.
     """
     _check(temperature, top_k, top_p)
     if temperature == 0:
-        raise InputError("temperature 0 leaves nothing to draw; use greedy()")
+        raise InputError("temperature 0 means greedy decoding, which has no probabilities; use greedy()")
     kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
     scores = logits[kept].astype(np.float64) / temperature
     weights = np.exp(scores - scores.max())
@@ -89,7 +106,7 @@ def probabilities(
 
 
 def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """The places of the `count` highest scores, the highest first; of equals the lower places, and those first."""
+    """The indices of the `count` highest scores in descending order; on ties, lower indices are kept and come first."""
     if count < len(scores):
         candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
     else:
@@ -98,7 +115,13 @@ def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
 
 
 def draw(weights: NDArray[np.float64], uniform: float) -> int:
-    """The index at which the sum of the weights, the greatest first, passes `uniform` (from [0, 1)) of all."""
+    """Sample an index by inverse transform: the first at which the cumulative sum of the weights, in descending order,
+    exceeds `uniform` times their total.
+
+    Args:
+        weights: [vocab], not negative.
+        uniform: A random number from [0, 1).
+    """
     possible = np.flatnonzero(weights)
     weights = weights[possible]
     goal, count = uniform * weights.sum(), _LIKELY
@@ -113,11 +136,11 @@ def draw(weights: NDArray[np.float64], uniform: float) -> int:
 
 def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not (np.isfinite(temperature) and temperature >= 0):
-        raise InputError(f"temperature must be a number from 0, not {temperature}")
+        raise InputError(f"temperature must be a finite number of at least 0, not {temperature}")
     if top_k is not None and top_k < 1:
         raise InputError(f"top_k must be at least 1, not {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise InputError(f"top_p must lie above 0 and not above 1, not {top_p}")
+        raise InputError(f"top_p must be above 0 and at most 1, not {top_p}")
 
 
 def _finite(logits: Logits) -> Logits:

@@ -1,11 +1,11 @@
-"""`LanguageModel`: a language model on a device, compiled once, with its KV cache kept there."""
+"""`LanguageModel`: a compiled language model with its KV cache on a device, and the token generation loop."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from npu_compiler.errors import InputError, NPUError
 from npu_sim.llm.checkpoint import Checkpoint, as_ids
 from npu_sim.llm.graph import compile_decode_loop, compile_prefill, compile_sampling_loop, state_with_buffers
 from npu_sim.llm.sampling import NOT_FINITE, Drawing, Logits, Sampler, greedy
+from npu_sim.llm.step import Step
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
-    from npu_runtime import Device, DeviceBuffer, Executor
+    from npu_runtime import Device, DeviceBuffer
 
 DEFAULT_CACHE_LENGTH = 2048
 DEFAULT_CHUNK = 128
@@ -29,11 +30,12 @@ class GenerationStats:
     """What a generation did and how long it took.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt; `reused_tokens` of them were in the KV cache already.
-        new_tokens: Tokens generated, the stop token not counted.
-        decode_steps: Runs of the decode program: the first new token comes from the prefill.
-        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the consumer.
-        finish_reason: `stop` at a stop token, `length` at the asked length or the end of the cache, None before.
+        prompt_tokens: Tokens of the prompt, of which `reused_tokens` were already in the KV cache.
+        new_tokens: Tokens generated, not counting the stop token.
+        decode_steps: Runs of the decode program. The first new token comes from the prefill.
+        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code.
+        finish_reason: `stop` after a stop token, `length` after the requested number of tokens or when the cache is
+            full, None before the end.
     """
 
     prompt_tokens: int = 0
@@ -54,10 +56,10 @@ class GenerationStats:
 
 
 class LanguageModel:
-    """A model with one KV cache: a sequence of tokens that grows by `prefill` and `decode`.
+    """A language model on a device with a KV cache for one sequence, which `prefill` and `decode` extend.
 
     Attributes:
-        cache_length: How many tokens the cache holds, a multiple of `chunk`.
+        cache_length: The capacity of the KV cache in tokens, a multiple of `chunk`.
         tokens: The tokens whose keys and values are in the cache, in order.
     """
 
@@ -70,17 +72,19 @@ class LanguageModel:
         chunk: int = DEFAULT_CHUNK,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile (or find in the cache) both programs and upload the weights, each once.
+        """Compile the prefill and decode programs, or find them in the cache, and upload the weights once for both.
 
         Args:
-            cache_length: Tokens that the KV cache shall hold, rounded up to whole chunks. By default 2048, or what
-                the model was trained for where that is less.
-            chunk: Tokens that one run of the prefill program takes; less where the cache is smaller.
-            progress: Called with (weights done, weights in all).
+            device: A device or its name. Default: the best one on this machine.
+            cache_length: Capacity of the KV cache in tokens, rounded up to a multiple of `chunk`. Default: 2048, or the
+                model's maximum context length if that is less.
+            chunk: Tokens per run of the prefill program; reduced to the length of a smaller cache.
+            progress: Called with (weights loaded, total weights).
 
         Raises:
-            InputError: lengths that make no sense for this model, or a model that cannot be compiled.
+            InputError: a length does not fit the model, or the model cannot be compiled.
             WeightError: the checkpoint does not fit its own config.
+            DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
         from npu_runtime import Device, Executor, NPUBuffer, load_weights
 
@@ -103,11 +107,11 @@ class LanguageModel:
 
         def stepper(
             program: "CompiledProgram", kept: "dict[str, DeviceBuffer]", report: Callable[[int, int], None] | None
-        ) -> _Step:
+        ) -> Step:
             weights = load_weights(state, program, self.device, cache=shared, progress=report)
-            return _Step(program, Executor(program, self.device), weights, kept, self.device)
+            return Step(program, Executor(program, self.device), weights, kept, self.device)
 
-        def sampling_step() -> _Step:
+        def sampling_step() -> Step:
             program = compile_sampling_loop(checkpoint, self.cache_length, target)
             return stepper(program, {**self._kv, "history": history}, None)
 
@@ -119,17 +123,17 @@ class LanguageModel:
         self.tokens: list[int] = []
 
     def prepare(self, sampler: Sampler) -> None:
-        """Make ready what only generating with this sampler needs; else the first generation does."""
+        """Compile now what generating with this sampler needs; otherwise the first generation does."""
         self._self_feeding_step(sampler)
 
-    def _self_feeding_step(self, sampler: Sampler) -> "_Step | None":
-        """The step that chooses as the sampler does; None where the host chooses."""
+    def _self_feeding_step(self, sampler: Sampler) -> "Step | None":
+        """The decode step that chooses the token on the device as the sampler does; None if the host must choose."""
         if sampler is greedy:
             return self._decode_step
         return self._sampling_step if isinstance(sampler, Drawing) and self.device.backend.runs_ahead > 1 else None
 
     @cached_property
-    def _sampling_step(self) -> "_Step":
+    def _sampling_step(self) -> "Step":
         return self._make_sampling_step()
 
     @property
@@ -137,20 +141,24 @@ class LanguageModel:
         return int(self.checkpoint.config.vocab_size)
 
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a reply: the model's, and the tokenizer's where there is one."""
+        """End-of-sequence token ids: those of the model's configs and, if it has one, its tokenizer's."""
         try:
             return self.checkpoint.eos_ids | as_ids(self.checkpoint.tokenizer.eos_token_id)
         except InputError:
             return self.checkpoint.eos_ids
 
     def reset(self) -> None:
-        """Forget the sequence. What is left in the cache is overwritten before it is ever attended to."""
+        """Start an empty sequence. Rows that remain in the cache are overwritten before anything attends to them."""
         self._user, self.tokens = None, []
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
-        """Append tokens to the sequence, in chunks; the logits [vocab] that follow the last one, in float32.
+        """Append tokens to the sequence, a chunk at a time.
 
-        Raises InputError for no tokens, more than the cache has room for, or an id outside the vocabulary.
+        Returns:
+            The logits [vocab] for the token after the last one, in float32.
+
+        Raises:
+            InputError: there are no tokens, more than fit in the cache, or an id is outside the vocabulary.
         """
         ids = [int(token) for token in token_ids]
         self._check_prompt(ids, len(self.tokens))
@@ -165,22 +173,22 @@ class LanguageModel:
         if not ids:
             raise InputError("the prompt is empty; give at least one token")
         if start + len(ids) > self.cache_length:
-            room = f"{self.cache_length - start} of the cache's {self.cache_length} tokens are free"
+            room = f"only {self.cache_length - start} of the cache's {self.cache_length} tokens are free"
             raise InputError(f"the prompt has {len(ids)} tokens, but {room}")
         self._check_ids(ids)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if bad := next((token for token in ids if not 0 <= token < self.vocab_size), None):
-            raise InputError(f"token id {bad} is outside the vocabulary, 0..{self.vocab_size - 1}")
+            raise InputError(f"token id {bad} is outside the vocabulary, 0 to {self.vocab_size - 1}")
 
     def _prefill_chunk(self, piece: list[int]) -> Logits:
         """Run the prefill program on 2 to `chunk` tokens, padded to the whole chunk.
 
-        The padding writes keys and values beyond the sequence. No query sees them: each attends to rows up to its
-        own position only, and the token that later takes a padded position writes that row before attending to it.
+        The padding writes keys and values beyond the end of the sequence. No query reads them: each attends to rows up
+        to its own position only, and the token that later gets a padded position writes its row before attending to it.
 
-        Where the chunk would stick out of the cache, it starts earlier, on tokens that are in the cache already,
-        whose rows are then written again.
+        Where a chunk would extend beyond the end of the cache, it starts earlier and recomputes the rows of tokens that
+        are already in the cache.
         """
         assert self._prefill_step is not None
         start = min(len(self.tokens), self.cache_length - self.chunk)
@@ -193,7 +201,11 @@ class LanguageModel:
         return self._prefill_step.logits()
 
     def decode(self, token: int) -> Logits:
-        """Append one token; the logits [vocab] that follow it. Raises InputError for a full cache or a bad id."""
+        """Append one token and return the logits [vocab] for the next one, in float32.
+
+        Raises:
+            InputError: the cache is full, or the id is outside the vocabulary.
+        """
         if len(self.tokens) >= self.cache_length:
             raise InputError(f"the cache is full: it holds {self.cache_length} tokens")
         self._check_ids([token])
@@ -204,11 +216,14 @@ class LanguageModel:
         return self._decode_step.logits()
 
     def follow(self, token: int, steps: int, sampler: Sampler = greedy) -> Iterator[int]:
-        """Append a token, then each that the sampler chooses next, and so on; the up to `steps` tokens chosen.
+        """Continue the sequence with `token` and yield up to `steps` tokens that the sampler chooses.
 
-        It ends early when the cache is full. A token joins the sequence when the one after it is asked for.
+        The iteration ends early when the cache is full. A yielded token is appended to the sequence when the next one
+        is requested.
 
-        Raises InputError for a token outside the vocabulary, NPUError for logits that are not finite.
+        Raises:
+            InputError: the token is outside the vocabulary.
+            NPUError: the logits are not finite.
         """
         self._check_ids([token])
         step = self._self_feeding_step(sampler)
@@ -223,12 +238,15 @@ class LanguageModel:
             token = sampler(self.decode(token))
             yield token
 
-    def _follow_on_device(self, step: "_Step", token: int, steps: int, drawing: Drawing | None = None) -> Iterator[int]:
-        """`_follow` with a step that chooses itself: several are launched before the first one's choice is looked at,
-        and none waits for the host. The numbers that decide what is drawn are there before the first one.
+    def _follow_on_device(self, step: "Step", token: int, steps: int, drawing: Drawing | None = None) -> Iterator[int]:
+        """`_follow` with a step that chooses the token on the device.
 
-        Steps that turn out not to be wanted have written rows beyond the sequence, which does no harm (see
-        `_prefill_chunk`). Where someone else has used the cache since the last token, they are launched anew.
+        Several steps are launched before the host reads the first one's token, so the device never waits for the host.
+        The random numbers for sampling are written before the first step.
+
+        Steps launched beyond the last requested token have written rows beyond the end of the sequence, which no query
+        reads (see `_prefill_chunk`). If other calls have used the cache since the last token, the steps are launched
+        again.
         """
         backend, me = self.device.backend, object()
         under_way: deque[Callable[[], None]] = deque()
@@ -262,29 +280,32 @@ class LanguageModel:
         sampler: Sampler = greedy,
         stop: frozenset[int] | None = None,
     ) -> "Generation":
-        """Tokens that continue a prompt, made while they are iterated over.
+        """Generate tokens that continue a prompt; they are computed as the result is iterated over.
 
-        What the cache holds of the prompt's beginning is not computed again, so a conversation that grows costs only
-        what is new in it.
+        The longest prefix that the prompt shares with the sequence in the cache is not computed again, so each turn of
+        a conversation costs only its new tokens.
 
         Args:
-            max_new_tokens: By default, until the cache is full.
-            sampler: `greedy` and what `make_sampler` makes are done by a device that runs ahead of the host, which then
-                never waits for it. Any other is called with the logits of every step.
-            stop: Tokens that end it and are not returned; by default `eos_ids()`.
+            max_new_tokens: Maximum number of new tokens. Default: until the cache is full.
+            sampler: Chooses each token. `greedy` and the results of `make_sampler` run on the device if it can run
+                ahead of the host; any other function is called with the logits [vocab] of every step.
+            stop: Token ids that end the generation and are not returned. Default: `eos_ids()`.
 
         Raises:
-            InputError: the prompt is empty, longer than the cache, or holds an id outside the vocabulary.
+            InputError: the prompt is empty, longer than the cache, or has an id outside the vocabulary; or
+                max_new_tokens is negative.
         """
         ids = [int(token) for token in prompt_ids]
         self._check_prompt(ids, 0)
         if max_new_tokens is not None and max_new_tokens < 0:
-            raise InputError(f"max_new_tokens must not be negative, not {max_new_tokens}")
+            raise InputError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
         return Generation(self, ids, max_new_tokens, sampler, self.eos_ids() if stop is None else stop)
 
     def rewind(self, ids: Sequence[int]) -> int:
-        """Shorten the sequence to what it has in common with the beginning of `ids`, less than all of them, so that
-        there is a token left to compute logits from; how many that is."""
+        """Truncate the sequence to its longest common prefix with `ids` and return the length of that.
+
+        At least the last of `ids` is left out, so that there is a token to compute logits from.
+        """
         common = 0
         while common < min(len(self.tokens), len(ids) - 1) and self.tokens[common] == ids[common]:
             common += 1
@@ -294,7 +315,7 @@ class LanguageModel:
 
 
 class Generation(Iterator[int]):
-    """Token ids as they are made; `stats` is complete when the iteration has ended."""
+    """The token ids of one generation, computed as they are iterated over; `stats` is complete at the end."""
 
     def __init__(
         self,
@@ -338,55 +359,21 @@ class Generation(Iterator[int]):
         stats.finish_reason = "length"
 
 
-class _Step:
-    """One program with its executor and the buffers that every run of it reads and writes.
-
-    Args:
-        kept: Inputs that others share; the rest are made here.
-    """
-
-    def __init__(
-        self,
-        program: "CompiledProgram",
-        executor: "Executor",
-        weights: "dict[str, DeviceBuffer]",
-        kept: "dict[str, DeviceBuffer]",
-        device: "Device",
-    ) -> None:
-        from npu_runtime import NPUBuffer
-
-        self.executor = executor
-        self._weights = weights
-        self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in kept}
-        self._inputs = {name: NPUBuffer.zeros(spec.shape, device, spec.storage) for name, spec in self._specs.items()}
-        self._bound = {**self._inputs, **kept}
-        self._logits = program.output_specs[0].name
-        self._outputs: dict[str, DeviceBuffer] = {}
-
-    def write(self, **values: "Sequence[Any] | np.ndarray") -> None:
-        """Set inputs that are not kept, by name."""
-        for name, value in values.items():
-            self._inputs[name].write(np.asarray(value), self._specs[name])
-
-    def run(self) -> None:
-        self._outputs = self.executor.run(self._bound, self._weights)
-
-    def logits(self) -> Logits:
-        """The last run's first output, in float32, flat."""
-        return np.asarray(self._outputs[self._logits].to_numpy(), np.float32).reshape(-1)
-
-
 def _lengths(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:
-    """(chunk, cache length) that fit each other and the model."""
+    """(chunk, cache length), the latter a multiple of the former. Raises InputError if they do not fit the model."""
     trained = getattr(checkpoint.config, "max_position_embeddings", None) or DEFAULT_CACHE_LENGTH
     length = min(DEFAULT_CACHE_LENGTH, trained) if cache_length is None else cache_length
     if length < 1 or chunk < 1:
         raise InputError(f"cache length and chunk must be at least 1, not {length} and {chunk}")
     if length > trained:
-        raise InputError(f"a cache of {length} tokens is more than {checkpoint.name} was trained for, {trained}")
+        raise InputError(
+            f"a cache of {length} tokens exceeds the context length that {checkpoint.name} was trained for, {trained}"
+        )
     window = getattr(checkpoint.config, "sliding_window", None)
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk
     if window and length > window:
-        raise InputError(f"{checkpoint.name} attends to a sliding window of {window}; ask for a cache within that")
+        raise InputError(
+            f"{checkpoint.name} uses a sliding attention window of {window} tokens; choose a cache no longer than that"
+        )
     return chunk, length

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders, without transformers from the second time on: its import takes seconds."""
+"""Tokenizers of Hugging Face folders; after the first use without transformers, whose import takes seconds."""
 
 import hashlib
 import json
@@ -23,12 +23,12 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# What a class must not do in its own way, for `StoredTokenizer` to do the same.
+# Methods that a tokenizer class must not override, so that `StoredTokenizer` is equivalent to it.
 _METHODS = ("encode", "_encode_plus", "decode", "_decode", "apply_chat_template")
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer. Raises whatever transformers does where there is none."""
+    """The folder's tokenizer. Raises what transformers raises if there is none, which may be any type of exception."""
     present = [path for path in map(folder.joinpath, _FILES) if path.is_file()]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
     versions = [version("transformers"), version("tokenizers"), source_digest("npu_sim.llm")]
@@ -43,7 +43,7 @@ def _load_whole(folder: Path) -> Any:
 
 
 def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
-    """What `StoredTokenizer` needs of a transformers tokenizer; None where that one does more."""
+    """What `StoredTokenizer` needs to replace a transformers tokenizer; None if it cannot replace this one."""
     from transformers import PreTrainedTokenizerFast
 
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
@@ -59,7 +59,7 @@ def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
 
 
 class StoredTokenizer:
-    """The part of a transformers tokenizer that turns one text into ids, ids into text and messages into a prompt.
+    """The part of a transformers tokenizer that encodes one text, decodes ids, and renders chat messages.
 
     Args:
         facts: From `_find_facts`.
@@ -96,12 +96,12 @@ class StoredTokenizer:
     def apply_chat_template(
         self, conversation: Sequence[Mapping[str, str]], add_generation_prompt: bool = False, tokenize: bool = False
     ) -> str:
-        """The conversation as text. What this cannot render, and what a template refuses, transformers sees to."""
+        """The conversation as text. If the template fails here, transformers renders it or raises its own error."""
         from jinja2 import TemplateError
 
         try:
             if tokenize or not conversation or self.chat_template is None:
-                raise ValueError("this is not plain rendering")
+                raise ValueError("only transformers can do this")
             return _render(
                 self.chat_template,
                 messages=[dict(message) for message in conversation],
@@ -116,7 +116,7 @@ class StoredTokenizer:
 
 
 def _render(template: str, **values: Any) -> str:
-    """What transformers renders, in a sandbox as there: templates are programs of the model's author."""
+    """Render a chat template as transformers does, in a sandbox: templates are code by the model's author."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -2,7 +2,8 @@
 
 from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
 from npu_runtime.cpu.kernels.accelerated import native_launch
-from npu_runtime.cpu.kernels.registry import CPU_KERNELS, reference_launch
+from npu_runtime.cpu.kernels.reference import reference_launch
+from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
 __all__ = [
     "CPU_KERNELS",

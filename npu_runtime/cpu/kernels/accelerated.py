@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from npu_compiler.ops import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime.backend import Operand
 from npu_runtime.cpu import native
@@ -18,8 +19,14 @@ from npu_runtime.cpu.native import conv as native_conv
 
 @dataclass(frozen=True)
 class BoundCall:
-    """A call with its operands as tensors; `operands` tell which of the inputs are constant."""
+    """A call with its operands as tensors.
 
+    Attributes:
+        name: Of the kernel, or of the element-wise op.
+        operands: Tell which of the inputs are constant.
+    """
+
+    name: str
     params: Params
     inputs: Tensors
     outputs: Tensors
@@ -62,10 +69,12 @@ def native_launch(
     call: KernelCall, operands: Sequence[Operand], inputs: Tensors, outputs: Tensors
 ) -> NativeLaunch | None:
     """The call prepared on a native kernel, or None where there is none for its shapes and dtypes."""
-    accelerate = _ACCELERATORS.get(call.params["op"] if "op" in call.params else call.kernel)
+    elementwise = elementwise_kernel(call)
+    name = call.kernel if elementwise is None else elementwise.op.name
+    accelerate = _ACCELERATORS.get(name)
     if accelerate is None or not native.available():
         return None
-    return accelerate(BoundCall(call.params, inputs, outputs, operands))
+    return accelerate(BoundCall(name, call.params, inputs, outputs, operands))
 
 
 def _accelerates(*kernels: str) -> Callable[[Accelerator], Accelerator]:
@@ -186,7 +195,7 @@ _ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_erf": "gelu", "gelu_tanh":
 
 @_accelerates(*_ACTIVATIONS)
 def _activation(call: BoundCall) -> NativeLaunch | None:
-    return native.activation(_ACTIVATIONS[call.params["op"]], call.inputs[0], call.out)
+    return native.activation(_ACTIVATIONS[call.name], call.inputs[0], call.out)
 
 
 _GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
@@ -195,7 +204,7 @@ _GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
 @_accelerates(*_GATES)
 def _gated(call: BoundCall) -> NativeLaunch | None:
     gate, up = call.inputs
-    return native.activation_mul(_GATES[call.params["op"]], gate, up, call.out)
+    return native.activation_mul(_GATES[call.name], gate, up, call.out)
 
 
 def _quad(values: Sequence[int]) -> tuple[int, int, int, int]:

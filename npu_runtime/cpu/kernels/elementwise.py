@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from npu_compiler.ops import ELEMENTWISE
-from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
+from npu_compiler.program.elementwise import Elementwise
+from npu_runtime.cpu.kernels.registry import Kernel, Params, Tensors, to_float
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -35,9 +36,8 @@ _TENSOR_ONLY = frozenset({"maximum", "minimum", "atan2", "logical_and", "logical
 
 
 @functools.cache
-def torch_function(op: str) -> Callable[..., torch.Tensor]:
-    """The torch function that an element-wise op names."""
-    dotted = ELEMENTWISE[op].torch
+def torch_function(dotted: str) -> Callable[..., torch.Tensor]:
+    """The function of an element-wise op's `torch` name."""
     if dotted in _COMPOSED:
         return _COMPOSED[dotted]
     value: object = torch
@@ -46,20 +46,28 @@ def torch_function(op: str) -> Callable[..., torch.Tensor]:
     return value  # type: ignore[return-value]
 
 
-@cpu_kernel("elementwise")
-def elementwise(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+def elementwise_meaning(op: Elementwise) -> Kernel:
     """out = op(operands…), in float32 wherever a 16-bit float takes part, rounded once."""
-    op, out = params["op"], outputs[0]
+    return _copy if op.name == "copy" else functools.partial(_compute, op)
+
+
+def _operands(inputs: Tensors, params: Params) -> list[Any]:
     remaining = iter(inputs)
-    operands = [next(remaining) if scalar is None else scalar for scalar in params["scalars"]]
-    if op == "copy":
-        out.copy_(operands[0]) if isinstance(operands[0], torch.Tensor) else out.fill_(operands[0])
-        return
-    tensors = [to_float(x) if isinstance(x, torch.Tensor) else x for x in operands]
-    if op in _TENSOR_ONLY or not any(isinstance(x, torch.Tensor) for x in tensors):
+    return [next(remaining) if scalar is None else scalar for scalar in params["scalars"]]
+
+
+def _copy(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    (value,) = _operands(inputs, params)
+    outputs[0].copy_(value) if isinstance(value, torch.Tensor) else outputs[0].fill_(value)
+
+
+def _compute(op: Elementwise, inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    out = outputs[0]
+    tensors = [to_float(x) if isinstance(x, torch.Tensor) else x for x in _operands(inputs, params)]
+    if op.name in _TENSOR_ONLY or not any(isinstance(x, torch.Tensor) for x in tensors):
         tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in tensors]
-    attrs = {name: params[name] for name in ELEMENTWISE[op].attrs}
-    result = torch_function(op)(*tensors, **attrs)
+    attrs = {name: params[name] for name in op.attrs}
+    result = torch_function(op.torch)(*tensors, **attrs)
     if out.dtype in HALVES and result.dtype == torch.float64:
         result = result.float()
     out.copy_(result)

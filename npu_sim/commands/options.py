@@ -1,0 +1,47 @@
+"""The options and arguments that several commands share, each declared once with its help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+IRFile = Annotated[Path, typer.Argument(metavar="IR", help="IR file (JSON), from `npu-sim extract` or torch_ir.")]
+ProgramFile = Annotated[Path, typer.Argument(metavar="PROGRAM", help="Compiled program (.npubin).")]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="Compute dtype: float16, bfloat16 or float32. Default: depends on the model's weights.",
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights", "-w", metavar="FILE", help="Weights: .safetensors (or a folder of them), .npz, .pt or .pth."
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="NAME=FILE.npy",
+        help="Input array; repeatable. Or one .npz file with all inputs. Default: random inputs.",
+    ),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="cpu, metal, metal-emulator, cuda or cuda:N. Default: the best one on this machine.",
+    ),
+]
+Fast = Annotated[bool, typer.Option("--fast", help="Run --device metal-emulator without its memory checks.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, metavar="INTEGER", help="Random seed. Default: a new one each time.")
+]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

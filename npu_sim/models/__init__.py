@@ -1,1 +1,0 @@
-"""PyTorch models that the front ends bring along."""

@@ -1,0 +1,93 @@
+"""Finding the first wrong kernel of a program.
+
+Each kernel is judged by itself: the program runs launch by launch, every kernel's output is read back, and PyTorch
+computes the same tensor from the device's own values of the tensors before it. Errors that a kernel merely passes on
+are therefore not attributed to it, and one run finds the culprit without compiling anything again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.aliases import view_rule
+from npu_runtime import execute_cpu_partition
+from npu_sim.verify.criteria import excess_error
+from npu_sim.verify.recording import Recorded
+from npu_sim.verify.reference import Reference
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first kernel whose result does not follow from its inputs.
+
+    Attributes:
+        node, op: The node of the compiled graph that launched the kernel, and its op.
+        tensor: The output that is wrong.
+        nodes: The IR nodes that the kernel computes, last first.
+        error: The error as a multiple of what rounding explains.
+    """
+
+    node: str
+    op: str
+    kernel: str
+    tensor: str
+    nodes: tuple[str, ...]
+    error: float
+
+    def __str__(self) -> str:
+        fused = f", which computes {', '.join(self.nodes)}" if len(self.nodes) > 1 else ""
+        return (
+            f"the first wrong kernel is {self.kernel} of node '{self.node}' ({self.op}){fused}: "
+            f"its error is {self.error:.3g} times what rounding explains"
+        )
+
+
+def find_culprit(
+    final: IRGraph, records: Mapping[str, Recorded], inputs: Arrays, exact: Reference, half: Reference, dtype: str
+) -> Culprit | None:
+    """The first wrong kernel of a recorded run, in the order of the compiled graph; None if each one is right.
+
+    Args:
+        final: The graph from which the program was generated.
+        records: From `recording.record`.
+        inputs: Graph input name → array.
+        exact, half: The references in float32 and in `dtype`.
+    """
+    known: dict[str, np.ndarray] = {name: np.asarray(inputs[name]) for name in final.inputs}
+    producer: dict[str, tuple[OpNode, str]] = {}
+    for node in final.nodes:
+        for out in node.outputs:
+            if out in records:
+                known[out], producer[out] = records[out].value, (node, records[out].kernel)
+            elif view_rule(node) is not None and node.inputs[0] in producer and set(node.inputs) <= known.keys():
+                known[out], producer[out] = _follow_alias(final, node, known), producer[node.inputs[0]]
+            else:
+                continue
+            if out not in exact.graph.tensors:
+                continue
+            before = known.keys() - {out}
+            part = exact.part(out, before)
+            if not part.nodes:
+                continue
+            wanted = exact.run(known, part)[out]
+            error = excess_error(known[out], wanted, half.run(known, half.part(out, before))[out], dtype)
+            if error > 1:
+                blamed, kernel = producer[out]
+                names = tuple(node.name for node in reversed(part.nodes) if node.name not in exact.casts)
+                return Culprit(blamed.name, blamed.op_type, kernel, out, names, error)
+    return None
+
+
+def _follow_alias(graph: IRGraph, node: OpNode, known: Arrays) -> np.ndarray:
+    """The output of a view op, which no kernel computes, from the device's value of its input."""
+    specs = {name: replace(graph.tensors[name], dtype=known[name].dtype.name) for name in node.inputs}
+    out = node.outputs[0]
+    specs[out] = replace(graph.tensors[out], dtype=known[node.inputs[0]].dtype.name)
+    single = IRGraph(node.name, [node], specs, list(dict.fromkeys(node.inputs)), [out], [out], {}, {})
+    return execute_cpu_partition(single, {name: known[name] for name in single.inputs})[out]

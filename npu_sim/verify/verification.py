@@ -1,0 +1,205 @@
+"""`verify`: compare a device with PyTorch and, where they differ, find the kernel and the fusion that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from npu_compiler import compile, trace_stages
+from npu_compiler.compiler import normalize
+from npu_compiler.errors import DeviceError, InputError
+from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.graph.model import IRGraph, TensorSpec
+from npu_compiler.graph.reader import read_ir
+from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
+from npu_runtime import Device, Executor, load_weights
+from npu_sim.verify.criteria import OutputReport, compare_output
+from npu_sim.verify.culprit import Culprit, find_culprit
+from npu_sim.verify.recording import record
+from npu_sim.verify.reference import references
+
+Arrays = Mapping[str, np.ndarray]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The comparison of every output and, where one fails, the cause.
+
+    Attributes:
+        culprit: The first wrong kernel; None where the outputs pass or every kernel is right by itself.
+        fusions: The fusions that are each to blame: with that one disabled, the model passes.
+        only_fused: Whether the model passes with all fusions disabled.
+        failure: The device's error message, where it could not run the program at all; else empty.
+    """
+
+    compute_dtype: str
+    outputs: tuple[OutputReport, ...]
+    culprit: Culprit | None = None
+    fusions: tuple[str, ...] = ()
+    only_fused: bool = False
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure and all(output.passed for output in self.outputs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"{'output':24} {'Pearson r':>10} {'RMS error':>11} {'PyTorch ' + self.compute_dtype:>18}"]
+        for output in self.outputs:
+            r = "-" if output.pearson is None else f"{output.pearson:.6f}"
+            lines.append(f"{output.name:24} {r:>10} {output.rms_error:11.3e} {output.reference_error:18.3e}")
+            lines += [f"    {problem}" for problem in output.problems]
+        if self.failure:
+            lines.append(self.failure)
+        if self.passed:
+            return "\n".join([*lines, "the device agrees with PyTorch"])
+        lines.append("the device differs from PyTorch")
+        if self.culprit is not None:
+            lines.append(str(self.culprit))
+        elif not self.failure:
+            lines.append("every kernel is right by itself: either they interact wrongly, or small errors accumulate")
+        if self.fusions:
+            lines.append("it passes without the fusion " + ", or without ".join(f"'{name}'" for name in self.fusions))
+        elif self.only_fused:
+            lines.append("it passes with all fusions disabled, but not with any single one disabled")
+        return "\n".join(lines)
+
+
+def input_specs(graph: IRGraph, compute_dtype: str | None = None) -> list[TensorSpec]:
+    """The specs of the graph's inputs, with the bounds on indices that a compiled program checks."""
+    normal = normalize(graph)
+    stored = assign_storage(normal, choose_compute_dtype(normal, compute_dtype))
+    return [stored.tensors[name] for name in stored.inputs]
+
+
+def verify(
+    ir: Any,
+    weights: Mapping[str, Any],
+    inputs: Sequence[Arrays],
+    device: Device | None = None,
+    *,
+    compute_dtype: str | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Compare a device with PyTorch.
+
+    Args:
+        ir: A path, a dict or a graph, as for `npu_compiler.compile`.
+        weights: `state_dict` key → array or tensor.
+        inputs: One mapping of input name → array per run.
+        device: Default: the best one on this machine.
+        compute_dtype: `float16`, `bfloat16` or `float32`. Default: the compiler's choice for this model.
+        progress: Called with (steps done, total steps), anew for each phase.
+
+    Raises:
+        IRError, ConstraintError: the graph cannot be compiled as one program.
+        WeightError, InputError: the weights or inputs do not fit.
+    """
+    return _Verification(read_ir(ir), weights, inputs, device or Device(), compute_dtype, progress).report()
+
+
+class _Verification:
+    """One model with its references and its programs, compiled with various fusions disabled."""
+
+    def __init__(
+        self,
+        graph: IRGraph,
+        weights: Mapping[str, Any],
+        inputs: Sequence[Arrays],
+        device: Device,
+        compute_dtype: str | None,
+        progress: Progress | None,
+    ) -> None:
+        self.graph, self.weights, self.inputs, self.device, self.progress = graph, weights, inputs, device, progress
+        self.dtype = choose_compute_dtype(graph, compute_dtype)
+        self.normal = normalize(graph)
+        # Let the device check weights and inputs before PyTorch does: its error messages are clearer.
+        self.program = self._compile(())
+        self.loaded = load_weights(weights, self.program, device, strict=False)
+        for arrays in inputs:
+            for spec in self.program.input_specs:
+                if spec.name not in arrays:
+                    raise InputError(f"missing input '{spec.name}'")
+                device.backend.allocate_buffer(np.asarray(arrays[spec.name]), spec=spec)
+        self.exact, self.half = references(self.normal, weights, self.dtype)
+        self.expected: list[tuple[Arrays, Arrays]] = []
+
+    def _compile(self, disabled: Collection[str]) -> Any:
+        target = self.device.backend.target
+        return compile(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
+
+    def report(self) -> VerifyReport:
+        for index, arrays in enumerate(self.inputs):
+            self.expected.append((self.exact.run(arrays), self.half.run(arrays)))
+            self._advance(index + 1, len(self.inputs))
+        try:
+            outputs = self._outputs(())
+        except DeviceError as error:
+            return VerifyReport(self.dtype, (), failure=str(error))
+        if all(output.passed for output in outputs):
+            return VerifyReport(self.dtype, outputs)
+        only_fused = self._passes(tuple(FUSIONS))
+        culprit = self._locate(() if only_fused else tuple(FUSIONS))
+        fusions = self._blame_fusions() if only_fused else ()
+        return VerifyReport(self.dtype, outputs, culprit, fusions, only_fused)
+
+    def _advance(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(done, total)
+
+    def _outputs(self, disabled: Collection[str]) -> tuple[OutputReport, ...]:
+        program = self.program if not disabled else self._compile(disabled)
+        loaded = load_weights(self.weights, program, self.device, strict=False)
+        executor = Executor(program, self.device)
+        results = []
+        for arrays in self.inputs:
+            buffers = executor.run(arrays, loaded)
+            results.append({spec.name: buffers[spec.name].to_numpy(spec=spec) for spec in program.output_specs})
+        return tuple(
+            compare_output(
+                name,
+                [result[name] for result in results],
+                [exact[tensor] for exact, _ in self.expected],
+                [half[tensor] for _, half in self.expected],
+                self.dtype,
+            )
+            for name, tensor in zip(self.normal.output_names, self.normal.outputs, strict=True)
+        )
+
+    def _passes(self, disabled: Collection[str]) -> bool:
+        try:
+            return all(output.passed for output in self._outputs(disabled))
+        except DeviceError:
+            return False
+
+    def _blame_fusions(self) -> tuple[str, ...]:
+        kernels = [(call.kernel, call.node) for call in self.program.kernels]
+        blamed = []
+        for index, name in enumerate(FUSIONS):
+            changed = [(call.kernel, call.node) for call in self._compile((name,)).kernels] != kernels
+            if changed and self._passes((name,)):
+                blamed.append(name)
+            self._advance(index + 1, len(FUSIONS))
+        return tuple(blamed)
+
+    def _locate(self, disabled: Collection[str]) -> Culprit | None:
+        """The first wrong kernel over all sets of inputs, in the program compiled with these fusions disabled."""
+        program = self._compile(disabled)
+        target = self.device.backend.target
+        *_, (_, final) = trace_stages(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
+        loaded = load_weights(self.weights, program, self.device, strict=False)
+        order = {node.name: index for index, node in enumerate(final.nodes)}
+        found = []
+        for arrays in self.inputs:
+            records = record(program, final, self.device.backend, arrays, loaded)
+            culprit = find_culprit(final, records, arrays, self.exact, self.half, self.dtype)
+            if culprit is not None:
+                found.append(culprit)
+        return min(found, key=lambda culprit: order[culprit.node], default=None)

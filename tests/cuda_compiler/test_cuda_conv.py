@@ -1,0 +1,334 @@
+"""Convolutions on the CUDA device: the channels-last layout, which kernels they become, and how one is chosen."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cuda_convolutions import CASES
+from cuda_gpu import PROBLEM, cuda_backends
+from cuda_toolchain import compile_sources
+from ir_builder import IRBuilder
+from metal_harness import Case, call_of, plan_of, run_case
+from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
+
+import npu_compiler
+from cuda_compiler import CUDA_GPU, CUDACodegenTarget
+from cuda_compiler.channels_last import lay_channels_last
+from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
+from cuda_runtime import CUDABackend, tuned_convolutions
+from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
+from cuda_runtime.tuned_convolutions import TunedConvolutions
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_runtime import Operand
+from npu_runtime.backend import Launch
+from npu_runtime.cpu.backend import CPUBackend, bind
+
+
+class LaidOut(MetalCodegenTarget):
+    """The op-level program with the layout of the CUDA target."""
+
+    config = CUDA_GPU
+
+    def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
+        return lay_channels_last(plan)
+
+
+class ReferenceBackend(CPUBackend):
+    """The CPU device's torch kernels, and what `to_channels_last` means, for programs laid out channels-last."""
+
+    config = CUDA_GPU
+
+    def __init__(self) -> None:
+        super().__init__(native=False)
+
+    @property
+    def target(self) -> CodegenTarget:
+        return LaidOut()
+
+    def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        if call.kernel != "to_channels_last":
+            return super().prepare(call, inputs, outputs)
+        (x,), (out,) = map(bind, inputs), map(bind, outputs)
+
+        fold, top, left = (call.params[name] for name in ("fold", "top", "left"))
+        rows, columns = (fold * size for size in out.shape[2:])
+
+        def launch() -> None:
+            below, beyond = rows - top - x.shape[2], columns - left - x.shape[3]
+            whole = F.pad(x.float(), (left, beyond, top, below))  # where that is less than nothing, pixels are left out
+            squares = (
+                F.pixel_unshuffle(whole, fold).unflatten(1, (x.shape[1], fold * fold)).transpose(1, 2).flatten(1, 2)
+            )
+            out.zero_()
+            out[:, : squares.shape[1]].copy_(squares)
+
+        return launch
+
+
+CONVOLUTIONAL = [
+    "ResNet",
+    "MobileNet",
+    "MobileNetV3",
+    "EfficientNet",
+    "DenseNet",
+    "ShuffleNet",
+    "SqueezeNet",
+    "UNet",
+    "DeepLab",
+    "YoloHead",
+    "OddConvolutions",
+    "WaveNet",
+    "ConvTasNet",
+    "PointNet",
+    "DiffusionTransformer",
+    "Conformer",
+    "vit",
+    "convnext",
+    "mobilenet_v2",
+]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_the_layout_changes_no_result(name: str, seed: int) -> None:
+    model, samples = build(name), draw(name, seed)[:2]
+    reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
+    check(run_compiled(extracted(name), weights_of(model), samples, ReferenceBackend()), reference, half, seed)
+
+
+def expanded(case: Case, dtype: str = "float16") -> list[KernelCall]:
+    """The calls that a convolution becomes, copies around it included."""
+    return plan_of(call_of(case, dtype), CUDACodegenTarget()).calls
+
+
+def convolution(case: Case, dtype: str = "float16") -> KernelCall:
+    (call,) = [call for call in expanded(case, dtype) if call.kernel.startswith(("conv", "direct_conv"))]
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("pointwise", "conv_tiled"),
+        ("stem", "conv_tiled"),
+        ("odd-channels", "conv_tiled"),
+        ("depthwise", "conv_depthwise"),
+        ("grouped", "conv2d_kernel"),
+        ("float", "conv2d_kernel"),
+    ],
+)
+def test_forms(name: str, wanted: str) -> None:
+    (case,) = [case for case in CASES if case.name == name]
+    call = convolution(case)
+    assert call.kernel == wanted
+    assert {kernel for kernel, *_ in call.params.get(ALTERNATIVES, [])} <= {wanted}
+    # cuDNN does not know how the weights of depthwise convolutions lie.
+    assert (CONVOLUTION in call.params) == (name != "depthwise")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_forms_fit_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
+    for call in plan_of(call_of(case, "float16"), CUDACodegenTarget(64 * 1024, 75)).calls:
+        forms = [call.params["shared"], *(shared for *_, shared in call.params.get(ALTERNATIVES, []))]
+        assert max(forms) <= 64 * 1024
+
+
+def test_few_pixels_with_many_terms_fill_the_gpu() -> None:
+    (case,) = [case for case in CASES if case.name == "few-pixels-many-terms"]
+    tiles, _, splits = convolution(case).params["grid"]
+    assert splits > 1 and tiles * splits >= 100
+
+
+def test_a_network_is_converted_at_its_ends_only() -> None:
+    g = IRBuilder()
+    x = g.input("x", 1, 3, 16, 16)
+    y = g("aten.conv2d.default", x, g.weight("a", 16, 3, 3, 3), g.weight("b", 16), [2, 2], [1, 1])
+    y = g("aten.max_pool2d.default", g("aten.relu.default", y), [3, 3], [2, 2], [1, 1])
+    z = g("aten.conv2d.default", y, g.weight("c", 16, 16, 3, 3), g.weight("d", 16), [1, 1], [1, 1])
+    g.output(g("aten.mul.Tensor", z, g("aten.sigmoid.default", y)))
+    plan = npu_compiler.compile(g.ir(), LaidOut()).plan
+    assert [call.kernel.removesuffix("_kernel") for call in plan.calls] == [
+        "to_channels_last",
+        "conv2d",
+        "max_pool2d",
+        "conv2d",
+        "sigmoid",
+        "mul",
+    ]
+    shapes = {buffer.alloc_shape for buffer in plan.buffers.values() if buffer.kind == "arena"}
+    assert shapes == {(1, 9, 9, 16), (1, 8, 8, 16), (1, 4, 4, 16)}
+    assert [buffer.alloc_shape for buffer in plan.buffers.values() if buffer.kind == "persistent"] == [
+        (16, 2, 2, 16),
+        (16, 3, 3, 16),
+    ]
+
+
+def test_only_a_weight_that_no_call_writes_is_read_ahead_of_time() -> None:
+    g = IRBuilder()
+    x, written = g.input("x", 1, 16, 16, 16), g.input("written", 16, 16, 3, 3)
+    y = g("aten.conv2d.default", x, g.weight("constant", 16, 16, 3, 3), g.weight("b", 16), [1, 1], [1, 1])
+    g.output(g("aten.conv2d.default", y, written, g.weight("d", 16), [1, 1], [1, 1]))
+    plan = npu_compiler.compile(g.ir(), CUDACodegenTarget()).plan
+    texts = [plan.sources[call.source] for call in plan.calls if call.kernel == "conv_tiled"]
+    assert ["bool constant_weight = true;" in text for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sources_compile(dtype: str) -> None:
+    names = ("three-by-three", "few-pixels-many-terms", "odd-channels", "depthwise-strided", "grouped")
+    sources = {}
+    for case in CASES:
+        if case.name in names:
+            plan = plan_of(call_of(case, dtype), CUDACodegenTarget())
+            sources |= {call.source: plan.sources[call.source] for call in plan.calls}
+    compile_sources(sources)
+
+
+class FakeCudnn:
+    """Knows one plan, which it has as long as it is the version that made it."""
+
+    def __init__(self, version: int = 9, has_plan: bool = True) -> None:
+        self.version, self.has_plan = version, has_plan
+
+    def plan(self, call: KernelCall, choice: PlanChoice) -> ConvolutionPlan | None:
+        return ConvolutionPlan(self, None, 0, choice) if self.has_plan else None  # type: ignore[arg-type]
+
+
+class Tuned(TunedConvolutions):
+    """Chooses what it is told instead of trying."""
+
+    def __init__(self, folder: Path, choice: int | PlanChoice, cudnn: FakeCudnn | None = None) -> None:
+        gpu = SimpleNamespace(
+            properties={"name": b"GPU", "multiProcessorCount": 132},
+            arch=90,
+            counters=Counter(),
+            runtime=SimpleNamespace(memGetInfo=lambda: (2**40, 2**40)),
+            allocate=lambda size, what: None,
+        )
+        super().__init__(gpu, folder, lambda call, places: lambda: None, cudnn)  # type: ignore[arg-type]
+        self.counters, self.choice = gpu.counters, choice
+
+    def _fastest_kernel(self, call: KernelCall, memory: object) -> tuple[Any, float]:
+        if isinstance(self.choice, PlanChoice):
+            return ConvolutionPlan(self._cudnn, None, 0, self.choice), 1e-6  # type: ignore[arg-type]
+        return tuned_convolutions.kernels_of(call)[self.choice], 1e-6
+
+
+PLAN = PlanChoice(7, {"TILE_SIZE": 3})
+
+
+def test_a_choice_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    call = convolution(CASES[0])
+    first = Tuned(tmp_path / "new", 2)
+    assert len(first.kernels(call)) == 1 + len(call.params[ALTERNATIVES])
+    first.tune([call, call])
+    assert first.counters == {"tuned": 1}
+    second = Tuned(tmp_path / "new", 0)
+    second.tune([call])
+    assert not second.counters
+    form = second.form(call)
+    assert second.kernels(call) == [form] == [first.form(call)]
+    assert isinstance(form, KernelCall) and [form.source, form.params["grid"]] == [
+        call.params[ALTERNATIVES][1][1],
+        call.params[ALTERNATIVES][1][2],
+    ]
+    assert CONVOLUTION not in form.params
+
+
+def test_a_plan_of_cudnn_is_kept_by_engine_and_knobs(tmp_path: Path) -> None:
+    call = convolution(CASES[0])
+    Tuned(tmp_path, PLAN, FakeCudnn()).tune([call])
+    second = Tuned(tmp_path, 0, FakeCudnn())
+    form = second.form(call)
+    assert isinstance(form, ConvolutionPlan) and form.choice == PLAN
+    assert second.kernels(call) == [], "nothing of ours needs to be compiled"
+
+
+@pytest.mark.parametrize(
+    "cudnn", [None, FakeCudnn(version=10), FakeCudnn(has_plan=False)], ids=["none", "new", "lacks"]
+)
+def test_a_plan_that_cannot_be_had_is_chosen_anew(tmp_path: Path, cudnn: FakeCudnn | None) -> None:
+    call = convolution(CASES[0])
+    Tuned(tmp_path, PLAN, FakeCudnn()).tune([call])
+    again = Tuned(tmp_path, 1, cudnn)
+    again.tune([call])
+    assert again.counters == {"tuned": 1}
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"source": "0123"}', '{"source": null}', '{"source": null, "engine": "x", "knobs": []}']
+)
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
+    call = convolution(CASES[0])
+    Tuned(tmp_path, 1).tune([call])
+    (path,) = tmp_path.iterdir()
+    content = path.read_text()
+    path.write_text(damage)
+    again = Tuned(tmp_path, 1)
+    again.tune([call])
+    assert again.counters == {"tuned": 1}
+    assert path.read_text() == content and json.loads(content)["microseconds"] == 1
+
+
+def test_what_there_was_no_time_for_is_tried_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tried = convolution(CASES[0]), []
+
+    class Slow(Tuned):
+        def _fastest_kernel(self, call: KernelCall, memory: object) -> tuple[Any, float]:
+            return super()._fastest_kernel(call, memory)[0], 1.0
+
+        def _faster_plan(self, call: KernelCall, memory: Any, best: Any, least: float) -> tuple[Any, float]:
+            tried.append(call)
+            return best, least
+
+    for seconds, count in ((-1.0, 0), (60.0, 1), (60.0, 1)):
+        monkeypatch.setattr(tuned_convolutions, "_MOST_SECONDS", seconds)
+        process = Slow(tmp_path, 1)
+        process.tune([call])
+        assert len(tried) == count and len(list(tmp_path.iterdir())) == count
+        assert process.form(call) == tuned_convolutions.kernels_of(call)[1]
+
+
+def test_what_was_not_tuned_is_made_as_the_compiler_suggests(tmp_path: Path) -> None:
+    call = convolution(CASES[0])
+    form = Tuned(tmp_path, 1).form(call)
+    assert isinstance(form, KernelCall) and form.source == call.source
+
+
+@pytest.fixture(scope="module")
+def backend() -> CUDABackend:
+    (device,) = cuda_backends()
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_form_does_what_the_reference_does(
+    case: Case, dtype: str, backend: CUDABackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = convolution(case, dtype)
+    if CONVOLUTION not in call.params:
+        run_case(case, backend, dtype, 1)
+        return
+    convolutions = backend._convolutions
+    kernels = tuned_convolutions.kernels_of(call)
+    forms: list[Any] = list(kernels)
+    if convolutions._cudnn is not None and convolutions._cudnn.takes(call):
+        forms += islice(convolutions._cudnn.plans(call), 3)
+    backend.compile(kernels, plan_of(call_of(case, dtype), backend.target).sources)
+    monkeypatch.setattr(convolutions, "tune", lambda calls: None)
+    for form in forms:
+        monkeypatch.setattr(convolutions, "form", lambda call, form=form: tuned_convolutions.over(form, call))
+        run_case(case, backend, dtype, 1)

@@ -1,0 +1,213 @@
+"""The resident kernel: which calls become one, that it compiles everywhere, and that it does what they do."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import cuda_gpu
+import cuda_toolchain
+import numpy as np
+import pytest
+import torch
+from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of
+from cuda_wirings import WIRED, AddsItsInput, NarrowValues, Wired, check_wired, wired_program
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import npu_compiler
+from cuda_compiler import CUDACodegenTarget, resident, resident_phases
+from cuda_compiler.cuda_templates import Specializer
+from cuda_compiler.resident import RESIDENT, form_resident_kernels
+from npu_compiler import CompiledProgram
+from npu_compiler.program.plan import ExecutionPlan
+from npu_runtime import Backend, CPUBackend, Executor, load_weights
+from npu_sim.llm import extract_graph
+from npu_sim.llm.graph import state_with_buffers
+
+LONG_BYTES = 150_000  # so that some of the small models' weights are long ones
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3"])
+def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str) -> None:
+    calls = plan_of(name, 1).calls
+    assert [call.kernel for call in calls].count(RESIDENT) == 1
+    assert len(calls) <= 10
+    assert calls[-1].kernel == RESIDENT
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 4), ("qwen3", 1)])
+def test_what_has_no_phase_stands_between_resident_kernels(name: str, tokens: int) -> None:
+    kernels = [call.kernel for call in plan_of(name, tokens).calls]
+    first = kernels.index(RESIDENT)
+    assert kernels.count(RESIDENT) >= 3
+    assert any(kernel != RESIDENT for kernel in kernels[first : len(kernels) - kernels[::-1].index(RESIDENT)])
+
+
+def test_many_rows_go_to_ordinary_kernels() -> None:
+    assert all(call.kernel != RESIDENT for call in plan_of("llama", 16).calls)
+
+
+def test_a_gpu_with_little_shared_memory_gets_ordinary_kernels() -> None:
+    ir = extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)
+    targets = CUDACodegenTarget(), CUDACodegenTarget(shared_memory=48 * 1024)
+    has = [any(c.kernel == RESIDENT for c in npu_compiler.compile(ir, target=target).plan.calls) for target in targets]
+    assert has == [True, False]
+    assert targets[0].key != targets[1].key
+
+
+def test_layers_of_equal_shape_share_their_code() -> None:
+    sources = []
+    for layers in (2, 5):
+        CONFIGS["deep"] = config(LlamaConfig, num_hidden_layers=layers)
+        plan = plan_of("deep", 1)
+        del CONFIGS["deep"]
+        call = next(call for call in plan.calls if call.kernel == RESIDENT)
+        sources.append(plan.sources[call.source])
+    namespaces = [source.count("namespace phase") for source in sources]
+    assert namespaces[0] == namespaces[1] > 0
+
+
+def test_what_a_phase_reads_before_the_barrier_is_written_by_no_earlier_one() -> None:
+    plan = npu_compiler.compile(extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)).plan
+    at = [index for index, call in enumerate(plan.calls) if call.kernel == "attention_kernel"]
+    first, (rope, _, second) = plan.calls[at[0]], plan.calls[at[1] - 2 : at[1] + 1]
+    # As if the second layer attended to the first one's cache, and had none of its own.
+    x, (q, _, _, mask) = rope.inputs[0], second.inputs
+    unrotated = replace(q, buffer=x.buffer, strides=x.strides, offset=x.offset)
+    sharing = replace(second, inputs=(unrotated, *first.inputs[1:3], mask))
+    calls = [*plan.calls[: at[1] - 2], sharing, *plan.calls[at[1] + 1 :]]
+    made = form_resident_kernels(replace(plan, calls=calls), Specializer(frozenset(plan.buffers)))
+    resident = [call for call in made if call.kernel == RESIDENT]
+    key_cache = first.inputs[1]
+    assert [key_cache in call.outputs for call in resident] == [True, False]
+    assert [key_cache in call.inputs for call in resident] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama of odd sizes", "float16"), ("llama of many heads", "bfloat16"), ("llama of long rows", "bfloat16")],
+)
+def test_it_compiles_for_every_architecture(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
+    plan = plan_of(name, 1, dtype)
+    cuda_toolchain.compile_sources(
+        {call.source: plan.sources[call.source] for call in plan.calls if call.kernel == RESIDENT}
+    )
+
+
+def resident_sources(plan: ExecutionPlan) -> list[str]:
+    return [plan.sources[call.source] for call in plan.calls if call.kernel == RESIDENT]
+
+
+def test_every_step_but_the_first_reads_what_the_last_one_mails() -> None:
+    (source,) = resident_sources(plan_of("qwen2", 1))
+    assert source.count("constexpr bool mailed = false;") == source.count("constexpr bool mails = false;") == 1
+    assert source.count("constexpr bool mailed = true;") == source.count("constexpr bool mails = true;") > 3
+
+
+def test_patience_is_for_products_behind_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
+    (source,) = resident_sources(plan_of("qwen2", 1))
+    phases = source.split("namespace phase")[1:]
+    patience = [int(value) for phase in phases for value in re.findall(r"constexpr int patience = (\d+);", phase)]
+    gated = [index for index, phase in enumerate(phases) if "constexpr bool gated = true;" in phase]
+    assert gated and all(patience[index + 1] == resident_phases.PATIENCE for index in gated)
+    assert 0 in patience
+
+
+@pytest.mark.parametrize("kind", WIRED)
+def test_what_is_read_before_the_barrier_besides_mail_is_older_than_the_last_step(kind: type[Wired]) -> None:
+    (source,) = resident_sources(wired_program(kind, CUDACodegenTarget()).plan)
+    assert [flag == "true" for flag in re.findall(r"constexpr bool mailed = (\w+);", source)] == WIRED[kind]
+
+
+def test_values_that_are_no_whole_pairs_of_packs_compile() -> None:
+    cuda_toolchain.compile_sources(wired_program(NarrowValues, CUDACodegenTarget()).plan.sources)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+@pytest.mark.parametrize("kind", [*WIRED, NarrowValues])
+def test_other_wirings_are_right_time_after_time(kind: type[Wired], seed: int) -> None:
+    check_wired(kind, cuda_gpu.cuda_backends()[0], seed, times=50)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+def test_what_is_not_a_number_is_mailed_like_any_value(seed: int) -> None:
+    torch.manual_seed(seed)
+    gpu, module = cuda_gpu.cuda_backends()[0], AddsItsInput().bfloat16().eval()
+    program = wired_program(AddsItsInput, gpu.target)
+    executor, weights = Executor(program, gpu), load_weights(module.state_dict(), program, gpu)
+    for value in (math.nan, 1.0):
+        inputs = {spec.name: np.ones(spec.shape, np.float32) for spec in program.input_specs}
+        inputs[program.input_specs[0].name][0, 0, 3] = value
+        (found,) = executor.run(inputs, weights).values()
+        np.testing.assert_array_equal(np.isnan(found.to_numpy().astype(np.float32)), math.isnan(value))
+
+
+@pytest.mark.parametrize(("rows", "most", "own"), [(2048, 8, 8), (1536, 8, 6), (8960, 4, 4), (151936, 8, 8), (5, 8, 5)])
+def test_rows_are_shared_out_so_that_the_busiest_multiprocessor_has_the_fewest(rows: int, most: int, own: int) -> None:
+    def busiest(own: int) -> int:
+        return math.ceil(math.ceil(rows / own) / 132) * own
+
+    assert resident.own_rows(rows, most) == own
+    assert busiest(own) == min(map(busiest, range(most // 2 + 1, most + 1)))
+
+
+def decode(
+    backend: Backend, program: CompiledProgram, state: Mapping[str, Any], tokens: int, steps: int, start: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """The outputs of some steps over one cache, whose first rows are random."""
+    rng = np.random.default_rng(7)
+    weights = load_weights(state, program, backend)
+    donated = set(program.plan.donations.values())
+    kv = {}
+    for spec in program.input_specs:
+        if spec.name in donated:
+            kv[spec.name] = backend.allocate_buffer(rng.standard_normal(spec.shape).astype(np.float32), spec=spec)
+    executor = Executor(program, backend)
+    for step in range(steps):
+        values = {
+            "input_ids": rng.integers(0, 500, tokens),
+            "positions": start + step * tokens + np.arange(tokens),
+            "last": np.array([tokens - 1]),
+        }
+        inputs = {
+            spec.name: values[spec.name].astype(np.int32).reshape(spec.shape)
+            for spec in program.input_specs
+            if spec.name not in donated
+        }
+        found = executor.run({**kv, **inputs}, weights)
+        yield {name: buffer.to_numpy().astype(np.float32) for name, buffer in found.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "bfloat16"), (3, "bfloat16"), (8, "bfloat16"), (1, "float16")])
+def test_it_does_what_the_calls_do(
+    name: str, tokens: int, dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=getattr(torch, dtype))
+    source = checkpoint(name, dtype, {key: value.detach() for key, value in model.state_dict().items()})
+    ir, state = extract_graph(source, tokens, CACHE), state_with_buffers(source)
+    cpu, gpu = CPUBackend(), cuda_gpu.cuda_backends()[0]
+    expected = npu_compiler.compile(ir, target=cpu.target, compute_dtype=dtype)
+    program = npu_compiler.compile(ir, target=gpu.target, compute_dtype=dtype)
+    assert any(call.kernel == RESIDENT for call in program.plan.calls)
+    for start in (0, 200, CACHE - 4 * tokens):
+        runs = [
+            list(decode(backend, made, state, tokens, 4, start))
+            for backend, made in ((cpu, expected), (gpu, program), (gpu, program))
+        ]
+        for reference, ours, again in zip(*runs, strict=True):
+            for output, value in reference.items():
+                np.testing.assert_array_equal(ours[output], again[output])
+                error = np.linalg.norm(ours[output] - value) / np.linalg.norm(value)
+                assert error < (2e-2 if dtype == "bfloat16" else 3e-3), (output, start, error)

@@ -1,0 +1,353 @@
+"""The `.npubin` artifact: round trip, what `describe()` tells, and that no damaged file is ever taken for a program."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from ir_builder import IRBuilder
+
+from npu_compiler import CompiledProgram, InputError, ProgramFormatError, __version__, compile
+from npu_compiler.compiled_program import FORMAT_VERSION, MAGIC
+from npu_runtime import CPUBackend, Executor, load_weights
+
+
+def network() -> IRBuilder:
+    """A convolution with batch norm, a cache update, an embedding and a constant: every kind of buffer."""
+    g = IRBuilder("net")
+    x = g.input("x", 1, 3, 8, 8)
+    bn = [g.weight(f"bn.{name}", 4) for name in ("gamma", "beta", "mean", "var")]
+    y = g("aten.conv2d.default", x, g.weight("conv.weight", 4, 3, 3, 3), g.weight("conv.bias", 4))
+    y = g("aten.relu.default", g("aten.batch_norm.default", y, *bn, False, 0.1, 1e-5, True))
+    y = g("aten.flatten.using_ints", g("aten.max_pool2d.default", y, [2, 2]), 1)
+    y = g("aten.add.Tensor", y, g.constant("offset", np.ones(36, np.float32)))
+    y = g("aten.softmax.int", g("aten.linear.default", y, g.weight("fc.weight", 6, 36)), -1)
+    rows = g("aten.embedding.default", g.weight("table", 9, 6), g.input("ids", 2, dtype="int64"))
+    new = g("aten.index_copy.default", g.input("cache", 5, 6), 0, g.input("at", 2, dtype="int64"), rows)
+    return g.output(g("aten.mul.Tensor", y, 3, name="scores"), new)
+
+
+@pytest.fixture(scope="module")
+def program() -> CompiledProgram:
+    return compile(network().ir())
+
+
+@pytest.fixture(scope="module")
+def body(program: CompiledProgram) -> dict[str, Any]:
+    return msgpack.unpackb(msgpack.unpackb(program.to_bytes()[len(MAGIC) :])[2])  # type: ignore[no-any-return]
+
+
+def sealed(body: Any, *, version: Any = FORMAT_VERSION) -> bytes:
+    """A file whose checksum is right, whatever is in it."""
+    packed = msgpack.packb(body)
+    return MAGIC + bytes(msgpack.packb([version, hashlib.sha256(packed).digest(), packed]))
+
+
+def answers(program: CompiledProgram) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    keys = {key: shape for w in program.weight_specs.values() for key, shape in w.source_shapes.items()}
+    state = {key: np.abs(rng.normal(size=shape)).astype(np.float32) for key, shape in sorted(keys.items())}
+    inputs = {
+        "x": rng.normal(size=(1, 3, 8, 8)),
+        "ids": np.array([3, 8]),
+        "cache": np.zeros((5, 6)),
+        "at": np.array([4, 0]),
+    }
+    backend = CPUBackend(native=False)
+    outputs = Executor(program, backend).run(inputs, load_weights(state, program, backend))
+    return [outputs[spec.name].to_numpy(spec) for spec in program.output_specs]
+
+
+def test_a_saved_program_loads_as_it_was_and_gives_the_same_answers(program: CompiledProgram, tmp_path: Path) -> None:
+    path = tmp_path / "net.npubin"
+    program.save(path)
+    loaded = CompiledProgram.load(str(path))
+    assert loaded.to_bytes() == program.to_bytes() == path.read_bytes()
+    assert loaded.describe() == program.describe()
+    assert (loaded.name, loaded.target, loaded.compute_dtype) == ("net", "op_level", "float16")
+    assert loaded.compiler_version == __version__
+    for actual, wanted in zip(answers(loaded), answers(program), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int16, np.int64, np.float64])
+def test_a_constant_keeps_its_own_dtype(dtype: Any) -> None:
+    g = IRBuilder()
+    y = g("aten.mul.Tensor", g.input("x", 2, 3), g.constant("offset", np.ones(3, dtype)))
+    loaded = CompiledProgram.from_bytes(compile(g.output(y).ir()).to_bytes())
+    assert [value.dtype for value in loaded.plan.constants.values()] == [dtype]
+
+
+def test_compiling_twice_gives_the_same_bytes(program: CompiledProgram) -> None:
+    assert compile(network().ir()).to_bytes() == program.to_bytes()
+
+
+def test_the_file_is_plain_msgpack_and_holds_no_weights(body: dict[str, Any]) -> None:
+    assert body.keys() == {"name", "target", "compute_dtype", "plan", "compiler_version"}
+    assert {"calls", "buffers", "weights"} <= body["plan"].keys()
+    assert {"buffer", "shape", "strides", "offset", "dtype"} == body["plan"]["calls"][0]["inputs"][0].keys()
+    assert all("data" not in weight for weight in body["plan"]["weights"].values())
+
+
+def test_describe_tells_kernels_memory_weights_and_totals(program: CompiledProgram) -> None:
+    text = program.describe()
+    lines = text.split("\n")
+    assert lines[:2] == ["program net", f"  target op_level, compute dtype float16, compiler {__version__}"]
+    assert "  x: float16[1, 3, 8, 8] in [1, 32, 8, 8]" in lines
+    assert any(line.endswith("(updates cache in place)") for line in lines)
+    conv = next(line for line in lines if "conv2d_kernel" in line and "float16[1, 4, 6, 6]" in line)
+    flops, size = 2 * 4 * 36 * 27, 2 * (3 * 64 + 4 * 27 + 4 + 4 * 36)
+    assert re.search(rf"float16\[1, 4, 6, 6\] +{flops} +{size} +relu", conv)
+    for buffer in program.plan.buffers.values():
+        if buffer.kind == "arena":
+            life = re.escape(f"{buffer.first_use}..{buffer.last_use}")
+            assert re.search(rf"arena +{buffer.offset} +{buffer.size_bytes} +{life} .*{re.escape(buffer.name)}", text)
+    assert re.search(r"p_conv_weight\.folded: float16\[4, 3, 3, 3\] = scale_axis\(conv\.weight, bn_scale\(", text)
+    assert "  p_table: float16[9, 6] = table" in lines
+    totals = dict(line.strip().split(": ", 1) for line in lines[lines.index("summary") + 1 :])
+    assert int(totals["kernel launches"]) == len(program.kernels)
+    assert int(totals["FLOPs"]) == sum(call.flops for call in program.kernels) >= flops
+    assert int(totals["arena bytes"]) == program.plan.arena_bytes
+    assert int(totals["peak bytes without weights"]) > program.plan.arena_bytes
+    assert int(totals["padding waste bytes"]) >= 2 * 29 * 64
+    assert len(program.describe(kernels=False)) < len(text) and "summary" in program.describe(kernels=False)
+
+
+# damaged files
+
+
+def refused(data: bytes, message: str = "broken.npubin") -> None:
+    with pytest.raises(ProgramFormatError, match=message):
+        CompiledProgram.from_bytes(data, "broken.npubin")
+
+
+def test_a_truncated_file_is_refused(program: CompiledProgram, tmp_path: Path) -> None:
+    data = program.to_bytes()
+    for length in (*range(0, len(data), 97), len(data) - 1):
+        refused(data[:length], "'broken.npubin' is (truncated|corrupted|not a .npubin program)")
+    path = tmp_path / "short.npubin"
+    path.write_bytes(data[:-3])
+    with pytest.raises(ProgramFormatError, match=r"short\.npubin' is truncated or corrupted"):
+        CompiledProgram.load(path)
+
+
+def test_a_flipped_bit_is_noticed_wherever_it_is(program: CompiledProgram) -> None:
+    data = program.to_bytes()
+    for position in (*range(60), *range(60, len(data), 211)):
+        broken = bytearray(data)
+        broken[position] ^= 1 << position % 8
+        refused(bytes(broken))
+
+
+def test_trailing_bytes_are_refused(program: CompiledProgram) -> None:
+    refused(program.to_bytes() + b"\0")
+
+
+def test_files_of_another_kind_or_version_are_refused(body: dict[str, Any], tmp_path: Path) -> None:
+    refused(b"PK\3\4" + b"0" * 100, r"not a .npubin program \(it does not start with NPUBIN\)")
+    refused(MAGIC, "truncated or corrupted")
+    refused(MAGIC + bytes(msgpack.packb({"a": 1})), "not the expected array")
+    refused(MAGIC + bytes(msgpack.packb([FORMAT_VERSION, b"", "text"])), "not the expected array")
+    refused(sealed(body, version=99), "has format version 99; this runtime reads version 3: compile it again")
+    refused(sealed([1, 2]), "is not a valid program")
+    refused(MAGIC + b"\x91" * 100_000, "truncated or corrupted")
+    refused(MAGIC + b"\xdd\xff\xff\xff\xff", "truncated or corrupted")
+    for missing in (tmp_path / "no.npubin", tmp_path):
+        with pytest.raises(ProgramFormatError, match="cannot read program"):
+            CompiledProgram.load(missing)
+
+
+def leaves(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to every value in nested maps and lists, the containers too; long runs of like items are sampled."""
+    if path:
+        yield path
+    if isinstance(item, dict):
+        for key in item:
+            yield from leaves(item[key], (*path, key))
+    elif isinstance(item, list):
+        for index in range(min(len(item), 3)):
+            yield from leaves(item[index], (*path, index))
+
+
+def with_value(body: Any, path: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(body)
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("value", [None, "x", -7, 1.5, [], {}, [None], {"x": "y"}, b"\0", True, 2**63], ids=repr)
+def test_a_field_of_another_type_is_refused_or_harmless(body: dict[str, Any], value: Any) -> None:
+    """With a right checksum: what loads anyway must describe and save itself, so its types hold."""
+    for path in leaves(body):
+        try:
+            loaded = CompiledProgram.from_bytes(sealed(with_value(body, path, value)))
+        except ProgramFormatError:
+            continue
+        try:
+            loaded.describe()
+            loaded.to_bytes()
+        except Exception as error:
+            pytest.fail(f"{path} = {value!r} was loaded, and then: {type(error).__name__}: {error}")
+
+
+def test_missing_fields_are_refused(body: dict[str, Any]) -> None:
+    for key in body:
+        refused(
+            sealed({name: value for name, value in body.items() if name != key}), "it has other fields than name, t"
+        )
+    for key in body["plan"]:
+        refused(changed_plan(body, **{key: None}), f"valid program: plan.{key} is None, not a valid ")
+
+
+def changed_plan(body: dict[str, Any], **changes: Any) -> bytes:
+    return sealed({**body, "plan": {**body["plan"], **changes}})
+
+
+def first_view(body: dict[str, Any], **changes: Any) -> bytes:
+    """A file whose first call's first input is changed."""
+    view = body["plan"]["calls"][0]["inputs"][0]
+    return sealed(with_value(body, ("plan", "calls", 0, "inputs", 0), {**view, **changes}))
+
+
+def test_a_view_beyond_its_buffer_is_refused(body: dict[str, Any]) -> None:
+    shape = body["plan"]["calls"][0]["inputs"][0]["shape"]
+    refused(first_view(body, offset=10**6), "a view reaches beyond its buffer 'x'")
+    refused(first_view(body, shape=[*shape[:-1], 10**9]), "a view reaches beyond its buffer 'x'")
+    refused(first_view(body, offset=-1), "a view of buffer 'x' is malformed")
+    refused(first_view(body, strides=[-1] * len(shape)), "a view of buffer 'x' is malformed")
+    refused(first_view(body, strides=[1]), "a view of buffer 'x' is malformed")
+    refused(first_view(body, shape=[-1] * len(shape)), "malformed")
+    refused(first_view(body, buffer="nowhere"), "buffer 'nowhere', which does not exist")
+
+
+def test_a_buffer_beyond_the_arena_is_refused(body: dict[str, Any]) -> None:
+    name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == "arena")
+    place = ("plan", "buffers", name)
+    refused(sealed(with_value(body, (*place, "offset"), 10**9)), "lies outside the arena")
+    refused(sealed(with_value(body, ("plan", "arena_bytes"), 1)), "lies outside the arena")
+    refused(sealed(with_value(body, (*place, "dtype"), "float7")), "no valid shape and dtype")
+    refused(sealed(with_value(body, (*place, "kind"), "elsewhere")), r"plan.buffers\[.*\].kind is 'elsewhere', not one")
+
+
+def test_a_program_whose_parts_do_not_refer_to_each_other_is_refused(body: dict[str, Any]) -> None:
+    plan = body["plan"]
+    refused(changed_plan(body, inputs=plan["inputs"][1:]), "inputs, weights and constants are not those of its buffers")
+    refused(changed_plan(body, weights={}), "inputs, weights and constants are not those of its buffers")
+    refused(changed_plan(body, constants={}), "inputs, weights and constants are not those of its buffers")
+    refused(changed_plan(body, output_views={}), "outputs are not those of its views")
+    refused(changed_plan(body, donations={"scores": "nothing"}), "output 'scores' cannot update 'nothing' in place")
+    for listed in ("buffers", "weights"):
+        renamed = {f"{name}'": item for name, item in plan[listed].items()}
+        refused(changed_plan(body, **{listed: renamed}), "not listed under their names")
+    call = plan["calls"][0]
+    refused(changed_plan(body, calls=[{**call, "outputs": call["inputs"][:1]}]), "writes where it must not")
+
+
+def test_memory_of_another_dtype_than_what_fills_it_is_refused(body: dict[str, Any]) -> None:
+    """A view is held against its buffer, so the buffer must be what the run puts there; constants are cast to it."""
+    for kind in ("input", "weight"):
+        name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == kind)
+        wider = with_value(body, ("plan", "buffers", name, "dtype"), "float64")
+        refused(sealed(wider), "inputs, weights and constants are not those of its buffers")
+
+
+def test_a_weight_recipe_that_cannot_be_evaluated_is_refused(body: dict[str, Any]) -> None:
+    recipe = ("plan", "weights", "p_table", "recipe")
+    place = r"plan.weights\['p_table'\].recipe is no WeightTransformRecipe: "
+    refused(sealed(with_value(body, (*recipe, "op"), "pickle")), f"{place}unknown weight transform 'pickle'")
+    refused(sealed(with_value(body, (*recipe, "params"), {})), f"{place}a weight recipe reads a key, but names none")
+    refused(
+        sealed(with_value(body, (*recipe, "params", "key"), "no")), "'p_table' reads a key whose shape is not known"
+    )
+
+
+# saving
+
+
+def temporaries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "net.npubin")
+
+
+@pytest.mark.parametrize("call", ["fsync", "write", "replace"])
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(
+    program: CompiledProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "net.npubin"
+    path.write_bytes(b"old")
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class FullFile:
+        def __init__(self, handle: int) -> None:
+            self.handle = handle
+
+        def __enter__(self) -> FullFile:
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            os.close(self.handle)
+
+        write = full
+
+    if call == "write":
+        monkeypatch.setattr(os, "fdopen", lambda handle, mode: FullFile(handle))
+    else:
+        monkeypatch.setattr(os, call, full)
+    with pytest.raises(InputError, match=r"cannot write '.*net\.npubin': No space left on device"):
+        program.save(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old" and temporaries(tmp_path) == []
+    program.save(path)
+    assert CompiledProgram.load(path).name == "net" and temporaries(tmp_path) == []
+
+
+def test_a_real_limit_on_file_size_leaves_the_old_file_and_nothing_else(
+    program: CompiledProgram, tmp_path: Path
+) -> None:
+    source, path = tmp_path / "source", tmp_path / "net.npubin"
+    program.save(source)
+    path.write_bytes(b"old")
+    script = (
+        "import signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from npu_compiler import CompiledProgram, InputError\n"
+        "program = CompiledProgram.load(sys.argv[1])\n"
+        "try: program.save(sys.argv[2])\n"
+        "except InputError as error: print(error); sys.exit(7)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(source), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
+    assert (done.returncode, done.stderr) == (7, "")
+    assert done.stdout.startswith(f"cannot write '{path}': File too large")
+    assert path.read_bytes() == b"old" and temporaries(tmp_path) == ["source"]
+
+
+def test_a_program_cannot_be_saved_where_there_is_no_folder(program: CompiledProgram, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write '.*model\.npubin': No such file or directory"):
+        program.save(tmp_path / "missing" / "model.npubin")
+    (tmp_path / "folder.npubin").mkdir()
+    with pytest.raises(InputError, match="cannot write"):
+        program.save(tmp_path / "folder.npubin")
+    assert temporaries(tmp_path) == ["folder.npubin"]

@@ -1,0 +1,474 @@
+"""Random graphs and nodes: every way of running them agrees with PyTorch, and what the op table accepts compiles."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_gpu import DEVICES, PROBLEM
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+from ir_builder import IRBuilder, Tensor
+
+from npu_compiler import CompiledProgram, compile, is_op_supported, partition, print_graph, read_ir
+from npu_compiler.graph.dtypes import saturating_cast
+from npu_compiler.graph.model import IRGraph
+from npu_compiler.ops import OPS
+from npu_compiler.ops.registry import unsupported_reason
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
+
+Arrays = dict[str, np.ndarray]
+Draw = Callable[..., Any]
+CPUS = (CPUBackend(native=False), CPUBackend(native=True))
+
+
+class GraphMaker:
+    """A random graph in the making. `floats` are bounded; `exact` hold no rounding, so that comparing them is safe."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.g = IRBuilder("random")
+        self.floats: list[Tensor] = []
+        self.exact: list[Tensor] = []
+        self.masks: list[Tensor] = []
+        self.ids = 0
+        for index in range(draw(st.integers(1, 2))):
+            shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+            name = self.g.input(f"x{index}", *shape)
+            self.floats.append(name)
+            self.exact.append(name)
+
+    def pick(self, rank: int | None = None) -> Tensor:
+        found = [x for x in self.floats if rank is None or len(self.g.shape(x)) == rank]
+        assume(found)
+        return self.draw(st.sampled_from(found))
+
+    def weight(self, *shape: int) -> Tensor:
+        self.ids += 1
+        return self.g.weight(f"w{self.ids}", *shape)
+
+    def dim(self, x: Tensor) -> int:
+        rank = len(self.g.shape(x))
+        assume(rank)
+        return int(self.draw(st.integers(-rank, rank - 1)))
+
+    def add(self, tensor: Tensor) -> None:
+        size = np.prod(self.g.shape(tensor))
+        if 0 < size <= 400 and len(self.g.shape(tensor)) <= 6:
+            self.floats.append(tensor)
+
+    def partner(self, x: Tensor) -> Tensor:
+        """A tensor that broadcasts with x: another of its shape, a weight of trailing dimensions, or itself."""
+        same = [y for y in self.floats if self.g.shape(y) == self.g.shape(x)]
+        shape = self.g.shape(x)
+        if self.draw(st.booleans()) or not shape:
+            return self.draw(st.sampled_from(same))
+        tail = shape[self.draw(st.integers(0, len(shape) - 1)) :]
+        return self.weight(*(1 if self.draw(st.booleans()) else size for size in tail))
+
+
+def unary(m: GraphMaker) -> Tensor:
+    ops = "tanh sigmoid sin cos relu silu gelu abs neg hardswish hardsigmoid hardtanh leaky_relu elu relu6 erf softplus"
+    return m.g(f"aten.{m.draw(st.sampled_from(ops.split()))}.default", m.pick())
+
+
+def binary(m: GraphMaker) -> Tensor:
+    op = m.draw(st.sampled_from(["add.Tensor", "sub.Tensor", "mul.Tensor", "maximum.default", "minimum.default"]))
+    x = m.pick()
+    pair = [x, m.partner(x)]
+    result = m.g(f"aten.{op}", *(reversed(pair) if m.draw(st.booleans()) else pair))
+    return m.g("aten.tanh.default", result) if "mul" in op else result
+
+
+def scalar(m: GraphMaker) -> Tensor:
+    op, value = (
+        m.draw(st.sampled_from(["add", "sub", "mul", "rsub", "div"])),
+        m.draw(st.sampled_from([0.5, 2, -1.5, 1])),
+    )
+    return m.g(f"aten.{op}.{'Scalar' if op == 'rsub' else 'Tensor'}", m.pick(), value)
+
+
+def compare(m: GraphMaker) -> Tensor:
+    x = m.draw(st.sampled_from(m.exact))
+    mask = m.g(f"aten.{m.draw(st.sampled_from(['gt', 'le', 'ne']))}.Scalar", x, 0.0)
+    same = [y for y in m.floats if m.g.shape(y) == m.g.shape(x)]
+    if m.draw(st.booleans()):
+        return m.g("aten.masked_fill.Scalar", same[-1], mask, -1.0)
+    return m.g("aten.where.self", mask, x, same[-1])
+
+
+def reduction(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    op = m.draw(st.sampled_from(["sum.dim_IntList", "mean.dim", "amax.default", "amin.default"]))
+    dims = m.draw(st.lists(st.just(m.dim(x)), min_size=1, max_size=1))
+    result = m.g(f"aten.{op}", x, dims, m.draw(st.booleans()))
+    return m.g("aten.tanh.default", result) if "sum" in op else result
+
+
+def softmax(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    return m.g(f"aten.{m.draw(st.sampled_from(['softmax', 'log_softmax']))}.int", x, m.dim(x))
+
+
+def norm(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    assume(m.g.shape(x))
+    width = m.g.shape(x)[-1]
+    if m.draw(st.booleans()):
+        return m.g("aten.rms_norm.default", x, [width], m.weight(width), 0.5)
+    return m.g("aten.layer_norm.default", x, [width], m.weight(width), m.weight(width), 0.5)
+
+
+def linear(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    assume(m.g.shape(x))
+    n, k = m.draw(st.integers(1, 5)), m.g.shape(x)[-1]
+    y = m.g("aten.linear.default", x, m.weight(n, k), *([m.weight(n)] if m.draw(st.booleans()) else []))
+    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'gelu', 'sigmoid', 'silu']))}.default", y)
+
+
+def matmul(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    assume(len(m.g.shape(x)) >= 2)
+    y = m.g("aten.transpose.int", x, -1, -2)
+    return m.g("aten.tanh.default", m.g("aten.matmul.default", *((x, y) if m.draw(st.booleans()) else (y, x))))
+
+
+def conv(m: GraphMaker) -> Tensor:
+    x = m.pick(4)
+    channels = m.g.shape(x)[1]
+    y = m.g("aten.conv2d.default", x, m.weight(m.draw(st.integers(1, 4)), channels, 3, 3), None, [1, 1], [1, 1])
+    return m.g(f"aten.{m.draw(st.sampled_from(['tanh', 'relu', 'sigmoid']))}.default", y)
+
+
+def pool(m: GraphMaker) -> Tensor:
+    x = m.pick(4)
+    if m.draw(st.booleans()):
+        return m.g("aten.adaptive_avg_pool2d.default", x, [1, 2])
+    return m.g(f"aten.{m.draw(st.sampled_from(['max', 'avg']))}_pool2d.default", x, [3, 3], [2, 2], [1, 1])
+
+
+def view(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    shape = m.g.shape(x)
+    kind = m.draw(
+        st.sampled_from("permute flatten unsqueeze slice select expand reshape transpose flip roll squeeze".split())
+    )
+    if kind == "permute":
+        return m.g("aten.permute.default", x, m.draw(st.permutations(range(len(shape)))))
+    if kind == "flatten":
+        return m.g("aten.flatten.using_ints", x)
+    if kind == "unsqueeze":
+        return m.g("aten.unsqueeze.default", x, m.draw(st.integers(-len(shape) - 1, len(shape))))
+    if kind == "squeeze":
+        return m.g("aten.squeeze.default", x)
+    if kind == "expand":
+        return m.g("aten.expand.default", x, [2, *(-1 for _ in shape)])
+    if kind == "reshape":
+        return m.g("aten.reshape.default", x, m.draw(st.sampled_from([[-1], [1, -1], [-1, *shape[1:]], [*shape, 1]])))
+    dim = m.dim(x)
+    if kind == "slice":
+        start, step = m.draw(st.integers(0, 1)), m.draw(st.integers(1, 2))
+        return m.g("aten.slice.Tensor", x, dim, start, 2**63 - 1, step)
+    if kind == "select":
+        return m.g("aten.select.int", x, dim, -1)
+    if kind == "transpose":
+        return m.g("aten.transpose.int", x, dim, m.dim(x))
+    if kind == "flip":
+        return m.g("aten.flip.default", x, [dim])
+    return m.g("aten.roll.default", x, [1], [dim])
+
+
+def cat(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    dim = m.dim(x)
+    if m.draw(st.booleans()):
+        same = [y for y in m.floats if m.g.shape(y) == m.g.shape(x)]
+        op = m.draw(st.sampled_from(["aten.cat.default", "aten.stack.default"]))
+        return m.g(op, [x, m.draw(st.sampled_from(same)), x], dim)
+    pieces = m.g("aten.chunk.default", x, 2, dim)
+    return m.g.getitem(pieces, 1) if isinstance(pieces, tuple) else pieces
+
+
+def indexing(m: GraphMaker) -> Tensor:
+    x = m.pick()
+    dim = m.dim(x) % len(m.g.shape(x))
+    m.ids += 1
+    index = m.g.constant(f"i{m.ids}", m.draw(st.lists(st.integers(0, m.g.shape(x)[dim] - 1), min_size=1, max_size=3)))
+    if m.draw(st.booleans()):
+        return m.g("aten.index_select.default", x, dim, index)
+    return m.g("aten.index.Tensor", x, [*([None] * dim), index])
+
+
+def island(m: GraphMaker) -> Tensor:
+    """A detour through float32, which a float32 graph leaves out."""
+    wide = m.g("aten.to.dtype", m.pick(), "float64")
+    return m.g("aten.to.dtype", m.g("aten.tanh.default", wide), "float32")
+
+
+STEPS = [
+    unary,
+    binary,
+    scalar,
+    compare,
+    reduction,
+    softmax,
+    norm,
+    linear,
+    matmul,
+    conv,
+    pool,
+    view,
+    view,
+    cat,
+    indexing,
+    island,
+]
+
+
+@st.composite
+def graphs(draw: Draw) -> dict[str, Any]:
+    m = GraphMaker(draw)
+    for _ in range(draw(st.integers(2, 8))):
+        m.add(draw(st.sampled_from(STEPS))(m))
+    made = [x for x in m.floats if x not in m.g.inputs]
+    assume(made)
+    m.g.output(*draw(st.lists(st.sampled_from(made), max_size=2)), made[-1])
+    return m.g.ir()
+
+
+def in_bfloat16(ir: dict[str, Any]) -> dict[str, Any]:
+    """The same model with 16-bit weights, inputs and nodes; its float64 islands become float32 ones."""
+    return json.loads(json.dumps(ir).replace("float32", "bfloat16").replace("float64", "float32"))
+
+
+def random_arrays(specs: Mapping[str, Any], rng: np.random.Generator, dtype: str) -> Arrays:
+    values = {name: rng.uniform(-1, 1, spec.shape).astype(np.float32) for name, spec in specs.items()}
+    return {name: saturating_cast(value, dtype).astype(np.float32) for name, value in values.items()}
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def backends(request: pytest.FixtureRequest) -> tuple[Backend, ...]:
+    """Those that run one and the same program: both CPU devices, or the GPU."""
+    return CPUS if request.param == "cpu" else (Device(request.param).backend,)
+
+
+def run_program(program: CompiledProgram, backend: Backend, inputs: Arrays, weights: Arrays) -> Arrays:
+    used = {spec.name: inputs[spec.name] for spec in program.input_specs}
+    buffers = load_weights(weights, program, backend)
+    results = Executor(program, backend).run(used, buffers)
+    return {spec.name: results[spec.name].to_numpy(spec).astype(np.float32) for spec in program.output_specs}
+
+
+TOLERANCE = {"float32": 2e-5, "float16": 0.02, "bfloat16": 0.15}
+
+
+def assert_agree(ours: Arrays, reference: list[np.ndarray], dtype: str) -> None:
+    assert len(ours) == len(reference)
+    for (name, got), want in zip(ours.items(), reference, strict=True):
+        assert got.shape == want.shape
+        scale = max(1.0, float(np.abs(want).max(initial=0.0)))
+        np.testing.assert_allclose(got.astype(np.float32), want, rtol=0, atol=TOLERANCE[dtype] * scale, err_msg=name)
+
+
+def check_alike(backends: tuple[Backend, ...], ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    """A graph as one program, saved and loaded again, and split between device and CPU, is what PyTorch says."""
+    graph = read_ir(ir)
+    note(print_graph(graph))
+    rng = np.random.default_rng(seed)
+    inputs = random_arrays({name: graph.tensors[name] for name in graph.inputs}, rng, dtype)
+    weights = random_arrays({key: graph.tensors[n] for n, r in graph.weights.items() for key in r.keys()}, rng, dtype)
+    by_tensor = execute_cpu_partition(graph, inputs, weights)
+    reference = [by_tensor[name].astype(np.float32) for name in graph.outputs]
+
+    model = in_bfloat16(ir) if dtype == "bfloat16" else ir
+    assert all(unsupported_reason(node, graph) is None for node in graph.nodes)
+    program = compile(model, backends[0].target, compute_dtype=None if dtype == "bfloat16" else dtype)
+    assert program.compute_dtype == dtype
+    again = CompiledProgram.from_bytes(program.to_bytes())
+    assert again.to_bytes() == program.to_bytes()
+    plain = run_program(program, backends[0], inputs, weights)
+    assert_agree(plain, reference, dtype)
+    loaded = run_program(again, backends[0], inputs, weights)
+    assert all(np.array_equal(loaded[name], plain[name]) for name in plain)
+    for backend in backends[1:]:
+        assert_agree(run_program(program, backend, inputs, weights), reference, dtype)
+
+    ops = sorted({node.op_type for node in graph.nodes})
+    on_cpu = data.draw(st.sets(st.sampled_from(ops)), label="ops on the CPU")
+    plan = partition(model, lambda op: op not in on_cpu and is_op_supported(op), compute_dtype=program.compute_dtype)
+    executor = DAGExecutor(plan, backends[-1])
+    executor.load_weights(
+        {key: saturating_cast(x, "bfloat16" if dtype == "bfloat16" else "float32") for key, x in weights.items()}
+    )
+    for _ in range(2):
+        assert_agree(executor.execute(inputs), reference, dtype)
+
+
+RANDOM = (graphs(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 2**32 - 1), st.data())
+SUPPRESSED = [HealthCheck.filter_too_much, HealthCheck.too_slow]
+
+
+@settings(max_examples=250, suppress_health_check=SUPPRESSED)
+@given(*RANDOM)
+def test_a_random_graph_runs_alike_everywhere(ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    check_alike(CPUS, ir, dtype, seed, data)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+@settings(max_examples=60, suppress_health_check=SUPPRESSED)  # each compiles some ten new kernels
+@given(*RANDOM)
+def test_a_random_graph_runs_alike_on_the_gpu(ir: dict[str, Any], dtype: str, seed: int, data: st.DataObject) -> None:
+    check_alike((Device("cuda").backend,), ir, dtype, seed, data)
+
+
+# Random single nodes, from the ops' schemas: arguments are drawn until PyTorch's meta kernel takes them.
+SCALARS = (0, 1, 2, -1, 0.5, 3, -2.5)
+SMALL = (0, 1, 2, 3, -1, -2, 1, 2)
+BY_TYPE: dict[str, Callable[[random.Random], Any]] = {
+    "int": lambda r: r.choice(SMALL),
+    "number": lambda r: r.choice(SCALARS),
+    "float": lambda r: r.choice((0.5, 1.0, 2.0)),
+    "bool": lambda r: r.random() < 0.5,
+    "List[int]": lambda r: r.choices(SMALL, k=r.choice((1, 1, 2, 2, 3, 4, 0))),
+    "List[float]": lambda r: [1.5] * r.choice((1, 2)),
+    "str": lambda r: r.choice(
+        ("none", "tanh", "constant", "reflect", "same", "valid", "floor", "trunc", "xy", "ij", "ij->ji", "ij,jk->ik")
+    ),
+    "Optional[int]": lambda r: r.choice((*SMALL, None)),
+    "Optional[List[int]]": lambda r: r.choice((None, [0], [-1], [0, 1], [1])),
+}
+DTYPES = ("float32", "float32", "float32", "float32", "int64", "bool", "float16", "int32")
+SKIP = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_permuted"}
+SKIP |= {"aten._weight_norm"}  # PyTorch divides by a dimension of scalars, which kills the process
+NOT_DRAWN = {"device", "layout", "pin_memory", "memory_format", "generator", "training", "train"}
+NOT_DRAWN |= {"enable_gqa"}  # nor does a process survive this with zero heads
+
+
+def _is_plain(schema: Any) -> bool:
+    takes = [str(argument.type) for argument in schema.arguments]
+    return all("Tensor" in str(r.type) for r in schema.returns) and any("Tensor" in t for t in takes)
+
+
+def overloads() -> list[str]:
+    """Every overload of every op of the table, out-variants aside."""
+    found = []
+    for row in sorted(OPS):
+        namespace, name, *overload = row.split(".") if "." in row else ("", row)
+        if namespace == "aten" and row not in SKIP:
+            packet = getattr(torch.ops.aten, name)
+            names = overload or [x for x in packet.overloads() if "out" not in x and "names" not in x]
+            found += [f"aten.{name}.{x}" for x in names if _is_plain(getattr(packet, x)._schema)]
+    return found
+
+
+def _argument(r: random.Random, kind: str, tensor: Callable[[], Tensor]) -> Any:
+    if (
+        kind in ("Optional[Tensor]", "Optional[ScalarType]", "Optional[number]", "Optional[float]", "Optional[str]")
+        and r.random() < 0.4
+    ):
+        return None
+    kind = (
+        kind.removeprefix("Optional[").removesuffix("]")
+        if kind not in BY_TYPE and kind.startswith("Optional[")
+        else kind
+    )
+    if kind == "Tensor":
+        return tensor()
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return [tensor() for _ in range(r.choice((1, 2, 3)))]
+    if kind == "ScalarType":
+        return r.choice(("float32", "int64", "bool", "float16"))
+    return BY_TYPE[kind](r)
+
+
+def random_node(op: str, r: random.Random, attempts: int = 150) -> dict[str, Any] | None:
+    """A graph of one node of that op, or None if no arguments were found."""
+    _, name, overload = op.split(".")
+    schema = getattr(getattr(torch.ops.aten, name), overload)._schema
+    for _ in range(attempts):
+        g = IRBuilder("node")
+        base = r.choices((2, 3, 1, 4, 0), weights=(6, 6, 3, 3, 1), k=r.choice((0, 1, 2, 2, 3, 3, 4, 4)))
+        dtype = r.choice(DTYPES)
+
+        def tensor(g: IRBuilder = g, base: list[int] = base, dtype: str = dtype) -> Tensor:
+            shapes = (
+                base,
+                base,
+                base,
+                base[1:],
+                base[1:2],
+                base[-1:],
+                [1 for _ in base],
+                base[::-1],
+                [*base[:-2], *base[:-3:-1]],
+                [3],
+            )
+            own = dtype if r.random() < 0.7 else r.choice(DTYPES)
+            return g.input(f"x{len(g.inputs)}", *r.choice(shapes), dtype=own)
+
+        try:
+            values = {
+                argument.name: _argument(r, str(argument.type), tensor)
+                for argument in schema.arguments
+                if argument.name not in NOT_DRAWN and not (argument.has_default_value() and r.random() < 0.5)
+            }
+            outputs = g(op, **values)
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AssertionError,
+            AttributeError,
+            ArithmeticError,
+            KeyError,
+        ):
+            continue
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if outputs and all(np.prod(g.shape(x)) < 5000 for x in outputs):
+            return g.output(*outputs).ir()
+    return None
+
+
+def node_inputs(graph: IRGraph, rng: np.random.Generator) -> Arrays:
+    def values(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        if dtype == "bool":
+            return rng.random(shape) < 0.5
+        return rng.integers(0, 2, shape).astype(dtype) if "int" in dtype else rng.uniform(0.1, 0.9, shape).astype(dtype)
+
+    return {name: np.asarray(values(graph.tensors[name].dtype, graph.tensors[name].shape)) for name in graph.inputs}
+
+
+@pytest.mark.parametrize("op", overloads())
+def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(
+    op: str, backends: tuple[Backend, ...], seed: int
+) -> None:
+    r = random.Random(seed)
+    for _ in range(6):
+        ir = random_node(op, r)
+        if ir is None:
+            continue
+        graph = read_ir(ir)
+        if unsupported_reason(graph.nodes[0], graph) is not None:
+            continue
+        program = compile(ir, backends[0].target, compute_dtype="float32")
+        inputs = node_inputs(graph, np.random.default_rng(r.randrange(2**32)))
+        try:
+            reference = execute_cpu_partition(graph, inputs)
+        except Exception:
+            continue  # PyTorch's CPU kernel refuses what its meta kernel takes
+        tolerance = 4e-3 if "float16" in str(ir) else 1e-5
+        for backend in backends:
+            ours = run_program(program, backend, inputs, {})
+            for got, name in zip(ours.values(), graph.outputs, strict=True):
+                want = reference[name].astype(np.float32)
+                np.testing.assert_allclose(
+                    got, want, rtol=tolerance, atol=tolerance, err_msg=print_graph(graph) + str(inputs)
+                )

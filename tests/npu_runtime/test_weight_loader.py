@@ -1,0 +1,128 @@
+"""Reading, checking and casting weights: any stored dtype, large tensors by several threads, and joined ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from cuda_gpu import DEVICES
+from safetensors.torch import save_file
+
+from npu_compiler.errors import WeightError
+from npu_compiler.graph.dtypes import saturating_cast
+from npu_compiler.graph.model import TensorSpec
+from npu_runtime import Device
+from npu_runtime.pieces import ahead
+from npu_runtime.weight_loader import MappedCheckpoint, cast_weight, check_weight, holds_nan, to_numpy
+
+SEVERAL_PIECES = 2_500_001  # elements
+
+
+def test_mapped_tensors_are_what_was_saved(tmp_path: Path) -> None:
+    tensors = {
+        str(dtype): (10 * torch.randn(3, 5)).to(dtype)
+        for dtype in (
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+        )
+    }
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)}
+    save_file(tensors, tmp_path / "w.safetensors", {"format": "pt"})
+    mapped = MappedCheckpoint(tmp_path)
+    assert set(mapped) == set(tensors)
+    for key, tensor in tensors.items():
+        assert mapped[key].dtype == to_numpy(tensor).dtype
+        np.testing.assert_array_equal(mapped[key], to_numpy(tensor))
+    mapped["scalar"][...] = 0
+    assert MappedCheckpoint(tmp_path)["scalar"] == 2.5, "the file is not written to"
+
+
+def test_a_file_whose_header_leaves_its_data_at_an_odd_place_is_read(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (1 - len(header) % 2)
+    data = np.array([1.5, -2], "<f4").tobytes()
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    assert len(header) % 2
+    np.testing.assert_array_equal(MappedCheckpoint(tmp_path)["w"], [1.5, -2])
+
+
+def test_a_dtype_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "w.safetensors")
+    with pytest.raises(WeightError, match="'w' is stored as F8_E4M3; what can be read is F64, F32"):
+        MappedCheckpoint(tmp_path)["w"]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_every_nan_of_16_bits_is_found_and_nothing_else(dtype: type) -> None:
+    every = np.arange(2**16, dtype=np.uint16).view(dtype)
+    expected = np.isnan(every.astype(np.float32))
+    assert [holds_nan(every[place : place + 1]) for place in range(2**16)] == expected.tolist()
+    assert holds_nan(every) and not holds_nan(every[~expected])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_one_nan_among_millions_is_found(dtype: type, rng: np.random.Generator) -> None:
+    values = rng.standard_normal(SEVERAL_PIECES, np.float32).astype(dtype)
+    assert not holds_nan(values)
+    values[rng.integers(SEVERAL_PIECES)] = np.nan
+    assert holds_nan(values)
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"), [(2**31 - 1, True), (2**31, False), (-(2**31), True), (-(2**31) - 1, False)]
+)
+def test_integers_beyond_what_the_device_holds_are_a_problem(value: int, fits: bool) -> None:
+    problems = list(check_weight("table", np.array([0, value], np.int64), (2,)))
+    assert problems == ([] if fits else ["too large: 'table' holds integers beyond 32 bits"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_large_cast_is_the_cast_of_its_elements(dtype: str, rng: np.random.Generator) -> None:
+    values = rng.standard_normal((5, SEVERAL_PIECES // 5), np.float32)
+    values[:, ::1000] *= 3e37
+    cast = cast_weight(values, dtype)
+    assert cast.shape == values.shape and np.isfinite(cast.astype(np.float32)).all()
+    np.testing.assert_array_equal(cast, saturating_cast(values, dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("storage", ["float16", "float32"])
+def test_joined_parts_lie_behind_each_other(device: str, storage: str, rng: np.random.Generator) -> None:
+    """As they are, and where the device has to cast them."""
+    parts = [rng.integers(-99, 99, (rows, 700)).astype(np.float16) for rows in (1, 3000, 7)]
+    whole = np.concatenate(parts)
+    buffer = Device(device).backend.allocate_joined(parts, TensorSpec("w", whole.shape, "float16", storage))
+    assert buffer.dtype == storage
+    np.testing.assert_array_equal(buffer.to_numpy(), whole)
+
+
+def test_work_done_ahead_comes_in_order_and_is_bounded() -> None:
+    started: list[int] = []
+
+    def work(number: int) -> int:
+        started.append(number)
+        return number * number
+
+    results = ahead(work, range(100))
+    assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
+    assert len(started) <= 9
+    assert list(results) == [number * number for number in range(5, 100)] and sorted(started) == list(range(100))
+
+
+def test_an_error_of_work_done_ahead_arrives_at_its_turn() -> None:
+    results = ahead(lambda number: 6 // (3 - number), range(5))
+    assert [next(results) for _ in range(3)] == [2, 3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(results)

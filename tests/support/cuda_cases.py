@@ -1,0 +1,304 @@
+"""Cases for the CUDA templates that compute: what the cases that all devices share are too small for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from metal_cases import attention as attention_cases
+from metal_cases import matmul as matmul_cases
+from metal_cases import reduce as reduce_cases
+from metal_cases import sort as sort_cases
+from metal_harness import Case, T
+
+
+def linear(m: int, n: int, k: int, **options: object) -> Case:
+    kernel = str(options.pop("kernel", "matmul_vec_kernel" if m == 1 else "matmul_kernel"))
+    name = "-".join(str(part) for part in (m, n, k, *options.items())).translate(str.maketrans("", "", "()', "))
+    return matmul_cases.linear(kernel, name, m, n, k, **options)  # type: ignore[arg-type]
+
+
+def cached(queries: int, keys: int, attended: int, *, heads: int = 12, width: int = 128, dtype: str = "bool") -> Case:
+    """Grouped-query attention to the first keys of a cache, under a mask that all heads share."""
+    allowed = np.broadcast_to(np.arange(keys) < attended, (1, heads, queries, keys))
+    values = allowed if dtype == "bool" else np.where(allowed, 0.0, -math.inf)
+    mask = T((1, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
+    return attention_cases.attention(
+        f"cache-{queries}-{attended}-of-{keys}-{dtype}", queries, keys, width, heads=(heads, heads // 6), mask=mask
+    )
+
+
+def holes(queries: int, keys: int, hole: int) -> Case:
+    """Attention that leaves out every second run of `hole` keys."""
+    values = np.broadcast_to(np.where(np.arange(keys) // hole % 2, 0.0, -math.inf), (1, 4, queries, keys))
+    mask = T((1, 4, queries, keys), "float32", (queries * keys, 0, keys, 1), values=values)
+    return attention_cases.attention(f"holes-{queries}-{keys}", queries, keys, 64, heads=(4, 2), mask=mask)
+
+
+def _with(places: dict[int, float], dtype: str = "compute") -> np.ndarray:
+    """Two rows of 20,000 ones, but for some places of both."""
+    values = np.ones((2, 20_000), np.int32 if dtype == "int32" else np.float32)
+    for place, value in places.items():
+        values[:, place] = value
+    return values
+
+
+def tiled(name: str, queries: int, keys: int, width: int, **options: Any) -> Case:
+    """Attention of many queries by so many heads that tiles fill the GPU; its weights are rounded to 16 bits."""
+    options = {"heads": (192, 96), "atol": 4e-3, **options}
+    return attention_cases.attention(f"many-{name}", queries, keys, width, **options)
+
+
+def shared_mask(queries: int, keys: int, dtype: str, values: object, heads: int = 192) -> T:
+    return T((1, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
+
+
+TILED_ATTENTION = [
+    tiled("queries", 70, 150, 64),
+    tiled("bool-mask", 70, 150, 64, mask=shared_mask(70, 150, "bool", None)),
+    tiled("own-masks", 66, 133, 32, heads=(96, 48), batch=2, mask=T((2, 96, 66, 133), "bool")),
+    tiled(
+        "padded-batches",
+        70,
+        136,
+        64,
+        heads=(2, 2),
+        batch=50,
+        mask=T((50, 2, 70, 136), "bool", (136, 0, 0, 1), values=np.tri(50, 136, 20, dtype=bool)[:, None, None]),
+    ),
+    tiled("wide-blocks", 66, 100, 24, heads=(528, 264), mask=shared_mask(66, 100, "bool", None, 528)),
+    tiled("wide-causal-blocks", 130, 130, 128, heads=(264, 264), causal=True),
+    tiled("causal", 150, 150, 80, heads=(96, 96), causal=True),
+    tiled("causal-fewer-keys", 150, 90, 128, heads=(192, 48), causal=True),
+    tiled("narrow", 70, 33, 24, value_width=40),
+    tiled("negative-scale", 70, 150, 64, scale=-0.2),
+    tiled("added-mask", 70, 200, 128, mask=shared_mask(70, 200, "float32", "normal")),
+    tiled(
+        "nothing-attended",
+        70,
+        100,
+        64,
+        mask=shared_mask(70, 100, "bool", (np.arange(70)[:, None] % 3 != 1) & (np.arange(100) % 2 == 0)),
+    ),
+    tiled(
+        "special-queries",
+        66,
+        150,
+        16,
+        heads=(96, 96),
+        inputs=(
+            T((1, 96, 66, 16), values=attention_cases.with_special_rows(66, 16)),
+            T((1, 96, 150, 16)),
+            T((1, 96, 150, 16)),
+        ),
+    ),
+    tiled(
+        "cache",
+        66,
+        200,
+        32,
+        heads=(96, 96),
+        mask=shared_mask(66, 200, "bool", np.tri(66, 200, dtype=bool), 96),
+        inputs=(
+            T((1, 96, 66, 32), strides=(0, 32, 100 * 32, 1), offset=8),
+            *(T((1, 96, 200, 32), strides=(0, 205 * 32, 32, 1)) for _ in range(2)),
+        ),
+    ),
+    *(
+        tiled(
+            f"{values.__name__.replace('_', '-')}-{dtype}",
+            70,
+            300,
+            64,
+            atol=8e-3,
+            mask=shared_mask(70, 300, dtype, partial(values, 70, 300)),
+        )
+        for dtype in ("compute", "float32")
+        for values in attention_cases.LOWEST_MASKS
+    ),
+]
+
+
+# Where there is a warpgroup for each 64 rows: widths 64 and 128 of equal queries and values.
+WARPGROUP_ATTENTION = [
+    tiled("rounds-of-the-ring", 70, 1000, 64, mask=shared_mask(70, 1000, "bool", None)),
+    tiled("rounds-of-the-ring-128", 22, 900, 128, heads=(192, 32), mask=shared_mask(22, 900, "compute", "normal")),
+    tiled(
+        "holes-in-the-ring",
+        70,
+        1200,
+        128,
+        mask=shared_mask(70, 1200, "bool", np.broadcast_to(np.arange(1200) // 200 % 2 == 1, (70, 1200))),
+    ),
+    tiled("small-blocks", 64, 520, 128, heads=(96, 48), causal=True),
+    tiled("small-blocks-mask", 64, 520, 64, heads=(96, 48), mask=shared_mask(64, 520, "bool", None, 96)),
+    tiled("shared-causal", 100, 700, 128, heads=(120, 20), causal=True),
+    tiled("no-mask", 130, 257, 64, heads=(96, 96)),
+    tiled("one-tile", 130, 128, 128, heads=(96, 96)),
+    tiled(
+        "apart",
+        64,
+        300,
+        64,
+        heads=(96, 96),
+        inputs=(
+            T((1, 96, 64, 64), strides=(0, 64, 100 * 64, 1), offset=8),
+            *(T((1, 96, 300, 64), strides=(0, 72, 96 * 72, 1), offset=16) for _ in range(2)),
+        ),
+    ),
+]
+
+
+def first_keys(keys: int, attended: int, dtype: str) -> np.ndarray:
+    allowed = np.arange(keys) < attended
+    return allowed if dtype == "bool" else np.where(allowed, 0.0, attention_cases.LOWEST[dtype])
+
+
+def unread(queries: int, keys: int, attended: int, dtype: str, heads: tuple[int, int]) -> Case:
+    """Attention to the first keys of a cache whose other keys and values are NaN, under a mask that excludes them."""
+    shape = (1, heads[1], keys, 64)
+    cache = np.cos(np.arange(math.prod(shape), dtype=np.float64) ** 2).reshape(shape)
+    cache[:, :, attended:] = np.nan
+    case = attention_cases.attention(
+        f"unread-{queries}-{dtype}",
+        queries,
+        keys,
+        64,
+        heads=heads,
+        atol=4e-3,
+        inputs=(T((1, heads[0], queries, 64)), T(shape, values=cache), T(shape, values=cache)),
+        mask=shared_mask(queries, keys, dtype, partial(first_keys, keys, attended), heads[0]),
+    )
+    return replace(case, reference=lambda inputs, outputs, params: attend_to_first(inputs, outputs, params, attended))
+
+
+def attend_to_first(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], params: Mapping[str, Any], attended: int
+) -> None:
+    q, k, v = (tensor.float() for tensor in inputs[:3])
+    result = torch.nn.functional.scaled_dot_product_attention(
+        q, k[:, :, :attended], v[:, :, :attended], scale=params["scale"], enable_gqa=True
+    )
+    outputs[0].copy_(result)
+
+
+UNREAD = [
+    unread(queries, 1000, 128, dtype, heads)
+    for queries, heads in ((1, (12, 2)), (3, (4, 2)), (20, (160, 80)), (70, (192, 96)))
+    for dtype in ("bool", "compute", "float32")
+]
+
+MANY_ROWS = [
+    linear(33, n, 40, **options)
+    for n in (70, 72)
+    for options in (
+        {"bias": "compute"},
+        {"residual": "compute"},
+        {"bias": "float32"},
+        {"activation": "silu"},
+        {"bias": "compute", "residual": "compute"},
+        {"bias": "compute", "residual": "compute", "row": 80},
+        {"residual": "compute", "out": "float32"},
+        {"residual": "float32", "out": "float32"},
+        {"bias": "float32", "out": "float32"},
+        {"bias": "float32", "out": "float32", "activation": "relu"},
+        {"bias": "compute", "activation": "relu"},
+        {"activation": "relu", "values": "special"},
+        {"bias": "compute", "activation": "gelu_tanh"},
+        {"bias": "compute", "activation": "gelu"},
+        {"bias": "compute", "residual": "compute", "activation": "relu"},
+        {"bias": "compute", "residual": "compute", "kernel": "matmul_notrans_kernel"},
+    )
+]
+
+LONG_ROWS = [
+    *(reduce_cases.reduction(op, "long", T((40_007,))) for op in ("max", "min", "argmax", "argmin")),
+    reduce_cases.reduction("argmax", "vocabulary", T((1, 151_936), "float32")),
+    reduce_cases.reduction("argmin", "long-gap", T((3, 20_001), strides=(20_003, 1), offset=1)),
+    *(
+        reduce_cases.reduction(op, f"long-{name}", T((2, 20_000), dtype, values=_with(row, dtype)))
+        for op in ("max", "argmax", "argmin")
+        for dtype in ("compute", "int32")
+        for name, row in (("ties", {19_999: 9, 7_001: 9, 7_000: 9, 12: -9, 15_000: -9}), ("equal", {}))
+    ),
+    reduce_cases.reduction("argmax", "long-nan", T((2, 20_000), values=_with({700: math.inf, 19_000: math.nan}))),
+    reduce_cases.reduction("max", "long-minus-infinity", T((1, 20_000), values=np.full((1, 20_000), -math.inf))),
+]
+
+# Rows whose order a radix sort finds.
+LONG_ORDERS = [
+    Case("argsort_kernel", f"long-{name}-{'down' if descending else 'up'}", [x], [order], {"descending": descending})
+    for name, x, order in (
+        ("rows", T((2, 5000)), T((2, 5000), "int32")),
+        ("strided", T((3, 4100), "float32", strides=(1, 4)), T((3, 4100), "int32", strides=(1, 3))),
+        ("equals", T((2, 9001), values="small"), T((2, 9001), "int32")),
+        ("special", T((2, 6000), values="special"), T((2, 6000), "int32")),
+        ("nan", T((2, 5005), values=np.tile(sort_cases.NAN, 143)), T((2, 5005), "int32")),
+        ("integers", T((2, 2, 5000), "int32", values=(-(2**31), 2**31)), T((2, 2, 5000), "int32")),
+        ("bools", T((2, 5000), "bool"), T((2, 5000), "int32")),
+        ("vocabulary", T((151_936,), "float32"), T((151_936,), "int32")),
+    )
+    for descending in (False, True)
+]
+
+# What the cases that all devices share are too small for; for the device at hand, in `test_cuda_kernels.py`.
+CASES = [
+    cached(1, 600, 530),
+    cached(1, 700, 3, heads=6, width=64),
+    cached(4, 300, 290, heads=6, width=64, dtype="compute"),
+    cached(2, 300, 0),
+    cached(40, 200, 110, heads=6),
+    holes(20, 300, 70),
+    holes(2, 2100, 70),
+    *TILED_ATTENTION,
+    *WARPGROUP_ATTENTION,
+    *UNREAD,
+    *(
+        attention_cases.attention(
+            f"long-{values.__name__.replace('_', '-')}-{queries}",
+            queries,
+            5000,
+            64,
+            heads=(12, 2),
+            atol=5e-3,
+            mask=shared_mask(queries, 5000, "compute", partial(values, queries, 5000), 12),
+        )
+        for values in attention_cases.LOWEST_MASKS
+        for queries in (1, 3)
+    ),
+    attention_cases.attention("batches-of-few-queries", 1, 200, 128, heads=(8, 2), batch=3),
+    attention_cases.attention("causal-eight", 8, 200, 96, heads=(4, 2), causal=True),
+    attention_cases.attention("causal-shared-heads", 70, 70, 80, heads=(6, 2), causal=True, batch=2),
+    attention_cases.attention(
+        "special-many-keys",
+        1,
+        140,
+        64,
+        inputs=(T((1, 2, 1, 64)), T((1, 2, 140, 64)), T((1, 2, 140, 64), values="special")),
+    ),
+    *(linear(m, 70, 1100, bias="compute", residual="compute", activation="silu") for m in range(2, 10)),
+    *(linear(m, 72, 300, kernel="matmul_notrans_kernel", bias="float32") for m in (2, 8, 9)),
+    linear(1, 37, 4104, kernel="gated_matmul_vec_kernel", bias="compute", activation="gelu_tanh"),
+    linear(1, 40000, 64, bias="compute"),
+    *MANY_ROWS,
+    *LONG_ROWS,
+    *LONG_ORDERS,
+    *(
+        Case("cumsum_kernel", f"long-{name}", [x], [out], {}, atol=1e-3)
+        for name, x, out in (
+            ("rows", T((2, 20_001), values=(0.0, 1.0)), T((2, 20_001), "float32")),
+            (
+                "strided",
+                T((2, 17_000), strides=(1, 3), values=(0.0, 1.0)),
+                T((2, 17_000), "float32", strides=(17_500, 1)),
+            ),
+            ("integers", T((300_000,), "int32", values=(-(2**31), 2**31)), T((300_000,), "int32")),
+            ("bools", T((2, 16_384), "bool"), T((2, 16_384), "int32")),
+        )
+    ),
+]

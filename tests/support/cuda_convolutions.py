@@ -1,0 +1,73 @@
+"""Convolutions over channels-last images, as cases."""
+
+from __future__ import annotations
+
+from metal_cases.conv import conv
+from metal_harness import T
+
+
+def nhwc(*shape: int, dtype: str = "compute") -> T:
+    """[N, C, H, W] with its channels side by side."""
+    _, c, h, w = shape
+    return T(shape, dtype, (c * h * w, 1, w * c, c))
+
+
+SAME = {"padding": (1, 1, 1, 1)}
+CASES = [
+    conv("pointwise", nhwc(1, 64, 9, 7), (40, 64, 1, 1), bias="float32", activation="relu"),
+    conv(
+        "three-by-three",
+        nhwc(2, 24, 13, 11),
+        (72, 24, 3, 3),
+        **SAME,
+        bias="float32",
+        residual="compute",
+        activation="relu",
+    ),
+    conv("few-pixels-many-terms", nhwc(1, 512, 7, 7), (256, 512, 3, 3), **SAME, bias="compute", activation="silu"),
+    conv("many-pixels", nhwc(3, 16, 61, 59), (136, 16, 1, 1), residual="compute"),
+    conv("strided", nhwc(2, 32, 15, 17), (16, 32, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1), bias="float32"),
+    conv(
+        "uneven",
+        nhwc(1, 8, 14, 23),
+        (24, 8, 5, 2),
+        stride=(3, 1),
+        padding=(2, 0, 1, 3),
+        dilation=(1, 2),
+        activation="gelu",
+    ),
+    conv(
+        "stem",
+        nhwc(2, 3, 41, 37),
+        (64, 3, 7, 7),
+        stride=(2, 2),
+        padding=(3, 3, 3, 3),
+        bias="float32",
+        activation="relu",
+    ),
+    conv("odd-channels", nhwc(2, 21, 8, 9), (45, 21, 3, 3), **SAME, bias="compute", residual="compute"),
+    conv("hard", nhwc(1, 16, 6, 6), (32, 16, 1, 1), bias="compute", activation="hardswish"),
+    conv("depthwise", nhwc(2, 24, 14, 13), (24, 1, 3, 3), groups=24, **SAME, bias="float32", activation="relu6"),
+    conv(
+        "depthwise-strided",
+        nhwc(1, 40, 19, 16),
+        (40, 1, 5, 5),
+        groups=40,
+        stride=(2, 2),
+        padding=(2, 2, 2, 2),
+        residual="compute",
+    ),
+    conv("depthwise-dilated", nhwc(1, 8, 20, 21), (8, 1, 3, 3), groups=8, dilation=(2, 3), padding=(2, 2, 3, 3)),
+    conv("depthwise-large", nhwc(4, 96, 112, 112), (96, 1, 3, 3), groups=96, **SAME, bias="compute"),
+    conv("grouped", nhwc(2, 32, 10, 10), (64, 8, 3, 3), groups=4, **SAME, bias="float32", activation="relu"),
+    conv(
+        "float",
+        nhwc(1, 16, 12, 12, dtype="float32"),
+        (24, 16, 3, 3),
+        **SAME,
+        weight_dtype="float32",
+        bias="float32",
+        out_dtype="float32",
+        activation="relu",
+    ),
+]

@@ -1,0 +1,61 @@
+"""Small language models, and the plans that the CUDA target makes of their steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+import npu_compiler
+from cuda_compiler import CUDACodegenTarget
+from npu_compiler.program.plan import ExecutionPlan
+from npu_sim.llm import Checkpoint, extract_graph
+
+CACHE = 512
+
+
+def config(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 192,
+        "intermediate_size": 640,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 1000,
+        "max_position_embeddings": CACHE,
+        "tie_word_embeddings": True,
+    }
+    return kind(**{**sizes, **changes})
+
+
+CONFIGS = {
+    "llama": config(LlamaConfig),
+    "llama with biases": config(
+        LlamaConfig, attention_bias=True, mlp_bias=True, hidden_size=256, num_attention_heads=4
+    ),
+    "llama of wide heads": config(
+        LlamaConfig, hidden_size=256, head_dim=128, num_attention_heads=16, num_key_value_heads=1
+    ),
+    # More parts of keys than blocks, and a head of more units than a block hands over at a time, three times over.
+    "llama of many heads": config(
+        LlamaConfig, hidden_size=320, num_attention_heads=20, num_key_value_heads=20, vocab_size=20_000
+    ),
+    # Two units of two chunks for a block, the second one of which is a part.
+    "llama of long rows": config(
+        LlamaConfig, hidden_size=1280, intermediate_size=4000, num_attention_heads=8, num_hidden_layers=1
+    ),
+    "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
+    "qwen2": config(Qwen2Config),
+    "qwen3": config(Qwen3Config),
+}
+
+
+def checkpoint(name: str, dtype: str, state: dict[str, torch.Tensor] | None = None) -> Checkpoint:
+    return Checkpoint(name, CONFIGS[name], state or {}, dtype, load_tokenizer=lambda: None)
+
+
+def plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
+    ir = extract_graph(checkpoint(name, dtype), tokens, CACHE)
+    return npu_compiler.compile(ir, target=CUDACodegenTarget()).plan

@@ -1,0 +1,212 @@
+"""Attention: single queries, tiles of queries and wide heads; masks, causality, shared KV heads, any strides."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import inf
+
+import numpy as np
+from metal_harness import Case, T
+
+
+def attention(
+    name: str,
+    queries: int,
+    keys: int,
+    width: int,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (2, 2),
+    value_width: int | None = None,
+    mask: T | None = None,
+    causal: bool = False,
+    dtype: str = "compute",
+    inputs: tuple[T, T, T] | None = None,
+    scale: float | None = None,
+    atol: float = 1e-4,
+) -> Case:
+    """`heads`: of queries, of keys and values. The output lies in memory as [batch, query, head, width]."""
+    values = width if value_width is None else value_width
+    own, shared = heads
+    q, k, v = inputs or (
+        T((batch, own, queries, width), dtype),
+        T((batch, shared, keys, width), dtype),
+        T((batch, shared, keys, values), dtype),
+    )
+    out = T((batch, own, queries, values), strides=(queries * own * values, values, own * values, 1))
+    params = {"scale": scale or width**-0.5, "causal": int(causal), "has_mask": int(mask is not None)}
+    return Case("attention_kernel", name, [q, k, v, *([mask] if mask else [])], [out], params, atol=atol)
+
+
+def mask(batch: int, heads: int, queries: int, keys: int, dtype: str, values: object = None) -> T:
+    """A mask that all heads share."""
+    return T((batch, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
+
+
+def lower_triangle(queries: int, keys: int, dtype: str, start: int = 0) -> T:
+    """Causality as a mask, the first query at position `start`."""
+    allowed = np.arange(keys) <= np.arange(queries)[:, None] + start
+    return mask(1, 2, queries, keys, dtype, allowed if dtype == "bool" else np.where(allowed, 0.0, -inf))
+
+
+def some_rows_empty(queries: int, keys: int, dtype: str) -> T:
+    """Every third query attends to nothing, the others to every second key."""
+    allowed = (np.arange(queries)[:, None] % 3 != 1) & (np.arange(keys) % 2 == 0)
+    return mask(1, 2, queries, keys, dtype, allowed if dtype == "bool" else np.where(allowed, 0.0, -inf))
+
+
+LOWEST = {"float16": -65504.0, "bfloat16": -(2.0**128 - 2.0**120), "float32": -(2.0**128 - 2.0**104)}
+
+
+def lowest_tail(queries: int, keys: int, dtype: str, start: int = 0) -> np.ndarray:
+    """Causality as Hugging Face spells it: the dtype's lowest value, which leaves a key no weight."""
+    return np.where(np.arange(keys) <= np.arange(queries)[:, None] + start, 0.0, LOWEST[dtype])
+
+
+def some_rows_lowest(queries: int, keys: int, dtype: str) -> np.ndarray:
+    """Every third query has the lowest value for all keys: what it gets is a softmax still."""
+    return np.where(np.arange(queries)[:, None] % 3 == 1, LOWEST[dtype], lowest_tail(queries, keys, dtype, 2))
+
+
+def lowest_beside_infinity(queries: int, keys: int, dtype: str) -> np.ndarray:
+    """Of three queries, one has the lowest value behind a run of -inf, one -inf alone, one a causal mask of both."""
+    key, kind = np.arange(keys), np.arange(queries)[:, None] % 3
+    behind = np.where(key < keys // 2, -inf, LOWEST[dtype])
+    both = np.where(key % 5 == 3, -inf, lowest_tail(queries, keys, dtype, 1))
+    return np.select([kind == 0, kind == 1], [behind, -inf], both)
+
+
+LOWEST_MASKS = [lowest_tail, some_rows_lowest, lowest_beside_infinity]
+
+
+def cached(queries: int, keys: int, width: int, dtype: str = "compute") -> tuple[T, T, T]:
+    """Queries as a slice of a joint product, keys and values in a longer cache."""
+    rows = 8 * width
+    q = T((1, 4, queries, width), dtype, (queries * rows, width, rows, 1), offset=4)
+    k, v = (T((1, 2, keys, width), dtype, ((keys + 5) * 2 * width, (keys + 5) * width, width, 1)) for _ in range(2))
+    return q, k, v
+
+
+def with_special_rows(queries: int, width: int) -> np.ndarray:
+    """Queries of which one holds NaN and one scores ±inf."""
+    rows = np.cos(np.arange(queries * width)).reshape(queries, width)
+    rows[3, 0] = np.nan
+    rows[5] = 0.0
+    rows[5, 0] = inf
+    return rows
+
+
+CASES = [
+    attention("one-key", 1, 1, 8),
+    attention("keys-of-one-stream", 1, 3, 64),
+    attention("several-groups", 1, 37, 64, heads=(4, 2)),
+    attention("several-rounds", 1, 70, 16, batch=2, heads=(6, 2)),
+    attention("width-128", 1, 33, 128),
+    attention("width-96", 2, 21, 96),
+    attention("width-80", 1, 9, 80),
+    attention("width-20", 3, 18, 20),
+    attention("width-not-of-four", 2, 7, 13, value_width=9),
+    attention("narrow-values", 2, 11, 32, value_width=8),
+    attention("wide-values", 2, 11, 8, value_width=72),
+    attention("one-dimension", 2, 5, 1),
+    attention("cache", 1, 40, 32, heads=(4, 2), inputs=cached(1, 40, 32)),
+    attention(
+        "mixed-types", 1, 9, 16, inputs=(T((1, 2, 1, 16), "float32"), T((1, 2, 9, 16)), T((1, 2, 9, 16), "float32"))
+    ),
+    attention("float32", 2, 40, 32, dtype="float32"),
+    attention("scale", 1, 9, 16, scale=0.9),
+    attention("causal", 7, 7, 32, causal=True),
+    attention("causal-more-keys", 3, 50, 32, causal=True),
+    attention("bool-mask", 2, 41, 32, batch=2, mask=mask(2, 2, 2, 41, "bool")),
+    attention(
+        "bool-mask-of-cache",
+        1,
+        64,
+        32,
+        heads=(4, 2),
+        inputs=cached(1, 64, 32),
+        mask=T((1, 4, 1, 64), "bool", (64, 0, 64, 1), values=np.arange(64) < 30),
+    ),
+    attention("float-mask", 2, 41, 32, mask=mask(1, 2, 2, 41, "compute")),
+    attention("float32-mask", 2, 40, 32, mask=mask(1, 2, 2, 40, "float32")),
+    attention("mask-of-minus-infinity", 3, 40, 32, mask=lower_triangle(3, 40, "compute", 7)),
+    attention("mask-over-keys", 2, 12, 16, mask=T((1, 2, 2, 12), "bool", (0, 0, 0, 1))),
+    attention("mask-of-lowest", 2, 40, 32, mask=mask(1, 2, 2, 40, "float32", float(np.finfo(np.float32).min))),
+    attention("nothing-attended", 4, 40, 32, mask=some_rows_empty(4, 40, "bool")),
+    attention("nothing-attended-float", 4, 40, 32, mask=some_rows_empty(4, 40, "compute")),
+    attention("no-keys", 2, 0, 16),
+    attention("tile-no-keys", 9, 0, 16),
+    attention(
+        "large-scores",
+        2,
+        40,
+        16,
+        inputs=(T((1, 2, 2, 16), values=(-40.0, 40.0)), T((1, 2, 40, 16), values=(-40.0, 40.0)), T((1, 2, 40, 16))),
+    ),
+    attention(
+        "special-values", 1, 9, 16, inputs=(T((1, 2, 1, 16)), T((1, 2, 9, 16)), T((1, 2, 9, 16), values="special"))
+    ),
+    attention("wide", 1, 37, 160, heads=(4, 2)),
+    attention("wide-256", 2, 20, 256, mask=mask(1, 2, 2, 20, "bool")),
+    attention("wide-values-only", 2, 6, 32, value_width=300),
+    attention("wide-queries-only", 9, 6, 132, value_width=16, causal=True),
+    attention("wide-not-of-four", 1, 5, 261),
+    attention("wide-512", 2, 6, 512, heads=(1, 1)),
+    attention("tile", 32, 32, 32),
+    attention("tile-begun", 9, 33, 16, mask=mask(1, 2, 9, 33, "bool")),
+    attention("tile-float-mask", 9, 40, 16, mask=mask(1, 2, 9, 40, "compute")),
+    attention("tile-float32-mask", 10, 37, 24, batch=2, mask=mask(2, 2, 10, 37, "float32")),
+    attention("tiles", 37, 70, 64, heads=(4, 2)),
+    attention("tile-width-128", 11, 35, 128),
+    attention("tile-width-20", 9, 20, 20),
+    attention("tile-width-not-of-four", 9, 10, 13, value_width=21),
+    attention("tile-narrow-values", 12, 40, 32, value_width=8),
+    attention("tile-wide-values", 12, 40, 8, value_width=40),
+    attention("tile-causal", 40, 40, 32, causal=True),
+    attention("tile-causal-more-keys", 33, 100, 16, causal=True),
+    attention("tile-causal-fewer-keys", 40, 9, 16, causal=True),
+    attention(
+        "tile-of-cache",
+        33,
+        96,
+        32,
+        heads=(4, 2),
+        inputs=cached(33, 96, 32),
+        mask=T((1, 4, 33, 96), "bool", (0, 0, 96, 1), values=np.tri(33, 96, dtype=bool)),
+    ),
+    attention("tile-mask-of-minus-infinity", 33, 100, 16, mask=lower_triangle(33, 100, "compute")),
+    attention("tile-skips-keys", 9, 140, 16, mask=mask(1, 2, 9, 140, "bool", np.arange(140) % 64 >= 50)),
+    attention("tile-nothing-attended", 10, 40, 16, mask=some_rows_empty(10, 40, "bool")),
+    attention("tile-nothing-attended-float", 10, 40, 16, mask=some_rows_empty(10, 40, "float32")),
+    attention("tile-float32", 34, 40, 32, dtype="float32", causal=True),
+    attention("tile-mixed-types", 9, 9, 16, inputs=(T((1, 2, 9, 16), "float32"), T((1, 2, 9, 16)), T((1, 2, 9, 16)))),
+    attention(
+        "tile-large-scores",
+        9,
+        70,
+        16,
+        inputs=(T((1, 2, 9, 16), values=(-40.0, 40.0)), T((1, 2, 70, 16), values=(-40.0, 40.0)), T((1, 2, 70, 16))),
+    ),
+    attention(
+        "tile-special-queries",
+        9,
+        100,
+        16,
+        inputs=(T((1, 2, 9, 16), values=with_special_rows(9, 16)), T((1, 2, 100, 16)), T((1, 2, 100, 16))),
+    ),
+    # Near float16's lowest value, float32 has but eight bits for what a score adds to it.
+    *(
+        attention(
+            f"{values.__name__.replace('_', '-')}-{dtype}-{queries}",
+            queries,
+            150,
+            32,
+            heads=(4, 2),
+            atol=5e-3,
+            mask=T((1, 4, queries, 150), dtype, (queries * 150, 0, 150, 1), values=partial(values, queries, 150)),
+        )
+        for dtype in ("compute", "float32")
+        for values in LOWEST_MASKS
+        for queries in (4, 11)
+    ),
+]
