@@ -83,9 +83,7 @@ def decoder(hint: Any) -> Decoder:
     kind, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return _plain_data
-    if hint is int:
-        return _integer
-    if hint in (float, str, bool, bytes):
+    if hint in (int, float, str, bool, bytes):
         return partial(_exactly, hint)
     if hint is np.ndarray:
         return _array
@@ -94,7 +92,8 @@ def decoder(hint: Any) -> Decoder:
     if kind is Literal:
         return _one_of(args)
     if kind in (Union, UnionType) and len(args) == 2 and NoneType in args:
-        return _optional(decoder(args[args[0] is NoneType]))
+        present = decoder(args[args[0] is NoneType])
+        return lambda value, depth: None if value is None else present(value, depth)
     if kind is list or (kind is tuple and args[1:] == (...,)):
         return _sequence(kind, repeat(decoder(args[0])))
     if kind is tuple:
@@ -104,15 +103,9 @@ def decoder(hint: Any) -> Decoder:
     raise TypeError(f"no file can hold a {hint}")
 
 
-def _exactly(kind: type, value: Any, depth: int = 0) -> Any:
-    if type(value) is not kind:
+def _exactly(kind: Any, value: Any, depth: int = 0) -> Any:
+    if type(value) is not kind or (kind is int and not -1 <= value < 2**62):
         raise Misfit(f"is {reprlib.repr(value)}, not a valid {kind.__name__}")
-    return value
-
-
-def _integer(value: Any, depth: int) -> int:
-    if type(value) is not int or not -1 <= value < 2**62:
-        raise Misfit(f"is {reprlib.repr(value)}, not a valid int")
     return value
 
 
@@ -125,10 +118,6 @@ def _one_of(allowed: tuple[Any, ...]) -> Decoder:
         return value
 
     return decode
-
-
-def _optional(present: Decoder) -> Decoder:
-    return lambda value, depth: None if value is None else present(value, depth)
 
 
 def _sequence(kind: type, items: Iterable[Decoder], length: int | None = None) -> Decoder:
