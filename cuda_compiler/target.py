@@ -1,17 +1,13 @@
-"""`CUDACodegenTarget`, and the names of the calls in which it leaves something to the runtime."""
+"""`CUDACodegenTarget`: fuses and specializes the op-level calls for an NVIDIA GPU."""
 
 from __future__ import annotations
 
+from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import TargetConfig
 
 CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)
-HOPPER, HOPPER_SHARED_MEMORY = 90, 227 * 1024  # compute capability, and bytes of shared memory that a block may have
-
-CUBLAS_GEMM = "cublas_gemm"  # the kernel of matrix products, which has no source
-CONVOLUTION = "convolution"  # the parameter that says what a convolution's call computes
-ALTERNATIVES = "alternatives"  # and the one that lists other kernels for it, as [kernel, source, grid, block, shared]
 
 
 class CUDACodegenTarget(OpLevelTarget):
@@ -36,6 +32,6 @@ class CUDACodegenTarget(OpLevelTarget):
         return f"cuda_compiler/templates/{filename}"
 
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
-        from cuda_compiler.generation import generate_kernels  # a program that was compiled before runs without it
+        from cuda_compiler.pipeline import generate_kernels  # a program that was compiled before runs without it
 
         return generate_kernels(plan, self.shared_memory, self.capability)

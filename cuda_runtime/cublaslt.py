@@ -11,9 +11,10 @@ import json
 import platform
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
+from cuda_compiler.cuda_program import gemm_of
 from cuda_runtime.cuda_device import CUDADevice
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize
@@ -152,8 +153,9 @@ class Addresses:
     def of(cls, call: KernelCall, places: Sequence[int]) -> Addresses:
         """From one address per operand, inputs first."""
         a, b, *addends, out = places
-        bias = addends.pop(0) if call.params["has_bias"] else 0
-        return cls(a, b, bias, addends.pop(0) if call.params["has_residual"] else 0, out)
+        gemm = gemm_of(call)
+        bias = addends.pop(0) if gemm.has_bias else 0
+        return cls(a, b, bias, addends.pop(0) if gemm.has_residual else 0, out)
 
     @property
     def alignments(self) -> dict[str, int]:
@@ -164,7 +166,7 @@ class Addresses:
 def product_key(call: KernelCall, at: Addresses) -> str:
     """What decides which algorithms can make a product, and which of them is the fastest."""
     dtypes = call.inputs[0].dtype, call.outputs[0].dtype
-    return json.dumps([*dtypes, at.alignments, {**call.params, "alpha": 1.0}], sort_keys=True)
+    return json.dumps([*dtypes, at.alignments, asdict(replace(gemm_of(call), alpha=1.0))], sort_keys=True)
 
 
 class CublasLt:
@@ -215,39 +217,44 @@ class Product:
     with a and b exchanged; its bias runs along columns, which are our rows.
 
     Args:
-        call: `trans_a`: a's memory is [k, m]; `trans_b`: b's memory is [n, k]. `lda`, `ldb`, `ldr` (the residual's) and
-            `ldc` (the result's) are the elements from one row of the memory to the next, `stride_a` … from one matrix
-            of a batch to the next. Bias and residual have the result's dtype.
+        call: Of a `GemmLaunch`. Bias and residual have the result's dtype.
     """
 
     def __init__(self, lt: CublasLt, call: KernelCall, at: Addresses) -> None:
         self._lt, self._call, self._at = lt, call, at
-        params = call.params
+        gemm = self._gemm = gemm_of(call)
         kind, out_kind = _TYPES[call.inputs[0].dtype], _TYPES[call.outputs[0].dtype]
-        m, n, k = params["m"], params["n"], params["k"]
+        m, n, k = gemm.m, gemm.n, gemm.k
         self._name = f"a product of {m}x{k}x{n}"
-        self._scales = ctypes.c_float(params["alpha"]), ctypes.c_float(bool(at.residual))
+        self._scales = ctypes.c_float(gemm.alpha), ctypes.c_float(bool(at.residual))
         self._desc = _Descriptor(lt, "MatmulDesc", _COMPUTE_32F, _TYPES["float32"])
-        self._desc.set(_DESC_TRANS_A, _int(_OP_T if params["trans_b"] else _OP_N))
-        self._desc.set(_DESC_TRANS_B, _int(_OP_T if params["trans_a"] else _OP_N))
-        epilogue = _EPILOGUES[params["activation"]] | (_EPILOGUE_BIAS if at.bias else 0)
+        self._desc.set(_DESC_TRANS_A, _int(_OP_T if gemm.trans_b else _OP_N))
+        self._desc.set(_DESC_TRANS_B, _int(_OP_T if gemm.trans_a else _OP_N))
+        epilogue = _EPILOGUES[gemm.activation] | (_EPILOGUE_BIAS if at.bias else 0)
         self._desc.set(_DESC_EPILOGUE, ctypes.c_uint32(epilogue or _EPILOGUE_NONE))
         if at.bias:
             self._desc.set(_DESC_BIAS_POINTER, ctypes.c_uint64(at.bias))
             self._desc.set(_DESC_BIAS_TYPE, ctypes.c_int32(out_kind))
-        self._b = self._layout(kind, (n, k), params["trans_b"], "b")
-        self._a = self._layout(kind, (k, m), params["trans_a"], "a")
-        self._out = self._layout(out_kind, (n, m), False, "c")
-        self._residual = self._layout(out_kind, (n, m), False, "r") if at.residual else self._out
+        self._b = self._layout(kind, (n, k), gemm.trans_b, gemm.ldb, gemm.stride_b)
+        self._a = self._layout(kind, (k, m), gemm.trans_a, gemm.lda, gemm.stride_a)
+        self._out = self._layout(out_kind, (n, m), False, gemm.ldc, gemm.stride_c)
+        self._residual = self._out
+        if at.residual:
+            self._residual = self._layout(out_kind, (n, m), False, gemm.ldr, gemm.stride_r)
         self._matrices = [each.handle for each in (self._b, self._a, self._residual, self._out)]
 
-    def _layout(self, kind: int, shape: tuple[int, int], turned: bool, name: str) -> _Descriptor:
-        """Of a column-major matrix; `shape` is what it is multiplied as."""
-        params = self._call.params
-        layout = _Descriptor(self._lt, "MatrixLayout", kind, *(shape[::-1] if turned else shape), params[f"ld{name}"])
-        if params["batch"] > 1:
-            layout.set(_LAYOUT_BATCH_COUNT, ctypes.c_int32(params["batch"]))
-            layout.set(_LAYOUT_BATCH_STRIDE, ctypes.c_int64(params[f"stride_{name}"]))
+    def _layout(self, kind: int, shape: tuple[int, int], turned: bool, leading: int, stride: int) -> _Descriptor:
+        """Of a column-major matrix.
+
+        Args:
+            shape: What it is multiplied as.
+            turned: Its memory holds the transposed matrix.
+            leading, stride: Elements from column to column of the memory, and from matrix to matrix of a batch.
+        """
+        layout = _Descriptor(self._lt, "MatrixLayout", kind, *(shape[::-1] if turned else shape), leading)
+        if self._gemm.batch > 1:
+            layout.set(_LAYOUT_BATCH_COUNT, ctypes.c_int32(self._gemm.batch))
+            layout.set(_LAYOUT_BATCH_STRIDE, ctypes.c_int64(stride))
         return layout
 
     def algorithms(self, most: int) -> list[Algorithm]:
@@ -330,19 +337,19 @@ class Product:
 
 def operand_bytes(call: KernelCall) -> dict[str, int]:
     """Bytes from the first to the last element of a product's a, b, bias, residual and out; 0 for what it lacks."""
-    params = call.params
+    gemm = gemm_of(call)
     size, out_size = itemsize(call.inputs[0].dtype), itemsize(call.outputs[0].dtype)
+    m, n, k = gemm.m, gemm.n, gemm.k
 
-    def extent(name: str, rows: int, columns: int) -> int:
-        return int((params["batch"] - 1) * params[f"stride_{name}"] + (rows - 1) * params[f"ld{name}"] + columns)
+    def extent(leading: int, stride: int, rows: int, columns: int) -> int:
+        return (gemm.batch - 1) * stride + (rows - 1) * leading + columns
 
-    m, n, k = params["m"], params["n"], params["k"]
     return {
-        "a": size * extent("a", *((k, m) if params["trans_a"] else (m, k))),
-        "b": size * extent("b", *((n, k) if params["trans_b"] else (k, n))),
-        "bias": out_size * n * params["has_bias"],
-        "residual": out_size * extent("r", m, n) if params["has_residual"] else 0,
-        "out": out_size * extent("c", m, n),
+        "a": size * extent(gemm.lda, gemm.stride_a, *((k, m) if gemm.trans_a else (m, k))),
+        "b": size * extent(gemm.ldb, gemm.stride_b, *((n, k) if gemm.trans_b else (k, n))),
+        "bias": out_size * n if gemm.has_bias else 0,
+        "residual": out_size * extent(gemm.ldr, gemm.stride_r, m, n) if gemm.has_residual else 0,
+        "out": out_size * extent(gemm.ldc, gemm.stride_c, m, n),
     }
 
 

@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from cuda_compiler.target import CONVOLUTION, CUBLAS_GEMM, CUDA_GPU, CUDACodegenTarget
+from cuda_compiler.cuda_program import (
+    ConvolutionLaunch,
+    GemmLaunch,
+    KernelLaunch,
+    LaunchKind,
+    kernel_launch_of,
+    launch_of,
+)
+from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
@@ -27,10 +35,7 @@ from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
-from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.cache_folder import cache_folder
-
-_STORED = ("float16", "bfloat16", "float32", "int32", "bool", "uint8")
 
 
 class CUDABuffer(DeviceBuffer):
@@ -58,6 +63,13 @@ class CUDABuffer(DeviceBuffer):
         return CUDABuffer(
             self._device, self.shape, self.alloc_shape, self.dtype, self._device.clone(self.native_handle)
         )
+
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        with self._device.active("cannot copy memory"):
+            self.native_handle.data.copy_from_device_async(other.native_handle.data, self.size_bytes)
+
+    def _clear(self) -> None:
+        self._device.clear(self.native_handle)
 
     def array(self) -> Any:
         """The data as a CuPy array of `shape` that shares this memory; bool as uint8, bfloat16 as uint16."""
@@ -192,34 +204,20 @@ class CUDABackend(Backend):
     def _convolutions(self) -> TunedConvolutions:
         return TunedConvolutions(self._device, cache_folder() / "cuda", self._start, open_cudnn(self._device))
 
-    def allocate_buffer(
-        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
-    ) -> CUDABuffer:
-        if spec is None:
-            spec = TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
-        stored = pack_array(data, spec)
-        buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, spec.storage or spec.dtype)
-        buffer._upload(stored)
-        return buffer
+    def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
+        return CUDABuffer(self._device, shape, alloc_shape, dtype)
 
-    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> CUDABuffer:
+    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
         """Each part is uploaded to its place, if it needs no cast or padding: joining them on the host costs a copy."""
         stored = numpy_dtype(spec.storage or spec.dtype)
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
         if len(parts) == 1 or any(part.dtype != stored for part in parts) or whole != (spec.alloc_shape or spec.shape):
-            return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
+            return super().allocate_joined(parts, spec)
         buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, stored.name)
         start = 0
         for part in parts:
             self._device.upload(buffer.native_handle[start : start + part.nbytes], part)
             start += part.nbytes
-        return buffer
-
-    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CUDABuffer:
-        if dtype not in _STORED:
-            raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(_STORED))}")
-        buffer = CUDABuffer(self._device, shape, alloc_shape, dtype)
-        self._device.clear(buffer.native_handle)
         return buffer
 
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:
@@ -242,13 +240,14 @@ class CUDABackend(Backend):
         convolutions: list[KernelCall] = []
         kernels: list[KernelCall] = []
         for call in calls:
-            if call.kernel == CUBLAS_GEMM:
-                products.append(call)
-            elif CONVOLUTION in call.params:
-                convolutions.append(call)
-                kernels += self._convolutions.kernels(call)
-            else:
-                kernels.append(call)
+            match launch_of(call):
+                case GemmLaunch():
+                    products.append(call)
+                case ConvolutionLaunch():
+                    convolutions.append(call)
+                    kernels += self._convolutions.kernels(call)
+                case KernelLaunch():
+                    kernels.append(call)
         for call in kernels:
             text = sources.get(call.source, self._sources.get(call.source))
             if text is None:
@@ -272,25 +271,27 @@ class CUDABackend(Backend):
         operands = [*inputs, *outputs]
         addresses = [_address(operand) for operand in operands]
         memory = [operand.memory.native_handle for operand in operands]
-        if call.kernel == CUBLAS_GEMM:
-            return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
-        if call.params.get("resident"):
-            return self._prepare_resident(call, addresses, memory)
-        if CONVOLUTION in call.params:
-            form = self._convolutions.form(call)
-            if not isinstance(form, KernelCall):
-                return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
-            call = form
+        match launch_of(call):
+            case GemmLaunch():
+                return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
+            case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
+                return self._prepare_resident(call, launch, addresses, memory)
+            case ConvolutionLaunch():
+                form = self._convolutions.form(call)
+                if not isinstance(form, KernelCall):
+                    return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
+                call = form
         return CUDALaunch(self._device, call, self._start(call, addresses), memory)
 
     def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
         """What enqueues a kernel on operands at these addresses, inputs first."""
-        grid, block, shared = call.params["grid"], call.params["block"], call.params["shared"]
+        made = kernel_launch_of(call)
+        grid, block, shared = made.grid, made.block, made.shared
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
         stream, pointers = self._device.stream.ptr, places.ctypes.data
-        if call.params.get("overlapping") and self._device.arch >= 90:
+        if made.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
             launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, stream, pointers)
         else:
             launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, stream, pointers, 0)
@@ -300,10 +301,12 @@ class CUDABackend(Backend):
 
         return start
 
-    def _prepare_resident(self, call: KernelCall, addresses: list[int], memory: list[Any]) -> CUDALaunch:
+    def _prepare_resident(
+        self, call: KernelCall, launch: KernelLaunch, addresses: list[int], memory: list[Any]
+    ) -> CUDALaunch:
         """A kernel with a block on every multiprocessor, all running at the same time, that takes its operands as one
         struct and uses all the shared memory that a block may have."""
-        block, least, properties = call.params["block"], call.params["shared"], self._device.properties
+        block, least, properties = launch.block, launch.shared, self._device.properties
         shared = int(properties["sharedMemPerBlockOptin"])
         if shared < least:
             raise DeviceError(
@@ -358,7 +361,8 @@ class CUDABackend(Backend):
 
     @cached_property
     def _hold(self) -> Callable[[], object]:
-        call = KernelCall("hold", "hold", (), (), {"grid": [1, 1, 1], "block": [1, 1, 1], "shared": 0}, "hold")
+        launch = KernelLaunch((1, 1, 1), (1, 1, 1), 0, LaunchKind.KERNEL)
+        call = KernelCall("hold", "hold", (), (), launch.params(), "hold")
         self.compile([call], {"hold": _HOLD})
         return self._start(call, ())
 

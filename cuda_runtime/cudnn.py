@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_compiler.target import CONVOLUTION
+from cuda_compiler.cuda_program import convolution_of
 from cuda_runtime.cuda_device import CUDADevice
 from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall
@@ -104,10 +104,8 @@ class Cudnn:
 
     def takes(self, call: KernelCall) -> bool:
         """Whether cuDNN has the operations that a convolution needs; whether it has plans for them is seen later."""
-        params = call.params[CONVOLUTION]
-        return params["activation"] in ("none", *_ACTIVATIONS) and all(
-            view.dtype in _TYPES for view in (*call.inputs, *call.outputs)
-        )
+        known = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
+        return known and convolution_of(call).computes.activation in ("none", *_ACTIVATIONS)
 
     def plans(self, call: KernelCall) -> Iterator[ConvolutionPlan]:
         """Built plans for a convolution whose results are the same from run to run, the most promising one first."""
@@ -152,7 +150,7 @@ class Cudnn:
 
     def _graph(self, call: KernelCall) -> Any:
         """act(conv(x, weight) + bias + residual) with float32 in between; operand number i has the uid i + 1."""
-        module, params = self._module, call.params[CONVOLUTION]
+        module, convolution = self._module, convolution_of(call).computes
         types = module.data_type
         graph = module.pygraph(
             handle=self.handle,
@@ -169,19 +167,19 @@ class Cudnn:
             dtype = getattr(types, _TYPES[view.dtype])
             operands.append(graph.tensor(dim=shape, stride=strides, data_type=dtype, uid=number + 1))
         x, weight, *addends = operands
-        top, bottom, left, right = params["padding"]
+        top, bottom, left, right = convolution.padding
         value = graph.conv_fprop(
             image=x,
             weight=weight,
             pre_padding=[top, left],
             post_padding=[bottom, right],
-            stride=list(params["stride"]),
-            dilation=list(params["dilation"]),
+            stride=list(convolution.stride),
+            dilation=list(convolution.dilation),
         )
         for addend in addends:
             value = graph.add(value, addend)
-        if params["activation"] != "none":
-            name, arguments = _ACTIVATIONS[params["activation"]]
+        if convolution.activation != "none":
+            name, arguments = _ACTIVATIONS[convolution.activation]
             value = getattr(graph, name)(value, **arguments)
         out = call.outputs[0]
         value.set_output(True).set_uid(len(call.inputs) + 1).set_dim(list(out.shape)).set_stride(list(out.strides))

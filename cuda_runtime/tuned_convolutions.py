@@ -7,12 +7,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.cuda_program import convolution_of, kernel_launch_of
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
 from cuda_runtime.trials import fill_randomly, graph_seconds, remember
@@ -159,7 +159,7 @@ class TunedConvolutions:
         form = self._chosen[key]
         content: dict[str, Any] = {"convolution": json.loads(key), "source": None, "node": call.node}
         if isinstance(form, KernelCall):
-            content |= {"source": form.source, "grid": form.params["grid"]}
+            content |= {"source": form.source, "grid": kernel_launch_of(form).grid}
         else:
             content |= {"engine": form.choice.engine, "knobs": dict(form.choice.knobs)}
         if math.isfinite(seconds):
@@ -169,12 +169,12 @@ class TunedConvolutions:
 
 def kernels_of(call: KernelCall) -> list[KernelCall]:
     """The calls of our kernels that make a convolution, the compiler's first suggestion first."""
-    params = {name: value for name, value in call.params.items() if name not in (CONVOLUTION, ALTERNATIVES)}
+    launch = convolution_of(call)
     others = [
-        replace(call, kernel=kernel, source=source, params={**params, "grid": grid, "block": block, "shared": shared})
-        for kernel, source, grid, block, shared in call.params[ALTERNATIVES]
+        replace(call, kernel=form.kernel, source=form.source, params=form.launch.params())
+        for form in launch.alternatives
     ]
-    return [replace(call, params=params), *others]
+    return [replace(call, params=launch.first.params()), *others]
 
 
 def over(form: Form, call: KernelCall) -> Form:
@@ -187,7 +187,7 @@ def over(form: Form, call: KernelCall) -> Form:
 def _key(call: KernelCall) -> str:
     """All that decides which form is the fastest."""
     operands = [[list(view.shape), list(view.strides), view.dtype] for view in (*call.inputs, *call.outputs)]
-    described = dict(sorted(call.params[CONVOLUTION].items()))
+    described = dict(sorted(asdict(convolution_of(call).computes).items()))
     return json.dumps([operands, described, [form.source for form in kernels_of(call)]])
 
 

@@ -113,15 +113,15 @@ class PartitionPlan:
 
 def partition(
     ir: str | Path | Mapping[str, Any] | IRGraph | Any,
-    is_supported: SupportFn = is_op_supported,
+    is_supported_fn: SupportFn = is_op_supported,
     *,
     compute_dtype: str | None = None,
 ) -> PartitionPlan:
     """Group a graph's nodes by device.
 
-    A node goes to the device if `is_supported(op_type, attrs)` (or `is_supported(op_type)`) says so and the op table
-    can lower it; all others go to the CPU. Nodes are scheduled so that each partition takes every node that is ready,
-    which gathers independent CPU nodes instead of splitting a device run around each.
+    A node goes to the device if `is_supported_fn(op_type, attrs)` (or `is_supported_fn(op_type)`) says so and the op
+    table can lower it; all others go to the CPU. Nodes are scheduled so that each partition takes every node that is
+    ready, which gathers independent CPU nodes instead of splitting a device run around each.
 
     Raises:
         IRError: the IR is malformed.
@@ -129,7 +129,7 @@ def partition(
     """
     graph = normalize(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
-    reasons = _cpu_reasons(graph, is_supported)
+    reasons = _cpu_reasons(graph, is_supported_fn)
     devices: dict[str, DeviceKind] = {node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes}
     groups = min((_schedule(graph, devices, first) for first in ("npu", "cpu")), key=len)
     partitions = _build_partitions(graph, groups, dtype)
@@ -142,13 +142,13 @@ def partition(
     return PartitionPlan(graph, partitions, dtype, back, reasons)
 
 
-def _cpu_reasons(graph: IRGraph, is_supported: SupportFn) -> dict[str, str]:
-    takes_attrs = _takes_attrs(is_supported)
+def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn) -> dict[str, str]:
+    takes_attrs = _takes_attrs(is_supported_fn)
     producers = graph.producers()
     reasons: dict[str, str] = {}
     for node in graph.nodes:
         attrs = {key: value for key, value in node.attrs.items() if not key.startswith("_")}
-        supported = is_supported(node.op_type, attrs) if takes_attrs else is_supported(node.op_type)
+        supported = is_supported_fn(node.op_type, attrs) if takes_attrs else is_supported_fn(node.op_type)
         reason = unsupported_reason(node, graph) if supported else "the support function refuses the op"
         source = producers.get(node.inputs[0]) if node.base == "getitem" else None
         if source is not None:

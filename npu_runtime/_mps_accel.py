@@ -1,3 +1,5 @@
 """Door to `metal.mps_accel`: matrix products by MetalPerformanceShaders."""
 
-from npu_runtime.metal.mps_accel import *  # noqa: F403
+from npu_runtime.metal.mps_accel import MPSLaunch, addend_of, as_product, epilogue_of
+
+__all__ = ["MPSLaunch", "addend_of", "as_product", "epilogue_of"]

@@ -1,106 +1,236 @@
-"""`NPUBuffer`: arrays to device memory and back, with the cast and padding that a spec asks for."""
+"""Device memory: `DeviceBuffer`, which is also called `NPUBuffer`, and `DeviceMemory`, which makes buffers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from npu_compiler.errors import InputError
-from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, INT_DTYPES, dtype_name, numpy_dtype, saturating_cast
+from npu_compiler.errors import DeviceError, InputError
+from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
-from npu_runtime.backend import Backend, DeviceBuffer, Shape
+from npu_compiler.program.views import numel
+from npu_runtime.packing import pack_array, storage_name, unpack_array
 
-if TYPE_CHECKING:
-    from npu_runtime.device import Device
+Shape: TypeAlias = tuple[int, ...]
+BufferT = TypeVar("BufferT", bound="DeviceBuffer")
+MemoryT = TypeVar("MemoryT", bound="DeviceMemory")
+MemoryT_co = TypeVar("MemoryT_co", bound="DeviceMemory", covariant=True)
 
-_KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
 
+class DeviceBuffer(ABC):
+    """Memory on a device, dense in `alloc_shape`; `shape` is the part that holds data.
 
-class NPUBuffer:
-    """Makes device buffers; see `DeviceBuffer` for what they offer."""
+    Attributes:
+        dtype: Storage dtype name.
+        native_handle: The device's own object; two buffers with the same handle are the same memory.
+        prepared: The content in other layouts, for buffers that stay constant; filled in by the backend.
+    """
+
+    def __init__(self, shape: Shape, alloc_shape: Shape | None, dtype: str, native_handle: Any) -> None:
+        self.shape = tuple(shape)
+        self.alloc_shape = tuple(alloc_shape) if alloc_shape is not None else self.shape
+        self.dtype = dtype
+        self.native_handle = native_handle
+        self.prepared: dict[Any, Any] = {}
+        self._writes = [0]  # a list, so that all handles share it
+        self._is_current: Callable[[], bool] | None = None
 
     @staticmethod
     def from_numpy(
-        data: np.ndarray, device: Device | Backend, spec: TensorSpec | None = None, alloc_shape: Shape | None = None
+        data: np.ndarray,
+        device: DeviceMemory | Opened[DeviceMemory],
+        spec: TensorSpec | None = None,
+        alloc_shape: Shape | None = None,
     ) -> DeviceBuffer:
-        """Upload an array.
-
-        Args:
-            spec: A program's input spec: the array is checked against its shape, kind of dtype and index bounds,
-                cast to its storage dtype and padded to its `alloc_shape`.
-
-        Raises:
-            InputError: the array does not fit the spec.
-        """
-        return as_backend(device).allocate_buffer(np.asarray(data), alloc_shape, spec)
+        """Upload an array to a `Device` or backend; see `DeviceMemory.allocate_buffer`."""
+        return as_backend(device).allocate_buffer(data, alloc_shape, spec)
 
     @staticmethod
     def zeros(
-        shape: Shape, device: Device | Backend, dtype: str = "float16", alloc_shape: Shape | None = None
+        shape: Shape,
+        device: DeviceMemory | Opened[DeviceMemory],
+        dtype: str = "float16",
+        alloc_shape: Shape | None = None,
     ) -> DeviceBuffer:
         """A zero-filled buffer of a storage dtype."""
         return as_backend(device).allocate_zeros(tuple(shape), dtype, alloc_shape)
 
+    @property
+    def size_bytes(self) -> int:
+        return numel(self.alloc_shape) * itemsize(self.dtype)
 
-def as_backend(device: Device | Backend) -> Backend:
-    return device if isinstance(device, Backend) else device.backend
+    def guarded(self: BufferT, is_current: Callable[[], bool]) -> BufferT:
+        """A handle to the same memory that refuses to be read once `is_current()` is false."""
+        handle = copy.copy(self)
+        handle._is_current = is_current
+        return handle
+
+    def check_current(self) -> None:
+        """Raise a `DeviceError` if a later run has overwritten what this handle stood for."""
+        if self._is_current is not None and not self._is_current():
+            raise DeviceError(
+                "this output was overwritten by a later run(); read it, or copy() it, before running again"
+            )
+
+    def copy(self) -> DeviceBuffer:
+        """A new buffer with the same content, which later runs leave alone."""
+        self.check_current()
+        with reporting_shortage(self.dtype, self.alloc_shape):
+            return self._clone()
+
+    def to_numpy(self, spec: TensorSpec | None = None) -> np.ndarray:
+        """Download, without channel padding.
+
+        Args:
+            spec: If given, the result has the spec's (PyTorch) dtype; else the storage dtype.
+        """
+        self.check_current()
+        return unpack_array(self._download(), self.shape, spec)
+
+    def write(self, data: np.ndarray, spec: TensorSpec | None = None) -> None:
+        """Overwrite the content in place, with the checks, cast and padding of `DeviceMemory.allocate_buffer`."""
+        spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
+        self._upload(pack_array(data, spec))
+        self._written()
+
+    def copy_from(self, other: DeviceBuffer) -> None:
+        """Overwrite the content in place with another buffer's of the same layout, on the device.
+
+        Raises:
+            InputError: the other buffer has another layout.
+        """
+        if (other.alloc_shape, other.dtype) != (self.alloc_shape, self.dtype):
+            raise InputError(
+                f"a buffer of {other.dtype}{list(other.alloc_shape)} cannot be copied into one of "
+                f"{self.dtype}{list(self.alloc_shape)}"
+            )
+        other.check_current()
+        self._copy_from(other)
+        self._written()
+
+    def _written(self) -> None:
+        self.prepared.clear()
+        self._writes[0] += 1
+
+    @property
+    def version(self) -> int:
+        """How often `write` or `copy_from` has replaced the content, through whatever handle."""
+        return self._writes[0]
+
+    @abstractmethod
+    def _download(self) -> np.ndarray:
+        """The whole memory as an array of `alloc_shape` in the storage dtype."""
+
+    @abstractmethod
+    def _upload(self, data: np.ndarray) -> None:
+        """Overwrite the whole memory from an array of `alloc_shape` in the storage dtype."""
+
+    @abstractmethod
+    def _clone(self) -> DeviceBuffer:
+        """New memory with the same content. Raises `MemoryError`, with the device's reason, where it lacks room."""
+
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        """Overwrite the whole memory from a buffer of the same layout; a device that can should not use the host."""
+        self._upload(other._download())
+
+    def _clear(self) -> None:
+        """Overwrite the whole memory with zeros."""
+        self._upload(np.zeros(self.alloc_shape, numpy_dtype(self.dtype)))
 
 
-def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:
-    """Check an array against a spec, then cast and pad it to what the device stores.
+NPUBuffer = DeviceBuffer
 
-    Raises:
-        InputError: wrong shape, a float where integers are wanted, or an index out of bounds.
+
+class DeviceMemory:
+    """What makes a device's buffers: a backend, seen from where only memory matters.
+
+    Attributes:
+        stored: Names of the dtypes that the device can store.
     """
-    check_array(data, spec)
-    stored = saturating_cast(np.asarray(data, order="C"), spec.storage or spec.dtype)
-    if spec.alloc_shape is not None and spec.alloc_shape != spec.shape:
-        if not _fits_in(spec.shape, spec.alloc_shape):
-            raise InputError(f"'{spec.name}' of shape {list(spec.shape)} does not fit in {list(spec.alloc_shape)}")
-        padded = np.zeros(spec.alloc_shape, dtype=stored.dtype)
-        padded[tuple(slice(size) for size in spec.shape)] = stored
-        stored = padded
-    return np.asarray(stored, order="C")
+
+    stored: frozenset[str] = frozenset({"float16", "bfloat16", "float32", "int32", "bool", "uint8"})
+
+    def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
+        """A buffer of any content; what a device has to define for the methods below.
+
+        Raises:
+            MemoryError: there is not enough memory; with the device's reason.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no allocate(), which makes its buffers")
+
+    def allocate_buffer(
+        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
+    ) -> DeviceBuffer:
+        """Upload an array.
+
+        Args:
+            alloc_shape: Its shape in memory, if that is larger and there is no spec.
+            spec: A program's input spec: the array is checked against its shape, kind of dtype and index bounds,
+                cast to its storage dtype and padded to its `alloc_shape`. Without one the array keeps its dtype, but
+                for integers and float64, which become int32 and float32.
+
+        Raises:
+            InputError: the array does not fit the spec.
+            DeviceError: the device does not store the dtype, or is out of memory.
+        """
+        data = np.asarray(data)
+        if spec is None:
+            spec = TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
+        stored = pack_array(data, spec)
+        buffer = self._allocate_checked(spec.shape, spec.storage or spec.dtype, spec.alloc_shape)
+        buffer._upload(stored)
+        return buffer
+
+    def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
+        """Upload arrays that follow each other along the first dimension of what the spec describes."""
+        return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
+
+    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
+        """A zero-filled buffer of a storage dtype.
+
+        Raises:
+            DeviceError: the device does not store the dtype, or is out of memory.
+        """
+        buffer = self._allocate_checked(shape, dtype, alloc_shape)
+        buffer._clear()
+        return buffer
+
+    def allocate_visible(self, shape: Shape, dtype: str) -> tuple[DeviceBuffer, Callable[[], np.ndarray]]:
+        """A zero-filled buffer for small results, and a function by which the host reads it at any time.
+
+        Reading waits for nothing: what a run wrote is certain to be there after waiting for a `marker` made later.
+        """
+        buffer = self.allocate_zeros(shape, dtype)
+        return buffer, buffer.to_numpy
+
+    def _allocate_checked(self, shape: Shape, dtype: str, alloc_shape: Shape | None) -> DeviceBuffer:
+        if dtype not in self.stored:
+            raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(self.stored))}")
+        with reporting_shortage(dtype, shape if alloc_shape is None else alloc_shape):
+            return self.allocate(shape, dtype, alloc_shape)
 
 
-def _fits_in(shape: Shape, alloc_shape: Shape) -> bool:
-    return len(shape) == len(alloc_shape) and all(size <= room for size, room in zip(shape, alloc_shape, strict=True))
+class Opened(Protocol[MemoryT_co]):
+    """Something that stands for its backend: a `Device`."""
+
+    @property
+    def backend(self) -> MemoryT_co: ...
 
 
-def check_array(data: np.ndarray, spec: TensorSpec) -> None:
-    if tuple(data.shape) != spec.shape:
-        raise InputError(f"'{spec.name}' has shape {list(data.shape)}, but the program wants {list(spec.shape)}")
-    kind = _kind(data)
-    wanted = "int" if spec.dtype in INT_DTYPES else "bool" if spec.dtype == "bool" else "float"
-    if kind != wanted and not (kind in ("int", "bool") and wanted in ("float", "int")):
-        raise InputError(f"'{spec.name}' has dtype {data.dtype}, but the program wants {spec.dtype}")
-    if wanted == "int" and data.size:
-        low, high = spec.bounds or (INT32_MIN, INT32_MAX)
-        smallest, largest = int(data.min()), int(data.max())
-        if smallest < low or largest > high:
-            offender = smallest if smallest < low else largest
-            raise InputError(f"'{spec.name}' holds {offender}, which is outside {low}..{high}")
+def as_backend(device: MemoryT | Opened[MemoryT]) -> MemoryT:
+    """The backend of a `Device`; a backend is its own."""
+    return device if isinstance(device, DeviceMemory) else device.backend
 
 
-def _kind(data: np.ndarray) -> str:
-    if np.dtype(data.dtype) == numpy_dtype("bfloat16"):
-        return "float"
-    return _KINDS.get(np.dtype(data.dtype).kind, str(data.dtype))
-
-
-def unpack_array(stored: np.ndarray, shape: Shape, spec: TensorSpec | None) -> np.ndarray:
-    """The inverse of `pack_array`: without padding, and in the spec's dtype if there is one."""
-    if stored.shape != shape:
-        stored = stored[tuple(slice(size) for size in shape)]
-    if spec is not None:
-        wanted = numpy_dtype(spec.dtype)
-        stored = stored.reshape(spec.shape)
-        return np.asarray(stored.astype(wanted) if stored.dtype != wanted else stored, order="C")
-    return np.asarray(stored, order="C")
-
-
-def storage_name(data: np.ndarray) -> str:
-    """The storage dtype of an array uploaded without a spec: wide integers become int32, float64 float32."""
-    name = dtype_name(data.dtype)
-    return {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "int32", "float64": "float32"}.get(name, name)
+@contextmanager
+def reporting_shortage(dtype: str, alloc_shape: Shape) -> Iterator[None]:
+    """Meanwhile a `MemoryError` becomes a `DeviceError` that names what there was no room for."""
+    try:
+        yield
+    except MemoryError as error:
+        raise DeviceError(f"out of memory: cannot allocate {dtype}{list(alloc_shape)}: {error}") from error

@@ -18,7 +18,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
 from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
-from npu_runtime.cpu.backend import numpy_to_tensor, tensor_to_numpy
+from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 _PREFIX = "npu_fallback::"
 _registered: set[str] = set()
@@ -28,7 +28,7 @@ class CPUPartition:
     """A graph prepared for the CPU: built once, run many times.
 
     Raises:
-        DeviceError: the IR does not tell which of its optional tensors a node was given.
+        DeviceError: the IR does not record which of its optional tensors a node was given.
     """
 
     def __init__(self, graph: IRGraph, weights: Mapping[str, Any]) -> None:
@@ -151,7 +151,7 @@ def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
     base = node.base.removesuffix("_")
     in_training = base in BATCH_NORM_OPS and (node.attrs.get("training") or node.attrs.get("train"))
     if in_training and len(node.inputs) == 3 and not is_named(node.inputs[1], graph, "running_mean"):
-        return "batch_norm in training mode with two tensors: the IR does not tell whether they are its weight and bias"
+        return "batch_norm in training mode with two tensors: the IR does not record whether they are its weight and bias"
     return unclear_bound(node) or unclear_affine(node, graph)
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from npu_compiler.compiler import compile
-from npu_compiler.errors import InputError, WeightError
+from npu_compiler.errors import WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
-from npu_runtime.backend import Backend, DeviceBuffer
-from npu_runtime.buffer import as_backend, check_array
+from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
 from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
+from npu_runtime.hardware import Hardware
+from npu_runtime.named_values import Outputs, inputs_by_name
+from npu_runtime.packing import check_array
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
-
-if TYPE_CHECKING:
-    from npu_runtime.device import Device
 
 Value = np.ndarray | DeviceBuffer
 
@@ -32,7 +31,7 @@ class DAGExecutor:
     Values stay where they were made: a device buffer that the next device partition reads never visits the host.
     """
 
-    def __init__(self, plan: PartitionPlan, backend: Backend | Device) -> None:
+    def __init__(self, plan: PartitionPlan, backend: Hardware | Opened[Hardware]) -> None:
         self.plan = plan
         self.backend = as_backend(backend)
         self.executors: dict[int, Executor] = {}
@@ -42,7 +41,7 @@ class DAGExecutor:
         self._last_use = self._lifetimes()
         for part in plan.partitions:
             if part.device == "npu":
-                program = compile(part.ir_dict, self.backend.target, compute_dtype=plan.compute_dtype)
+                program = compile(part.graph, self.backend.target, compute_dtype=plan.compute_dtype)
                 self.executors[part.index] = Executor(program, self.backend)
         self._constants: dict[str, np.ndarray] = dict(plan.graph.constants)
         self._weights: Mapping[str, Any] = {}
@@ -91,10 +90,10 @@ class DAGExecutor:
         """Run the whole graph.
 
         Args:
-            inputs: Input name → array, of the graph's shapes and dtypes.
+            inputs: Input name → array, of the graph's shapes and dtypes; `"input"` is the only one, if there is one.
 
         Returns:
-            Output name → array in the dtype that PyTorch gives it.
+            Output name → array in the dtype that PyTorch gives it; `["output"]` is the only one, if there is one.
 
         Raises:
             InputError: an input is missing, unknown or does not fit.
@@ -112,7 +111,7 @@ class DAGExecutor:
             for name in part.graph.inputs:
                 if self._last_use.get(name) == part.index:
                     values.pop(name, None)
-        result = {name: self._output(tensor, values, profiler) for name, tensor in self._outputs()}
+        result = Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
         if profiler is not None:
             profiler.add_run(time.perf_counter() - start)
         return result
@@ -131,13 +130,8 @@ class DAGExecutor:
 
     def _check_inputs(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         graph = self.plan.graph
-        unknown, missing = sorted(inputs.keys() - set(graph.inputs)), sorted(set(graph.inputs) - inputs.keys())
-        if unknown or missing:
-            problems = [f"unknown input '{x}'" for x in unknown] + [f"missing input '{x}'" for x in missing]
-            known = ", ".join(f"'{name}'" for name in graph.inputs)
-            raise InputError(f"{'; '.join(problems)} (the graph's inputs are {known})")
         checked = {}
-        for name, value in inputs.items():
+        for name, value in inputs_by_name(inputs, graph.inputs, "graph").items():
             array, spec = np.asarray(value), graph.tensors[name]
             if spec.dtype.startswith("complex"):
                 checked[name] = array.astype(numpy_dtype(spec.dtype))
@@ -152,11 +146,9 @@ class DAGExecutor:
         inputs: dict[str, DeviceBuffer | np.ndarray] = {}
         donated = set(executor.program.plan.donations.values())
         for spec in executor.program.input_specs:
-            value = values[spec.name]
-            if spec.name in donated and isinstance(value, DeviceBuffer) and self._last_use.get(spec.name) != part.index:
-                # The partition updates this input in place, but somebody still reads the old value.
-                values = {**values, spec.name: value.copy()}
-            inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], profiler)
+            # A donated input is updated in place, which must not happen to a value that is still read afterwards.
+            keep_value = spec.name in donated and self._last_use.get(spec.name) != part.index
+            inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], keep_value, profiler)
         kernels = Profiler() if profiler is not None else None
         outputs = executor.run(inputs, self._device_weights[part.index], kernels)
         if profiler is not None and kernels is not None:
@@ -173,16 +165,24 @@ class DAGExecutor:
             profiler.add_kernel(f"cpu partition {part.index}", time.perf_counter() - start)
         return dict(outputs)
 
-    def _to_device(self, index: int, spec: TensorSpec, value: Value, profiler: Profiler | None) -> DeviceBuffer:
-        """The value as the partition wants it; uploads reuse one buffer, so nothing is prepared again."""
+    def _to_device(
+        self, index: int, spec: TensorSpec, value: Value, keep_value: bool, profiler: Profiler | None
+    ) -> DeviceBuffer:
+        """The value as the partition wants it; copies and uploads reuse one buffer, so nothing is prepared again."""
+        buffer = self._uploads.get((index, spec.name))
         if isinstance(value, DeviceBuffer):
             if value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape):
-                return value
+                if not keep_value:
+                    return value
+                if buffer is None:
+                    buffer = self._uploads[index, spec.name] = value.copy()
+                else:
+                    buffer.copy_from(value)
+                return buffer
             value = value.to_numpy()
         elif spec.name not in self.plan.graph.inputs:
             value = _in_int32(value)
         start = time.perf_counter()
-        buffer = self._uploads.get((index, spec.name))
         if buffer is None:
             buffer = self._uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
         else:

@@ -1,4 +1,13 @@
-"""`Executor`: runs a compiled program on any backend. What is costly happens once per set of buffers, not per run."""
+"""`Executor`: runs a compiled program on any backend. What is costly happens once, not in every run.
+
+A device may run asynchronously. What holds on all of them:
+
+1. A backend does uploads, copies, launches and downloads in the order in which it is asked for them. So an input may be
+   copied or overwritten right after the launches of the run before.
+2. Launches are prepared for fixed memory. `_memory` holds that memory for as long as they may be launched, and a change
+   of `_memory` discards the launches of the calls concerned, and with them the sequence.
+3. An output handle stands for the run that returned it. It is read only while `_generation` is still that run's.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +19,59 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.deferred_import import deferred
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation
 from npu_compiler.program.views import View
-from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand
-from npu_runtime.buffer import as_backend
+from npu_compiler.target_config import TargetConfig
+from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
+from npu_runtime.dispatch import DispatchStrategy
+from npu_runtime.executor_inputs import InputPlaces, check_fits
+from npu_runtime.hardware import Hardware, Launch, Operand
+from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.profiler import Profiler
 
 if TYPE_CHECKING:
-    from npu_runtime.device import Device
+    from npu_runtime.metal.dispatch import MetalDispatchStrategy
+
+# Imported when used: it needs the op table.
+__getattr__ = deferred("npu_runtime", {"MetalDispatchStrategy": "metal.dispatch"})
 
 
 class Executor:
     """One program on one device.
 
     Buffers that the executor owns (arena, constants, outputs) are made here. A kernel call is prepared when all its
-    buffers are known, at the first run; when a later run brings another input buffer, only the calls that touch it
-    are prepared again. Outputs belong to the executor and hold until its next run.
+    buffers are known, at the first run, and stays prepared when inputs come in other buffers (see `InputPlaces`); only
+    a donated input in another buffer has the calls that touch it prepared again. Outputs belong to the executor and
+    hold until its next run.
+
+    Args:
+        config: The target's parameters, as a check: the device has to run that target's programs.
 
     Attributes:
         counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
+
+    Raises:
+        DeviceError: the device does not run programs for that target.
     """
 
-    def __init__(self, program: CompiledProgram, device: Device | Backend) -> None:
+    def __init__(
+        self, program: CompiledProgram, device: Hardware | Opened[Hardware], config: TargetConfig | None = None
+    ) -> None:
         self.program = program
         self.backend = as_backend(device)
         self.counters: Counter[str] = Counter()
         known = self.backend.runs_targets
-        if program.target not in known:
-            listed = "' and '".join(known)
-            raise DeviceError(f"the program was compiled for '{program.target}', but this device runs '{listed}'")
+        for target in (program.target, *([] if config is None else [config.name])):
+            if target not in known:
+                listed = "' and '".join(known)
+                raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
         plan = program.plan
         self._specs = {spec.name: spec for spec in plan.inputs}
+        self._inputs = InputPlaces(self._specs, set(plan.donations.values()), self.backend, self.counters)
         self.backend.compile([*plan.prologue, *plan.calls], plan.sources)
         self._memory: dict[str, DeviceBuffer] = {}
         self._allocate_owned()
@@ -94,11 +122,12 @@ class Executor:
         """Run the program once.
 
         Args:
-            inputs: Input name → buffer (or array, which is uploaded).
+            inputs: Input name → buffer (or array, which is uploaded); `"input"` is the only one, if there is one.
             weights: What `load_weights` returned; may be left out when the program has none.
 
         Returns:
-            Output name → buffer, valid until the next run. A donated input comes back as its output, updated.
+            Output name → buffer, valid until the next run; `["output"]` is the only one, if there is one. A donated
+            input comes back as its output, updated.
 
         Raises:
             InputError: an input is missing, unknown, or does not fit its spec.
@@ -106,8 +135,7 @@ class Executor:
             DeviceError: the device failed.
         """
         start = time.perf_counter()
-        bound = self._check_inputs(inputs)
-        self._bind(bound, weights if weights is not None else {})
+        bound = self._bind(self._checked(inputs), weights if weights is not None else {})
         self._generation += 1
         self.counters["runs"] += 1
         if profiler is None:
@@ -120,7 +148,7 @@ class Executor:
 
     def _results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
         generation, plan = self._generation, self.program.plan
-        results = {}
+        results: dict[str, DeviceBuffer] = Outputs()
         for spec in plan.outputs:
             donor = plan.donations.get(spec.name)
             if donor is not None:
@@ -134,46 +162,46 @@ class Executor:
             assert launch is not None
             profiler.add_kernel(call.kernel, self.backend.timed(launch))
 
-    def _check_inputs(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> dict[str, DeviceBuffer]:
-        unknown, missing = sorted(inputs.keys() - self._specs.keys()), sorted(self._specs.keys() - inputs.keys())
-        if unknown or missing:
-            known = ", ".join(f"'{name}'" for name in self._specs)
-            raise InputError(
-                "; ".join(
-                    [f"unknown input '{name}'" for name in unknown] + [f"missing input '{name}'" for name in missing]
-                )
-                + f" (the program's inputs are {known})"
-            )
-        bound = {}
-        for name, value in inputs.items():
-            spec = self._specs[name]
-            if isinstance(value, np.ndarray):
-                value = self.backend.allocate_buffer(value, spec=spec)
-            elif not isinstance(value, DeviceBuffer):
+    def _checked(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> Mapping[str, DeviceBuffer | np.ndarray]:
+        """The inputs by the program's names for them; buffers are checked here, arrays when they are uploaded."""
+        named = inputs_by_name(inputs, self._specs, "program")
+        for name, value in named.items():
+            if isinstance(value, DeviceBuffer):
+                value.check_current()
+                check_fits(value, self._specs[name], f"input '{name}'", InputError)
+            elif not isinstance(value, np.ndarray):
                 raise InputError(f"input '{name}' is a {type(value).__name__}; give a device buffer or a NumPy array")
-            value.check_current()
-            _check_fits(value, spec, f"input '{name}'", InputError)
-            bound[name] = value
-        return bound
+        return named
 
-    def _bind(self, inputs: Mapping[str, DeviceBuffer], weights: Mapping[str, DeviceBuffer]) -> None:
-        moved = [name for name, buffer in inputs.items() if self._is_elsewhere(name, buffer)]
+    def _bind(
+        self, inputs: Mapping[str, DeviceBuffer | np.ndarray], weights: Mapping[str, DeviceBuffer]
+    ) -> dict[str, DeviceBuffer]:
+        """Make the launches ready for these inputs and weights; returns the memory that holds each input."""
+        bound, moved = dict[str, DeviceBuffer](), dict[str, DeviceBuffer | np.ndarray]()
+        for name, value in inputs.items():
+            if isinstance(value, DeviceBuffer) and not self._is_elsewhere(name, value):
+                bound[name] = value
+            else:
+                moved[name] = value
         if moved:
-            self._check_sharing(inputs)
+            self._check_sharing({name: value for name, value in inputs.items() if isinstance(value, DeviceBuffer)})
         if self._weights != weights or self._versions != _versions(weights):
             self._bind_weights(weights)
-        for name in moved:
-            self._memory[name] = inputs[name]
-            self._forget(self._users[name])
+        for name, value in moved.items():
+            buffer = bound[name] = self._inputs.place(name, value, self._memory.get(name))
+            if self._is_elsewhere(name, buffer):
+                self._memory[name] = buffer
+                self._forget(self._users[name])
         if self._sequence is None:
             for index, launch in enumerate(self._launches):
                 if launch is None:
                     self._launches[index] = self._prepare(self.program.plan.calls[index])
             self._sequence = self.backend.sequence([launch for launch in self._launches if launch is not None])
             self.counters["sequences"] += 1
+        return bound
 
     def _forget(self, calls: Iterable[int]) -> None:
-        """Have calls prepared again before the next launch."""
+        """Have calls prepared again before the next launch (invariant 2)."""
         for index in calls:
             self._launches[index] = None
             self._sequence = None
@@ -207,7 +235,7 @@ class Executor:
         if missing:
             raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
         for name, weight in plan.weights.items():
-            _check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
+            check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
         changed = {
             name
             for name in plan.weights
@@ -239,10 +267,4 @@ def _versions(weights: Mapping[str, DeviceBuffer]) -> dict[str, int]:
     return {name: buffer.version for name, buffer in weights.items()}
 
 
-def _check_fits(buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[InputError] | type[WeightError]) -> None:
-    memory = spec.alloc_shape or spec.shape
-    if buffer.alloc_shape != memory or buffer.dtype != spec.storage:
-        raise error(
-            f"{what} is {buffer.dtype}{list(buffer.alloc_shape)} in memory, but the program wants "
-            f"{spec.storage}{list(memory)}; make it with NPUBuffer.from_numpy(data, device, spec=spec)"
-        )
+__all__ = ["DispatchStrategy", "Executor", "MetalDispatchStrategy"]

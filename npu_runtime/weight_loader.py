@@ -7,7 +7,7 @@ import json
 import mmap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +16,8 @@ from npu_compiler.errors import WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype, saturating_cast
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_compiler.program.plan import WeightSpec
-from npu_runtime.backend import Backend, DeviceBuffer
-from npu_runtime.buffer import as_backend
+from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
 from npu_runtime.pieces import ahead, in_pieces
-
-if TYPE_CHECKING:
-    from npu_runtime.device import Device
 
 Progress = Callable[[int, int], None]
 
@@ -29,7 +25,7 @@ Progress = Callable[[int, int], None]
 def load_weights(
     source: str | Path | Mapping[str, Any],
     program: CompiledProgram,
-    device: Device | Backend,
+    device: DeviceMemory | Opened[DeviceMemory],
     *,
     strict: bool = True,
     progress: Progress | None = None,
@@ -165,7 +161,7 @@ def to_numpy(value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "detach"):
-        from npu_runtime.cpu.backend import tensor_to_numpy
+        from npu_runtime.torch_arrays import tensor_to_numpy
 
         return tensor_to_numpy(value.cpu())
     return np.asarray(value)

@@ -265,7 +265,7 @@ def unclear_bound(node: OpNode) -> str | None:
     """Why a clamp cannot be read: the IR drops an omitted bound without a trace."""
     is_clamp = node.base.removesuffix("_") in ("aten.clamp", "aten.clip")
     if is_clamp and node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
-        return "clamp with one tensor bound: the IR does not tell whether it is the lower or the upper"
+        return "clamp with one tensor bound: the IR does not record whether it is the lower or the upper"
     return None
 
 

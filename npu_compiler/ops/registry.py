@@ -195,7 +195,7 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
 
 @contextmanager
 def well_formed(node: OpNode) -> Iterator[None]:
-    """Whoever reads a node stumbles over what it lacks; that becomes an `IRError` which names the node."""
+    """Turn what reading a malformed node raises into an `IRError` that names the node."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AssertionError, ArithmeticError) as error:

@@ -270,7 +270,7 @@ def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
     ),
 )
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
-    """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not tell."""
+    """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not record."""
     view, out = ctx.view(node.inputs[0]), ctx.output()
     dim = view.dim(node.attrs.get("dim", -1))
     prepend = Args(node).tensor("prepend")

@@ -86,11 +86,11 @@ def unclear_affine(node: OpNode, graph: IRGraph) -> str | None:
     """
     op, first = node.base.removeprefix("aten."), (*node.inputs[1:], "")[0]
     if op in ("group_norm", "native_group_norm", "instance_norm") and len(node.inputs) == 2:
-        return f"{op} with one affine tensor: the IR does not tell whether it is the weight or the bias"
+        return f"{op} with one affine tensor: the IR does not record whether it is the weight or the bias"
     if op in ("layer_norm", "native_layer_norm") and len(node.inputs) == 2 and is_named(first, graph, "bias"):
-        return f"{op} with '{first}' but no second affine tensor: the IR does not tell that it is not the weight"
+        return f"{op} with '{first}' but no second affine tensor: the IR does not record that it is not the weight"
     if op == "instance_norm" and node.attrs.get("use_input_stats") and is_named(first, graph, "running_mean"):
-        return f"instance_norm with '{first}': the IR does not tell that it is not the weight"
+        return f"instance_norm with '{first}': the IR does not record that it is not the weight"
     return None
 
 

@@ -11,9 +11,13 @@ from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 
 
 class CodegenTarget(ABC):
-    """Maps kernels to a target's kernel names and source files. Nothing else differs between targets."""
+    """Maps kernels to a target's kernel names and source files. Nothing else differs between targets.
 
-    config: TargetConfig
+    Attributes:
+        config: The hardware's numbers. A program carries its name, and runs on devices of that name.
+    """
+
+    config: TargetConfig = TargetConfig(name="custom")
 
     @property
     def key(self) -> str:

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_compiler.errors import DeviceError
-from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
-from npu_runtime.buffer import pack_array, storage_name
-from npu_runtime.cpu.kernels import native_launch, reference_launch
+from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.cpu.kernels.accelerated import native_launch
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence
 from npu_runtime.cpu.native import available as native_available
+from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -43,6 +42,12 @@ class CPUBuffer(DeviceBuffer):
 
     def _clone(self) -> CPUBuffer:
         return CPUBuffer(self.shape, self.alloc_shape, self.dtype, self.native_handle.clone())
+
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        self.native_handle.copy_(other.native_handle)
+
+    def _clear(self) -> None:
+        self.native_handle.zero_()
 
     def tensor(self) -> torch.Tensor:
         """The data as a torch tensor of `shape` that shares this memory."""
@@ -77,24 +82,12 @@ class CPUBackend(Backend):
         kernels = "native and torch kernels" if self.native else "torch kernels"
         return f"CPU, {torch.get_num_threads()} threads, {kernels}"
 
-    def allocate_buffer(
-        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
-    ) -> CPUBuffer:
-        if spec is None:
-            storage = storage_name(data)
-            spec = TensorSpec("buffer", data.shape, str(data.dtype), storage, alloc_shape)
-        stored = pack_array(data, spec)
-        flat = numpy_to_tensor(stored).reshape(-1).clone()
-        return CPUBuffer(spec.shape, spec.alloc_shape, spec.storage or spec.dtype, flat)
-
-    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CPUBuffer:
-        if dtype not in TORCH_DTYPES:
-            raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(TORCH_DTYPES))}")
+    def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CPUBuffer:
         memory = alloc_shape if alloc_shape is not None else shape
         try:
-            flat = torch.zeros(numel(memory), dtype=TORCH_DTYPES[dtype])
-        except (RuntimeError, MemoryError) as error:
-            raise DeviceError(f"out of memory: cannot allocate {dtype}{list(memory)}: {error}") from error
+            flat = torch.empty(numel(memory), dtype=TORCH_DTYPES[dtype])
+        except RuntimeError as error:
+            raise MemoryError(str(error)) from error
         return CPUBuffer(shape, alloc_shape, dtype, flat)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
@@ -134,24 +127,3 @@ def bind(operand: Operand) -> torch.Tensor:
         usable = flat.numel() // dtype.itemsize * dtype.itemsize
         flat = flat[:usable].view(dtype)
     return flat.as_strided(view.shape, view.strides, flat.storage_offset() + view.offset)
-
-
-def numpy_to_tensor(array: np.ndarray) -> torch.Tensor:
-    """A torch tensor that shares the array's memory; bfloat16 included."""
-    array = np.asarray(array, order="C")
-    if not array.flags.writeable:
-        array = array.copy()
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A NumPy array that shares the tensor's memory; bfloat16 as ml_dtypes.bfloat16."""
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array: np.ndarray = tensor.numpy()
-    return array

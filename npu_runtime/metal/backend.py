@@ -13,21 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
-from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import MetalCodegenTarget
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
-from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape, Size3
-from npu_runtime.buffer import pack_array, storage_name
+from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.dispatch import Size3
 from npu_runtime.metal.binding import HALVES, Binding, bind
 from npu_runtime.metal.device import CommandEncoder, MetalAPI, MetalDevice, load_api
 from npu_runtime.metal.dispatch import VEC_COLUMNS, MetalDispatchStrategy
 from npu_runtime.metal.elementwise import elementwise_macro
 from npu_runtime.metal.mps_accel import MPSLaunch, Product, addend_of, as_product, epilogue_of
-
-_STORED = ("float16", "bfloat16", "float32", "int32", "bool", "uint8")
 
 
 class MetalBuffer(DeviceBuffer):
@@ -58,16 +54,21 @@ class MetalBuffer(DeviceBuffer):
         copied._bytes()[:] = self._bytes()
         return copied
 
+    def _copy_from(self, other: DeviceBuffer) -> None:
+        """By the host, which is safe at any time: `MetalDevice.run` returns when the GPU has finished."""
+        self._upload(other._bytes() if isinstance(other, MetalBuffer) else other._download())
+
+    def _clear(self) -> None:
+        self._bytes()[:] = 0
+
     def __dlpack__(self, **kwargs: Any) -> Any:
         """A copy in host memory: a view could outlive the buffer, which it cannot keep alive."""
-        from npu_runtime.cpu.backend import numpy_to_tensor
+        from npu_runtime.torch_arrays import numpy_to_tensor
 
         return numpy_to_tensor(self.to_numpy()).__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        from npu_runtime.cpu.backend import numpy_to_tensor
-
-        return numpy_to_tensor(np.zeros(0, np.float32)).__dlpack_device__()
+        return np.empty(0).__dlpack_device__()
 
 
 @dataclass(frozen=True)
@@ -163,21 +164,8 @@ class MetalBackend(Backend):
     def counters(self) -> Counter[str]:
         return self._device.counters
 
-    def allocate_buffer(
-        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
-    ) -> MetalBuffer:
-        if spec is None:
-            spec = TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
-        buffer = MetalBuffer(self._device, spec.shape, spec.alloc_shape, spec.storage or spec.dtype)
-        buffer._upload(pack_array(data, spec))
-        return buffer
-
-    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> MetalBuffer:
-        if dtype not in _STORED:
-            raise DeviceError(f"the device does not store {dtype}; it stores {', '.join(sorted(_STORED))}")
-        buffer = MetalBuffer(self._device, shape, alloc_shape, dtype)
-        buffer._bytes()[:] = 0
-        return buffer
+    def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> MetalBuffer:
+        return MetalBuffer(self._device, shape, alloc_shape, dtype)
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         """Make the pipelines and pack the parameters of a program's calls, those that fix a library's dtype first."""
@@ -203,7 +191,7 @@ class MetalBackend(Backend):
         macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
         function = self._strategy.function(binding.call)
         pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)
-        return Dispatch(binding, pipeline, self._strategy.compute_dispatch(binding.call))
+        return Dispatch(binding, pipeline, self._strategy.compute_dispatch(binding.call, pipeline))
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> MetalLaunch:
         compiled = self._compile(call)

@@ -95,18 +95,16 @@ class MetalDevice:
         """An `MTLBuffer` in memory that CPU and GPU share.
 
         Raises:
-            DeviceError: it would not fit in what Metal says the GPU can work with.
+            MemoryError: it would not fit in what Metal says the GPU can work with.
         """
         size = max(size, _SMALLEST_BUFFER)
         used, budget = self.handle.currentAllocatedSize(), self.handle.recommendedMaxWorkingSetSize()
         if used + size > budget:
-            raise DeviceError(
-                f"out of memory: {size} bytes asked for, {max(budget - used, 0)} of {budget} free on {self.name}"
-            )
+            raise MemoryError(f"{size} bytes asked for, {max(budget - used, 0)} of {budget} free on {self.name}")
         buffer = self.handle.newBufferWithLength_options_(size, self.api.Metal.MTLResourceStorageModeShared)
         if buffer is None:
             largest = self.handle.maxBufferLength()
-            raise DeviceError(f"out of memory: {self.name} refused {size} bytes; its largest buffer has {largest}")
+            raise MemoryError(f"{self.name} refused {size} bytes; its largest buffer has {largest}")
         self.counters["buffers"] += 1
         return buffer
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from npu_compiler.ops import declaration
 from npu_compiler.program.elementwise import ElementwiseKernel
 from npu_compiler.program.kernels import Family, Grid, KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
-from npu_runtime.backend import DispatchStrategy, Size3
+from npu_runtime.dispatch import DispatchStrategy, Size3
 
 SIMD_WIDTH = 32
 VEC_COLUMNS = 4  # output columns that one threadgroup of a vector product makes
@@ -31,7 +31,8 @@ class MetalDispatchStrategy(DispatchStrategy):
     def __init__(self, config: TargetConfig) -> None:
         self.config = config
 
-    def compute_dispatch(self, call: KernelCall) -> tuple[Size3, Size3]:
+    def compute_dispatch(self, call: KernelCall, pipeline: Any) -> tuple[Size3, Size3]:
+        """No kernel's grid depends on its pipeline: pipelines are made for the largest threadgroups."""
         return _SHAPES[declaration(call).grid](call, self.config)
 
     def function(self, call: KernelCall) -> str:

@@ -106,7 +106,7 @@ def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None
     """
     import torch
 
-    from npu_runtime.cpu.backend import numpy_to_tensor
+    from npu_runtime.torch_arrays import numpy_to_tensor
     from npu_sim.arrays import read_weights
 
     if path is None and model.checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,15 @@ from metal_harness import all_cases, call_of
 
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
-from cuda_compiler.cuda_codegen import generate_elementwise
-from cuda_compiler.cuda_templates import RULES, Specializer, float_text, offset_text, vector_width
+from cuda_compiler.cuda_program import LaunchKind, kernel_launch_of
+from cuda_compiler.elementwise.grouping import MAX_CALLS, find_groups
+from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.op_classify import classify
-from cuda_compiler.resident import RESIDENT
-from cuda_compiler.subgraph_analyzer import MAX_CALLS, find_groups
+from cuda_compiler.resident.kernel import RESIDENT
+from cuda_compiler.rules.table import RULES, expand
+from cuda_compiler.specialization.c_text import float_text, offset_text
+from cuda_compiler.specialization.sizes import vector_width
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
@@ -176,7 +181,7 @@ def test_large_contiguous_operands_are_read_in_sixteen_bytes() -> None:
     source = program.plan.sources[call.source]
     assert source.count("const Pack<f16, 8> pack") == 2 and "store_pack<8>" in source
     assert "item2 = in2[first / 512u]" in source
-    assert call.params["grid"] == [4096 * 512 // 8 // 256, 1, 1]
+    assert kernel_launch_of(call).grid == (4096 * 512 // 8 // 256, 1, 1)
 
 
 def test_a_prologue_is_fused_apart_from_the_run() -> None:
@@ -226,10 +231,10 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
     g.output(g("aten.softmax.int", g("aten.exp.default", x), -1))
     plan = compile_cuda(g).plan
     assert [call.kernel for call in plan.calls] == ["exp_kernel", "softmax_kernel"]
-    assert all(call.params["overlapping"] for call in plan.calls)
+    assert all(kernel_launch_of(call).kind is LaunchKind.OVERLAPPING for call in plan.calls)
     assert "{\n    begin_in_turn();" in plan.sources[plan.calls[0].source]
     assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[1].source]
-    for file in (files("cuda_compiler") / "templates").iterdir():
+    for file in Path(str(files("cuda_compiler") / "templates")).rglob("*.cu*"):
         for part in file.read_text(encoding="utf-8").split("\n#kernel "):
             assert "WAITING_KERNEL(" not in part or "begin_in_turn();" in part, file.name
 
@@ -312,6 +317,6 @@ def test_every_kernel_compiles_for_every_architecture() -> None:
             (group,) = find_groups([call])
             generate_elementwise(group, group.writes, make)
         else:
-            make.expand(call)
+            expand(make, call)
     assert len(make.sources) > 100
     compile_sources(make.sources)

@@ -22,8 +22,8 @@ from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, wei
 
 import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
-from cuda_compiler.channels_last import lay_channels_last
-from cuda_compiler.target import ALTERNATIVES, CONVOLUTION
+from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, KernelLaunch, convolution_of, launch_of
+from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_runtime import CUDABackend, tuned_convolutions
 from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
 from cuda_runtime.tuned_convolutions import TunedConvolutions
@@ -131,21 +131,30 @@ def test_forms(name: str, wanted: str) -> None:
     (case,) = [case for case in CASES if case.name == name]
     call = convolution(case)
     assert call.kernel == wanted
-    assert {kernel for kernel, *_ in call.params.get(ALTERNATIVES, [])} <= {wanted}
+    launch = launch_of(call)
     # cuDNN does not know how the weights of depthwise convolutions lie.
-    assert (CONVOLUTION in call.params) == (name != "depthwise")
+    assert isinstance(launch, ConvolutionLaunch) == (name != "depthwise")
+    assert not isinstance(launch, ConvolutionLaunch) or {form.kernel for form in launch.alternatives} <= {wanted}
+
+
+def forms(call: KernelCall) -> list[KernelLaunch]:
+    """The launches of all kernels that a call could be made by."""
+    launch = launch_of(call)
+    assert not isinstance(launch, GemmLaunch)
+    if isinstance(launch, KernelLaunch):
+        return [launch]
+    return [launch.first, *(form.launch for form in launch.alternatives)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_all_forms_fit_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
     for call in plan_of(call_of(case, "float16"), CUDACodegenTarget(64 * 1024, 75)).calls:
-        forms = [call.params["shared"], *(shared for *_, shared in call.params.get(ALTERNATIVES, []))]
-        assert max(forms) <= 64 * 1024
+        assert all(form.shared <= 64 * 1024 for form in forms(call))
 
 
 def test_few_pixels_with_many_terms_fill_the_gpu() -> None:
     (case,) = [case for case in CASES if case.name == "few-pixels-many-terms"]
-    tiles, _, splits = convolution(case).params["grid"]
+    tiles, _, splits = forms(convolution(case))[0].grid
     assert splits > 1 and tiles * splits >= 100
 
 
@@ -230,7 +239,7 @@ PLAN = PlanChoice(7, {"TILE_SIZE": 3})
 def test_a_choice_is_kept_for_the_next_process(tmp_path: Path) -> None:
     call = convolution(CASES[0])
     first = Tuned(tmp_path / "new", 2)
-    assert len(first.kernels(call)) == 1 + len(call.params[ALTERNATIVES])
+    assert len(first.kernels(call)) == 1 + len(convolution_of(call).alternatives)
     first.tune([call, call])
     assert first.counters == {"tuned": 1}
     second = Tuned(tmp_path / "new", 0)
@@ -238,11 +247,9 @@ def test_a_choice_is_kept_for_the_next_process(tmp_path: Path) -> None:
     assert not second.counters
     form = second.form(call)
     assert second.kernels(call) == [form] == [first.form(call)]
-    assert isinstance(form, KernelCall) and [form.source, form.params["grid"]] == [
-        call.params[ALTERNATIVES][1][1],
-        call.params[ALTERNATIVES][1][2],
-    ]
-    assert CONVOLUTION not in form.params
+    assert isinstance(form, KernelCall)
+    chosen = convolution_of(call).alternatives[1]
+    assert (form.source, launch_of(form)) == (chosen.source, chosen.launch)
 
 
 def test_a_plan_of_cudnn_is_kept_by_engine_and_knobs(tmp_path: Path) -> None:
@@ -319,7 +326,7 @@ def test_every_form_does_what_the_reference_does(
     case: Case, dtype: str, backend: CUDABackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = convolution(case, dtype)
-    if CONVOLUTION not in call.params:
+    if not isinstance(launch_of(call), ConvolutionLaunch):
         run_case(case, backend, dtype, 1)
         return
     convolutions = backend._convolutions

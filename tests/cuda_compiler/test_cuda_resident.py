@@ -18,9 +18,11 @@ from cuda_wirings import WIRED, AddsItsInput, NarrowValues, Wired, check_wired, 
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import npu_compiler
-from cuda_compiler import CUDACodegenTarget, resident, resident_phases
-from cuda_compiler.cuda_templates import Specializer
-from cuda_compiler.resident import RESIDENT, form_resident_kernels
+from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.resident import kernel as resident
+from cuda_compiler.resident import phases as resident_phases
+from cuda_compiler.resident.kernel import RESIDENT, form_resident_kernels
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler import CompiledProgram
 from npu_compiler.program.plan import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights

@@ -21,8 +21,8 @@ from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides, numel
 from npu_runtime import Operand
-from npu_runtime.cpu.backend import numpy_to_tensor
 from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.torch_arrays import numpy_to_tensor
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from metal_cases import matmul as matmul_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, call_of
 
-import cuda_compiler.generation  # noqa: F401  (it registers the templates)
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_templates import Specializer
+from cuda_compiler.cuda_program import kernel_launch_of
+from cuda_compiler.rules.table import expand as expand_call
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
@@ -34,7 +35,7 @@ from npu_runtime.cpu.kernels import reference_launch
 
 def expand(case: Case, dtype: str = "bfloat16", **gpu: int) -> tuple[list[KernelCall], Specializer]:
     make = Specializer(**gpu)  # type: ignore[arg-type]
-    return make.expand(call_of(case, dtype)), make
+    return expand_call(make, call_of(case, dtype)), make
 
 
 def names(case: Case, dtype: str = "bfloat16", **gpu: int) -> list[str]:
@@ -130,7 +131,7 @@ def test_gpus_without_warpgroup_products_take_tiles(capability: int) -> None:
 def test_attention_fits_into_the_memory_of_a_smaller_gpu(case: Case) -> None:
     turing, _ = expand(case, capability=75, shared_memory=64 * 1024)
     assert [call.kernel for call in turing] == names(case, capability=80)
-    assert all(call.params["shared"] <= 64 * 1024 for call in turing)
+    assert all(kernel_launch_of(call).shared <= 64 * 1024 for call in turing)
 
 
 def test_a_program_for_another_gpu_says_what_to_do() -> None:
@@ -148,18 +149,18 @@ def test_float32_attention_does_without_tensor_cores() -> None:
 @pytest.mark.parametrize("case", QWEN_PRODUCTS, ids=lambda case: case.name)
 def test_products_of_few_rows_fill_the_gpu(case: Case) -> None:
     (call,), _ = expand(case)
-    warps = call.params["grid"][0] * call.params["block"][0] // 32
+    warps = kernel_launch_of(call).grid[0] * kernel_launch_of(call).block[0] // 32
     assert warps >= 132 * 16
 
 
 def test_long_caches_are_split_over_all_multiprocessors() -> None:
     split, _ = expand(cached(1, 32768, 200))[0]
-    assert math.prod(split.params["grid"]) == 264
+    assert math.prod(kernel_launch_of(split).grid) == 264
 
 
 def test_equal_geometry_shares_a_source() -> None:
     make = Specializer()
-    calls = [make.expand(call_of(cached(1, 2048, attended), "bfloat16")) for attended in (1, 2000)]
+    calls = [expand_call(make, call_of(cached(1, 2048, attended), "bfloat16")) for attended in (1, 2000)]
     assert [call.source for call in calls[0]] == [call.source for call in calls[1]] == list(make.sources)
     assert len(make.temporaries) == 4
 
@@ -175,15 +176,15 @@ def test_many_queries_take_warpgroups(case: Case) -> None:
 
 
 def test_blocks_have_more_rows_where_there_are_enough_of_them() -> None:
-    grids = {case.name: expand(case, capability=80)[0][-1].params["grid"][0] for case in TILED_ATTENTION}
+    grids = {case.name: kernel_launch_of(expand(case, capability=80)[0][-1]).grid[0] for case in TILED_ATTENTION}
     assert grids["many-wide-blocks"] == 264 * 2 and grids["many-wide-causal-blocks"] == 264 * 2
     assert grids["many-causal"] == 96 * 3
-    blocks = {case.name: expand(case)[0][-1].params["block"][0] for case in WARPGROUP_ATTENTION}
+    blocks = {case.name: kernel_launch_of(expand(case)[0][-1]).block[0] for case in WARPGROUP_ATTENTION}
     assert blocks["many-shared-causal"] == 3 * 128 and blocks["many-small-blocks"] == 2 * 128
 
 
 def test_heads_that_share_a_mask_look_at_it_once() -> None:
-    looks = {case.name: expand(case, capability=80)[0][0].params["grid"] for case in TILED_ATTENTION}
+    looks = {case.name: kernel_launch_of(expand(case, capability=80)[0][0]).grid for case in TILED_ATTENTION}
     assert looks["many-bool-mask"] == [3, 1, 1]
     assert looks["many-own-masks"] == [2 * 48 * 3, 1, 1]
     assert looks["many-padded-batches"] == [50 * 2, 1, 1]
@@ -206,7 +207,7 @@ def layers_of(case: Case, count: int) -> list[KernelCall]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_layers_that_share_a_mask_look_at_it_once(capability: int) -> None:
     make = Specializer(capability=capability)
-    first, second, third = (make.expand(call) for call in layers_of(cached(512, 2048, 9), 3))
+    first, second, third = (expand_call(make, call) for call in layers_of(cached(512, 2048, 9), 3))
     assert [len(first), len(second), len(third)] == [2, 1, 1]
     assert first[1].inputs[-1] == second[0].inputs[-1] == third[0].inputs[-1] == first[0].outputs[0]
     assert len(make.temporaries) == 1
@@ -247,13 +248,13 @@ def test_what_the_prologue_saw_of_a_mask_does_not_last() -> None:
 def test_another_geometry_of_the_same_mask_is_looked_at_by_itself() -> None:
     make = Specializer()
     (call,) = layers_of(cached(512, 2048, 9), 1)
-    assert len(make.expand(call)) == 2
+    assert len(expand_call(make, call)) == 2
     for causal, width in ((1, 128), (0, 80)):
         *_, mask = call.inputs
         inputs = tuple(replace(view, shape=(*view.shape[:3], width)) for view in call.inputs[:3])
         outputs = tuple(replace(view, shape=(*view.shape[:3], width)) for view in call.outputs)
         other = replace(call, inputs=(*inputs, mask), outputs=outputs, params={**call.params, "causal": causal})
-        assert len(make.expand(other)) == 2, "causality and the size of the tiles are in the verdicts"
+        assert len(expand_call(make, other)) == 2, "causality and the size of the tiles are in the verdicts"
 
 
 def test_partials_are_temporaries() -> None:
@@ -302,7 +303,7 @@ PRODUCTS = [*matmul_cases.TILED, *matmul_cases.BATCHED, *MANY_ROWS]
 )
 def test_cublas_parameters_mean_the_product(case: Case) -> None:
     call = call_of(case, "float32")
-    (product,) = Specializer().expand(call)
+    (product,) = expand_call(Specializer(), call)
     memory = random_memory((*call.inputs, *call.outputs))
     expected = {name: data.clone() for name, data in memory.items()}
     views = [[strided(expected, v, v.shape, v.strides) for v in side] for side in (call.inputs, call.outputs)]

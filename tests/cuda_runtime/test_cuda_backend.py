@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import nn
 from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.cuda_program import GemmLaunch, KernelLaunch, LaunchKind, gemm_of
 from cuda_runtime import CUDABackend, cuda_device
 from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
 from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
@@ -407,33 +408,33 @@ def gemm_case(
     memory[3] = np.pad(memory[3], ((0, 0), (0, 0), (0, 8)))
     a, b, bias, residual, out = (whole[:, :, :columns] for whole, (_, columns) in zip(memory, shapes, strict=True))
     adds = batch == 1
-    params = {
-        "m": m,
-        "n": n,
-        "k": k,
-        "trans_a": ta,
-        "trans_b": tb,
-        "lda": shapes[0][1] + pad,
-        "ldb": shapes[1][1] + pad,
-        "ldc": n + pad,
-        "ldr": n + pad + 8,
-        "batch": batch,
-        "stride_a": memory[0][0].size,
-        "stride_b": memory[1][0].size,
-        "stride_c": memory[4][0].size,
-        "stride_r": memory[3][0].size,
-        "alpha": 0.5,
-        "activation": activation,
-        "has_bias": adds,
-        "has_residual": adds,
-    }
+    launch = GemmLaunch(
+        m=m,
+        n=n,
+        k=k,
+        trans_a=ta,
+        trans_b=tb,
+        lda=shapes[0][1] + pad,
+        ldb=shapes[1][1] + pad,
+        ldc=n + pad,
+        ldr=n + pad + 8,
+        batch=batch,
+        stride_a=memory[0][0].size,
+        stride_b=memory[1][0].size,
+        stride_c=memory[4][0].size,
+        stride_r=memory[3][0].size,
+        alpha=0.5,
+        activation=activation,
+        has_bias=adds,
+        has_residual=adds,
+    )
     expected = 0.5 * (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b)
     if adds:
         expected += bias + residual
     else:
         del memory[2:4]
     views = [view(f"operand{index}", array.shape) for index, array in enumerate(memory)]
-    call = KernelCall("cublas_gemm", "", tuple(views[:-1]), (views[-1],), params, "node")
+    call = KernelCall("cublas_gemm", "", tuple(views[:-1]), (views[-1],), launch.params(), "node")
     whole = memory[-1].copy()
     whole[:, :, :n] = np.maximum(expected, 0) if activation == "relu" else expected
     return call, memory, whole
@@ -582,10 +583,13 @@ def test_the_key_of_a_product_tells_all_that_matters(rng: np.random.Generator) -
     call, _, _ = gemm_case(False, False, 1, 0, rng)
     at = Addresses(16, 32, 48, 64, 128)
     keys = {product_key(call, at)}
-    keys |= {product_key(replace(call, params={**call.params, name: 9}), at) for name in call.params}
-    assert len(keys) == len(call.params), "all but alpha"
+    gemm = gemm_of(call)
+    names = [each.name for each in fields(gemm)]
+    others = [replace(gemm, **{name: 9}) for name in names]  # type: ignore[arg-type]
+    keys |= {product_key(replace(call, params=other.params()), at) for other in others}
+    assert len(keys) == len(names), "all but alpha"
     keys |= {product_key(call, replace(at, **{name: 1000 + 2})) for name in vars(at)}
-    assert len(keys) == len(call.params) + 5
+    assert len(keys) == len(names) + 5
 
 
 def launches(device: Any, *names: str) -> list[CUDALaunch]:
@@ -732,7 +736,8 @@ extern "C" __global__ void twice(const float *x, float *out) {
 
 def twice(shared: int = 128, block: int = 32, source: str = "twice", **views: View) -> KernelCall:
     x, out = views.get("x", view("x", (32,))), views.get("out", view("out", (32,)))
-    return KernelCall("twice", source, (x,), (out,), {"grid": [1, 1, 1], "block": [block, 1, 1], "shared": shared}, "n")
+    launch = KernelLaunch((1, 1, 1), (block, 1, 1), shared, LaunchKind.KERNEL)
+    return KernelCall("twice", source, (x,), (out,), launch.params(), "n")
 
 
 @on_gpu
@@ -911,7 +916,7 @@ def test_a_profile_has_every_kernel_with_the_devices_time(backend: CUDABackend, 
 @on_gpu
 def test_a_partitioned_graph_runs_its_device_parts_here(backend: CUDABackend, rng: np.random.Generator) -> None:
     model, values = Block().eval(), block_inputs(rng)
-    plan = partition(block_ir(), is_supported=lambda op: "softmax" not in op)
+    plan = partition(block_ir(), is_supported_fn=lambda op: "softmax" not in op)
     assert {part.device for part in plan.partitions} == {"npu", "cpu"}
     runner = DAGExecutor(plan, backend)
     runner.load_weights(model.state_dict())

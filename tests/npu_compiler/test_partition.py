@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -396,3 +397,27 @@ def test_a_mask_that_does_not_broadcast_is_refused() -> None:
     plan = partition(g.output(g("aten.scaled_dot_product_attention.default", q, k, v, g.input("mask", 3, 0))).ir())
     (reason,) = plan.reasons.values()
     assert devices(plan) == ["cpu"] and reason == "an attention mask [3, 0] over scores [1, 1, 0, 0]"
+
+
+# how partitions are compiled
+
+
+@pytest.mark.parametrize("compute_dtype", ["float16", "float32"])
+@pytest.mark.parametrize("kind", [CNN, Transformer])
+def test_a_partitions_graph_compiles_to_the_same_program_as_its_ir(kind: type[nn.Module], compute_dtype: str) -> None:
+    plan = partition(exported(kind)[0], is_supported_fn=lambda op: "mean" not in op and "layer_norm" not in op)
+    on_device = [part for part in plan.partitions if part.device == "npu"]
+    assert len(on_device) > 1 and any(spec.storage for part in on_device for spec in part.graph.tensors.values())
+    for part in on_device:
+        direct, read = (
+            npu_compiler.compile(ir, compute_dtype=compute_dtype)
+            for ir in (part.graph, json.loads(json.dumps(part.ir_dict)))
+        )
+        assert direct.to_bytes() == read.to_bytes()
+
+
+def test_an_executor_of_a_plan_writes_no_ir(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    ir, state, inputs, wanted = exported(CNN)
+    plan = partition(ir, compute_dtype="float32")
+    monkeypatch.setattr(npu_compiler.partitioner, "graph_to_dict", None)
+    close(answers(backend, plan, state, inputs), wanted)

@@ -478,8 +478,11 @@ def test_a_call_that_cannot_be_prepared_for_new_buffers_does_not_run_on_the_old_
 
     backend, program = Fragile(native=False), compile(classifier().ir())
     executor, weights = Executor(program, backend), load_weights(STATE, program, backend)
-    executor.run(INPUTS, weights)
-    other = {spec.name: NPUBuffer.from_numpy(INPUTS[spec.name] * 0, backend, spec=spec) for spec in program.input_specs}
+    first, other = (
+        {spec.name: NPUBuffer.from_numpy(INPUTS[spec.name] * scale, backend, spec=spec) for spec in program.input_specs}
+        for scale in (1, 0)
+    )
+    executor.run(first, weights)
     backend.broken = True
     with pytest.raises(DeviceError, match="broken"):
         executor.run(other, weights)

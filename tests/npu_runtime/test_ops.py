@@ -21,7 +21,7 @@ from npu_compiler import ConstraintError, DeviceError, compile, get_supported_op
 from npu_compiler.constraint_checker import find_violations
 from npu_compiler.ops import find_op
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, execute_cpu_partition, load_weights
-from npu_runtime.cpu.backend import tensor_to_numpy
+from npu_runtime.torch_arrays import tensor_to_numpy
 
 A = torch.ops.aten
 CPUS = (CPUBackend(native=False), CPUBackend(native=True))

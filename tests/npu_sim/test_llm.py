@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.resident import RESIDENT
+from cuda_compiler.resident.kernel import RESIDENT
 from npu_compiler import compile as npu_compile
 from npu_compiler import partition
 from npu_compiler.errors import InputError, NPUError, WeightError
 from npu_runtime import Device, Executor
-from npu_runtime.cpu.backend import numpy_to_tensor
+from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import (
     Checkpoint,
     Drawing,

@@ -11,7 +11,7 @@ import pytest
 from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
 
-from cuda_compiler import cuda_templates
+from cuda_compiler.rules.table import RULES as CUDA_RULES
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.fusions.activations import rewrite_unary
@@ -107,12 +107,12 @@ def test_a_wrong_kernel_is_found_by_node(
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 def test_a_wrong_kernel_of_the_gpu_is_found_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cuda_templates.RULES["softmax_kernel"]
+    right = CUDA_RULES["softmax_kernel"]
 
     def wrong(make: Any, call: Any) -> Any:
         return right(make, replace(call, params={**call.params, "scale": 1.5}))
 
-    monkeypatch.setitem(cuda_templates.RULES, "softmax_kernel", wrong)
+    monkeypatch.setitem(CUDA_RULES, "softmax_kernel", wrong)
     report = check(Device("cuda"))
     assert not report.passed
     assert report.culprit is not None and report.culprit.node == "softmax"

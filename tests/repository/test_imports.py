@@ -107,7 +107,7 @@ def test_starts_quickly_and_without_torch(module: str) -> None:
 
 @pytest.mark.parametrize("module", RUNS_WITHOUT_COMPILER)
 def test_starts_without_the_compiler(module: str) -> None:
-    compiles = ["npu_compiler.compiler", "npu_compiler.ops", "cuda_compiler.generation"]
+    compiles = ["npu_compiler.compiler", "npu_compiler.ops", "cuda_compiler.pipeline"]
     code = f"import sys, {module}\nprint([name for name in {compiles} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
 

@@ -31,7 +31,6 @@ from metal_harness import DTYPES, all_cases, call_of, plan_of, run_case  # noqa:
 
 from cuda_compiler import CUDACodegenTarget  # noqa: E402
 from cuda_runtime import CUDABackend, CUDABuffer  # noqa: E402
-from npu_runtime.buffer import storage_name  # noqa: E402
 
 TOOLS = {
     "memcheck": ["--report-api-errors", "no"],  # libraries try entry points that a driver may lack
@@ -63,18 +62,15 @@ class UnwrittenBuffer(CUDABuffer):
         if not (np.ascontiguousarray(data).view(np.uint8) == 0xFF).all():
             super()._upload(data)
 
+    def _clear(self) -> None:
+        if self.dtype == "uint8":  # an arena, in which there are counters that begin with zeros
+            super()._clear()
+
 
 class UnwrittenBackend(CUDABackend):
     """The GPU with such memory."""
 
-    def allocate_buffer(self, data: np.ndarray, alloc_shape: Any = None, spec: Any = None) -> CUDABuffer:
-        buffer = UnwrittenBuffer(self._device, data.shape, alloc_shape, storage_name(data))
-        buffer._upload(data)
-        return buffer
-
-    def allocate_zeros(self, shape: Any, dtype: str, alloc_shape: Any = None) -> CUDABuffer:
-        if dtype != "uint8":  # not an arena: counters, which begin with zeros
-            return super().allocate_zeros(shape, dtype, alloc_shape)
+    def allocate(self, shape: Any, dtype: str, alloc_shape: Any = None) -> CUDABuffer:
         return UnwrittenBuffer(self._device, shape, alloc_shape, dtype)
 
 

@@ -14,7 +14,7 @@ import npu_compiler
 from cuda_runtime import CUDABackend
 from npu_compiler import CodegenTarget, CompiledProgram
 from npu_runtime import Executor, load_weights
-from npu_runtime.cpu.backend import tensor_to_numpy
+from npu_runtime.torch_arrays import tensor_to_numpy
 
 CACHE = 512
 

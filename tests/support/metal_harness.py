@@ -25,8 +25,8 @@ from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
 from npu_compiler.program.views import View, contiguous_strides
 from npu_runtime import Backend, DeviceBuffer, MetalBackend, Operand
-from npu_runtime.cpu.backend import numpy_to_tensor
 from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.torch_arrays import numpy_to_tensor
 
 ON_A_MAC = os.environ.get("TEST_METAL") == "metal"
 METAL_DEVICE = "metal" if ON_A_MAC else "metal-emulator-fast"  # for whole models

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from npu_compiler import OP_LEVEL, TargetConfig, TensorSpec
-from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler import OP_LEVEL, TargetConfig
+from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
 from npu_runtime import Backend, DeviceBuffer, Operand
 from npu_runtime.backend import Launch, Shape
-from npu_runtime.buffer import pack_array, storage_name
 from npu_runtime.cpu.kernels import reference_launch
 
 
@@ -45,23 +44,10 @@ class ToyBackend(Backend):
     def device(self) -> str:
         return "toy"
 
-    def allocate_buffer(
-        self, data: np.ndarray, alloc_shape: Shape | None = None, spec: TensorSpec | None = None
-    ) -> ToyBuffer:
-        self.counters["uploads"] += 1
-        spec = spec or TensorSpec("buffer", data.shape, str(data.dtype), storage_name(data), alloc_shape)
-        stored = pack_array(data, spec)
-        return ToyBuffer(
-            spec.shape,
-            spec.alloc_shape,
-            spec.storage or spec.dtype,
-            np.frombuffer(bytearray(stored.tobytes()), np.uint8),
-        )
-
-    def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> ToyBuffer:
-        self.counters["zeros"] += 1
-        size = numel(alloc_shape or shape) * numpy_dtype(dtype).itemsize
-        return ToyBuffer(shape, alloc_shape, dtype, np.zeros(size, np.uint8))
+    def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> ToyBuffer:
+        self.counters["buffers"] += 1
+        size = numel(shape if alloc_shape is None else alloc_shape) * itemsize(dtype)
+        return ToyBuffer(shape, alloc_shape, dtype, np.empty(size, np.uint8))
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         self.counters["prepared"] += 1

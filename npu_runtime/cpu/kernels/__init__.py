@@ -1,7 +1,6 @@
-"""The CPU device's kernels: what each means, in torch, and which native one takes over (`accelerated`)."""
+"""The CPU device's kernels: what each means, in torch. Which native one takes over is in `accelerated`."""
 
 from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
-from npu_runtime.cpu.kernels.accelerated import native_launch
 from npu_runtime.cpu.kernels.reference import reference_launch
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
@@ -11,7 +10,6 @@ __all__ = [
     "elementwise",
     "indexing",
     "matmul",
-    "native_launch",
     "reductions",
     "reference_launch",
     "tensor",

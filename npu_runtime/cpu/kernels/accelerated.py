@@ -10,11 +10,11 @@ import torch
 
 from npu_compiler.ops import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall
-from npu_runtime.backend import Operand
 from npu_runtime.cpu import native
 from npu_runtime.cpu.kernels.registry import Params, Tensors
 from npu_runtime.cpu.native import NativeLaunch
 from npu_runtime.cpu.native import conv as native_conv
+from npu_runtime.hardware import Operand
 
 
 @dataclass(frozen=True)

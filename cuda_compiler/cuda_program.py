@@ -1,0 +1,211 @@
+"""`CUDAProgram`: a compiled program each of whose calls says how it is launched.
+
+Most calls are kernels, whose source is in the program. Two leave something to the runtime, since it depends on the GPU:
+a matrix product is cuBLASLt's, and a convolution is made by cuDNN or by one of several kernels in the program.
+
+In a program's file all of this is plain data among a call's parameters. It is written by the `params` methods here and
+read by `launch_of`, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from cuda_compiler.specialization.sizes import Size3
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import ProgramFormatError
+from npu_compiler.program.kernels import KernelCall
+
+CUDAProgram: TypeAlias = CompiledProgram
+
+_KIND = "launch"  # the parameter with the kind
+
+
+class LaunchKind(StrEnum):
+    """What starts a call."""
+
+    KERNEL = "kernel"
+    """A kernel that starts when the one ahead of it has ended."""
+    OVERLAPPING = "overlapping"
+    """A kernel that may start earlier, since it waits itself for what others write (programmatic dependent launch)."""
+    RESIDENT = "resident"
+    """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
+    CUBLAS_GEMM = "cublas_gemm"
+    """A matrix product of cuBLASLt."""
+    CONVOLUTION = "convolution"
+    """A plan of cuDNN, or whichever of several kernels is the fastest."""
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """The launch of a kernel in the program.
+
+    Attributes:
+        grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
+        shared: Bytes of dynamic shared memory; of a resident kernel the least that it needs.
+        kind: One of the three kinds of kernels.
+    """
+
+    grid: Size3
+    block: Size3
+    shared: int
+    kind: LaunchKind = LaunchKind.OVERLAPPING
+
+    def params(self) -> dict[str, Any]:
+        return {_KIND: self.kind.value, "grid": list(self.grid), "block": list(self.block), "shared": self.shared}
+
+
+@dataclass(frozen=True)
+class GemmLaunch:
+    """out = act(alpha · A[m, k] · B[k, n] + residual[m, n] + bias[n]), row-major, `batch` times.
+
+    Attributes:
+        trans_a: A's memory is [k, m].
+        trans_b: B's memory is [n, k].
+        lda, ldb, ldr, ldc: Elements from one row of the memory to the next, of A, B, the residual and the result.
+        stride_a, stride_b, stride_r, stride_c: Elements from one matrix of a batch to the next.
+    """
+
+    m: int
+    n: int
+    k: int
+    lda: int
+    ldb: int
+    ldr: int
+    ldc: int
+    trans_a: bool = False
+    trans_b: bool = False
+    batch: int = 1
+    stride_a: int = 0
+    stride_b: int = 0
+    stride_r: int = 0
+    stride_c: int = 0
+    alpha: float = 1.0
+    activation: str = "none"
+    has_bias: bool = False
+    has_residual: bool = False
+
+    def params(self) -> dict[str, Any]:
+        return {_KIND: LaunchKind.CUBLAS_GEMM.value, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class KernelForm:
+    """A kernel in the program that could be launched for a call, on the same operands."""
+
+    kernel: str
+    source: str
+    launch: KernelLaunch
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What a convolution computes: act(conv(x, weight) + bias + residual).
+
+    Attributes:
+        padding: Top, bottom, left, right.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    activation: str
+    has_bias: bool
+    has_residual: bool
+
+
+@dataclass(frozen=True)
+class ConvolutionLaunch:
+    """A convolution over channels-last operands, which the runtime makes in the way that is fastest on its GPU.
+
+    Attributes:
+        first: Of the call's own kernel, which is the most promising one.
+        computes: What to ask cuDNN for.
+        alternatives: Further kernels for it.
+    """
+
+    first: KernelLaunch
+    computes: Convolution
+    alternatives: tuple[KernelForm, ...]
+
+    def params(self) -> dict[str, Any]:
+        others = [
+            [form.kernel, form.source, list(form.launch.grid), list(form.launch.block), form.launch.shared]
+            for form in self.alternatives
+        ]
+        computes = {
+            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self.computes).items()
+        }
+        return {
+            **self.first.params(),
+            _KIND: LaunchKind.CONVOLUTION.value,
+            "convolution": computes,
+            "alternatives": others,
+        }
+
+
+Launch: TypeAlias = KernelLaunch | GemmLaunch | ConvolutionLaunch
+
+
+def launch_of(call: KernelCall) -> Launch:
+    """How a call of a CUDA program is launched.
+
+    Raises:
+        ProgramFormatError: the call does not say so, or not all of it.
+    """
+    params = call.params
+    try:
+        kind = LaunchKind(params[_KIND])
+        if kind is LaunchKind.CUBLAS_GEMM:
+            return GemmLaunch(**{each.name: params[each.name] for each in fields(GemmLaunch)})
+        if kind is not LaunchKind.CONVOLUTION:
+            return _kernel_launch(params["grid"], params["block"], params["shared"], kind)
+        described: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, (list, tuple)) else value
+            for name, value in params["convolution"].items()
+        }
+        return ConvolutionLaunch(
+            _kernel_launch(params["grid"], params["block"], params["shared"]),
+            Convolution(**described),
+            tuple(
+                KernelForm(kernel, source, _kernel_launch(grid, block, shared))
+                for kernel, source, grid, block, shared in params["alternatives"]
+            ),
+        )
+    except (KeyError, ValueError, TypeError) as error:
+        raise ProgramFormatError(
+            f"the call of '{call.kernel}' (node '{call.node}') does not say how it is launched ({error!r}); "
+            "compile the program again"
+        ) from error
+
+
+def kernel_launch_of(call: KernelCall) -> KernelLaunch:
+    """The same of a call that is known to be one kernel."""
+    launch = launch_of(call)
+    assert isinstance(launch, KernelLaunch), f"'{call.kernel}' is no kernel of the program"
+    return launch
+
+
+def gemm_of(call: KernelCall) -> GemmLaunch:
+    """The same of a call that is known to be a product of cuBLASLt."""
+    launch = launch_of(call)
+    assert isinstance(launch, GemmLaunch), f"'{call.kernel}' is no product of cuBLASLt"
+    return launch
+
+
+def convolution_of(call: KernelCall) -> ConvolutionLaunch:
+    """The same of a call that is known to be a convolution with several forms."""
+    launch = launch_of(call)
+    assert isinstance(launch, ConvolutionLaunch), f"'{call.kernel}' is no convolution"
+    return launch
+
+
+def _kernel_launch(
+    grid: Sequence[int], block: Sequence[int], shared: int, kind: LaunchKind = LaunchKind.OVERLAPPING
+) -> KernelLaunch:
+    (x, y, z), (width, height, depth) = grid, block
+    return KernelLaunch((x, y, z), (width, height, depth), shared, kind)

@@ -1,0 +1,1 @@
+"""Element-wise calls: which of them become one kernel, and that kernel's source."""

@@ -1,0 +1,210 @@
+"""The source of a kernel that does a group of element-wise calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cuda_compiler.cuda_program import KernelLaunch
+from cuda_compiler.elementwise.grouping import Group, Place, place_of
+from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, int_text, offset_text
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import check_grid, groups
+from cuda_compiler.specialization.specializer import Specializer
+from cuda_compiler.specialization.template_files import template_text
+from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, as_float32
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.views import View
+
+_BLOCK = 256
+_ENOUGH_THREADS = MULTIPROCESSORS * 256  # a wider vector is no gain until this many threads have work
+_MAX_NAME = 60
+
+
+def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer) -> KernelCall:
+    """One call for a group; values that are not stored stay in registers.
+
+    Args:
+        stored: What of the group's writes somebody else reads.
+    """
+    width = _vector_width(group, stored)
+    threads = -(-group.numel // width)
+    block = min(_BLOCK, WARP * groups(threads, WARP))
+    name = _function_name(group)
+    text = _source(group, stored, width, block, name)
+    last = group.calls[-1]
+    launch = KernelLaunch(check_grid((groups(threads, block), 1, 1), last), (block, 1, 1), 0)
+    return KernelCall(
+        name,
+        make.add_source(text),
+        tuple(group.reads),
+        tuple(stored),
+        launch.params(),
+        last.node,
+        sum(call.flops for call in group.calls),
+        sum(distinct_bytes(view) for view in (*group.reads, *stored)),
+    )
+
+
+def _function_name(group: Group) -> str:
+    name = "_".join(ELEMENTWISE_KERNELS[call.kernel].op.name for call in group.calls)
+    name = name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME].rstrip('_')}_{len(group.calls)}"
+    return f"{name}_kernel" if len(group.calls) == 1 else f"fused_{name}"
+
+
+def _vector_width(group: Group, stored: Sequence[View]) -> int:
+    """Elements that a thread makes: as many as 16-byte accesses take, if there are threads enough."""
+    views = [*group.reads, *stored]
+    width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
+    places = [place_of(view) for view in views]
+    outputs = places[len(group.reads) :]
+    while width > 1 and (
+        group.numel // width < _ENOUGH_THREADS
+        or any(_access(place, width) == "gather" for place in outputs)
+        or any(_access(place, width) == "gather" and place.strides[-1] <= 1 for place in places)
+    ):
+        width //= 2
+    return width
+
+
+def _access(place: Place, width: int) -> str:
+    """How a thread reaches `width` neighbours: as a `vector`, as one `repeated` element, or one by one (`gather`)."""
+    if not place.sizes:
+        return "repeated"
+    *outer, inner = place.strides
+    if inner > 1 or place.sizes[-1] % width:
+        return "gather"
+    if inner == 0:
+        return "repeated"
+    return "gather" if place.offset % width or any(stride % width for stride in outer) else "vector"
+
+
+@dataclass
+class _Body:
+    """What of a kernel's text is being written.
+
+    Attributes:
+        functions: Text of an op's function → its name.
+        before, lane, after: Statements before, in and after the loop over a thread's elements.
+        values: Place → the C variable with its value in the loop, and whether that is an int.
+    """
+
+    functions: dict[str, str] = field(default_factory=dict)
+    before: list[str] = field(default_factory=list)
+    lane: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    values: dict[Place, tuple[str, bool]] = field(default_factory=dict)
+
+
+def _source(group: Group, stored: Sequence[View], width: int, block: int, name: str) -> str:
+    body = _Body()
+    written = {view.buffer for view in stored}
+    arguments = []
+    for index, view in enumerate(group.reads):
+        alone = "" if view.buffer in written else "__restrict__ "
+        arguments.append(f"const {TYPES[view.dtype]} *{alone}in{index}")
+        _read(body, view, index, width)
+    outputs = {place_of(view): index for index, view in enumerate(stored)}
+    last_read = {place_of(view): index for index, call in enumerate(group.calls) for view in call.inputs}
+    for index, call in enumerate(group.calls):
+        place = place_of(call.outputs[0])
+        _compute(body, call, index, rounds=place in outputs and last_read.get(place, -1) > index)
+    for view in stored:
+        index = outputs[place_of(view)]
+        arguments.append(f"{TYPES[view.dtype]} *out{index}")
+        _write(body, view, index, width)
+    lines = [
+        "    begin_in_turn();",
+        f"    const index_t first = {width}u * (blockIdx.x * index_t({block}) + threadIdx.x);",
+        f"    if (first >= {group.numel}u) {{",
+        "        return;",
+        "    }",
+        *(f"    {line}" for line in body.before),
+        "#pragma unroll",
+        f"    for (int lane = 0; lane < {width}; lane++) {{",
+        *(f"        {line}" for line in body.lane),
+        "    }",
+        *(f"    {line}" for line in body.after),
+    ]
+    helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
+    signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(arguments)})'
+    return "\n".join(
+        [
+            index_type([*group.reads, *stored]) + template_text("common/common.cuh"),
+            template_text("common/overlap.cuh"),
+            template_text("elementwise/elementwise.cuh"),
+            *helpers,
+            "",
+            f"{signature} {{",
+            *lines,
+            "}",
+            "",
+        ]
+    )
+
+
+def _read(body: _Body, view: View, index: int, width: int) -> None:
+    place = place_of(view)
+    access = _access(place, width)
+    item = f"pack{index}.item[lane]"
+    if access == "vector":
+        offset = offset_text(view, "first")
+        body.before.append(
+            f"const Pack<{TYPES[view.dtype]}, {width}> pack{index} = load_pack<{width}>(in{index} + {offset});"
+        )
+    elif access == "repeated":
+        body.before.append(f"const {TYPES[view.dtype]} item{index} = in{index}[{offset_text(view, 'first')}];")
+        item = f"item{index}"
+    else:
+        item = f"in{index}[{offset_text(view, '(first + lane)')}]"
+    convert, kind = ("to_float", "float") if is_float(view.dtype) else ("to_int", "int")
+    body.lane.append(f"const {kind} x{index} = {convert}({item});")
+    body.values[place] = (f"x{index}", kind == "int")
+
+
+def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
+    """Append a call's computation.
+
+    Args:
+        rounds: Round a 16-bit result here, so that all readers see what is stored, in this kernel or another.
+    """
+    op = ELEMENTWISE_KERNELS[call.kernel].op
+    scalars = list(call.params["scalars"])
+    inputs = [body.values[place_of(view)] for view in call.inputs]
+    whole = op.integer is not None and not any(isinstance(x, float) for x in scalars)
+    integer = whole and all(view.dtype in ("int32", "bool") for view in call.inputs)
+    kind = "int" if integer else "float"
+    remaining = iter(inputs)
+    arguments = []
+    for scalar in scalars:
+        if scalar is not None:
+            arguments.append(int_text(scalar) if integer else float_text(as_float32(scalar)))
+            continue
+        variable, is_int = next(remaining)
+        arguments.append(variable if is_int == integer else f"{kind}({variable})")
+    attributes = "".join(f"const float {attr} = {float_text(call.params[attr])}; " for attr in op.attrs)
+    operands = ", ".join(f"{kind} {letter}" for letter, _ in zip("abc", arguments, strict=False))
+    text = f"{kind} $({operands}) {{ {attributes}return {op.integer if integer else op.expr}; }}"
+    function = body.functions.setdefault(text, f"{op.name}_{len(body.functions)}")
+    result = f"{function}({', '.join(arguments)})"
+    out = call.outputs[0]
+    if out.dtype == "int32":
+        result = f"from<int>({result})"
+    elif out.dtype == "bool":
+        result = f"int(from<bool>({result}))"
+    elif rounds and out.dtype in HALF_DTYPES:
+        result = f"to_float(from<{TYPES[out.dtype]}>({result}))"
+    body.lane.append(f"const {'float' if is_float(out.dtype) else 'int'} v{index} = {result};")
+    body.values[place_of(out)] = (f"v{index}", not is_float(out.dtype))
+
+
+def _write(body: _Body, view: View, index: int, width: int) -> None:
+    place = place_of(view)
+    value = f"from<{TYPES[view.dtype]}>({body.values[place][0]})"
+    if _access(place, width) == "vector":
+        body.before.append(f"Pack<{TYPES[view.dtype]}, {width}> result{index};")
+        body.lane.append(f"result{index}.item[lane] = {value};")
+        body.after.append(f"store_pack<{width}>(out{index} + {offset_text(view, 'first')}, result{index});")
+    else:
+        body.lane.append(f"out{index}[{offset_text(view, '(first + lane)')}] = {value};")

@@ -1,0 +1,1 @@
+"""Rewrites of a plan of op-level calls: plain functions over `ExecutionPlan`."""

@@ -1,0 +1,60 @@
+"""Rotations of keys that put them where the KV cache wants them: one launch instead of two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuda_compiler.rules.rotary import rotary_kernel, shown_heads
+from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
+
+
+def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
+    """The plan's calls with each rotation of keys, and the update of the cache behind it, as one.
+
+    Given:  rope; index_copy_pair; attention
+    Result: rotary_update; attention
+
+    The rotated keys must be read by nobody else, since only the cache gets them.
+    """
+    readers: dict[str, list[View]] = {}
+    for view in (*(view for call in plan.calls for view in call.inputs), *plan.output_views.values()):
+        readers.setdefault(view.buffer, []).append(view)
+    result: list[KernelCall] = []
+    for call in plan.calls:
+        joined = _join(result[-1], call, readers, make) if result else None
+        if joined is None:
+            result.append(call)
+        else:
+            result[-1] = joined
+    return result
+
+
+def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], make: Specializer) -> KernelCall | None:
+    """One call that does both; None where one kernel cannot."""
+    if (rope.kernel, update.kernel) != ("rope_kernel", "index_copy_pair_kernel") or update.params["dim"] != 2:
+        return None
+    x, cos, sin = rope.inputs
+    (turned,), (index, new_keys, source), (keys, values) = rope.outputs, update.inputs, update.outputs
+    stored = shown_heads(new_keys, turned)
+    others = [shown_heads(view, turned) for view in readers[turned.buffer] if view != new_keys]
+    if (
+        stored is None
+        or len(others) + 1 != len(readers[turned.buffer])
+        or any(heads is None or set(heads) & set(stored) for heads in others)
+        or source.shape != new_keys.shape
+        or source.buffer == turned.buffer
+        or keys.dtype != turned.dtype
+        or {keys.buffer, values.buffer} & {view.buffer for view in (*rope.inputs, *update.inputs, turned)}
+    ):
+        return None
+    inputs = {"x": x, "cos": cos, "sin": sin, "index": index, "source": source}
+    outputs = {"out": turned, "keys": keys, "values": values}
+    call = replace(
+        update,
+        flops=rope.flops,
+        bytes_moved=rope.bytes_moved + distinct_bytes(index) + 2 * distinct_bytes(source),
+    )
+    return rotary_kernel(make, call, "rotary_update", inputs, outputs, {"first_key": stored.start})

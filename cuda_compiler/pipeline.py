@@ -1,0 +1,73 @@
+"""From op-level calls to calls of generated kernels: all that the CUDA target does to a plan, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cuda_compiler.elementwise.grouping import Group, find_groups
+from cuda_compiler.elementwise.kernel_source import generate_elementwise
+from cuda_compiler.passes.channels_last import lay_channels_last
+from cuda_compiler.passes.rotary_updates import join_rotary_updates
+from cuda_compiler.resident.kernel import form_resident_kernels
+from cuda_compiler.rules.table import expand
+from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+
+
+def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -> ExecutionPlan:
+    """Given `mul` → `add` → `softmax_kernel`, the result is `fused_mul_add` → a specialized `softmax_kernel`.
+
+    Buffers that only lived between the calls of one fused kernel disappear.
+
+    Args:
+        shared_memory, capability: Of the GPU that is meant, as `CUDACodegenTarget` takes them.
+    """
+    plan = lay_channels_last(plan)
+    make = Specializer(frozenset(plan.buffers), capability, shared_memory)
+    kept = {view.buffer for view in plan.output_views.values()}
+    plan = replace(plan, calls=form_resident_kernels(plan, make))
+    plan = replace(plan, calls=join_rotary_updates(plan, make))
+    prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
+    read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
+    prologue = _generate(prologue_groups, plan, make, read_later)
+    make.forget(plan.buffers)  # what it left in the arena does not last
+    calls = _generate(groups, plan, make, kept)
+    touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
+    buffers = {
+        name: buffer
+        for name, buffer in {**plan.buffers, **make.temporaries}.items()
+        if buffer.kind not in ("arena", "persistent") or name in touched
+    }
+    return replace(plan, prologue=prologue, calls=calls, buffers=buffers, sources=dict(make.sources))
+
+
+def _generate(
+    groups: list[Group], plan: ExecutionPlan, make: Specializer, read_later: Iterable[str]
+) -> list[KernelCall]:
+    """The calls of generated kernels for a list of groups.
+
+    Args:
+        read_later: Buffers that are read after the last group.
+    """
+    readers: dict[str, set[int]] = {name: {-1} for name in read_later}
+    for index, group in enumerate(groups):
+        for view in group.reads:
+            readers.setdefault(view.buffer, set()).add(index)
+    calls: list[KernelCall] = []
+    for index, group in enumerate(groups):
+        make.forget(group.written_buffers)
+        if not group.is_elementwise:
+            call = group.calls[0]
+            calls += [call] if call.source in make.sources else expand(make, call)
+            continue
+        stored = [
+            view
+            for view in group.writes
+            if plan.buffers[view.buffer].kind not in ("arena", "persistent")
+            or readers.get(view.buffer, set()) - {index}
+        ]
+        if stored:
+            calls.append(generate_elementwise(group, stored, make))
+    return calls

@@ -1,0 +1,1 @@
+"""Runs of calls as one kernel that stays resident on every multiprocessor."""

@@ -1,0 +1,261 @@
+"""Template rule of attention: split over the keys for few queries, tiles for many, a plain kernel for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from cuda_compiler.specialization.gpu import HOPPER, MAX_GRID, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.views import View
+
+BLOCK_ROWS = 16  # of a warp's product
+BLOCK_KEYS = 16
+_WARPS = 4
+_STAGES = 2  # tiles of keys that a warp has in shared memory
+_FILLING_BLOCKS = 2 * MULTIPROCESSORS
+_ENOUGH_BLOCKS = 64  # to leave the keys of 16 rows to one block, which saves adding up
+_WIDEST = 128  # whose sums a warp holds in registers
+_MIN_BLOCKS = 2  # of a multiprocessor, which leaves a thread all the registers that it needs
+_COMBINE_THREADS = 128
+_SLICE = 512  # dimensions of a result that a block of the plain kernel makes
+_TILE_WARPS = 4
+# Rows of a block, keys that it takes at a time, and how many blocks it takes for that not to leave too much of a large
+# GPU idle; the more rows the better. The last is for GPUs with little shared memory.
+_TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
+# The same for warpgroups, which are Hopper's way to multiply, no later GPU's: the more of them a block has, the more
+# rows share what it copies.
+_WARPGROUP_TILES = ((128, 96), (64, 48))
+_WARPGROUP = 128
+_WARPGROUP_ROWS = 64
+_WARPGROUP_KEYS = 128
+_WARPGROUP_STAGES = 2
+_BARRIERS = 4 * 8  # bytes, for each stage
+_SURVEY_THREADS = 256
+_SURVEY_MIN_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The views of a call: q [B, H, T, D], k [B, KV, S, D], v [B, KV, S, Dv], mask [B, H, T, S], out [B, H, T, Dv].
+
+    Attributes:
+        problems: Pairs of a batch and a KV head.
+        rows: Queries of one problem.
+    """
+
+    q: View
+    k: View
+    v: View
+    mask: View | None
+    out: View
+
+    @property
+    def problems(self) -> int:
+        return self.k.shape[0] * self.k.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.q.shape[2] * (self.q.shape[1] // self.k.shape[1])
+
+    @property
+    def inputs(self) -> Mapping[str, View | None]:
+        return {"q": self.q, "k": self.k, "v": self.v, "mask": self.mask}
+
+
+def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    q, k, v, mask, out = KERNELS[call.kernel].bind(call)
+    assert q is not None and k is not None and v is not None and out is not None
+    operands = _Operands(q, k, v, mask, out)
+    rows, problems = operands.rows, operands.problems
+    if not suits_tensor_cores(q, k, v):
+        return _plain(make, call, operands)
+    if make.capability == HOPPER and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128):
+        for tile_rows, enough in _WARPGROUP_TILES:
+            if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
+                return _by_warpgroups(make, call, operands, tile_rows)
+    tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.shared_memory]
+    for tile_rows, tile_keys, enough in tiles:
+        if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
+            return _tiled(make, call, operands, tile_rows, tile_keys)
+    if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
+        return _tiled(make, call, operands, *tiles[-1][:2])
+    return _split(make, call, operands)
+
+
+def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
+    """A block per query and up to `_SLICE` dimensions of its result."""
+    value_width = operands.v.shape[3]
+    width = min(value_width, _SLICE)
+    blocks = operands.problems * operands.rows * groups(value_width, width)
+    return [
+        make.kernel(
+            call,
+            "attention/attention.cu",
+            function="attention_plain",
+            inputs=operands.inputs,
+            outputs={"out": operands.out},
+            grid=(blocks, 1, 1),
+            block=(_WARPS * WARP, 1, 1),
+            constants={"slice": width},
+        )
+    ]
+
+
+def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
+    """Blocks of 16 rows whose warps share out the keys; several blocks per 16 rows where that fills the GPU."""
+    batch, kv_heads, keys, width = operands.k.shape
+    rows, value_width, out = operands.rows, operands.v.shape[3], {"out": operands.out}
+    row_blocks = groups(rows, BLOCK_ROWS)
+    blocks = operands.problems * row_blocks
+    if blocks >= _ENOUGH_BLOCKS or keys <= _WARPS * BLOCK_KEYS:
+        fits = split_memory(rows, width, value_width, 2 * _WARPS, 1) <= make.shared_memory
+        warps = 2 * _WARPS if fits else _WARPS
+        return [
+            make.kernel(
+                call,
+                "attention/attention.cu",
+                function="attention_once",
+                inputs=operands.inputs,
+                outputs=out,
+                grid=(1, kv_heads * row_blocks, batch),
+                block=(warps * WARP, 1, 1),
+                shared=split_memory(rows, width, value_width, warps, 1),
+                constants={"stages": 1},
+            )
+        ]
+    splits = min(groups(keys, _WARPS * BLOCK_KEYS), groups(_FILLING_BLOCKS, blocks))
+    sums = make.temporary(call.node, (batch, kv_heads, rows, splits, value_width), "float32")
+    stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
+    partial, constants = {"sums": sums, "stats": stats}, {"splits": splits}
+    split = make.kernel(
+        call,
+        "attention/attention.cu",
+        function="attention_split",
+        inputs=operands.inputs,
+        outputs=partial,
+        grid=(splits, kv_heads * row_blocks, batch),
+        block=(_WARPS * WARP, 1, 1),
+        shared=split_memory(rows, width, value_width),
+        constants={**constants, "stages": _STAGES},
+        min_blocks=_MIN_BLOCKS,
+    )
+    combine = make.kernel(
+        call,
+        "attention/attention.cu",
+        function="attention_combine",
+        inputs=partial,
+        outputs=out,
+        grid=(operands.problems * rows * groups(value_width, WARP), 1, 1),
+        block=(_COMBINE_THREADS, 1, 1),
+        constants=constants,
+    )
+    return [split, replace(combine, flops=0, bytes_moved=0)]
+
+
+def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, stages: int = _STAGES) -> int:
+    """Bytes of `SplitMemory` in `attention_split.cuh`."""
+    padded = groups(width, 32) * 32, groups(value_width, 64) * 64
+    tiles = stages * BLOCK_KEYS * sum(padded) * 2
+    return warps * max(tiles, found_memory(rows, value_width))
+
+
+def found_memory(rows: int, value_width: int) -> int:
+    """Bytes of `Found` there, which is what a warp leaves for the others."""
+    return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * groups(value_width, 64) * 64)
+
+
+def _tiled(
+    make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
+) -> list[KernelCall]:
+    """Blocks of many rows that share tiles of keys."""
+    shared = _tile_memory(operands.k.shape[3], operands.v.shape[3], tile_rows, tile_keys)
+    calls, verdicts = _survey(make, call, operands, tile_rows, tile_keys)
+    tiled = make.kernel(
+        call,
+        "attention/attention_tiled.cu",
+        function="attention_tiled",
+        inputs={**operands.inputs, "verdicts": verdicts},
+        outputs={"out": operands.out},
+        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+        block=(_TILE_WARPS * WARP, 1, 1),
+        shared=shared,
+        constants={"tile_rows": tile_rows, "tile_keys": tile_keys},
+        min_blocks=_MIN_BLOCKS,
+    )
+    return [*calls, tiled]
+
+
+def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
+    """The same with a warpgroup for each 64 rows, and one that copies the keys."""
+    row_bytes = 2 * operands.k.shape[3]
+    shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
+    calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
+    tiled = make.kernel(
+        call,
+        "attention/attention_wgmma.cu",
+        function="attention_wgmma",
+        inputs={**operands.inputs, "verdicts": verdicts},
+        outputs={"out": operands.out},
+        grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
+        block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1),
+        shared=shared,
+        constants={"tile_rows": tile_rows, "tile_keys": _WARPGROUP_KEYS, "stages": _WARPGROUP_STAGES},
+    )
+    return [*calls, tiled]
+
+
+def _survey(
+    make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
+) -> tuple[list[KernelCall], View | None]:
+    """A look at the mask, where there is one, and where it leaves which tiles of keys the blocks of rows need.
+
+    Layers with the same mask look once.
+    """
+    mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
+    if mask is None:
+        return [], None
+    constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
+    looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)
+    subject = (mask, (looks, k.shape[1], call.params["causal"], tile_rows, tile_keys))
+    verdicts = make.known(subject)
+    if verdicts is not None:
+        return [], verdicts
+    verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
+    survey = make.kernel(
+        call,
+        "attention/attention_survey.cu",
+        function="attention_survey",
+        inputs=operands.inputs,
+        outputs={"verdicts": verdicts},
+        grid=(prod(looks), 1, 1),
+        block=(_SURVEY_THREADS, 1, 1),
+        constants=constants,
+        min_blocks=_SURVEY_MIN_BLOCKS,
+    )
+    make.learn(subject, verdicts)
+    return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
+
+
+def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -> int:
+    """Bytes of `Memory` in `attention_tiled.cu`."""
+    key_row, value_row = (2 * (groups(each, 16) * 16 + 8) for each in (width, value_width))
+    held_queries = tile_rows if tile_rows > _TILE_WARPS * BLOCK_ROWS else 1
+    return 2 * tile_keys * (key_row + value_row) + held_queries * key_row
+
+
+def suits_tensor_cores(q: View, k: View, v: View) -> bool:
+    """16-bit operands of one type whose rows are whole 16-byte pieces, and narrow enough for registers."""
+    alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
+    widths = (q.shape[3], v.shape[3])
+    pieces = all(width % 8 == 0 and width <= _WIDEST for width in widths)
+    return alike and pieces and k.shape[2] > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
+
+
+RULES: dict[str, Rule] = {
+    "attention_kernel": _attention,
+}

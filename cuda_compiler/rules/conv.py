@@ -1,0 +1,218 @@
+"""Rules of convolutions.
+
+A convolution over channels-last operands is a call of one of our kernels that also says what it computes, and how else
+it could be made: a backend may hand it to cuDNN, choose the kernel that is fastest on its GPU, or just run the call.
+The choice needs the GPU, so it is not made here, and a program runs where cuDNN is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
+from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View
+
+# Set by the layout on convolutions whose weight no call of a run writes, so that it may be read ahead of time.
+CONSTANT_WEIGHT = "constant_weight"
+
+_BLOCK = 256
+_PRODUCT_BLOCK = 64  # channels and pixels of a block of the form for any operands
+_FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
+_FORMS = 5  # how many shapes of a tiled convolution are worth trying
+
+
+def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    first, *others = list(_forms(make, call))
+    x, weight, _, _, out = KERNELS[call.kernel].bind(call)
+    assert x is not None and weight is not None and out is not None
+    known = weight.is_contiguous or channels_last(weight).is_contiguous  # to cuDNN; ours may have packed it otherwise
+    if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
+        return [first]
+    launch = ConvolutionLaunch(
+        kernel_launch_of(first),
+        Convolution(
+            stride=tuple(call.params["stride"]),
+            padding=tuple(call.params["padding"]),
+            dilation=tuple(call.params["dilation"]),
+            groups=call.params["groups"],
+            activation=call.params["activation"],
+            has_bias=call.params["has_bias"],
+            has_residual=call.params["has_residual"],
+        ),
+        tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
+    )
+    return [replace(first, params=launch.params())]
+
+
+def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
+    """The kernels that can make a convolution, the most promising one first."""
+    x, weight, bias, residual, out = KERNELS[call.kernel].bind(call)
+    assert x is not None and weight is not None and out is not None
+    images, channels, rows, columns = out.shape
+    aligned = all(is_packed(view) for view in (out, residual) if view is not None)
+    aligned = aligned and (bias is None or vector_width(bias) >= PACK)
+    in_groups, halves = call.params["groups"], x.dtype == weight.dtype in HALF_DTYPES
+    if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
+        yield _depthwise(make, call)
+    elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
+        for tile in _tiles(images * rows * columns, channels, weight.numel // channels, make.shared_memory):
+            yield tile.kernel(make, call, aligned)
+    elif call.params["direct"]:
+        block = min(_BLOCK, WARP * groups(rows * columns, WARP))
+        grid = (groups(rows * columns, block), channels, images)
+        yield make.kernel(call, "conv/conv.cu", function="direct_conv2d_kernel", grid=grid, block=(block, 1, 1))
+    else:
+        grid = (
+            groups(rows * columns, _PRODUCT_BLOCK),
+            in_groups * groups(channels // in_groups, _PRODUCT_BLOCK),
+            images,
+        )
+        yield make.kernel(call, "conv/conv.cu", grid=grid, block=(_BLOCK, 1, 1))
+
+
+def _has_terms_in_order(weight: View) -> bool:
+    """Whether all terms of an output channel lie side by side, by tap, then by input channel."""
+    return is_packed(weight) and channels_last(weight).is_contiguous
+
+
+def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
+    images, channels, rows, columns = call.outputs[0].shape
+    lines = images * rows * channels // PACK
+    across = next((count for count in (4, 2) if lines * groups(columns, count) >= _FULL), 1)
+    threads = 128
+    grid = (groups(lines * groups(columns, across), threads), 1, 1)
+    return make.kernel(
+        call,
+        "conv/conv.cu",
+        function="conv_depthwise",
+        grid=grid,
+        block=(threads, 1, 1),
+        constants={"across": across, "aligned": True},
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a tiled convolution is shared out.
+
+    Attributes:
+        m, n: Pixels and channels of a tile, which a block makes with `warps_m` × `warps_n` warps.
+        stages: Copies to shared memory that are on their way.
+        splits: Blocks that share the terms of a tile.
+    """
+
+    m: int
+    n: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    splits: int = 1
+
+    terms = 64  # of a step
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(2 * self.stages * (self.m + self.n) * self.terms, 4 * self.m * (self.n + 4))
+
+    def cost(self, pixels: int, channels: int, depth: int) -> float:
+        """Roughly the clocks that a convolution takes on a large GPU, by which the forms are ranked."""
+        blocks = _blocks(self, pixels, channels) * self.splits
+        steps = groups(groups(depth, self.terms), self.splits)
+        resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
+        together = min(resident, groups(blocks, MULTIPROCESSORS))
+        copied = 2 * (self.m + self.n) * self.terms / 64
+        multiplied = 2 * self.m * self.n * self.terms / 2300
+        step = max(150.0, together * copied, together * multiplied)
+        waves = groups(blocks, MULTIPROCESSORS * together)
+        return waves * (steps * step + 1500 + (900 if self.splits > 1 else 0))
+
+    def kernel(self, make: Specializer, call: KernelCall, aligned: bool) -> KernelCall:
+        images, channels, rows, columns = call.outputs[0].shape
+        constants = {
+            "tile_m": self.m,
+            "tile_n": self.n,
+            "tile_k": self.terms,
+            "warps_m": self.warps_m,
+            "warps_n": self.warps_n,
+            "stages": self.stages,
+            "splits": self.splits,
+            "aligned": aligned,
+            "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
+        }
+        grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
+        return make.kernel(
+            call,
+            "conv/conv.cu",
+            function="conv_tiled",
+            grid=grid,
+            block=(WARP * self.warps_m * self.warps_n, 1, 1),
+            shared=self.shared_bytes,
+            constants=constants,
+            cluster=self.splits,
+        )
+
+
+_SHAPES = (
+    Tile(128, 128, 4, 2, 3),
+    Tile(128, 64, 4, 2, 4),
+    Tile(64, 128, 2, 4, 4),
+    Tile(64, 64, 2, 2, 4),
+    Tile(64, 32, 2, 2, 4),
+    Tile(32, 64, 2, 2, 4),
+    Tile(32, 32, 2, 1, 6),
+    Tile(64, 16, 4, 1, 4),
+    Tile(16, 64, 1, 4, 4),
+    Tile(16, 32, 1, 2, 6),
+)
+
+
+def _blocks(tile: Tile, pixels: int, channels: int) -> int:
+    return groups(pixels, tile.m) * groups(channels, tile.n)
+
+
+def _tiles(pixels: int, channels: int, depth: int, shared_memory: int) -> list[Tile]:
+    """The most promising tiles for a product of [pixels, depth] and [depth, channels] in so much memory a block."""
+    shared_out = [
+        Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
+        for tile in _SHAPES
+        if tile.shared_bytes <= shared_memory
+        for splits in (1, 2, 4, 8)
+        if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
+    ]
+    return sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))[:_FORMS]
+
+
+def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    (x,), (out,) = call.inputs, call.outputs
+    grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
+    constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
+    return [
+        make.kernel(
+            call,
+            "conv/conv.cu",
+            inputs={"x": x},
+            outputs={"out": out},
+            grid=grid,
+            block=(_BLOCK, 1, 1),
+            constants=constants,
+        )
+    ]
+
+
+def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    count = call.outputs[0].numel
+    return [make.kernel(call, "conv/conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
+
+
+RULES: dict[str, Rule] = {
+    "conv2d_kernel": _conv,
+    "to_channels_last": _to_channels_last,
+    "conv_transpose2d_kernel": _conv_transpose,
+}

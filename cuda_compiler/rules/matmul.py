@@ -1,0 +1,264 @@
+"""Template rules of matrix products: our own kernels for few rows, cuBLAS for many, a general kernel for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuda_compiler.cuda_program import GemmLaunch, LaunchKind
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import is_float, itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View, collapse, numel
+
+CUBLAS_GEMM = LaunchKind.CUBLAS_GEMM.value  # as a kernel's name, for reports
+VECTOR_ROWS = 8  # up to so many rows a product is bound by the bandwidth of reading the weight
+_WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
+_FILLING_WARPS = MULTIPROCESSORS * 16  # enough to keep the memory busy
+_LOADS = 8  # 16-byte loads of the weight that a thread has on their way
+_TILE = 64
+_TILE_THREADS = 256
+
+
+def _linear(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    inputs = _operands(call)
+    x, weight = inputs["x"], inputs["weight"]
+    assert x is not None and weight is not None
+    if call.params["m"] <= VECTOR_ROWS:
+        return [_matvec(make, call, inputs, x, weight)]
+    return _many_rows(make, call, x, weight.transpose(0, 1), inputs["bias"], inputs["residual"])
+
+
+def _many_rows(
+    make: Specializer, call: KernelCall, a: View, b: View, bias: View | None, residual: View | None
+) -> list[KernelCall]:
+    """out = act(a · b + bias) + residual by cuBLAS, alone where it can add all that there is to add.
+
+    Otherwise the product stays in float32 until all is added, so that the result is rounded once.
+    """
+    out, activation = call.outputs[0], call.params["activation"]
+    if gemm(call, a, b, out) is None:
+        operands = {"left": a, "right": b.transpose(0, 1), "bias": bias, "residual": residual}
+        return [_tiled(make, call, "tiled_linear", operands, out)]
+    if activation == "none" or residual is None and _cublas_activates(activation, out.dtype):
+        product = gemm(call, a, b, out, bias=bias, residual=residual, activation=activation)
+        if product is not None:
+            return [product]
+    between = out if out.dtype == "float32" else make.temporary(call.node, out.shape, "float32")
+    product = gemm(call, a, b, between)
+    assert product is not None
+    return [product, _epilogue(make, call, between, bias, residual, out)]
+
+
+def _cublas_activates(activation: str, dtype: str) -> bool:
+    """Whether cuBLAS has an activation; its tanh is off by some 1e-6, which only a 16-bit result hides."""
+    return activation == "relu" or activation == "gelu_tanh" and dtype != "float32"
+
+
+def _operands(call: KernelCall) -> dict[str, View | None]:
+    """The inputs by name; a gated product has no residual."""
+    decl = KERNELS[call.kernel]
+    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
+    return {name: bound.get(name) for name in ("x", "weight", "bias", "residual")}
+
+
+def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View) -> KernelCall:
+    n, k = call.params["n"], call.params["k"]
+    gated = call.kernel == "gated_matmul_vec_kernel"
+    outputs = {"out": call.outputs[0]}
+    if weight.strides[1] == 1 or k <= 1:
+        return _matvec_along_terms(make, call, inputs, x, weight)
+    weight = weight.transpose(0, 1)
+    pack = min(vector_width(weight), 16 // itemsize(weight.dtype))
+    while n % pack:
+        pack //= 2
+    lanes = min(8, _power_of_two(groups(n, pack)))
+    threads = min(512, max(WARP, _power_of_two(groups(k, 4)) * lanes))
+    constants = {"gated": gated, "pack": pack, "column_lanes": lanes}
+    return make.kernel(
+        call,
+        "matmul/matvec.cu",
+        function="matvec_notrans",
+        inputs={**inputs, "weight": weight},
+        outputs=outputs,
+        grid=(groups(n, lanes * pack), 1, 1),
+        block=(threads, 1, 1),
+        constants=constants,
+    )
+
+
+def _matvec_along_terms(
+    make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View
+) -> KernelCall:
+    """A warp per column of the output, or several where that would leave the memory idle."""
+    n, k = call.params["n"], call.params["k"]
+    gated = call.kernel == "gated_matmul_vec_kernel"
+    pack = min(vector_width(weight), vector_width(x), 16 // itemsize(weight.dtype))
+    packs = groups(k, pack)
+    terms = 2 if gated else 1
+    columns = 2 if not gated and n >= 8 * _FILLING_WARPS else 1
+    splits = 1
+    while splits < _WARPS and n // columns * splits < _FILLING_WARPS and packs // (WARP * splits) >= 4:
+        splits *= 2
+    unrolled = _unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
+    constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
+    return make.kernel(
+        call,
+        "matmul/matvec.cu",
+        function="matvec",
+        inputs=inputs,
+        outputs={"out": call.outputs[0]},
+        grid=(groups(n, _WARPS // splits * columns), 1, 1),
+        block=(_WARPS * WARP, 1, 1),
+        constants=constants,
+        min_blocks=8 if call.params["m"] == 1 else 4,
+    )
+
+
+def _unrolled(steps: int, most: int) -> int:
+    """How many of a loop's steps to make at a time: a divisor, where there is a large one."""
+    return max((count for count in range(most // 2 + 1, most + 1) if steps % count == 0), default=most)
+
+
+def _power_of_two(count: int) -> int:
+    """The greatest power of two that is not above `count`."""
+    return 1 << (count.bit_length() - 1)
+
+
+def _batched(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    (a, b), out = call.inputs, call.outputs[0]
+    product = gemm(call, a, b, out, call.params["scale"])
+    if product is not None:
+        return [product]
+    return [_tiled(make, call, "tiled_batched", {"left": a, "right": b.transpose(-1, -2)}, out)]
+
+
+def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str, View | None], out: View) -> KernelCall:
+    *batch, m, n = out.shape
+    blocks = numel(batch) * groups(m, _TILE) * groups(n, _TILE)
+    return make.kernel(
+        call,
+        "matmul/matmul.cu",
+        function=function,
+        inputs=inputs,
+        outputs={"out": out},
+        grid=(blocks, 1, 1),
+        block=(_TILE_THREADS, 1, 1),
+    )
+
+
+def _linear_epilogue(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    product, bias, residual, out = KERNELS[call.kernel].bind(call)
+    assert product is not None and out is not None
+    return [_epilogue(make, call, product, bias, residual, out)]
+
+
+def _epilogue(
+    make: Specializer, call: KernelCall, product: View, bias: View | None, residual: View | None, out: View
+) -> KernelCall:
+    views = [view for view in (product, bias, residual, out) if view is not None]
+    pack = min(8, *(vector_width(view) for view in views))
+    rows, columns = out.shape
+    while columns % pack:
+        pack //= 2
+    inputs = {"product": product, "bias": bias, "residual": residual}
+    made = make.kernel(
+        call,
+        "matmul/matmul.cu",
+        function="linear_epilogue",
+        inputs=inputs,
+        outputs={"out": out},
+        grid=(groups(rows * columns // pack, 256), 1, 1),
+        block=(256, 1, 1),
+        constants={"pack": pack},
+    )
+    return replace(made, flops=0, bytes_moved=0) if call.kernel != "linear_epilogue_kernel" else made
+
+
+def gemm(
+    call: KernelCall,
+    a: View,
+    b: View,
+    out: View,
+    alpha: float = 1.0,
+    bias: View | None = None,
+    residual: View | None = None,
+    activation: str = "none",
+) -> KernelCall | None:
+    """out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]) as a cuBLAS call.
+
+    None where cuBLAS does not take the operands: matrices must have rows or columns that are packed, and where there is
+    more to do than the product, aligned and whole vectors wide; addends must have the result's dtype.
+    """
+    if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32"):
+        return None
+    if 0 in (*a.shape, *b.shape) or any(view is not None and view.dtype != out.dtype for view in (bias, residual)):
+        return None
+    if bias is not None and (_leading(out) is None or _leading(bias.unsqueeze(0)) is None):
+        return None
+    beneath = out if residual is None else residual
+    is_plain = bias is None and residual is None and activation == "none"
+    # Where the last vector of a row is not whole, cuBLAS rounds the product before it adds both a bias and a residual.
+    if not is_plain and out.shape[-1] * itemsize(out.dtype) % 16:
+        return None
+    if not is_plain and not all(_is_aligned(view) for view in (a, b, beneath, out)):
+        return None
+    if _leading(out) is None:
+        a, b = b.transpose(-1, -2), a.transpose(-1, -2)
+        out, beneath = out.transpose(-1, -2), beneath.transpose(-1, -2)
+    lead = out.shape[:-2]
+    batch, strides = collapse(lead, *(view.strides[: len(lead)] for view in (a, b, beneath, out)))
+    ldc, ldr = _leading(out), _leading(beneath)
+    if ldc is None or ldr is None or len(batch) > 1:
+        return None
+    lda, ldb = (_leading(view) or _leading(view.transpose(-1, -2)) for view in (a, b))
+    if lda is None or ldb is None:
+        return None
+    stride_a, stride_b, stride_r, stride_c = (step[0] if step else 0 for step in strides)
+    launch = GemmLaunch(
+        m=out.shape[-2],
+        n=out.shape[-1],
+        k=a.shape[-1],
+        lda=lda,
+        ldb=ldb,
+        ldr=ldr,
+        ldc=ldc,
+        trans_a=_leading(a) is None,
+        trans_b=_leading(b) is None,
+        batch=numel(batch),
+        stride_a=stride_a,
+        stride_b=stride_b,
+        stride_r=stride_r,
+        stride_c=stride_c,
+        alpha=alpha,
+        activation=activation,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+    )
+    inputs = tuple(view for view in (a, b, bias, None if residual is None else beneath) if view is not None)
+    return replace(call, kernel=CUBLAS_GEMM, source="", inputs=inputs, outputs=(out,), params=launch.params())
+
+
+def _is_aligned(matrix: View) -> bool:
+    """Whether each row, or each column, begins at a multiple of 16 bytes."""
+    return max(map(vector_width, (matrix, matrix.transpose(-1, -2)))) * itemsize(matrix.dtype) >= 16
+
+
+def _leading(matrix: View) -> int | None:
+    """Elements from row to row of a matrix whose rows are packed; None where they are not, or overlap."""
+    (rows, columns), (step, inner) = matrix.shape[-2:], matrix.strides[-2:]
+    if columns > 1 and inner != 1 or rows > 1 and step < columns:
+        return None
+    return max(1, step if rows > 1 else columns)
+
+
+RULES: dict[str, Rule] = {
+    "matmul_kernel": _linear,
+    "matmul_vec_kernel": _linear,
+    "matmul_notrans_kernel": _linear,
+    "matmul_vec_notrans_kernel": _linear,
+    "gated_matmul_vec_kernel": _linear,
+    "batched_matmul_kernel": _batched,
+    "linear_epilogue_kernel": _linear_epilogue,
+}

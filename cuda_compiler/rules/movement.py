@@ -1,0 +1,70 @@
+"""What the calls that move elements become."""
+
+from __future__ import annotations
+
+from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
+
+_BLOCK = 256
+
+
+def _per_element(make: Specializer, call: KernelCall, file: str) -> list[KernelCall]:
+    count = call.outputs[0].numel
+    return [make.kernel(call, file, grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
+
+
+def _tensor_op(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    return _per_element(make, call, "movement/tensor_ops.cu")
+
+
+def _pick(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    return _per_element(make, call, "movement/indexing.cu")
+
+
+def _embedding(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    table, ids = call.inputs
+    width = _common_vector(table, *call.outputs)
+    threads = ids.numel * table.shape[1] // width
+    return [_vectors(make, call, threads, width)]
+
+
+def _index_copy(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    _, source, *others = call.inputs
+    if source.numel == 0:
+        return []
+    along_last = call.params["dim"] == source.rank - 1
+    width = 1 if along_last else _common_vector(source, *others, *call.outputs)
+    return [_vectors(make, call, source.numel // width, width)]
+
+
+def _vectors(make: Specializer, call: KernelCall, threads: int, width: int) -> KernelCall:
+    block = min(_BLOCK, WARP * groups(threads, WARP))
+    grid = (groups(threads, block), 1, 1)
+    return make.kernel(call, "movement/indexing.cu", grid=grid, block=(block, 1, 1), constants={"VECTOR": width})
+
+
+def _common_vector(*views: View) -> int:
+    """How many elements of the last dimension one access may move from view to view."""
+    width = min(16 // max(itemsize(view.dtype) for view in views), *map(vector_width, views))
+    while views[0].shape[-1] % width:
+        width //= 2
+    return width
+
+
+RULES: dict[str, Rule] = {
+    "fill_kernel": _tensor_op,
+    "arange_kernel": _tensor_op,
+    "pad_kernel": _tensor_op,
+    "triangle_kernel": _tensor_op,
+    "flip_kernel": _tensor_op,
+    "gather_kernel": _pick,
+    "index_select_kernel": _pick,
+    "index_kernel": _pick,
+    "embedding_kernel": _embedding,
+    "index_copy_kernel": _index_copy,
+    "index_copy_pair_kernel": _index_copy,
+}

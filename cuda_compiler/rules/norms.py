@@ -1,0 +1,72 @@
+"""Rules of softmax and of the norms, which keep what they read of a row in registers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuda_compiler.rules.rows import held_packs, shared_pack, teams_for
+from cuda_compiler.specialization.sizes import groups
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View, collapse, numel
+
+
+def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    x, *mask = call.inputs
+    out = call.outputs[0]
+    pack = shared_pack((x, *mask, out))
+    constants, grid, block = teams_for(out.numel // out.shape[-1], groups(out.shape[-1], pack))
+    held = held_packs(out.shape[-1] // pack, block, constants["teams"])
+    return [
+        make.kernel(
+            call,
+            "norms/softmax.cu",
+            inputs={"x": x, "mask": mask[0] if mask else None},
+            outputs={"out": out},
+            grid=grid,
+            block=block,
+            constants={**constants, "pack": pack, "held_packs": held},
+        )
+    ]
+
+
+def _row_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    rows, width = call.outputs[0].shape
+    pack = shared_pack((*call.inputs, *call.outputs))
+    constants, grid, block = teams_for(rows, groups(width, pack))
+    held = held_packs(width // pack, block, constants["teams"])
+    constants = {**constants, "pack": pack, "held_packs": held}
+    return [make.kernel(call, "norms/norms.cu", grid=grid, block=block, constants=constants)]
+
+
+def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """A pack must not reach into the next row of a channel, so the innermost size must be a multiple of it."""
+    x, out = call.inputs[0], call.outputs[0]
+    spatial = numel(x.shape[2:])
+    flat = [_spatial_merged(view) for view in (x, out)]
+    inner = flat[0].shape[-1] if flat[0].rank > 2 and flat[0].shape == flat[1].shape else 1
+    pack = shared_pack(flat) if inner > 1 else 1
+    while inner % pack:
+        pack //= 2
+    groups_of_all = x.shape[0] * call.params["groups"]
+    items = spatial * (x.shape[1] // call.params["groups"]) // pack
+    constants, grid, block = teams_for(groups_of_all, items)
+    held = held_packs(items, block, constants["teams"])
+    constants = {**constants, "pack": pack, "held_packs": held}
+    return [make.kernel(call, "norms/norms.cu", grid=grid, block=block, constants=constants)]
+
+
+def _spatial_merged(view: View) -> View:
+    """[N, C, …] with the spatial dimensions merged where they step evenly."""
+    sizes, (steps,) = collapse(view.shape[2:], view.strides[2:])
+    return replace(view, shape=(*view.shape[:2], *sizes), strides=(*view.strides[:2], *steps))
+
+
+RULES: dict[str, Rule] = {
+    "softmax_kernel": _softmax,
+    "log_softmax_kernel": _softmax,
+    "masked_softmax_kernel": _softmax,
+    "rmsnorm_kernel": _row_norm,
+    "layernorm_kernel": _row_norm,
+    "groupnorm_kernel": _group_norm,
+}

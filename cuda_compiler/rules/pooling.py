@@ -1,0 +1,62 @@
+"""Rules of pooling and resampling."""
+
+from __future__ import annotations
+
+from cuda_compiler.rules.channel_packs import is_packed
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.sizes import groups
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
+
+_FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
+_THREADS = 128  # of a block
+
+
+def _channel_pack(*views: View) -> int:
+    """How many channels all operands can move at once, 16 bytes of the widest at most."""
+    pack = 16 // max(itemsize(view.dtype) for view in views)
+    while pack > 1 and not all(is_packed(view, pack) for view in views):
+        pack //= 2
+    return pack
+
+
+def _pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    return _per_pack(make, call, "conv/pool.cu")
+
+
+def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    return _per_pack(make, call, "conv/upsample.cu")
+
+
+def _per_pack(make: Specializer, call: KernelCall, file: str) -> list[KernelCall]:
+    out = call.outputs[0]
+    pack = _channel_pack(*call.inputs, out)
+    while pack > 1 and out.numel // pack < _FULL:
+        pack //= 2
+    grid = (groups(out.numel // pack, _THREADS), 1, 1)
+    return [make.kernel(call, file, grid=grid, block=(_THREADS, 1, 1), constants={"pack": pack})]
+
+
+def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """Lanes share a window where its pixels lie side by side, or are many."""
+    images, channels, rows, columns = call.outputs[0].shape
+    pack = _channel_pack(*call.inputs, *call.outputs)
+    walkers = 8 if pack > 1 else WARP
+    warps = images * rows * columns * groups(channels // pack, WARP // walkers)
+    grid = (groups(warps, _THREADS // WARP), 1, 1)
+    return [
+        make.kernel(
+            call, "conv/pool.cu", grid=grid, block=(_THREADS, 1, 1), constants={"pack": pack, "walkers": walkers}
+        )
+    ]
+
+
+RULES: dict[str, Rule] = {
+    "max_pool2d_kernel": _pool,
+    "avg_pool2d_kernel": _pool,
+    "upsample_nearest_kernel": _upsample,
+    "upsample_bilinear_kernel": _upsample,
+    "adaptive_avg_pool2d_kernel": _adaptive_pool,
+}

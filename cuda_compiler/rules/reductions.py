@@ -1,0 +1,113 @@
+"""Rules of reductions and running sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuda_compiler.rules.rows import MOST_WARPS, teams_for
+from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import is_float, itemsize
+from npu_compiler.ops.reductions import REDUCTIONS
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import collapse, numel
+
+_EXTREMES = ("max_kernel", "min_kernel", "argmax_kernel", "argmin_kernel")
+_FEW_ROWS = 32
+_LONG_ROW = 16384
+_CHUNKS = 128  # of a long row
+
+
+def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """A team per output element; dimensions that step evenly are merged first, so that equal walks share a kernel."""
+    x, out = call.inputs[0], call.outputs[0]
+    kept = x.rank - call.params["reduce_dims"]
+    sizes, (x_steps, out_steps) = collapse(x.shape[:kept], x.strides[:kept], out.strides)
+    inner, (inner_steps,) = collapse(x.shape[kept:], x.strides[kept:])
+    inner, inner_steps = (inner, inner_steps) if inner else ([1], [1])
+    x = replace(x, shape=(*sizes, *inner), strides=(*x_steps, *inner_steps))
+    out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
+    call = replace(call, inputs=(x,), outputs=(out,), params={**call.params, "reduce_dims": len(inner)})
+    pack = min(vector_width(x), 16 // itemsize(x.dtype)) if len(inner) == 1 else 1
+    if call.kernel in _EXTREMES and out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1]:
+        if inner[0] >= _LONG_ROW:
+            return [_extreme_of_long_rows(make, call, pack)]
+    constants, grid, block = teams_for(out.numel, numel(inner) // pack)
+    return [make.kernel(call, "reductions/reduce.cu", grid=grid, block=block, constants=constants)]
+
+
+def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> KernelCall:
+    """One block to a row would leave the rest of the GPU idle."""
+    (x,), (out,) = call.inputs, call.outputs
+    x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
+    rows, width = x.shape
+    chunk = WARP * pack * groups(groups(width, _CHUNKS), WARP * pack)
+    chunks, warps = groups(width, chunk), min(chunk // pack // WARP, 8)
+    stem = call.outputs[0].buffer
+    outputs = {
+        "best": make.temporary(stem, (rows, chunks), "int32"),
+        "index": make.temporary(stem, (rows, chunks), "int32"),
+        "done": make.counters(stem),
+        "out": out,
+    }
+    constants = {
+        "chunk": chunk,
+        "pack": pack,
+        "least": "min" in call.kernel,
+        "wants_index": call.kernel.startswith("arg"),
+        "team_warps": warps,
+        "teams": 1,
+    }
+    return make.kernel(
+        call,
+        "reductions/long_rows.cu",
+        function="extreme_of_long_rows",
+        grid=(chunks, rows, 1),
+        block=(warps * WARP, 1, 1),
+        inputs={"x": x},
+        outputs=outputs,
+        constants=constants,
+    )
+
+
+def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    (x,), (out,) = call.inputs, call.outputs
+    width = out.shape[-1]
+    rows = out.numel // width
+    warps = min(groups(width, WARP), MOST_WARPS)
+    constants, block = {"team_warps": warps, "teams": 1}, (warps * WARP, 1, 1)
+    if rows > _FEW_ROWS or width < _LONG_ROW:
+        return [make.kernel(call, "reductions/cumsum.cu", grid=(rows, 1, 1), block=block, constants=constants)]
+    chunk = block[0] * groups(width, block[0] * _CHUNKS)
+    chunks = groups(width, chunk)
+    sums = make.temporary(out.buffer, (rows, chunks), "float32" if is_float(x.dtype) else "int32")
+    grid, constants = (chunks, rows, 1), {**constants, "CHUNK": chunk}
+    return [
+        make.kernel(
+            call,
+            "reductions/cumsum.cu",
+            function="sum_chunks",
+            inputs={"x": x},
+            outputs={"sums": sums},
+            grid=grid,
+            block=block,
+            constants=constants,
+        ),
+        make.kernel(
+            call,
+            "reductions/cumsum.cu",
+            function="cumsum_of_chunks",
+            inputs={"x": x, "sums": sums},
+            outputs={"out": out},
+            grid=grid,
+            block=block,
+            constants=constants,
+        ),
+    ]
+
+
+RULES: dict[str, Rule] = {
+    **{f"{name}_kernel": _reduction for name in REDUCTIONS},
+    "cumsum_kernel": _running_sum,
+}

@@ -1,0 +1,43 @@
+"""Which rule makes what of each op-level kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cuda_compiler.rules import attention, conv, matmul, movement, norms, pooling, reductions, rotary, sorting
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.errors import NPUError
+from npu_compiler.program.kernels import KernelCall
+
+
+def _joined(*families: Mapping[str, Rule]) -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    for family in families:
+        if twice := sorted(rules.keys() & family.keys()):
+            raise ValueError(f"kernels with two CUDA rules: {', '.join(twice)}")
+        rules.update(family)
+    return rules
+
+
+RULES = _joined(
+    attention.RULES,
+    conv.RULES,
+    matmul.RULES,
+    movement.RULES,
+    norms.RULES,
+    pooling.RULES,
+    reductions.RULES,
+    rotary.RULES,
+    sorting.RULES,
+)
+
+
+def expand(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """The calls of specialized kernels that do what an op-level call does.
+
+    Raises:
+        NPUError: there is no rule for its kernel.
+    """
+    if call.kernel not in RULES:
+        raise NPUError(f"the CUDA target has no template for kernel '{call.kernel}' (node '{call.node}')")
+    return RULES[call.kernel](make, call)

@@ -1,0 +1,1 @@
+"""Kernels with geometry, dtypes and parameters compiled in: from a template and a call to CUDA C."""

@@ -1,0 +1,150 @@
+"""`Specializer`: makes kernels of templates, with geometry, dtypes and parameters compiled in, equal ones once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from cuda_compiler.cuda_program import KernelLaunch
+from cuda_compiler.specialization.c_text import index_type, kernel_signature, shared_buffers, specialized
+from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
+from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
+from cuda_compiler.specialization.template_files import kernel_text, template_text
+from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl
+from npu_compiler.program.plan import BufferAllocation, BufferKind
+from npu_compiler.program.views import View, contiguous_strides
+
+
+@dataclass
+class Specializer:
+    """Makes specialized kernels and collects their sources, equal ones once.
+
+    Attributes:
+        sources: Source text by name, a hash of the text.
+        temporaries: Buffers that the rules asked for, by name.
+        taken: Names of the program's buffers.
+        capability: Of the GPU that is meant, as CUDA writes it: 90 is 9.0.
+        shared_memory: Bytes that a block may have there.
+    """
+
+    taken: frozenset[str] = frozenset()
+    capability: int = HOPPER
+    shared_memory: int = HOPPER_SHARED_MEMORY
+    sources: dict[str, str] = field(default_factory=dict)
+    temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
+    _made: dict[Any, str] = field(default_factory=dict)
+    _known: dict[tuple[View, Hashable], View] = field(default_factory=dict)
+
+    def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
+        """A row-major arena buffer for a value between two kernels of one call."""
+        return self._buffer(stem, "arena", shape, dtype)
+
+    def known(self, subject: tuple[View, Hashable]) -> View | None:
+        """What `learn` said of a subject, if that still holds."""
+        return self._known.get(subject)
+
+    def learn(self, subject: tuple[View, Hashable], found: View) -> None:
+        """Keep where a call leaves what it found out about a view, for later calls until the view is written."""
+        self._known[subject] = found
+
+    def forget(self, written: Collection[str]) -> None:
+        """Buffers are written: what was known of them no longer holds."""
+        self._known = {subject: found for subject, found in self._known.items() if subject[0].buffer not in written}
+
+    def counters(self, stem: str, count: int = 1) -> View:
+        """Some int32 that are 0 when the program is loaded and keep their values from run to run."""
+        return self._buffer(stem, "persistent", (count,), "int32")
+
+    def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
+        index = len(self.temporaries)
+        while (name := f"{stem}.cuda{index}") in self.taken or name in self.temporaries:
+            index += 1
+        self.temporaries[name] = BufferAllocation(name, kind, shape, dtype)
+        return View(name, shape, contiguous_strides(shape), 0, dtype)
+
+    def kernel(
+        self,
+        call: KernelCall,
+        file: str,
+        *,
+        grid: Size3,
+        block: Size3,
+        shared: int = 0,
+        function: str | None = None,
+        inputs: Mapping[str, View | None] | None = None,
+        outputs: Mapping[str, View | None] | None = None,
+        constants: Mapping[str, bool | int | float] | None = None,
+        min_blocks: int = 1,
+        cluster: int = 1,
+    ) -> KernelCall:
+        """A call of a template's kernel, specialized for its operands and the call's parameters.
+
+        Args:
+            file: In `templates`; its part for `function` is used.
+            grid, block: In blocks and threads; a grid of 0 becomes 1, so templates guard their edges.
+            shared: Bytes of dynamic shared memory.
+            function: The kernel's name; by default the call's.
+            inputs, outputs: Operand name → view, None for an absent optional one; by default the declaration's.
+            constants: Further `constexpr`s, by name.
+            min_blocks: That a multiprocessor should hold at a time, which bounds a thread's registers. Where it is 1,
+                the compiler prefers many threads to many loads on their way.
+            cluster: Neighbouring blocks along z that see each other's shared memory, on GPUs that have clusters.
+        """
+        function = function or call.kernel
+        decl = KERNELS.get(call.kernel)
+        if inputs is None or outputs is None:
+            assert decl is not None
+            bound = decl.bind(call)
+            declared = [operand.name for operand in (*decl.inputs, *decl.outputs)]
+            views = dict(zip(declared, bound, strict=True))
+            inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
+            outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
+        source = self._source(call, decl, file, function, block, min_blocks, cluster, inputs, outputs, constants or {})
+        launch = KernelLaunch(check_grid(grid, call), block, shared)
+        present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
+        return replace(
+            call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()
+        )
+
+    def add_source(self, text: str) -> str:
+        """The name of a source text."""
+        name = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.sources[name] = text
+        return name
+
+    def _source(
+        self,
+        call: KernelCall,
+        decl: KernelDecl | None,
+        file: str,
+        function: str,
+        block: Size3,
+        min_blocks: int,
+        cluster: int,
+        inputs: Mapping[str, View | None],
+        outputs: Mapping[str, View | None],
+        constants: Mapping[str, bool | int | float],
+    ) -> str:
+        shared = shared_buffers(inputs, outputs)
+        geometry = [
+            (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared))
+            for name, view in (*inputs.items(), *outputs.items())
+        ]
+        shape = (block, min_blocks, cluster)
+        key = repr((call.kernel, file, function, shape, geometry, len(inputs), dict(call.params), dict(constants)))
+        if key not in self._made:
+            parts = [
+                template_text("common/common.cuh"),
+                template_text("common/overlap.cuh"),
+                specialized(call, decl, inputs, outputs, constants),
+                kernel_signature(inputs, outputs, shared, block, min_blocks, cluster),
+                kernel_text(file, function),
+            ]
+            views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]
+            self._made[key] = self.add_source(index_type(views) + "\n".join(parts))
+        return self._made[key]
+
+
+Rule: TypeAlias = Callable[[Specializer, KernelCall], list[KernelCall]]

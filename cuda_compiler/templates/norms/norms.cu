@@ -1,0 +1,225 @@
+// RMSNorm and LayerNorm over rows, GroupNorm over groups of channels: a team each. What fits is held in registers
+// between the passes; the rest is read again. LayerNorm and GroupNorm make the mean first, then the squares about it, so
+// that a large mean costs no precision.
+
+#include "common/reduction.cuh"
+
+// `Values` tells what is normalized: `count` elements, `get<N>` and `put<N>` for N of them from one on.
+template <typename Values>
+struct Held {
+    static constexpr index_t packs = Values::count / pack;
+    float values[held_packs][pack];
+
+    // Calls visit(values, first) for every element of this thread, in packs and one by one. `again` is set where the
+    // held values are there already.
+    template <bool again, typename Visit>
+    __device__ __forceinline__ void each(const Values &source, Place place, Visit visit) {
+#pragma unroll
+        for (int turn = 0; turn < held_packs; turn++) {
+            const index_t i = turn * Place::threads() + place.thread();
+            if (i < packs) {
+                if constexpr (!again) {
+                    source.get(values[turn], i * pack);
+                }
+                visit(values[turn], i * pack);
+            }
+        }
+        for (index_t i = held_packs * Place::threads() + place.thread(); i < packs; i += Place::threads()) {
+            float read[pack];
+            source.get(read, i * pack);
+            visit(read, i * pack);
+        }
+        for (index_t i = packs * pack + place.thread(); i < Values::count; i += Place::threads()) {
+            float read[1];
+            source.get(read, i);
+            visit(read, i);
+        }
+    }
+};
+
+struct AddAll {
+    float &sum;
+    template <int N>
+    __device__ __forceinline__ void operator()(const float (&values)[N], index_t) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            sum += values[i];
+        }
+    }
+};
+
+struct AddSquares {
+    float &sum;
+    float mean;
+    template <int N>
+    __device__ __forceinline__ void operator()(const float (&values)[N], index_t) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            sum = fmaf(values[i] - mean, values[i] - mean, sum);
+        }
+    }
+};
+
+template <typename Values>
+struct PutNormalized {
+    const Values &target;
+    float mean;
+    float scale;
+    template <int N>
+    __device__ __forceinline__ void operator()(const float (&values)[N], index_t first) const {
+        float normalized[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            normalized[i] = (values[i] - mean) * scale;
+        }
+        target.put(normalized, first);
+    }
+};
+
+template <bool centered, typename Values>
+__device__ __forceinline__ void normalize(const Values &values, Place place) {
+    Held<Values> held;
+    float mean = 0.0f;
+    if constexpr (centered) {
+        float sum = 0.0f;
+        held.template each<false>(values, place, AddAll{sum});
+        mean = reduce_sum(sum, place) / float(Values::count);
+    }
+    float squares = 0.0f;
+    held.template each<centered>(values, place, AddSquares{squares, mean});
+    const float scale = rsqrtf(reduce_sum(squares, place) / float(Values::count) + param::eps);
+    held.template each<true>(values, place, PutNormalized<Values>{values, mean, scale});
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void get_floats(float (&values)[N], const T *data) {
+    if constexpr (N > 1) {
+        load_floats(values, data);
+    } else {
+        values[0] = to_float(*data);
+    }
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void put_floats(T *data, const float (&values)[N]) {
+    if constexpr (N > 1) {
+        store_floats(data, values);
+    } else {
+        *data = from<T>(values[0]);
+    }
+}
+
+#kernel rmsnorm_kernel
+struct Row {
+    static constexpr index_t count = param::width;
+    const X::type *x;
+    const Weight::type *weight;
+    Out::type *out;
+
+    template <int N>
+    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { get_floats(values, x + first); }
+
+    template <int N>
+    __device__ __forceinline__ void put(float (&values)[N], index_t first) const {
+        if constexpr (Weight::present) {
+            float gains[N];
+            get_floats(gains, weight + first);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                values[i] *= gains[i] + param::weight_offset;
+            }
+        }
+        put_floats(out + first, values);
+    }
+};
+
+KERNEL(rmsnorm_kernel) {
+    const Place place;
+    if (place.row < param::rows) {
+        normalize<false>(Row{x + place.row * X::stride(0), weight, out + place.row * Out::stride(0)}, place);
+    }
+}
+
+#kernel layernorm_kernel
+struct Row {
+    static constexpr index_t count = param::width;
+    const X::type *x;
+    const Weight::type *weight;
+    const Bias::type *bias;
+    Out::type *out;
+
+    template <int N>
+    __device__ __forceinline__ void get(float (&values)[N], index_t first) const { get_floats(values, x + first); }
+
+    template <int N>
+    __device__ __forceinline__ void put(float (&values)[N], index_t first) const {
+        float part[N];
+        if constexpr (Weight::present) {
+            get_floats(part, weight + first);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                values[i] *= part[i];
+            }
+        }
+        if constexpr (Bias::present) {
+            get_floats(part, bias + first);
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                values[i] += part[i];
+            }
+        }
+        put_floats(out + first, values);
+    }
+};
+
+KERNEL(layernorm_kernel) {
+    const Place place;
+    if (place.row < param::rows) {
+        normalize<true>(Row{x + place.row * X::stride(0), weight, bias, out + place.row * Out::stride(0)}, place);
+    }
+}
+
+#kernel groupnorm_kernel
+constexpr index_t channels = X::size(1) / param::groups;  // of a group
+constexpr index_t spatial = X::numel / (X::size(0) * X::size(1));
+
+// The group's elements; `pack` of them, if more than one, lie side by side in one channel.
+struct ChannelGroup {
+    static constexpr index_t count = channels * spatial;
+    const X::type *x;
+    const Weight::type *weight;
+    const Bias::type *bias;
+    Out::type *out;
+    index_t first_element;  // in row-major order
+    index_t first_channel;
+
+    template <int N>
+    __device__ __forceinline__ void get(float (&values)[N], index_t i) const {
+        get_floats(values, x + X::offset(first_element + i));
+    }
+
+    template <int N>
+    __device__ __forceinline__ void put(float (&values)[N], index_t i) const {
+        const index_t channel = first_channel + i / spatial;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            if constexpr (Weight::present) {
+                values[j] *= to_float(weight[channel * Weight::stride(0)]);
+            }
+            if constexpr (Bias::present) {
+                values[j] += to_float(bias[channel * Bias::stride(0)]);
+            }
+        }
+        put_floats(out + Out::offset(first_element + i), values);
+    }
+};
+
+KERNEL(groupnorm_kernel) {
+    const Place place;
+    if (place.row >= X::size(0) * param::groups) {
+        return;
+    }
+    const ChannelGroup group{
+        x, weight, bias, out, place.row * ChannelGroup::count, place.row % param::groups * channels};
+    normalize<true>(group, place);
+}

@@ -1,0 +1,125 @@
+// softmax, log_softmax and masked softmax over the last dimension: a team per row. A row that fits is held in registers
+// between the two passes; others are read twice.
+
+#include "common/reduction.cuh"
+
+constexpr int last = Out::rank - 1;
+constexpr index_t width = Out::size(last);
+
+// A row of scale · x (+ mask).
+struct Logits {
+    const X::type *x;
+    const Mask::type *mask;
+
+    template <int N>
+    __device__ __forceinline__ void get(float (&values)[N], index_t column) const {
+        if constexpr (N > 1) {
+            load_floats(values, x + column);
+        } else {
+            values[0] = to_float(x[column * X::stride(last)]);
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            values[i] *= param::scale;
+        }
+        if constexpr (Mask::present) {
+            float biases[N];
+            if constexpr (N > 1) {
+                load_floats(biases, mask + column);
+            } else {
+                biases[0] = to_float(mask[column * Mask::stride(last)]);
+            }
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                values[i] += biases[i];
+            }
+        }
+    }
+};
+
+template <int N>
+__device__ __forceinline__ void put(Out::type *out, index_t column, const float (&values)[N]) {
+    if constexpr (N > 1) {
+        store_floats(out + column, values);
+    } else {
+        out[column * Out::stride(last)] = from<Out::type>(values[0]);
+    }
+}
+
+template <int N, bool logarithm>
+__device__ __forceinline__ void normalize(float (&values)[N], const ExpSum &sum) {
+    const float factor = logarithm ? logf(sum.total) : 1.0f / sum.total;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        const float distance = values[i] - sum.largest;
+        values[i] = logarithm ? distance - factor : expf(distance) * factor;
+    }
+}
+
+template <bool logarithm>
+__device__ __forceinline__ void softmax_row(const Logits &logits, Out::type *out, Place place) {
+    constexpr index_t packs = width / pack;
+    ExpSum sum;
+    float held[held_packs][pack];
+#pragma unroll
+    for (int turn = 0; turn < held_packs; turn++) {
+        const index_t i = turn * Place::threads() + place.thread();
+        if (i < packs) {
+            logits.get(held[turn], i * pack);
+            sum.add(held[turn]);
+        }
+    }
+    for (index_t i = held_packs * Place::threads() + place.thread(); i < packs; i += Place::threads()) {
+        float values[pack];
+        logits.get(values, i * pack);
+        sum.add(values);
+    }
+    for (index_t i = packs * pack + place.thread(); i < width; i += Place::threads()) {
+        float value[1];
+        logits.get(value, i);
+        sum.add(value);
+    }
+    sum.reduce(place);
+#pragma unroll
+    for (int turn = 0; turn < held_packs; turn++) {
+        const index_t i = turn * Place::threads() + place.thread();
+        if (i < packs) {
+            normalize<pack, logarithm>(held[turn], sum);
+            put(out, i * pack, held[turn]);
+        }
+    }
+    for (index_t i = held_packs * Place::threads() + place.thread(); i < packs; i += Place::threads()) {
+        float values[pack];
+        logits.get(values, i * pack);
+        normalize<pack, logarithm>(values, sum);
+        put(out, i * pack, values);
+    }
+    for (index_t i = packs * pack + place.thread(); i < width; i += Place::threads()) {
+        float value[1];
+        logits.get(value, i);
+        normalize<1, logarithm>(value, sum);
+        put(out, i, value);
+    }
+}
+
+template <bool logarithm>
+__device__ __forceinline__ void softmax(const X::type *x, const Mask::type *mask, Out::type *out) {
+    const Place place;
+    if (place.row >= Out::numel / width) {
+        return;
+    }
+    Logits logits{x + leading_offset<X, last>(place.row), mask};
+    if constexpr (Mask::present) {
+        logits.mask += leading_offset<Mask, last>(place.row);
+    }
+    softmax_row<logarithm>(logits, out + leading_offset<Out, last>(place.row), place);
+}
+
+#kernel softmax_kernel
+KERNEL(softmax_kernel) { softmax<false>(x, mask, out); }
+
+#kernel masked_softmax_kernel
+KERNEL(masked_softmax_kernel) { softmax<false>(x, mask, out); }
+
+#kernel log_softmax_kernel
+KERNEL(log_softmax_kernel) { softmax<true>(x, mask, out); }

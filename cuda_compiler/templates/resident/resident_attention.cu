@@ -1,0 +1,527 @@
+// Phase of a resident kernel for attention of few queries: the rotary embedding of queries and keys, the new rows of the
+// cache, and each split's part of the keys. What a split finds goes as letters to all blocks, which share out the sum. With
+// `mailed`, queries and new rows come as mail, and with `mails` the result goes as mail, too.
+
+// The queries as a block keeps them in shared memory: a KV head's rows one after the other.
+struct Q {
+    using type = Unrotated::type;
+    static constexpr int row = int(Unrotated::size(3)) + 32;  // so that rows begin in different banks
+    __device__ static constexpr index_t size(int dim) { return Unrotated::size(dim); }
+    __device__ static constexpr index_t stride(int dim) {
+        return dim == 0 ? 0 : dim == 1 ? row : dim == 2 ? row * (Unrotated::size(1) / K::size(1)) : 1;
+    }
+};
+
+#include "attention/attention_split.cuh"
+
+constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
+
+// How far a warp has come before the step. The L2 cache has its next two tiles, or is fetching them.
+struct Begun {
+    int key;  // of the first tile
+    int next;
+    int turn;
+    unsigned found;
+    bool looked;
+    bool lowest_counts;
+};
+
+struct Early {
+    alignas(16) Cos::type cosines[Cos::present ? queries : 1][width];
+    alignas(16) Sin::type sines[Cos::present ? queries : 1][width];
+    int token_keys[larger(tokens, 1)];  // -1 for an index out of range
+    Begun begun[warps];
+};
+static_assert(sizeof(Early) <= EARLY_BYTES, "the early memory is the largest phase's");
+
+struct Scratch {
+    alignas(16) Half q[held_rows][Q::row];
+    alignas(16) Half new_keys[larger(tokens, 1)][width];
+    alignas(16) Half new_values[larger(tokens, 1)][value_width];
+    struct {
+        Found found;
+    } memory[warps];
+};
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - AHEAD_BYTES, "the scratch memory is the largest phase's");
+
+// What part of the work is a block's.
+struct Item {
+    int split;
+    int first_row;
+    int kv_head;
+    index_t batch;
+
+    __device__ __forceinline__ Item(int number)
+        : split(number % splits), first_row(number / splits % row_blocks * block_rows),
+          kv_head(number / (splits * row_blocks) % kv_heads), batch(number / (splits * row_blocks * kv_heads)) {}
+
+    __device__ __forceinline__ bool has(int key) const {
+        return key >= 0 && key / block_keys % splits == split;
+    }
+};
+
+constexpr int items = int(K::size(0)) * kv_heads * row_blocks * splits;
+
+// How many of a block's first warps there are behind which none has keys that are attended to.
+__device__ __forceinline__ int warps_with_keys(const Early &early) {
+    int count = 0;
+#pragma unroll
+    for (int warp = 0; warp < warps; warp++) {
+        count = early.begun[warp].key < keys ? warp + 1 : count;
+    }
+    return count;
+}
+
+__device__ __forceinline__ bool has_new_keys(const Early &early, const Item &item) {
+    bool found = false;
+    for (int token = 0; token < tokens; token++) {
+        found |= item.has(early.token_keys[token]);
+    }
+    return found;
+}
+
+// Has the L2 cache fetch the rows of a tile, by one warp.
+template <typename X>
+__device__ __forceinline__ void prefetch_rows(const Half *data, int first) {
+    constexpr unsigned row_bytes = X::size(3) * sizeof(Half);
+    constexpr bool side_by_side = X::stride(2) == X::size(3);
+    const unsigned count = smaller(block_keys, keys - first);
+    const unsigned rows = side_by_side ? 1 : count;
+    const unsigned bytes = side_by_side ? count * row_bytes : row_bytes;
+    const char *start = reinterpret_cast<const char *>(data + size_t(first) * X::stride(2));
+    const int lane = threadIdx.x % WARP;
+    for (unsigned row = 0; row < rows; row++, start += X::stride(2) * sizeof(Half)) {
+#if __CUDA_ARCH__ >= 900
+        if (lane == 0) {
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(start), "r"(bytes) : "memory");
+        }
+#else
+        for (unsigned at = lane * 128; at < bytes; at += WARP * 128) {
+            asm volatile("prefetch.global.L2 [%0];" :: "l"(start + at));
+        }
+#endif
+    }
+}
+
+__device__ __forceinline__ void prefetch_tile(const Problem &problem, int first) {
+    if (first < keys) {
+        prefetch_rows<K>(problem.k, first);
+        prefetch_rows<V>(problem.v, first);
+    }
+}
+
+// Straight from memory: every piece is read by one lane only.
+template <typename Fragment>
+__device__ __forceinline__ void load(Fragment &fragment, const Half *data, size_t stride, int first, int row_width) {
+    data += first * stride;
+    fragment.each([&](Words &words, int key, int piece) {
+        const bool inside = (keys % block_keys == 0 || first + key < keys) && piece * 8 < row_width;
+        words = load_words(data + key * stride + piece * 8, inside);
+    });
+}
+
+__device__ __forceinline__ void load(KeyWords &key_words, const Problem &problem, int first) {
+    load(key_words, problem.k, K::stride(2), first, width);
+}
+
+__device__ __forceinline__ void load(ValueWords &values, const Problem &problem, int first) {
+    load(values, problem.v, V::stride(2), first, value_width);
+}
+
+// What the step before has no part in: the angles' cosines and sines, the tokens' places. By threads `thread` of `threads`.
+template <typename Cosines, typename Indices>
+__device__ __forceinline__ void keep_given(
+    Early &early, const Item &item, const Cos::type *cos, const Sin::type *sin, const Index::type *index, int thread,
+    int threads
+) {
+    if constexpr (Indices::present) {
+        for (int token = thread; token < tokens; token += threads) {
+            const int key = index[token * Indices::stride(0)];
+            early.token_keys[token] = unsigned(key) < unsigned(keys) ? key : -1;
+        }
+    }
+    if constexpr (Cosines::present) {
+#pragma unroll 4
+        for (int at = thread; at < queries * width; at += threads) {
+            const int query = at / width;
+            const int dim = at % width;
+            early.cosines[query][dim] = cos[item.batch * Cos::stride(0) + query * Cos::stride(2) + dim * Cos::stride(3)];
+            early.sines[query][dim] = sin[item.batch * Sin::stride(0) + query * Sin::stride(2) + dim * Sin::stride(3)];
+        }
+    }
+}
+
+// Looks at the mask for each warp that will compute and has the L2 cache fetch its first tiles, of which only a new row can
+// still change. By warp `part` of `parts`.
+__device__ __forceinline__ void begin(
+    Early &early, const Item &item, const K::type *k, const V::type *v, const Mask::type *mask, const Cos::type *cos,
+    const Sin::type *sin, const Index::type *index, int part, int parts
+) {
+    const Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 1
+    for (int warp = part; warp < warps; warp += parts) {
+        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+        const int key = turns.next();
+        const int next = turns.next();
+        prefetch_tile(problem, key);
+        prefetch_tile(problem, next);
+        if (lane == 0) {
+            early.begun[warp] = Begun{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
+        }
+    }
+    keep_given<Cos, Index>(early, item, cos, sin, index, part * WARP + lane, parts * WARP);
+}
+
+constexpr int pack = smaller(
+    smaller(width % 16 == 0 && (tokens == 0 || value_width % 16 == 0) ? 8 : 4, Unrotated::vector),
+    smaller(Key_source::vector, Value_source::vector)
+);
+
+static_assert(pack == 8 || !mailed, "mail is read by eight values");
+
+// Two packs of a row, half the row apart, which a rotation takes together: where they come from and where they go.
+struct Pair {
+    static constexpr int of_row = larger(width, value_width) / 2 / pack;
+    static constexpr int count = (held_rows + 2 * tokens) * of_row;
+
+    const Half *source = nullptr;  // null where the block needs none
+    Half *kept;
+    Half *cached = nullptr;
+    int half;  // elements from a pack to its partner
+    int dim;
+    int angle = -1;  // the query whose angles turn it
+    Pack<Half, pack> low, high;
+
+    // The `number`-th pair of the queries, the new keys and the new values of a block.
+    template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value>
+    __device__ __forceinline__ void find(
+        int number, const Early &early, Scratch &scratch, const Item &item, const Half *q, const NewKey *key_source,
+        const NewValue *value_source, Key *k, Value *v
+    ) {
+        const int held = number / of_row;
+        dim = number % of_row * pack;
+        if (held < held_rows) {
+            half = width / 2;
+            const int row = item.first_row + held;
+            const int head = item.kv_head * sharing + row % sharing;
+            if (row < rows && dim < half) {
+                source = q + item.batch * Unrotated::stride(0) + head * Unrotated::stride(1)
+                    + row / sharing * Unrotated::stride(2) + dim;
+                kept = &scratch.q[held][dim];
+                angle = row / sharing;
+            }
+            return;
+        }
+        if constexpr (Indices::present) {
+            const int token = (held - held_rows) % tokens;
+            const int key = number < count ? early.token_keys[token] : -1;
+            if (!item.has(key)) {
+                return;
+            }
+            if (held < held_rows + tokens) {
+                half = width / 2;
+                if (dim < half) {
+                    source = key_source + item.batch * Key_source::stride(0) + item.kv_head * Key_source::stride(1)
+                        + token * Key_source::stride(2) + dim;
+                    kept = &scratch.new_keys[token][dim];
+                    cached = k + item.batch * K::stride(0) + item.kv_head * K::stride(1) + key * K::stride(2) + dim;
+                    angle = token;
+                }
+            } else {
+                half = value_width / 2;
+                if (dim < half) {
+                    source = value_source + item.batch * Value_source::stride(0)
+                        + item.kv_head * Value_source::stride(1) + token * Value_source::stride(2) + dim;
+                    kept = &scratch.new_values[token][dim];
+                    cached = v + item.batch * V::stride(0) + item.kv_head * V::stride(1) + key * V::stride(2) + dim;
+                }
+            }
+        }
+    }
+
+    // Whether it was there.
+    template <typename Sent>
+    __device__ __forceinline__ bool load(const Grid &grid, const Sent *sent) {
+        if (source == nullptr) {
+            return true;
+        }
+        if constexpr (mailed) {
+            const int index = source - sent;
+            const bool first = grid.receive(low, index);
+            return grid.receive(high, index + half) && first;
+        } else {
+            low = load_pack<pack>(source);
+            high = load_pack<pack>(source + half);
+            return true;
+        }
+    }
+
+    __device__ __forceinline__ void place(const Early &early) {
+        if (source == nullptr) {
+            return;
+        }
+        if (Cos::present && angle >= 0) {
+            float first[pack], second[pack], cosines[2][pack], sines[2][pack];
+            to_floats(first, low);
+            to_floats(second, high);
+            load_floats(cosines[0], &early.cosines[angle][dim]);
+            load_floats(cosines[1], &early.cosines[angle][dim + half]);
+            load_floats(sines[0], &early.sines[angle][dim]);
+            load_floats(sines[1], &early.sines[angle][dim + half]);
+#pragma unroll
+            for (int i = 0; i < pack; i++) {
+                low.item[i] = from<Half>(first[i] * cosines[0][i] - second[i] * sines[0][i]);
+                high.item[i] = from<Half>(second[i] * cosines[1][i] + first[i] * sines[1][i]);
+            }
+        }
+        store_pack(kept, low);
+        store_pack(kept + half, high);
+        if (cached != nullptr) {
+            store_pack(cached, low);
+            store_pack(cached + half, high);
+        }
+    }
+};
+
+// Puts the new rows into a tile that was loaded without them.
+__device__ __forceinline__ void renew(
+    KeyWords &key_words, ValueWords &values, const Early &early, const Scratch &scratch, int first
+) {
+#pragma unroll 1
+    for (int token = 0; token < tokens; token++) {
+        const int place = early.token_keys[token] - first;
+        if (place < 0 || place >= block_keys) {
+            continue;
+        }
+        key_words.each([&](Words &words, int key, int piece) {
+            if (key == place && piece * 8 < width) {
+                words = *reinterpret_cast<const Words *>(&scratch.new_keys[token][piece * 8]);
+            }
+        });
+        values.each([&](Words &words, int key, int piece) {
+            if (key == place && piece * 8 < value_width) {
+                words = *reinterpret_cast<const Words *>(&scratch.new_values[token][piece * 8]);
+            }
+        });
+    }
+}
+
+// Letters of the splits of a row, [row of a problem, split]: its maximum and its total, and behind all of these its sums,
+// [row of a problem, split, dimension].
+constexpr int all_parts = int(K::size(0)) * kv_heads * rows * splits;
+
+__device__ __forceinline__ unsigned long long *stats_of(int *parts, int part) {
+    return reinterpret_cast<unsigned long long *>(parts) + 2 * part;
+}
+
+__device__ __forceinline__ unsigned long long *sums_of(int *parts, int part, int dim) {
+    return reinterpret_cast<unsigned long long *>(parts) + 2 * all_parts + part * value_width + dim;
+}
+
+struct SendParts {
+    const Grid &grid;
+    int *parts;
+    int split;
+
+    __device__ __forceinline__ void operator()(
+        const Problem &problem, int row, int dim, float largest, float total, const float (&found)[4]
+    ) const {
+        const int part = (int(problem.batch * kv_heads + problem.kv_head) * rows + row) * splits + split;
+        if (total != 0.0f) {
+            grid.send(sums_of(parts, part, dim), found[0], found[1]);
+            grid.send(sums_of(parts, part, dim + 2), found[2], found[3]);
+        }
+        if (dim == 0) {
+            grid.send(stats_of(parts, part), largest, total);
+        }
+    }
+};
+
+__device__ __forceinline__ constexpr int lanes_for(int splits) {
+    int lanes = 1;
+    while (lanes < splits && lanes < WARP) {
+        lanes *= 2;
+    }
+    return lanes;
+}
+
+// This block's share of the results, four dimensions at a time: lanes side by side receive what the splits found of them.
+__device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *out) {
+    constexpr int lanes = lanes_for(splits);
+    constexpr int own = (splits + lanes - 1) / lanes;
+    constexpr int pieces = value_width / 4;
+    constexpr int results = all_parts / splits * pieces;
+    const int lane = threadIdx.x % lanes;
+    for (int first = 0; first < results; first += THREADS / lanes * gridDim.x) {
+        const int number = first + threadIdx.x / lanes * gridDim.x + blockIdx.x;
+        const int row = number / pieces;
+        const int dim = number % pieces * 4;
+        float largest[own], total[own], sums[own][4];
+        bool complete;
+        do {
+            complete = true;
+#pragma unroll
+            for (int i = 0; i < own; i++) {
+                const int split = i * lanes + lane;
+                largest[i] = -FLOAT_MAX;
+                total[i] = 0.0f;
+                if (number >= results || split >= splits) {
+                    continue;
+                }
+                const int part = row * splits + split;
+                const bool known = grid.receive(stats_of(parts, part), largest[i], total[i]);
+                const bool low = grid.receive(sums_of(parts, part, dim), sums[i][0], sums[i][1]);
+                const bool high = grid.receive(sums_of(parts, part, dim + 2), sums[i][2], sums[i][3]);
+                // A split without keys sends no sums.
+                complete &= known && (total[i] == 0.0f || (low && high));
+            }
+        } while (!complete);
+        float greatest = -FLOAT_MAX;
+#pragma unroll
+        for (int i = 0; i < own; i++) {
+            greatest = fmaxf(greatest, largest[i]);
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
+        }
+        float whole = 0.0f;
+        float result[4] = {};
+#pragma unroll
+        for (int i = 0; i < own; i++) {
+            const float weight = total[i] == 0.0f ? 0.0f : expf(largest[i] - greatest);
+            whole = fmaf(weight, total[i], whole);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                result[j] = total[i] == 0.0f ? result[j] : fmaf(weight, sums[i][j], result[j]);
+            }
+        }
+#pragma unroll
+        for (int step = lanes / 2; step > 0; step /= 2) {
+            whole += __shfl_xor_sync(0xffffffffu, whole, step);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                result[j] += __shfl_xor_sync(0xffffffffu, result[j], step);
+            }
+        }
+        if (lane != 0 || number >= results) {
+            continue;
+        }
+        const int kv_head = row / rows % kv_heads;
+        const index_t place = row / (rows * kv_heads) * Out::stride(0)
+            + (kv_head * sharing + row % rows % sharing) * Out::stride(1) + row % rows / sharing * Out::stride(2);
+        Out::type values[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            // A query that attends to no key at all gets zeros, as in PyTorch.
+            values[j] = from<Out::type>(whole == 0.0f ? 0.0f : result[j] / whole);
+        }
+        if constexpr (mails) {
+            grid.send(place + dim, values);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            out[place + (dim + j) * Out::stride(3)] = values[j];
+        }
+    }
+}
+
+LOOK_AHEAD {
+    if (blockIdx.x < items) {
+        begin(*reinterpret_cast<Early *>(ahead.now()), Item(blockIdx.x), k, v, mask, cos, sin, index, 0, 1);
+    }
+}
+
+PHASE(attend_keys) {
+    ahead.wait();
+    Early &early = *reinterpret_cast<Early *>(ahead.now());
+    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
+    const int warp = threadIdx.x / WARP;
+    if constexpr (!mailed) {
+        grid.wait();
+    }
+    bool idle = true;
+    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+        const Item item(number);
+        Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
+        const SendParts send{grid, parts, item.split};
+        if (number >= gridDim.x) {
+            sync_block();
+            begin(early, item, k, v, mask, cos, sin, index, warp, warps);
+            sync_block();
+        }
+        const int used = warps_with_keys(early);
+        if (used == 0 && !has_new_keys(early, item)) {
+            const int row = item.first_row + threadIdx.x;
+            if (threadIdx.x < held_rows && row < rows) {
+                send(problem, row, 0, -FLOAT_MAX, 0.0f, {});
+            }
+            continue;
+        }
+        idle = false;
+        // All that comes from memory is asked for at once.
+        const Begun &begun = early.begun[warp];
+        int key = begun.key;
+        int next = begun.next;
+        KeyWords key_words;
+        ValueWords values;
+        float bias[2][2 * halves];
+        if (key < keys) {
+            load(key_words, problem, key);
+            fragment_biases(problem, item.first_row, key, bias);
+            load(values, problem, key);
+        }
+        Pair pairs[(Pair::count + THREADS - 1) / THREADS];
+#pragma unroll
+        for (int i = 0; i < int(sizeof(pairs) / sizeof(Pair)); i++) {
+            pairs[i].find<Index>(
+                i * THREADS + threadIdx.x, early, scratch, item, unrotated, key_source, value_source, k, v
+            );
+        }
+        bool complete;
+        do {
+            complete = true;
+#pragma unroll
+            for (Pair &pair : pairs) {
+                complete &= pair.load(grid, sent);
+            }
+        } while (!complete);
+#pragma unroll
+        for (Pair &pair : pairs) {
+            pair.place(early);
+        }
+        sync_block();
+        renew(key_words, values, early, scratch, key);
+        Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
+        turns.turn = begun.turn;
+        turns.found = begun.found;
+        turns.looked = begun.looked;
+        turns.lowest_counts = begun.lowest_counts;
+        problem.q = &scratch.q[0][0] - item.first_row * Q::row;
+        State state;
+        state.start(problem, item.first_row);
+        while (key < keys) {
+            const Weights weights = state.weigh(key_words, bias);
+            if (next < keys) {
+                load(key_words, problem, next);
+                fragment_biases(problem, item.first_row, next, bias);
+            }
+            state.add(weights, values);
+            key = next;
+            if (next < keys) {
+                load(values, problem, next);
+                next = turns.next();
+                prefetch_tile(problem, next);
+            }
+        }
+        combine_warps(problem, item.first_row, state, scratch.memory, send, used);
+    }
+    if constexpr (mailed) {
+        grid.wait();
+    }
+    if (idle) {
+        __nanosleep(patience);
+    }
+    add_up(grid, parts, out);
+}

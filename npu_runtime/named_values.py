@@ -1,0 +1,38 @@
+"""Inputs and outputs by name. Where there is exactly one, "input" and "output" stand for it, whatever its name is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TypeVar
+
+from npu_compiler.errors import InputError
+
+ValueT = TypeVar("ValueT")
+
+
+def inputs_by_name(given: Mapping[str, ValueT], known: Collection[str], whose: str) -> Mapping[str, ValueT]:
+    """Check that each known input is given and nothing else.
+
+    Args:
+        whose: What has these inputs, for the message: "program" or "graph".
+
+    Raises:
+        InputError: names all that are missing or unknown.
+    """
+    if len(known) == 1 and given.keys() == {"input"}:
+        return dict(zip(known, given.values(), strict=True))
+    unknown, missing = sorted(given.keys() - set(known)), sorted(set(known) - given.keys())
+    if unknown or missing:
+        problems = [f"unknown input '{name}'" for name in unknown] + [f"missing input '{name}'" for name in missing]
+        names = ", ".join(f"'{name}'" for name in known)
+        raise InputError(f"{'; '.join(problems)} (the {whose}'s inputs are {names})")
+    return given
+
+
+class Outputs(dict[str, ValueT]):
+    """Output name → value; `["output"]` is the only one where there is exactly one."""
+
+    def __missing__(self, name: str) -> ValueT:
+        if name == "output" and len(self) == 1:
+            return next(iter(self.values()))
+        raise KeyError(name)

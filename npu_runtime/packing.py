@@ -1,0 +1,70 @@
+"""Arrays as a device stores them and back: the checks, cast and padding that a spec asks for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, INT_DTYPES, dtype_name, numpy_dtype, saturating_cast
+from npu_compiler.graph.model import TensorSpec
+
+_KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
+
+
+def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Check an array against a spec, then cast and pad it to what the device stores.
+
+    Raises:
+        InputError: wrong shape, a float where integers are wanted, or an index out of bounds.
+    """
+    check_array(data, spec)
+    stored = saturating_cast(np.asarray(data, order="C"), spec.storage or spec.dtype)
+    if spec.alloc_shape is not None and spec.alloc_shape != spec.shape:
+        if not _fits_in(spec.shape, spec.alloc_shape):
+            raise InputError(f"'{spec.name}' of shape {list(spec.shape)} does not fit in {list(spec.alloc_shape)}")
+        padded = np.zeros(spec.alloc_shape, dtype=stored.dtype)
+        padded[tuple(slice(size) for size in spec.shape)] = stored
+        stored = padded
+    return np.asarray(stored, order="C")
+
+
+def _fits_in(shape: tuple[int, ...], alloc_shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(alloc_shape) and all(size <= room for size, room in zip(shape, alloc_shape, strict=True))
+
+
+def check_array(data: np.ndarray, spec: TensorSpec) -> None:
+    if tuple(data.shape) != spec.shape:
+        raise InputError(f"'{spec.name}' has shape {list(data.shape)}, but the program wants {list(spec.shape)}")
+    kind = _kind(data)
+    wanted = "int" if spec.dtype in INT_DTYPES else "bool" if spec.dtype == "bool" else "float"
+    if kind != wanted and not (kind in ("int", "bool") and wanted in ("float", "int")):
+        raise InputError(f"'{spec.name}' has dtype {data.dtype}, but the program wants {spec.dtype}")
+    if wanted == "int" and data.size:
+        low, high = spec.bounds or (INT32_MIN, INT32_MAX)
+        smallest, largest = int(data.min()), int(data.max())
+        if smallest < low or largest > high:
+            offender = smallest if smallest < low else largest
+            raise InputError(f"'{spec.name}' holds {offender}, which is outside {low}..{high}")
+
+
+def _kind(data: np.ndarray) -> str:
+    if np.dtype(data.dtype) == numpy_dtype("bfloat16"):
+        return "float"
+    return _KINDS.get(np.dtype(data.dtype).kind, str(data.dtype))
+
+
+def unpack_array(stored: np.ndarray, shape: tuple[int, ...], spec: TensorSpec | None) -> np.ndarray:
+    """The inverse of `pack_array`: without padding, and in the spec's dtype if there is one."""
+    if stored.shape != shape:
+        stored = stored[tuple(slice(size) for size in shape)]
+    if spec is not None:
+        wanted = numpy_dtype(spec.dtype)
+        stored = stored.reshape(spec.shape)
+        return np.asarray(stored.astype(wanted) if stored.dtype != wanted else stored, order="C")
+    return np.asarray(stored, order="C")
+
+
+def storage_name(data: np.ndarray) -> str:
+    """The storage dtype of an array uploaded without a spec: wide integers become int32, float64 float32."""
+    name = dtype_name(data.dtype)
+    return {"int64": "int32", "int16": "int32", "int8": "int32", "uint8": "int32", "float64": "float32"}.get(name, name)

@@ -1,0 +1,26 @@
+"""NumPy arrays as torch tensors and back, in shared memory; bfloat16 is `ml_dtypes.bfloat16` in NumPy."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+
+def numpy_to_tensor(array: np.ndarray) -> torch.Tensor:
+    """A torch tensor that shares the array's memory, unless the array is read-only: torch has no such tensors."""
+    array = np.asarray(array, order="C")
+    if not array.flags.writeable:
+        array = array.copy()
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A NumPy array that shares the tensor's memory, where the tensor is contiguous and on the CPU."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: np.ndarray = tensor.numpy()
+    return array
