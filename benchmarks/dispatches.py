@@ -99,7 +99,7 @@ def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
     rows = []
     for count in range(len(names) + 1):
         program = compile(ir, disabled_fusions=names[count:])
-        figures = summary(program)
+        figures = summary(program.plan)
         launches, moved = int(figures["kernel launches"]), int(figures["bytes moved"])
         rows.append(Row(names[count - 1] if count else "none", launches, moved))
     return rows, traffic(program)

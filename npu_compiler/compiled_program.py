@@ -10,6 +10,7 @@ from pathlib import Path
 
 from npu_compiler.errors import InputError, ProgramFormatError
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.describe import describe_plan
 from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan, WeightSpec
@@ -55,13 +56,11 @@ class CompiledProgram:
 
     def describe(self, *, kernels: bool = True) -> str:
         """A text dump: kernels, buffers, memory, weights. `kernels=False` leaves the long tables out."""
-        from npu_compiler.program.describe import describe_program
-
-        return describe_program(self, tables=kernels)
+        made = f"target {self.target}, compute dtype {self.compute_dtype}, compiler {self.compiler_version}"
+        return f"program {self.name}\n  {made}\n{describe_plan(self.plan, tables=kernels)}"
 
     def to_bytes(self) -> bytes:
-        header = {key: getattr(self, key) for key in ("name", "target", "compute_dtype", "compiler_version")}
-        return encode(header, self.plan)
+        return encode(self)
 
     def save(self, path: str | Path) -> None:
         """Write the `.npubin`: to a temporary file first, then renamed, so that no half-written file is ever seen.
@@ -91,8 +90,7 @@ class CompiledProgram:
     @classmethod
     def from_bytes(cls, data: bytes, origin: str = "program") -> CompiledProgram:
         """The inverse of `to_bytes`; `origin` is named in errors. Raises as `load` does."""
-        header, plan = decode(data, origin)
-        return cls(plan=plan, **header)
+        return decode(cls, data, origin)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.errors import ProgramFormatError
-
 
 @dataclass(frozen=True)
 class WeightTransformRecipe:
@@ -23,6 +21,12 @@ class WeightTransformRecipe:
     args: tuple[WeightTransformRecipe, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.op not in ("key", *_TRANSFORMS):
+            raise ValueError(f"unknown weight transform '{self.op}'")
+        if self.op == "key" and not isinstance(self.params.get("key"), str):
+            raise ValueError("a weight recipe reads a key, but names none")
+
     def keys(self) -> Iterator[str]:
         """Every `state_dict` key that the expression reads."""
         if self.op == "key":
@@ -35,17 +39,6 @@ class WeightTransformRecipe:
             return str(self.params["key"])
         inside = [str(arg) for arg in self.args] + [f"{name}={value}" for name, value in self.params.items()]
         return f"{self.op}({', '.join(inside)})"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"op": self.op, "args": [arg.to_dict() for arg in self.args], "params": dict(self.params)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> WeightTransformRecipe:
-        if data["op"] not in ("key", *_TRANSFORMS):
-            raise ProgramFormatError(f"unknown weight transform '{data['op']}'")
-        if data["op"] == "key" and not isinstance(data["params"].get("key"), str):
-            raise ProgramFormatError("a weight recipe reads a key, but names none")
-        return cls(data["op"], tuple(cls.from_dict(arg) for arg in data["args"]), dict(data["params"]))
 
 
 def from_key(key: str) -> WeightTransformRecipe:

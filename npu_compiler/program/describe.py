@@ -1,24 +1,17 @@
-"""The text dump of a program: kernels, buffers with offsets and lifetimes, memory, weights."""
+"""The text dump of a plan: kernels, buffers with offsets and lifetimes, memory, weights."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import BufferAllocation
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, numel
 
-if TYPE_CHECKING:
-    from npu_compiler.compiled_program import CompiledProgram
 
-
-def describe_program(program: CompiledProgram, *, tables: bool = True) -> str:
-    plan = program.plan
+def describe_plan(plan: ExecutionPlan, *, tables: bool = True) -> str:
     lines = [
-        f"program {program.name}",
-        f"  target {program.target}, compute dtype {program.compute_dtype}, compiler {program.compiler_version}",
         "inputs",
         *(f"  {spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}" for spec in plan.inputs),
         "outputs",
@@ -41,13 +34,12 @@ def describe_program(program: CompiledProgram, *, tables: bool = True) -> str:
         lines += [_buffer_line(buffer) for buffer in plan.buffers.values() if buffer.kind != "weight"]
         lines += ["weights"]
         lines += [f"  {name}: {_spec(w.spec.shape, w.spec.storage)} = {w.recipe}" for name, w in plan.weights.items()]
-    lines += ["summary", *(f"  {key}: {value}" for key, value in summary(program).items())]
+    lines += ["summary", *(f"  {key}: {value}" for key, value in summary(plan).items())]
     return "\n".join(lines)
 
 
-def summary(program: CompiledProgram) -> dict[str, str | int]:
+def summary(plan: ExecutionPlan) -> dict[str, str | int]:
     """Totals: launches by kernel, FLOPs, bytes, peak memory, padding waste."""
-    plan = program.plan
     counts = Counter(call.kernel for call in plan.calls)
     by_kind: Counter[str] = Counter()
     waste = 0
@@ -55,7 +47,7 @@ def summary(program: CompiledProgram) -> dict[str, str | int]:
         by_kind[buffer.kind] += buffer.size_bytes
     for spec in (*plan.inputs, *plan.outputs):
         waste += padding_waste(spec.shape, spec.alloc_shape, spec.storage)
-    padded = _padded_arena_waste(program)
+    padded = _padded_arena_waste(plan)
     constant = by_kind["persistent"] + by_kind["constant"]
     peak = plan.arena_bytes + by_kind["input"] + by_kind["output"] + constant
     return {
@@ -76,11 +68,11 @@ def padding_waste(shape: tuple[int, ...], alloc_shape: tuple[int, ...] | None, d
     return 0 if alloc_shape is None else (numel(alloc_shape) - numel(shape)) * itemsize(dtype)
 
 
-def _padded_arena_waste(program: CompiledProgram) -> int:
+def _padded_arena_waste(plan: ExecutionPlan) -> int:
     seen: dict[str, int] = {}
-    for call in program.plan.calls:
+    for call in plan.calls:
         for view in call.outputs:
-            buffer = program.plan.buffers[view.buffer]
+            buffer = plan.buffers[view.buffer]
             if buffer.kind == "arena" and view.rank == 4 and len(buffer.alloc_shape) == 4:
                 spare = (numel(buffer.alloc_shape) - view.numel) * itemsize(view.dtype)
                 seen[view.buffer] = min(seen.get(view.buffer, spare), spare)

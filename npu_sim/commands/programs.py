@@ -54,7 +54,7 @@ def compile(
     with step(f"compiling {graph.name}"):
         program = compile_ir(graph, codegen, compute_dtype=dtype, disabled_fusions=disabled)
         program.save(output)
-    totals = summary(program)
+    totals = summary(program.plan)
     if json:
         print_json({"program": str(output), "bytes": output.stat().st_size, **_header(program), "summary": totals})
     else:
@@ -108,7 +108,7 @@ def describe(
                 }
                 for call in program.kernels
             ],
-            "summary": summary(program),
+            "summary": summary(program.plan),
         }
     )
 

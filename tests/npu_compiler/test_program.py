@@ -10,7 +10,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +82,23 @@ def test_a_saved_program_loads_as_it_was_and_gives_the_same_answers(program: Com
         np.testing.assert_array_equal(actual, wanted)
 
 
+@pytest.mark.parametrize("dtype", [np.bool_, np.int16, np.int64, np.float64])
+def test_a_constant_keeps_its_own_dtype(dtype: Any) -> None:
+    g = IRBuilder()
+    y = g("aten.mul.Tensor", g.input("x", 2, 3), g.constant("offset", np.ones(3, dtype)))
+    loaded = CompiledProgram.from_bytes(compile(g.output(y).ir()).to_bytes())
+    assert [value.dtype for value in loaded.plan.constants.values()] == [dtype]
+
+
 def test_compiling_twice_gives_the_same_bytes(program: CompiledProgram) -> None:
     assert compile(network().ir()).to_bytes() == program.to_bytes()
 
 
 def test_the_file_is_plain_msgpack_and_holds_no_weights(body: dict[str, Any]) -> None:
-    assert {"calls", "buffers", "weights", "target", "compute_dtype", "compiler_version"} <= body.keys()
-    assert all("data" not in weight for weight in body["weights"])
+    assert body.keys() == {"name", "target", "compute_dtype", "plan", "compiler_version"}
+    assert {"calls", "buffers", "weights"} <= body["plan"].keys()
+    assert {"buffer", "shape", "strides", "offset", "dtype"} == body["plan"]["calls"][0]["inputs"][0].keys()
+    assert all("data" not in weight for weight in body["plan"]["weights"].values())
 
 
 def test_describe_tells_kernels_memory_weights_and_totals(program: CompiledProgram) -> None:
@@ -150,7 +160,7 @@ def test_files_of_another_kind_or_version_are_refused(body: dict[str, Any], tmp_
     refused(MAGIC, "truncated or corrupted")
     refused(MAGIC + bytes(msgpack.packb({"a": 1})), "not the expected array")
     refused(MAGIC + bytes(msgpack.packb([FORMAT_VERSION, b"", "text"])), "not the expected array")
-    refused(sealed(body, version=99), "has format version 99; this runtime reads version 2: compile it again")
+    refused(sealed(body, version=99), "has format version 99; this runtime reads version 3: compile it again")
     refused(sealed([1, 2]), "is not a valid program")
     refused(MAGIC + b"\x91" * 100_000, "truncated or corrupted")
     refused(MAGIC + b"\xdd\xff\xff\xff\xff", "truncated or corrupted")
@@ -197,45 +207,73 @@ def test_a_field_of_another_type_is_refused_or_harmless(body: dict[str, Any], va
 
 def test_missing_fields_are_refused(body: dict[str, Any]) -> None:
     for key in body:
-        refused(sealed({name: value for name, value in body.items() if name != key}), "is not a valid program")
+        refused(
+            sealed({name: value for name, value in body.items() if name != key}), "it has other fields than name, t"
+        )
+    for key in body["plan"]:
+        refused(changed_plan(body, **{key: None}), f"valid program: plan.{key} is None, not a valid ")
 
 
-def first_view(body: dict[str, Any], change: Callable[[list[Any]], Any]) -> bytes:
-    changed = copy.deepcopy(body)
-    change(changed["calls"][0]["inputs"][0])
-    return sealed(changed)
+def changed_plan(body: dict[str, Any], **changes: Any) -> bytes:
+    return sealed({**body, "plan": {**body["plan"], **changes}})
 
 
-def assign(index: int, value: Any) -> Callable[[list[Any]], Any]:
-    return lambda view: view.__setitem__(index, value)
+def first_view(body: dict[str, Any], **changes: Any) -> bytes:
+    """A file whose first call's first input is changed."""
+    view = body["plan"]["calls"][0]["inputs"][0]
+    return sealed(with_value(body, ("plan", "calls", 0, "inputs", 0), {**view, **changes}))
 
 
 def test_a_view_beyond_its_buffer_is_refused(body: dict[str, Any]) -> None:
-    shape = body["calls"][0]["inputs"][0][1]
-    refused(first_view(body, assign(3, 10**6)), "a view reaches beyond its buffer 'x'")
-    refused(first_view(body, assign(1, [*shape[:-1], 10**9])), "a view reaches beyond its buffer 'x'")
-    refused(first_view(body, assign(3, -1)), "a view of buffer 'x' is malformed")
-    refused(first_view(body, assign(2, [-1] * len(shape))), "a view of buffer 'x' is malformed")
-    refused(first_view(body, assign(2, [1])), "a view of buffer 'x' is malformed")
-    refused(first_view(body, assign(1, [-1] * len(shape))), "malformed")
-    refused(first_view(body, assign(0, "nowhere")), "buffer 'nowhere', which does not exist")
+    shape = body["plan"]["calls"][0]["inputs"][0]["shape"]
+    refused(first_view(body, offset=10**6), "a view reaches beyond its buffer 'x'")
+    refused(first_view(body, shape=[*shape[:-1], 10**9]), "a view reaches beyond its buffer 'x'")
+    refused(first_view(body, offset=-1), "a view of buffer 'x' is malformed")
+    refused(first_view(body, strides=[-1] * len(shape)), "a view of buffer 'x' is malformed")
+    refused(first_view(body, strides=[1]), "a view of buffer 'x' is malformed")
+    refused(first_view(body, shape=[-1] * len(shape)), "malformed")
+    refused(first_view(body, buffer="nowhere"), "buffer 'nowhere', which does not exist")
 
 
 def test_a_buffer_beyond_the_arena_is_refused(body: dict[str, Any]) -> None:
-    index = next(i for i, buffer in enumerate(body["buffers"]) if buffer["kind"] == "arena")
-    refused(sealed(with_value(body, ("buffers", index, "offset"), 10**9)), "lies outside the arena")
-    refused(sealed(with_value(body, ("arena_bytes",), 1)), "lies outside the arena")
-    refused(sealed(with_value(body, ("buffers", index, "dtype"), "float7")), "no valid shape and dtype")
-    refused(sealed(with_value(body, ("buffers", index, "kind"), "elsewhere")))
+    name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == "arena")
+    place = ("plan", "buffers", name)
+    refused(sealed(with_value(body, (*place, "offset"), 10**9)), "lies outside the arena")
+    refused(sealed(with_value(body, ("plan", "arena_bytes"), 1)), "lies outside the arena")
+    refused(sealed(with_value(body, (*place, "dtype"), "float7")), "no valid shape and dtype")
+    refused(sealed(with_value(body, (*place, "kind"), "elsewhere")), r"plan.buffers\[.*\].kind is 'elsewhere', not one")
 
 
 def test_a_program_whose_parts_do_not_refer_to_each_other_is_refused(body: dict[str, Any]) -> None:
-    refused(sealed({**body, "inputs": body["inputs"][1:]}))
-    refused(sealed({**body, "output_views": {}}))
-    refused(sealed({**body, "donations": {"scores": "nothing"}}))
-    refused(sealed({**body, "weights": body["weights"][1:]}))
-    refused(sealed({**body, "constants": {}}))
-    refused(sealed({**body, "buffers": body["buffers"] * 2}))
+    plan = body["plan"]
+    refused(changed_plan(body, inputs=plan["inputs"][1:]), "inputs, weights and constants are not those of its buffers")
+    refused(changed_plan(body, weights={}), "inputs, weights and constants are not those of its buffers")
+    refused(changed_plan(body, constants={}), "inputs, weights and constants are not those of its buffers")
+    refused(changed_plan(body, output_views={}), "outputs are not those of its views")
+    refused(changed_plan(body, donations={"scores": "nothing"}), "output 'scores' cannot update 'nothing' in place")
+    for listed in ("buffers", "weights"):
+        renamed = {f"{name}'": item for name, item in plan[listed].items()}
+        refused(changed_plan(body, **{listed: renamed}), "not listed under their names")
+    call = plan["calls"][0]
+    refused(changed_plan(body, calls=[{**call, "outputs": call["inputs"][:1]}]), "writes where it must not")
+
+
+def test_memory_of_another_dtype_than_what_fills_it_is_refused(body: dict[str, Any]) -> None:
+    """A view is held against its buffer, so the buffer must be what the run puts there; constants are cast to it."""
+    for kind in ("input", "weight"):
+        name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == kind)
+        wider = with_value(body, ("plan", "buffers", name, "dtype"), "float64")
+        refused(sealed(wider), "inputs, weights and constants are not those of its buffers")
+
+
+def test_a_weight_recipe_that_cannot_be_evaluated_is_refused(body: dict[str, Any]) -> None:
+    recipe = ("plan", "weights", "p_table", "recipe")
+    place = r"plan.weights\['p_table'\].recipe is no WeightTransformRecipe: "
+    refused(sealed(with_value(body, (*recipe, "op"), "pickle")), f"{place}unknown weight transform 'pickle'")
+    refused(sealed(with_value(body, (*recipe, "params"), {})), f"{place}a weight recipe reads a key, but names none")
+    refused(
+        sealed(with_value(body, (*recipe, "params", "key"), "no")), "'p_table' reads a key whose shape is not known"
+    )
 
 
 # saving

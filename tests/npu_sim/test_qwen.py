@@ -34,7 +34,7 @@ def test_the_real_configuration_is_one_partition_with_donated_caches(tokens: int
 
 def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> None:
     program = npu_compiler.compile(step_graph(1))
-    figures, least = summary(program), traffic(program)
+    figures, least = summary(program.plan), traffic(program)
     assert int(figures["kernel launches"]) <= 300
     assert least.weights == figures["weight bytes"]
     assert least.cache == LAYERS * 2 * 2 * CACHE_LENGTH * 128 * 2
