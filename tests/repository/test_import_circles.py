@@ -59,3 +59,27 @@ def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
 
 def test_a_circle_is_found() -> None:
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c", "b"]
+
+
+# What the folders of `npu_compiler` may import, besides what lies at their own height: errors, configuration, versions.
+FLOORS = {
+    "graph": set(),
+    "program": {"graph"},
+    "ops": {"graph", "program"},
+    "passes": {"graph", "program", "ops"},
+    "fusions": {"graph", "program", "ops"},
+}
+GROUND = {"errors", "target_config", "version"}
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_the_compilers_folders_import_only_those_below_them(folder: str) -> None:
+    known = modules("npu_compiler")
+    wrong = [
+        f"{name} imports {target}"
+        for name, path in known.items()
+        if name.split(".")[1:2] == [folder]
+        for target in imported(path, known)
+        if target.split(".")[1] not in {folder, *FLOORS[folder], *GROUND}
+    ]
+    assert wrong == []

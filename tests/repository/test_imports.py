@@ -23,6 +23,19 @@ ALLOWED: dict[str, set[str]] = {
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
 COMPILER_LIBRARIES = {"ml_dtypes", "msgpack", "numpy"}
+# Each takes a good part of a second or more.
+SLOW_TO_IMPORT = {
+    "cupy",
+    "gguf",
+    "hypothesis",
+    "matplotlib",
+    "pandas",
+    "scipy",
+    "skimage",
+    "torch",
+    "torch_ir",
+    "transformers",
+}
 STARTS_WITHOUT_TORCH = ["npu_compiler", "npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm", "npu_sim.vision"]
 # A program that was compiled before runs without what compiles; what runs single ops brings their table along.
 RUNS_WITHOUT_COMPILER = ["npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm"]
@@ -92,17 +105,10 @@ def test_no_import_is_relative() -> None:
 
 
 @pytest.mark.parametrize("module", STARTS_WITHOUT_TORCH)
-def test_starts_quickly_and_without_torch(module: str) -> None:
-    code = (
-        "import sys, time\n"
-        "start = time.perf_counter()\n"
-        f"import {module}\n"
-        "print(time.perf_counter() - start, 'torch' in sys.modules)"
-    )
+def test_starts_without_what_takes_long_to_import(module: str) -> None:
+    code = f"import sys, {module}\nprint('numpy' in sys.modules, sorted({SLOW_TO_IMPORT} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    seconds, has_torch = done.stdout.split()
-    assert has_torch == "False"
-    assert float(seconds) < 3, "an import that takes this long drags in something large"
+    assert done.stdout == "True []\n"
 
 
 @pytest.mark.parametrize("module", RUNS_WITHOUT_COMPILER)
