@@ -35,3 +35,6 @@ class CUDACodegenTarget(OpLevelTarget):
         from cuda_compiler.pipeline import generate_kernels  # a program that was compiled before runs without it
 
         return generate_kernels(plan, self.shared_memory, self.capability)
+
+
+CudaCodegenTarget = CUDACodegenTarget

@@ -13,6 +13,7 @@ import numpy as np
 
 from cuda_compiler.cuda_program import (
     ConvolutionLaunch,
+    CUDAProgram,
     GemmLaunch,
     KernelLaunch,
     LaunchKind,
@@ -21,6 +22,7 @@ from cuda_compiler.cuda_program import (
 )
 from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
+from cuda_runtime.cuda_executor import CUDAExecutor
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
@@ -359,6 +361,9 @@ class CUDABackend(Backend):
     def synchronize(self) -> None:
         self._device.synchronize()
 
+    def create_executor(self, program: CUDAProgram) -> CUDAExecutor:
+        return CUDAExecutor(program, self, config=CUDA_GPU)
+
     @cached_property
     def _hold(self) -> Callable[[], object]:
         launch = KernelLaunch((1, 1, 1), (1, 1, 1), 0, LaunchKind.KERNEL)
@@ -394,3 +399,6 @@ def _address(operand: Operand) -> int:
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return int(operand.memory.native_handle.data.ptr) + operand.byte_offset + first
+
+
+CudaBackend, CudaBuffer = CUDABackend, CUDABuffer

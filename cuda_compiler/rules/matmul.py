@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from cuda_compiler.cuda_program import GemmLaunch, LaunchKind
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
@@ -21,12 +22,12 @@ _TILE = 64
 _TILE_THREADS = 256
 
 
-def _linear(make: Specializer, call: KernelCall) -> list[KernelCall]:
+def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
     inputs = _operands(call)
     x, weight = inputs["x"], inputs["weight"]
     assert x is not None and weight is not None
     if call.params["m"] <= VECTOR_ROWS:
-        return [_matvec(make, call, inputs, x, weight)]
+        return [_matvec(make, call, inputs, x, weight, gated)]
     return _many_rows(make, call, x, weight.transpose(0, 1), inputs["bias"], inputs["residual"])
 
 
@@ -63,12 +64,13 @@ def _operands(call: KernelCall) -> dict[str, View | None]:
     return {name: bound.get(name) for name in ("x", "weight", "bias", "residual")}
 
 
-def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View) -> KernelCall:
+def _matvec(
+    make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View, gated: bool
+) -> KernelCall:
     n, k = call.params["n"], call.params["k"]
-    gated = call.kernel == "gated_matmul_vec_kernel"
     outputs = {"out": call.outputs[0]}
     if weight.strides[1] == 1 or k <= 1:
-        return _matvec_along_terms(make, call, inputs, x, weight)
+        return _matvec_along_terms(make, call, inputs, x, weight, gated)
     weight = weight.transpose(0, 1)
     pack = min(vector_width(weight), 16 // itemsize(weight.dtype))
     while n % pack:
@@ -89,11 +91,10 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
 
 
 def _matvec_along_terms(
-    make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View
+    make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View, gated: bool
 ) -> KernelCall:
     """A warp per column of the output, or several where that would leave the memory idle."""
     n, k = call.params["n"], call.params["k"]
-    gated = call.kernel == "gated_matmul_vec_kernel"
     pack = min(vector_width(weight), vector_width(x), 16 // itemsize(weight.dtype))
     packs = groups(k, pack)
     terms = 2 if gated else 1
@@ -258,7 +259,7 @@ RULES: dict[str, Rule] = {
     "matmul_vec_kernel": _linear,
     "matmul_notrans_kernel": _linear,
     "matmul_vec_notrans_kernel": _linear,
-    "gated_matmul_vec_kernel": _linear,
+    "gated_matmul_vec_kernel": partial(_linear, gated=True),
     "batched_matmul_kernel": _batched,
     "linear_epilogue_kernel": _linear_epilogue,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cuda_compiler.rules.rows import MOST_WARPS, teams_for
 from cuda_compiler.specialization.gpu import WARP
@@ -13,10 +13,25 @@ from npu_compiler.ops.reductions import REDUCTIONS
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import collapse, numel
 
-_EXTREMES = ("max_kernel", "min_kernel", "argmax_kernel", "argmin_kernel")
 _FEW_ROWS = 32
 _LONG_ROW = 16384
 _CHUNKS = 128  # of a long row
+
+
+@dataclass(frozen=True)
+class _Extreme:
+    """Which element a reduction looks for, the least or the greatest, and whether it wants its place."""
+
+    least: bool
+    wants_index: bool
+
+
+_EXTREMES = {
+    "max_kernel": _Extreme(least=False, wants_index=False),
+    "min_kernel": _Extreme(least=True, wants_index=False),
+    "argmax_kernel": _Extreme(least=False, wants_index=True),
+    "argmin_kernel": _Extreme(least=True, wants_index=True),
+}
 
 
 def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
@@ -30,14 +45,15 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
     out = replace(out, shape=tuple(sizes), strides=tuple(out_steps))
     call = replace(call, inputs=(x,), outputs=(out,), params={**call.params, "reduce_dims": len(inner)})
     pack = min(vector_width(x), 16 // itemsize(x.dtype)) if len(inner) == 1 else 1
-    if call.kernel in _EXTREMES and out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1]:
+    extreme = _EXTREMES.get(call.kernel)
+    if extreme is not None and out.numel <= _FEW_ROWS and x.rank <= 2 and inner_steps == [1]:
         if inner[0] >= _LONG_ROW:
-            return [_extreme_of_long_rows(make, call, pack)]
+            return [_extreme_of_long_rows(make, call, extreme, pack)]
     constants, grid, block = teams_for(out.numel, numel(inner) // pack)
     return [make.kernel(call, "reductions/reduce.cu", grid=grid, block=block, constants=constants)]
 
 
-def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> KernelCall:
+def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme, pack: int) -> KernelCall:
     """One block to a row would leave the rest of the GPU idle."""
     (x,), (out,) = call.inputs, call.outputs
     x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
@@ -54,8 +70,8 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, pack: int) -> Ker
     constants = {
         "chunk": chunk,
         "pack": pack,
-        "least": "min" in call.kernel,
-        "wants_index": call.kernel.startswith("arg"),
+        "least": extreme.least,
+        "wants_index": extreme.wants_index,
         "team_warps": warps,
         "teams": 1,
     }

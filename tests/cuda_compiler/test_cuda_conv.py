@@ -29,13 +29,13 @@ from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_runtime import Operand
 from npu_runtime.backend import Launch
 from npu_runtime.cpu.backend import CPUBackend, bind
 
 
-class LaidOut(MetalCodegenTarget):
+class LaidOut(OpLevelTarget):
     """The op-level program with the layout of the CUDA target."""
 
     config = CUDA_GPU
@@ -48,6 +48,7 @@ class ReferenceBackend(CPUBackend):
     """The CPU device's torch kernels, and what `to_channels_last` means, for programs laid out channels-last."""
 
     config = CUDA_GPU
+    runs_targets = (CUDA_GPU.name,)
 
     def __init__(self) -> None:
         super().__init__(native=False)
