@@ -1,4 +1,4 @@
-"""Online: buffers, weights, executors and the CPU device."""
+"""Runs compiled programs: devices, buffers, weights and executors."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Door to `metal.mps_accel`: matrix products by MetalPerformanceShaders."""
+"""The public name of `metal.mps_accel`: matrix products by MetalPerformanceShaders."""
 
 from npu_runtime.metal.mps_accel import MPSLaunch, addend_of, as_product, epilogue_of
 

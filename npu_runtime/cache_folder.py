@@ -1,4 +1,4 @@
-"""Where everything is kept that need not be made twice."""
+"""The folder for files that are made once a machine: compiled kernels, programs, measured choices."""
 
 import os
 from pathlib import Path

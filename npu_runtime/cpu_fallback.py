@@ -69,7 +69,7 @@ def _weight_tensors(graph: IRGraph, weights: Mapping[str, Any]) -> dict[str, tor
 
 
 def _torch_ir(graph: IRGraph) -> IR:
-    """The graph as torch_ir data. Op types get a prefix whose executor is ours, see `_call_aten`."""
+    """The graph as torch_ir data. Op types get a prefix whose executor is ours, see `_call`."""
     makers = {out: (node.name, index) for node in graph.nodes for index, out in enumerate(node.outputs)}
     makers.update({name: (name, 0) for name in graph.inputs})
 
@@ -147,7 +147,7 @@ def _resolve(op_type: str) -> Any:
 
 
 def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
-    """Why a node's tensors cannot be told apart: the IR drops omitted optional ones without a trace."""
+    """Why a node's tensors cannot be told apart: the IR does not record which optional ones were omitted."""
     base = node.base.removesuffix("_")
     in_training = base in BATCH_NORM_OPS and (node.attrs.get("training") or node.attrs.get("train"))
     if in_training and len(node.inputs) == 3 and not is_named(node.inputs[1], graph, "running_mean"):
@@ -163,8 +163,8 @@ def bind_arguments(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Rebuild an op's arguments from the IR's flat tensor list and attributes.
 
-    The IR drops omitted optional tensors without a trace; where the count tells which were omitted (normalization with
-    statistics but no affine parameters), they are put back; `unclear_reason` refuses the nodes where it does not.
+    The IR does not record which optional tensors were omitted. Where their count tells (normalization with statistics
+    but no affine parameters), None stands for them; `unclear_reason` refuses the nodes where it does not.
     """
     remaining = list(inputs)
     sizes, masks = list(attrs.get("_tensor_list_sizes") or []), list(attrs.get("_tensor_list_none_masks") or [])

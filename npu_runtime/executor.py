@@ -153,7 +153,7 @@ class Executor:
             donor = plan.donations.get(spec.name)
             if donor is not None:
                 results[spec.name] = inputs[donor]
-            else:
+            else:  # invariant 3
                 results[spec.name] = self._outputs[spec.name].guarded(lambda: self._generation == generation)
         return results
 

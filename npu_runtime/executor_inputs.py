@@ -52,7 +52,7 @@ class InputPlaces:
     def _uploaded(self, name: str, value: np.ndarray) -> DeviceBuffer:
         spec = self._specs[name]
         if name in self._own:
-            self._own[name].write(value, spec)
+            self._own[name].write(value, spec)  # in order after the run before: invariant 1 of the executor
             return self._own[name]
         buffer = self._memory.allocate_buffer(value, spec=spec)
         self._counters["buffers"] += 1
@@ -65,7 +65,7 @@ class InputPlaces:
             self._own[name] = value.copy()
             self._counters["buffers"] += 1
         else:
-            self._own[name].copy_from(value)
+            self._own[name].copy_from(value)  # likewise
         return self._own[name]
 
     def _has_settled(self, name: str, value: DeviceBuffer) -> bool:

@@ -1,4 +1,4 @@
-"""Door to `metal.backend`."""
+"""The public name of `metal.backend`."""
 
 from npu_runtime.metal.backend import MetalBackend
 

@@ -1,4 +1,10 @@
-"""Work on large host arrays by several threads: one thread does not use all of a machine's memory."""
+"""Work on large host arrays by several threads: one thread does not use all of a machine's memory bandwidth.
+
+1. Every result is returned in the order of its slice or item, whatever thread finishes first.
+2. `in_pieces` returns when all of its work is done, so the caller may read what the work wrote.
+3. `ahead` has at most `_AHEAD` + 1 results that the caller has not taken, which bounds its memory.
+4. An error in `work` is raised in the caller, at the place of its slice or item.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +18,18 @@ from typing import TypeVar
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-_MOST_THREADS = 12  # by then memory is busy
-_AHEAD = 3  # items; more results would only take memory
+_MOST_THREADS = 12  # more of them do not copy faster
+_AHEAD = 3  # items; more would take memory without hiding more latency
 
 
 def in_pieces(work: Callable[[slice], ResultT], size: int, piece: int) -> list[ResultT]:
-    """What `work` makes of 0..`size` in slices of `piece`, in order; NumPy's loops run side by side in threads."""
+    """The results of `work` on 0..`size` in slices of `piece`, in parallel: NumPy's loops release the GIL."""
     slices = [slice(start, min(start + piece, size)) for start in range(0, size, piece)]
     return [work(part) for part in slices] if len(slices) < 2 else list(_threads().map(work, slices))
 
 
 def ahead(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[ResultT]:
-    """What `work` makes of each item, in order; while one result is used, a few of the next are made."""
+    """The results of `work` on each item; while the caller uses one, a few of the next are computed."""
     with ThreadPoolExecutor(_AHEAD, "ahead") as pool:
         under_way: deque[Future[ResultT]] = deque()
         for item in items:

@@ -18,7 +18,7 @@ class Entry:
 
 @dataclass
 class Profiler:
-    """Hand one to `Executor.run` or `DAGExecutor.execute`; times add up over runs.
+    """Passed to `Executor.run` or `DAGExecutor.execute`; times add up over runs.
 
     A profiled run synchronizes after every kernel, so its total is larger than an unprofiled run's.
     """

@@ -37,7 +37,7 @@ def load_weights(
         source: A `.safetensors` file, a folder of them, or a mapping of `state_dict` key → array or torch tensor.
         strict: Refuse keys that the model does not know.
         progress: Called with (weights done, weights in all) after each.
-        cache: Shared between programs over the same checkpoint: a weight that both make alike is uploaded once.
+        cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
 
     Raises:
         WeightError: lists every weight that is missing, unknown, misshapen or holds NaN.
@@ -67,7 +67,7 @@ def load_weights(
 
 
 def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], list[np.ndarray]]:
-    """What is wrong with a weight, and if nothing is, its parts as they are stored."""
+    """The problems of a weight, and its parts as they are stored, if there are none."""
     state = {key: to_numpy(source[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in source}
     problems = [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
     if problems or len(state) < len(set(weight.recipe.keys())):
@@ -104,7 +104,7 @@ def _suggest(key: str, state: Mapping[str, Any]) -> str:
 
 
 def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterator[str]:
-    """What is wrong with one tensor of a checkpoint, in words."""
+    """The problems of one tensor of a checkpoint, in words."""
     if tuple(array.shape) != shape:
         yield f"misshapen: '{key}' is {list(array.shape)}, the model wants {list(shape)}"
     elif holds_nan(array):
@@ -198,19 +198,19 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         for file in files:
             try:
                 with safe_open(str(file), framework="np"):
-                    pass  # it checks the header, which is what tells a damaged file
+                    pass  # it checks the header, and so finds damaged files
                 self._map(file)
             except (SafetensorError, OSError) as error:
                 raise WeightError(f"'{file}' is not a readable safetensors file: {error}") from error
 
     def without(self, unwanted: Callable[[str], bool]) -> MappedCheckpoint:
-        """The same without some of its tensors."""
+        """The same checkpoint without some of its tensors."""
         kept = copy.copy(self)
         kept._where = {key: place for key, place in self._where.items() if not unwanted(key)}
         return kept
 
     def _map(self, file: Path) -> None:
-        """A header of JSON, its length before it as 8 bytes, and then the data, to which its offsets refer."""
+        """A file is the header's length in 8 bytes, the header in JSON, and the data, where its offsets point."""
         with file.open("rb") as opened:
             whole = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
         start = 8 + int(whole[:8].view("<u8")[0])

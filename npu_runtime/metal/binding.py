@@ -1,4 +1,4 @@
-"""What a kernel call looks like to a Metal function: its constants, parameter struct and operand geometry.
+"""A kernel call in the form that a Metal function takes: its constants, parameter struct and operand geometry.
 
 `metal_kernels/README.md` is the other side of this contract.
 """
@@ -22,7 +22,7 @@ _MAX_ELEMENTS = 2**32  # kernels count elements in 32 bits
 
 @dataclass(frozen=True)
 class Binding:
-    """A kernel call as a Metal function takes it; nothing here depends on where its operands lie.
+    """A kernel call as a Metal function takes it; nothing here depends on the memory of its operands.
 
     Attributes:
         call: The call with its views collapsed, which is what the grid is computed from.
@@ -54,7 +54,7 @@ def bind(call: KernelCall) -> Binding:
 
 
 def _bind_elementwise(call: KernelCall, kernel: ElementwiseKernel) -> Binding:
-    """Element-wise operands walk in step, so dimensions that all of them can walk as one are merged."""
+    """Element-wise operands are read in the same order, so dimensions that can be merged in all of them are merged."""
     views = collapse_views([*call.inputs, *call.outputs])
     if kernel.is_strided:
         views = [_at_least_rank(view, 2) for view in views]

@@ -28,8 +28,8 @@ class MetalAPI:
     """The framework modules that the backend calls.
 
     Attributes:
-        autorelease_pool: What a run happens in. Command buffers and encoders are autoreleased: without a pool for each
-            run, a process that goes on and on would keep all of them.
+        autorelease_pool: The context of every run. Command buffers and encoders are autoreleased: without a pool for
+            each run, a process would keep all of them until it ends.
     """
 
     Metal: Any
@@ -53,7 +53,7 @@ def load_api() -> MetalAPI:
         raise DeviceError(
             f"Metal needs macOS and pyobjc ({error}); on a Mac: pip install 'npu-simulation[metal]'"
         ) from error
-    # pyobjc knows nothing of this method's `const void *`, and would take an address instead of bytes.
+    # pyobjc has no metadata for this method's `const void *`, and would take an address instead of bytes.
     value = {"type": b"^v", "type_modifier": b"n", "c_array_of_variable_length": True}
     objc.registerMetaDataForSelector(b"NSObject", b"setConstantValue:type:withName:", {"arguments": {2: value}})
     return MetalAPI(Metal, MetalPerformanceShaders, Foundation, objc.autorelease_pool)
@@ -204,7 +204,7 @@ class MetalDevice:
                 for call in encode[start : start + batch]:
                     call(encoder)
             except BaseException:
-                encoder.end()  # Metal aborts the process where an encoder is dropped open
+                encoder.end()  # Metal aborts the process where an encoder is released before endEncoding
                 raise
             buffers.append(encoder.commit())
         seconds = 0.0
@@ -273,7 +273,7 @@ class PipelineArchive:
         self._added += bool(done)
 
     def save(self) -> None:
-        """Write the archive if it has grown; one that cannot be written is only a slower next start."""
+        """Write the archive if it has grown. A failure to write is ignored: the next start is slower, no more."""
         if not self._added:
             return
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")

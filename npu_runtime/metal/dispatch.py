@@ -48,7 +48,7 @@ def _groups(count: int, size: int) -> int:
 
 
 def _whole_simdgroups(count: int, most: int) -> int:
-    """A threadgroup size for `count` things to do: a multiple of the SIMD width, at most `most`."""
+    """A threadgroup size for `count` work items: a multiple of the SIMD width, at most `most`."""
     return min(most, SIMD_WIDTH * _groups(count, SIMD_WIDTH))
 
 

@@ -66,7 +66,7 @@ def as_product(call: KernelCall) -> Product | None:
 
 
 def addend_of(call: KernelCall) -> KernelCall | None:
-    """What writes a linear's bias or residual to the output, for MPS to add the product to it.
+    """The call that writes a linear's bias or residual to the output, for MPS to add the product to it.
 
     MPS rounds such a sum once, where an epilogue would round it twice. None where there is nothing to add, or more
     than a sum: PyTorch itself rounds before an activation, and between a bias and a residual.
@@ -81,7 +81,7 @@ def addend_of(call: KernelCall) -> KernelCall | None:
 
 
 def epilogue_of(call: KernelCall) -> KernelCall | None:
-    """What is left of a linear once its product stands in the output, where anything is."""
+    """The rest of a linear once its product is in the output; None where there is no rest."""
     params = call.params
     if addend_of(call) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Which native kernel, if any, takes a call over from its torch reference."""
+"""Which native kernel, if any, runs a call in place of its torch reference."""
 
 from __future__ import annotations
 
