@@ -9,7 +9,7 @@ import numpy as np
 
 from cuda_compiler.specialization.sizes import WIDEST_VECTOR, Size3, vector_width
 from npu_compiler.graph.dtypes import as_int32
-from npu_compiler.program.elementwise import ELEMENTWISE
+from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE
 from npu_compiler.program.kernels import KernelCall, KernelDecl
 from npu_compiler.program.views import View, collapse
 
@@ -119,15 +119,12 @@ def _parameters(fields: Mapping[str, str], params: Mapping[str, Any]) -> str:
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
     if "activation" in fields:
         kind = params["activation"]
-        op = ELEMENTWISE[_ACTIVATIONS.get(kind, kind)]
+        op = ELEMENTWISE[ACTIVATIONS.get(kind, "copy")]
         text += f"__device__ __forceinline__ float activate(float a) {{ return {op.expr}; }}\n"
     return text
 
 
 # Where the table of element-wise ops has an activation under another name.
-_ACTIVATIONS = {"none": "copy", "gelu": "gelu_erf"}
-
-
 # The C type of a parameter, and how its values are written, by the last letter of its format.
 _LITERALS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "f": ("float", float_text),

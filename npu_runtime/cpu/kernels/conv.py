@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_runtime.cpu.kernels.matmul import ACTIVATIONS
+from npu_runtime.cpu.kernels.matmul import activated
 from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
 
 
@@ -23,7 +23,7 @@ def conv2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     result = F.conv2d(x, weight, bias, stride, padding, dilation, params["groups"])
     if params["has_residual"]:
         result += rest.pop(0)
-    outputs[0].copy_(ACTIVATIONS[params["activation"]](result))
+    outputs[0].copy_(activated(result, params["activation"]))
 
 
 @cpu_kernel("conv_transpose2d_kernel")

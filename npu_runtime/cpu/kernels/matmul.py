@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
+from npu_compiler.ops import ELEMENTWISE
+from npu_compiler.program.elementwise import ACTIVATIONS
+from npu_runtime.cpu.kernels.elementwise import torch_function
 from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda x: x,
-    "relu": torch.relu,
-    "relu6": F.relu6,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "hardswish": F.hardswish,
-    "hardsigmoid": F.hardsigmoid,
-    "sigmoid": torch.sigmoid,
-}
+
+def activated(tensor: torch.Tensor, activation: str) -> torch.Tensor:
+    """A tensor under one of `npu_compiler`'s `ACTIVATIONS`, or as it is under "none"."""
+    return tensor if activation == "none" else torch_function(ELEMENTWISE[ACTIVATIONS[activation]].torch)(tensor)
 
 
 @cpu_kernel("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
@@ -29,7 +23,7 @@ def linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     result = x.float() @ weight.float().t()
     if params["has_bias"]:
         result += rest.pop(0)
-    result = ACTIVATIONS[params["activation"]](result)
+    result = activated(result, params["activation"])
     if params["has_residual"]:
         result += rest.pop(0)
     outputs[0].copy_(result)
@@ -40,7 +34,7 @@ def gated_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """out[1, N] = act(gate) · up, where [gate, up] = x[1, K] · w[2N, K]ᵀ + bias."""
     x, weight, *bias = (to_float(t) for t in inputs)
     gate, up = F.linear(x.float(), weight.float(), *(b.float() for b in bias)).chunk(2, -1)
-    outputs[0].copy_(ACTIVATIONS[params["activation"]](gate) * up)
+    outputs[0].copy_(activated(gate, params["activation"]) * up)
 
 
 @cpu_kernel("linear_epilogue_kernel")
@@ -49,7 +43,7 @@ def linear_epilogue(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     result, *rest = (to_float(t) for t in inputs)
     if params["has_bias"]:
         result = result + rest.pop(0)
-    result = ACTIVATIONS[params["activation"]](result)
+    result = activated(result, params["activation"])
     outputs[0].copy_(result + rest.pop(0) if params["has_residual"] else result)
 
 
