@@ -84,7 +84,7 @@ def test_a_backend_creates_the_executor_of_the_porting_guide() -> None:
 
 def test_an_executor_refuses_a_program_for_another_target() -> None:
     assert npu_compiler.compile(graph().ir(), target=CudaCodegenTarget()).target == CUDA_GPU.name
-    with pytest.raises(DeviceError, match="compiled for 'op_level', not for 'cuda_gpu'"):
+    with pytest.raises(DeviceError, match="compiled for 'op_level', but this device runs 'cuda_gpu'"):
         CudaExecutor(npu_compiler.compile(graph().ir(), target=OpLevelTarget()), OnCPU())
 
 
