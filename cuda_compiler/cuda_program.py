@@ -1,7 +1,7 @@
-"""`CUDAProgram`: a compiled program each of whose calls says how it is launched.
+"""`CUDAProgram`: a compiled program in which each call carries its launch.
 
-Most calls are kernels, whose source is in the program. Two leave something to the runtime, since it depends on the GPU:
-a matrix product is cuBLASLt's, and a convolution is made by cuDNN or by one of several kernels in the program.
+Most calls launch kernels whose sources the program contains. Two kinds leave a choice to the runtime, since it depends
+on the GPU: matrix products go to cuBLASLt, and convolutions to cuDNN or to one of several kernels in the program.
 
 In a program's file all of this is plain data among a call's parameters. It is written by the `params` methods here and
 read by `launch_of`, and nowhere else.
@@ -30,7 +30,7 @@ class LaunchKind(StrEnum):
     KERNEL = "kernel"
     """A kernel that starts when the one ahead of it has ended."""
     OVERLAPPING = "overlapping"
-    """A kernel that may start earlier, since it waits itself for what others write (programmatic dependent launch)."""
+    """A kernel that may start earlier and waits for others' results itself (programmatic dependent launch)."""
     RESIDENT = "resident"
     """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
     CUBLAS_GEMM = "cublas_gemm"
@@ -45,7 +45,7 @@ class KernelLaunch:
 
     Attributes:
         grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
-        shared: Bytes of dynamic shared memory; of a resident kernel the least that it needs.
+        shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
         kind: One of the three kinds of kernels.
     """
 
@@ -120,10 +120,10 @@ class Convolution:
 
 @dataclass(frozen=True)
 class ConvolutionLaunch:
-    """A convolution over channels-last operands, which the runtime makes in the way that is fastest on its GPU.
+    """A convolution over channels-last operands, for which the runtime picks the fastest implementation on its GPU.
 
     Attributes:
-        first: Of the call's own kernel, which is the most promising one.
+        first: The launch of the call's own kernel, the most promising one.
         computes: What to ask cuDNN for.
         alternatives: Further kernels for it.
     """
@@ -179,7 +179,7 @@ def launch_of(call: KernelCall) -> Launch:
     except (KeyError, ValueError, TypeError) as error:
         raise ProgramFormatError(
             f"the call of '{call.kernel}' (node '{call.node}') does not say how it is launched ({error!r}); "
-            "compile the program again"
+            "compile it with CUDACodegenTarget"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What kind of work a call is, from how its kernel is declared: no list of ops."""
+"""The category of a call, which its kernel's declaration states."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def classify(call: KernelCall) -> Family:
 
 
 def is_elementwise(call: KernelCall) -> bool:
-    """Whether each output element depends on the inputs' elements at the same place only."""
+    """Whether each output element depends only on the inputs' elements with the same index."""
     return elementwise_kernel(call) is not None

@@ -1,4 +1,4 @@
-"""From op-level calls to calls of generated kernels: all that the CUDA target does to a plan, in order."""
+"""The stages of the CUDA target in order: op-level calls in, calls of generated kernels out."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from npu_compiler.program.plan import ExecutionPlan
 
 
 def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -> ExecutionPlan:
-    """Given `mul` → `add` → `softmax_kernel`, the result is `fused_mul_add` → a specialized `softmax_kernel`.
+    """Replace every op-level call by calls of generated kernels.
 
-    Buffers that only lived between the calls of one fused kernel disappear.
+    Given:  mul; add; softmax_kernel
+    Result: fused_mul_add; a specialized softmax_kernel
+
+    Buffers that were only read inside one fused kernel disappear.
 
     Args:
-        shared_memory, capability: Of the GPU that is meant, as `CUDACodegenTarget` takes them.
+        shared_memory, capability: Of the target GPU, as `CUDACodegenTarget` takes them.
     """
     plan = lay_channels_last(plan)
     make = Specializer(frozenset(plan.buffers), capability, shared_memory)
@@ -32,7 +35,7 @@ def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -
     prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
     read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
     prologue = _generate(prologue_groups, plan, make, read_later)
-    make.forget(plan.buffers)  # what it left in the arena does not last
+    make.invalidate(plan.buffers)  # the prologue's results in the arena are overwritten by every run
     calls = _generate(groups, plan, make, kept)
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
@@ -57,7 +60,7 @@ def _generate(
             readers.setdefault(view.buffer, set()).add(index)
     calls: list[KernelCall] = []
     for index, group in enumerate(groups):
-        make.forget(group.written_buffers)
+        make.invalidate(group.written_buffers)
         if not group.is_elementwise:
             call = group.calls[0]
             calls += [call] if call.source in make.sources else expand(make, call)

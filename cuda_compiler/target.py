@@ -14,7 +14,7 @@ class CUDACodegenTarget(OpLevelTarget):
     """Fuses element-wise calls and specializes all others; the sources travel in the program.
 
     Args:
-        shared_memory: Bytes that a block may have on the GPU that is meant; by default Hopper's.
+        shared_memory: Bytes of shared memory per block on the target GPU; by default Hopper's.
         capability: That GPU's compute capability as CUDA writes it, 90 for 9.0; by default Hopper's.
     """
 

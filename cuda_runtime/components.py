@@ -1,4 +1,4 @@
-"""What of CUDA a machine has: the parts that the CUDA device is made of, one by one."""
+"""Diagnosis of a CUDA installation, one component at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_compiler.errors import DeviceError
 
 @dataclass(frozen=True)
 class Component:
-    """A part, its version if it is there, and else what is wrong and what to do."""
+    """A component: its version, or what is wrong and how to fix it."""
 
     name: str
     version: str | None
@@ -22,7 +22,7 @@ class Component:
 
 
 def components() -> list[Component]:
-    """The parts in the order in which one needs another, up to one without which there are no others."""
+    """The components in the order of their dependencies, up to the first missing one that all others need."""
     found: list[Component] = []
     for name, find in _PARTS.items():
         found.append(_examined(name, find))
@@ -34,7 +34,7 @@ def components() -> list[Component]:
 def _examined(name: str, find: Callable[[], str]) -> Component:
     try:
         return Component(name, find(), None)
-    except Exception as error:  # a broken driver raises whatever it likes
+    except Exception as error:  # a broken driver may raise anything
         return Component(name, None, (str(error).splitlines() or [type(error).__name__])[0])
 
 
@@ -43,7 +43,9 @@ def _driver() -> str:
     try:
         number = cupy.cuda.runtime.driverGetVersion()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceError(f"no NVIDIA driver answers ({error}); install one, or start this where a GPU is") from error
+        raise DeviceError(
+            f"the NVIDIA driver does not respond ({error}); install one, or run this on a machine with a GPU"
+        ) from error
     if not number:
         raise DeviceError("there is no NVIDIA driver here")
     return f"for CUDA {_dotted(number)}"

@@ -1,7 +1,7 @@
 """Matrix products by cuBLASLt: the calls that the compiler names `cublas_gemm`.
 
 Unlike cuBLAS it adds bias and residual to the product before the result is rounded, lets us choose the algorithm, and
-takes its workspace with each product, so that nothing is allocated inside a captured graph.
+takes its workspace as an argument, so that nothing is allocated inside a captured graph.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _LAYOUT_BATCH_COUNT, _LAYOUT_BATCH_STRIDE = 5, 6
 _EPILOGUE_NONE, _EPILOGUE_BIAS = 1, 4
 _EPILOGUES = {"none": 0, "relu": 2, "gelu_tanh": 32}
 _PREFER_WORKSPACE, _PREFER_REDUCTIONS, _PREFER_ALIGNMENT_A = 1, 3, 5
-# Split products are summed in float32, and always in the same order.
+# Split-K sums are reduced in float32, in a fixed order.
 _REDUCTIONS = 2
 _CONFIG_ATTRIBUTES = (4, 4, 4, 4, 4, 4, 4, 2, 2)  # bytes of the attributes 0 (the algorithm's id), 1 (its tile), …
-WIDEST_ACCESS = 16  # bytes; more alignment than that gains nothing
+WIDEST_ACCESS = 16  # bytes; no algorithm needs more alignment
 
 Launch: TypeAlias = Callable[[], None]
 
@@ -108,7 +108,7 @@ def load_library(device: CUDADevice) -> Any:
     major = device.runtime.runtimeGetVersion() // 1000
     name = f"cublasLt64_{major}.dll" if platform.system() == "Windows" else f"libcublasLt.so.{major}"
     try:
-        _ = device.cupy.cuda.cublas  # CuPy knows where CUDA is; once it has loaded the library, its name is enough
+        _ = device.cupy.cuda.cublas  # makes CuPy load cuBLAS, wherever CUDA is; after that the library's name is enough
         library = ctypes.CDLL(name)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         raise DeviceError(
@@ -125,13 +125,13 @@ def load_library(device: CUDADevice) -> Any:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to compute a product.
+    """An algorithm of cuBLASLt for a product.
 
     Attributes:
-        opaque: What the library wants back, valid for the version that gave it.
-        config: What it consists of: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
+        opaque: cublasLtMatmulAlgo_t, valid for the version of the library that returned it.
+        config: Its configuration: the algorithm's id, its tile, splits along k, reduction, swizzling, custom option,
             stages, inner shape, cluster.
-        workspace: Bytes that it needs.
+        workspace: Bytes of workspace that it needs.
     """
 
     opaque: bytes
@@ -141,7 +141,7 @@ class Algorithm:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the first elements of a product's operands lie; 0 for an operand that it does not have."""
+    """Addresses of the first elements of a product's operands; 0 for an absent operand."""
 
     a: int
     b: int
@@ -159,12 +159,12 @@ class Addresses:
 
     @property
     def alignments(self) -> dict[str, int]:
-        """The greatest power of two that divides each address, as far as that matters."""
+        """The alignment of each address, at most `WIDEST_ACCESS`."""
         return {name: alignment(place) for name, place in vars(self).items()}
 
 
 def product_key(call: KernelCall, at: Addresses) -> str:
-    """What decides which algorithms can make a product, and which of them is the fastest."""
+    """A key of everything that determines which algorithms a product can use, and which is the fastest."""
     dtypes = call.inputs[0].dtype, call.outputs[0].dtype
     return json.dumps([*dtypes, at.alignments, asdict(replace(gemm_of(call), alpha=1.0))], sort_keys=True)
 
@@ -173,7 +173,7 @@ class CublasLt:
     """The library on the device's stream, with a workspace that all products share, since they run in order.
 
     Attributes:
-        version: The library's; algorithms are only known to the version that named them.
+        version: Of the library; algorithms are only valid for the version that returned them.
     """
 
     def __init__(self, device: CUDADevice, library: Any = None) -> None:
@@ -258,10 +258,10 @@ class Product:
         return layout
 
     def algorithms(self, most: int) -> list[Algorithm]:
-        """What the library suggests, the most promising first.
+        """The library's suggestions, the most promising first.
 
         Raises:
-            DeviceError: it has nothing to suggest.
+            DeviceError: it has none.
         """
         lt, at = self._lt, self._at
         preference = _Descriptor(lt, "MatmulPreference")
@@ -280,7 +280,7 @@ class Product:
         return [self._algorithm(result.algorithm, result.workspace) for result in usable]
 
     def restored(self, opaque: bytes, config: Sequence[int]) -> Algorithm | None:
-        """An algorithm known from an earlier process; None where it is not, or no longer, what it was or usable."""
+        """An algorithm that an earlier process kept; None where this library rejects it or reads it as another one."""
         lt, result = self._lt, _Result()
         if len(opaque) != ctypes.sizeof(_Opaque):
             return None
@@ -304,7 +304,7 @@ class Product:
         return Algorithm(bytes(opaque), tuple(config), int(workspace))
 
     def launch(self, algorithm: Algorithm) -> Launch:
-        """What enqueues it."""
+        """A function that enqueues it."""
         lt, at = self._lt, self._at
         opaque = _Opaque.from_buffer_copy(algorithm.opaque)
         alpha, beta = (ctypes.addressof(scale) for scale in self._scales)
@@ -336,7 +336,7 @@ class Product:
 
 
 def operand_bytes(call: KernelCall) -> dict[str, int]:
-    """Bytes from the first to the last element of a product's a, b, bias, residual and out; 0 for what it lacks."""
+    """Bytes from the first to the last element of a product's a, b, bias, residual and out; 0 for an absent operand."""
     gemm = gemm_of(call)
     size, out_size = itemsize(call.inputs[0].dtype), itemsize(call.outputs[0].dtype)
     m, n, k = gemm.m, gemm.n, gemm.k
@@ -354,5 +354,5 @@ def operand_bytes(call: KernelCall) -> dict[str, int]:
 
 
 def alignment(address: int) -> int:
-    """The greatest power of two that divides an address, 16 at most; 16 where there is no operand."""
+    """The alignment of an address in bytes, at most `WIDEST_ACCESS`, which is also that of an absent operand."""
     return min(WIDEST_ACCESS, address & -address) or WIDEST_ACCESS

@@ -1,4 +1,4 @@
-"""`CUDABackend`: an NVIDIA GPU. Kernels come with the program as CUDA C; the products it leaves open go to cuBLASLt."""
+"""`CUDABackend`: an NVIDIA GPU. A program brings its kernels as CUDA C; products go to cuBLASLt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from npu_runtime.cache_folder import cache_folder
 class CUDABuffer(DeviceBuffer):
     """Memory on the GPU; `native_handle` is a CuPy array of its bytes.
 
-    Copies are in order with everything that the backend runs, so a buffer can be read right after a run.
+    Copies are enqueued on the backend's stream, so a buffer can be read right after a run.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CUDABuffer(DeviceBuffer):
             return whole[tuple(slice(size) for size in self.shape)]
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        """A capsule that shares this memory; the consumer's stream waits for what runs now."""
+        """A capsule that shares this memory; the consumer's stream waits for the work enqueued so far."""
         self.check_current()
         array = self.array()
         with self._device.active("cannot export memory"):
@@ -95,8 +95,8 @@ class CUDALaunch:
     """A prepared kernel or product; calling it runs it alone.
 
     Args:
-        start: Enqueues it.
-        keep: Objects that must live as long as it may be started: the memory it works on, the arguments it points to.
+        start: Enqueues it on the current stream.
+        keep: Objects to keep alive with it: its operands' memory, its argument arrays.
     """
 
     def __init__(self, device: CUDADevice, call: KernelCall, start: Callable[[], object], keep: object) -> None:
@@ -106,7 +106,7 @@ class CUDALaunch:
         self._keep = keep
 
     def enqueue(self) -> None:
-        """Put it on the stream, which the caller has made the current one."""
+        """Enqueue it on the stream, which the caller has made the current one."""
         try:
             self._start()
         except self._device.failures as error:
@@ -121,8 +121,8 @@ class CUDALaunch:
 class GraphSequence:
     """Launches in order: the first call runs them one by one, the second captures a CUDA graph, the rest replay it.
 
-    A list that is run once is not worth a graph. And in a first run CUDA and cuBLAS may still load code, which not
-    every version of them can do during a capture.
+    Capturing does not pay for a list that is run once. And in a first run CUDA and cuBLAS may still load code lazily,
+    which not every version of them can do during a capture.
     """
 
     def __init__(self, device: CUDADevice, launches: Sequence[CUDALaunch]) -> None:
@@ -154,7 +154,7 @@ class GraphSequence:
             self._enqueue()
         except BaseException:
             with suppress(*self._device.failures):
-                stream.end_capture()  # else the stream takes no more work
+                stream.end_capture()  # otherwise the stream stays in capture mode
             raise
         self._device.counters["captures"] += 1
         return stream.end_capture()
@@ -210,7 +210,7 @@ class CUDABackend(Backend):
         return CUDABuffer(self._device, shape, alloc_shape, dtype)
 
     def allocate_joined(self, parts: Sequence[np.ndarray], spec: TensorSpec) -> DeviceBuffer:
-        """Each part is uploaded to its place, if it needs no cast or padding: joining them on the host costs a copy."""
+        """Each part is uploaded to its offset, if no cast or padding is needed: concatenating on the host is a copy."""
         stored = numpy_dtype(spec.storage or spec.dtype)
         whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
         if len(parts) == 1 or any(part.dtype != stored for part in parts) or whole != (spec.alloc_shape or spec.shape):
@@ -223,7 +223,7 @@ class CUDABackend(Backend):
         return buffer
 
     def allocate_visible(self, shape: Shape, dtype: str) -> tuple[CUDABuffer, Callable[[], np.ndarray]]:
-        """In pinned memory of the host, which kernels write through the bus: a run needs no copy to show its result."""
+        """In pinned host memory, which kernels write over the bus, so that a result needs no copy."""
         memory, host = self._device.allocate_visible(numel(shape) * itemsize(dtype))
         seen = host.view(numpy_dtype(dtype)).reshape(shape)
         return CUDABuffer(self._device, shape, None, dtype, memory), lambda: seen
@@ -232,10 +232,10 @@ class CUDABackend(Backend):
         return self._device.marker()
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Compile the sources that the calls need, all at once, and tune the products, unless that was done before.
+        """Compile the sources that the calls need, all at once, and tune products and convolutions that are new.
 
         Raises:
-            DeviceError: a source is missing, does not compile, or is another than the one known by its name.
+            DeviceError: a source is missing, does not compile, or differs from an earlier one of the same name.
         """
         needed: dict[str, str] = {}
         products: list[KernelCall] = []
@@ -253,9 +253,9 @@ class CUDABackend(Backend):
         for call in kernels:
             text = sources.get(call.source, self._sources.get(call.source))
             if text is None:
-                raise DeviceError(f"the program holds no source '{call.source}' for kernel '{call.kernel}'")
+                raise DeviceError(f"the program contains no source '{call.source}' for kernel '{call.kernel}'")
             if self._sources.get(call.source, text) != text:
-                raise DeviceError(f"two programs give different kernel sources the name '{call.source}'")
+                raise DeviceError(f"two programs have different kernel sources with the name '{call.source}'")
             if call.source not in self._modules:
                 needed[call.source] = text
         for name, image in self._cache.images(needed).items():
@@ -286,7 +286,7 @@ class CUDABackend(Backend):
         return CUDALaunch(self._device, call, self._start(call, addresses), memory)
 
     def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
-        """What enqueues a kernel on operands at these addresses, inputs first."""
+        """A function that enqueues a kernel on operands at these addresses, inputs first."""
         made = kernel_launch_of(call)
         grid, block, shared = made.grid, made.block, made.shared
         function = self._function(call, numel(block), shared)
@@ -306,8 +306,8 @@ class CUDABackend(Backend):
     def _prepare_resident(
         self, call: KernelCall, launch: KernelLaunch, addresses: list[int], memory: list[Any]
     ) -> CUDALaunch:
-        """A kernel with a block on every multiprocessor, all running at the same time, that takes its operands as one
-        struct and uses all the shared memory that a block may have."""
+        """A cooperative launch: one block on every multiprocessor, operands in one struct, and all the shared memory
+        that a block may have."""
         block, least, properties = launch.block, launch.shared, self._device.properties
         shared = int(properties["sharedMemPerBlockOptin"])
         if shared < least:
@@ -332,7 +332,7 @@ class CUDABackend(Backend):
         return CUDALaunch(self._device, call, start, (memory, function, arguments, places))
 
     def _function(self, call: KernelCall, threads: int, shared: int) -> Any:
-        """A call's kernel, made ready for its block size and shared memory.
+        """The function of a call's kernel, checked and configured for its block size and shared memory.
 
         Raises:
             DeviceError: the source has no such kernel, or the GPU cannot run it with so many threads or so much memory.
@@ -343,7 +343,7 @@ class CUDABackend(Backend):
         driver = self._device.driver
         with self._device.active(f"{name} cannot be used"):
             function = self._modules[call.source].get_function(call.kernel)
-            # Asking for an attribute makes CUDA load the code now, which it otherwise puts off to the first launch.
+            # Querying an attribute makes CUDA load the code now instead of at the first launch (lazy loading).
             limit = driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, function.ptr)
             allowed = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             if shared > driver.funcGetAttribute(allowed, function.ptr):
@@ -372,7 +372,7 @@ class CUDABackend(Backend):
         return self._start(call, ())
 
     def timed(self, launch: Launch) -> float:
-        """By events around it. The GPU is held up until all is enqueued, else it would wait for the host in between."""
+        """Timed with events. A delay kernel occupies the GPU until all is enqueued, so it never waits for the host."""
         event, hold = self._device.cupy.cuda.Event, self._hold
         with self._device.active("cannot time a launch"):
             start, end = event(), event()
@@ -395,7 +395,7 @@ extern "C" __global__ void hold() {
 
 
 def _address(operand: Operand) -> int:
-    """Where the first element of an operand lies."""
+    """Address of an operand's first element."""
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return int(operand.memory.native_handle.data.ptr) + operand.byte_offset + first

@@ -26,7 +26,7 @@ _FAILED = "the GPU failed, perhaps in a kernel launched earlier (CUDA_LAUNCH_BLO
 
 
 def load_cupy() -> Any:
-    """CuPy, which is the only way from here to CUDA.
+    """CuPy, through which this package calls CUDA.
 
     Raises:
         DeviceError: it is not installed, or does not load.
@@ -66,9 +66,9 @@ def load_nvrtc(cupy: Any) -> Any:
 
 @contextmanager
 def waking_driver(device_id: int) -> Iterator[None]:
-    """Meanwhile the driver starts, which takes as long as importing CuPy does and holds no lock of Python's.
+    """Initializes the driver in a thread meanwhile: that takes as long as importing CuPy and does not hold the GIL.
 
-    Where CuPy is not installed it does not: nobody would use the GPU.
+    Not where CuPy is not installed, since nothing would use the GPU.
     """
     if find_spec("cupy") is None:
         yield
@@ -83,9 +83,9 @@ def waking_driver(device_id: int) -> Iterator[None]:
 
 @cache
 def wake_driver(device_id: int) -> None:
-    """Have the driver make the GPU's primary context, the one that CuPy uses.
+    """Create the GPU's primary context, which CuPy uses.
 
-    What goes wrong here goes wrong again where CuPy asks for the same, and is reported there.
+    Errors are ignored: CuPy meets them again and reports them.
     """
     try:
         driver = load_driver()
@@ -97,7 +97,7 @@ def wake_driver(device_id: int) -> None:
 
 
 class CUDADevice:
-    """A GPU and the one stream on which everything of a backend happens, in order.
+    """A GPU and the stream on which a backend enqueues all its work, in order.
 
     Attributes:
         counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
@@ -140,7 +140,7 @@ class CUDADevice:
 
     @contextmanager
     def active(self, doing: str) -> Iterator[None]:
-        """This GPU and its stream as the current ones; what CUDA reports inside becomes a `DeviceError`."""
+        """Makes this GPU and its stream current; CUDA's errors inside become a `DeviceError`."""
         try:
             with self._gpu, self.stream:
                 yield
@@ -155,7 +155,7 @@ class CUDADevice:
         """Uninitialized memory as a CuPy array of `size` bytes, aligned to 256 or more.
 
         Args:
-            what: What it is for, should there be too little.
+            what: Its purpose, for the error message.
         """
         with self.active(f"cannot allocate {what}"):
             try:
@@ -170,7 +170,7 @@ class CUDADevice:
         return memory
 
     def allocate_visible(self, size: int) -> tuple[Any, np.ndarray]:
-        """Zeroed pinned host memory, as the GPU's kernels and as the host see it."""
+        """Zeroed pinned host memory: as a CuPy array for kernels, and as an array of the host."""
         cuda = self.cupy.cuda
         with self.active("cannot allocate pinned memory"):
             pinned = cuda.alloc_pinned_memory(size)
@@ -182,7 +182,7 @@ class CUDADevice:
         return memory, host
 
     def marker(self) -> Callable[[], None]:
-        """A place on the stream; calling it waits until the GPU is past it."""
+        """An event on the stream, as a function that waits for it."""
         with self.active(_FAILED):
             event = self.cupy.cuda.Event(disable_timing=True)
             event.record(self.stream)
@@ -230,17 +230,16 @@ class CUDADevice:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Pinned memory, and the event after which the GPU has read it."""
+    """Pinned memory, and the event that marks the end of the copy from it."""
 
     memory: np.ndarray
     read: Any
 
 
 class Staging:
-    """Pinned buffers through which uploads go: while the GPU reads some, threads of the host fill others.
+    """Pinned staging buffers for uploads: while the GPU reads some, threads of the host fill others.
 
-    A copy from memory that is not pinned goes through a buffer of the driver's anyway, and one thread of the host is
-    slower than the bus.
+    The driver stages copies from pageable memory anyway, but with a single thread, which is slower than the bus.
     """
 
     def __init__(self, device: CUDADevice) -> None:

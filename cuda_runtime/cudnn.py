@@ -1,4 +1,4 @@
-"""Convolutions by cuDNN's graph API: convolution, bias, residual and activation as one operation, and its plans."""
+"""Convolutions by cuDNN's graph API: plans for convolution, bias, residual and activation as one operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall
 
 WORKSPACE_BYTES = 64 * 2**20
-# Activation → the operation's name and arguments; the others are not cuDNN's.
+# Activation → cuDNN's operation and its arguments; cuDNN has no others of ours.
 _ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
     "relu": ("relu", {}),
     "relu6": ("relu", {"upper_clip": 6.0}),
@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[str, tuple[str, dict[str, float]]] = {
     "sigmoid": ("sigmoid", {}),
 }
 _TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
-_FLOAT_NOTES = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")  # of plans that round float32 factors
+_FLOAT_NOTES = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")  # of plans that round float32 operands
 
 
 def load_cudnn() -> Any:
@@ -54,7 +54,7 @@ def open_cudnn(device: CUDADevice) -> Cudnn | None:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Which of an operation's plans: an engine of cuDNN, and the values of its knobs by name."""
+    """The identity of an execution plan: an engine of cuDNN, and the values of its knobs by name."""
 
     engine: int
     knobs: Mapping[str, int]
@@ -65,7 +65,7 @@ class ConvolutionPlan:
     """A built plan of a convolution.
 
     Attributes:
-        graph, index: The operation, and the plan's place in its list.
+        graph, index: The operation, and the plan's index in its list.
     """
 
     cudnn: Cudnn
@@ -74,7 +74,7 @@ class ConvolutionPlan:
     choice: PlanChoice
 
     def launch(self, addresses: Sequence[int]) -> Callable[[], None]:
-        """What enqueues it on the operands at these addresses, inputs first."""
+        """A function that enqueues it on operands at these addresses, inputs first."""
         operands = {number + 1: address for number, address in enumerate(addresses)}
         execute, handle, workspace = self.graph.execute_plan_at_index, self.cudnn.handle, self.cudnn.workspace
         return lambda: execute(operands, workspace, self.index, handle)
@@ -85,7 +85,7 @@ class Cudnn:
 
     Attributes:
         version: Of the library.
-        failures: The exceptions by which it says that it cannot do something.
+        failures: The exceptions with which it reports that something is not supported.
 
     Raises:
         DeviceError: cuDNN is missing.
@@ -103,12 +103,12 @@ class Cudnn:
             self._module.set_stream(self.handle, device.stream.ptr)
 
     def takes(self, call: KernelCall) -> bool:
-        """Whether cuDNN has the operations that a convolution needs; whether it has plans for them is seen later."""
+        """Whether cuDNN has the operations that a convolution needs; `plans` shows whether it has plans for them."""
         known = all(view.dtype in _TYPES for view in (*call.inputs, *call.outputs))
         return known and convolution_of(call).computes.activation in ("none", *_ACTIVATIONS)
 
     def plans(self, call: KernelCall) -> Iterator[ConvolutionPlan]:
-        """Built plans for a convolution whose results are the same from run to run, the most promising one first."""
+        """Built, deterministic plans for a convolution, the most promising one first."""
         try:
             graph = self._graph(call)
             graph.create_execution_plans([self._module.heur_mode.A, self._module.heur_mode.FALLBACK])
@@ -125,7 +125,7 @@ class Cudnn:
                 continue
 
     def plan(self, call: KernelCall, choice: PlanChoice) -> ConvolutionPlan | None:
-        """The plan that was chosen before; None where this cuDNN does not have it."""
+        """The plan of an earlier choice; None where this cuDNN does not have it."""
         try:
             graph = self._graph(call)
             knobs = {getattr(self._module.knob_type, name): value for name, value in choice.knobs.items()}
@@ -137,7 +137,7 @@ class Cudnn:
     def _built(self, graph: Any, index: int, choice: PlanChoice) -> ConvolutionPlan:
         graph.build_plan_at_index(index)
         if graph.get_workspace_size_plan_at_index(index) > WORKSPACE_BYTES:
-            raise ValueError("the plan needs more memory than there is for it")
+            raise ValueError("the plan needs more workspace than there is")
         return ConvolutionPlan(self, graph, index, choice)
 
     def _excluded(self, call: KernelCall) -> list[Any]:

@@ -16,13 +16,13 @@ _CODE_OFFSETS = {b"dltensor": 20, b"dltensor_versioned": 52}
 
 
 def carrier(dtype: str) -> np.dtype:
-    """The dtype under which to export memory of a storage dtype."""
+    """The dtype with which to export memory of a storage dtype."""
     known = _CARRIERS.get(dtype)
     return np.dtype(dtype) if known is None else known
 
 
 def retag(capsule: Any, dtype: str) -> Any:
-    """The capsule of an array of `carrier(dtype)`, now saying what it really holds."""
+    """The capsule of an array of `carrier(dtype)` with its dtype set to the real one."""
     if dtype in _CODES:
         name_of, pointer_of = ctypes.pythonapi.PyCapsule_GetName, ctypes.pythonapi.PyCapsule_GetPointer
         name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]

@@ -1,4 +1,4 @@
-"""Kernel sources to GPU code by NVRTC, in parallel, kept on disk from one process to the next."""
+"""Compiles kernel sources by NVRTC, in parallel, with a cache on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import DeviceError
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-# Instructions that no later GPU has are in an architecture of their own.
+# Architecture-specific instructions (Hopper's wgmma) need the "a" variant.
 _ALL_OF_IT = {90: "sm_90a"}
 _OPTIONS = ("--std=c++17", "--generate-line-info")
 
@@ -22,8 +22,8 @@ _OPTIONS = ("--std=c++17", "--generate-line-info")
 class KernelCache:
     """Compiles for one architecture.
 
-    The code is a cubin where this NVRTC knows the architecture. For a newer GPU it is PTX of the newest architecture
-    that it does know, which the driver finishes.
+    The result is a cubin where this NVRTC knows the architecture. For a newer GPU it is PTX of the newest architecture
+    that it knows, which the driver compiles further.
 
     Args:
         nvrtc: CuPy's module of that name.
@@ -49,7 +49,7 @@ class KernelCache:
         self._options = (f"--gpu-architecture={name}", *_OPTIONS)
 
     def images(self, sources: Mapping[str, str]) -> dict[str, bytes]:
-        """Source name → code that the driver loads.
+        """Source name → cubin or PTX.
 
         Args:
             sources: Source name → CUDA C.
@@ -63,7 +63,7 @@ class KernelCache:
             return dict(zip(sources, pool.map(self._image, *zip(*sources.items(), strict=True)), strict=True))
 
     def path(self, text: str) -> Path:
-        """Where the code of a source is kept: all that decides it is in the name."""
+        """The cache file of a source, whose name is a hash of everything that determines its content."""
         content = "\0".join((text, *self._options, *map(str, self._nvrtc.getVersion())))
         return self._folder / f"{hashlib.sha256(content.encode()).hexdigest()}.{'ptx' if self._is_ptx else 'cubin'}"
 
@@ -79,7 +79,7 @@ class KernelCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, image + hashlib.sha256(image).digest())
         except OSError:
-            pass  # a cache that cannot be written costs the next start time, nothing else
+            pass  # a cache that cannot be written only makes the next start slower
         return image
 
     def _compile(self, name: str, text: str) -> bytes:
@@ -100,7 +100,7 @@ class KernelCache:
 
 
 def _read(path: Path) -> bytes | None:
-    """What was kept there, or None where there is nothing or it is damaged."""
+    """The cached code, or None where the file is missing or damaged."""
     try:
         content = path.read_bytes()
     except OSError:

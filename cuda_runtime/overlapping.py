@@ -1,6 +1,6 @@
 """Launches of kernels that may start before the one ahead of them has ended (programmatic dependent launch).
 
-Such a kernel waits itself, by `griddepcontrol.wait`, before it touches what others write. CuPy has no call for this, so
+Such a kernel executes `griddepcontrol.wait` before it accesses what others write. CuPy has no call for this, so
 the driver is called directly.
 """
 
@@ -47,7 +47,7 @@ def _driver() -> Any:
 def overlapping_launch(
     function: int, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, arguments: int
 ) -> Callable[[], None]:
-    """What enqueues a kernel so that it may start before the one ahead of it has ended.
+    """A function that enqueues a kernel so that it may start before the one ahead of it has ended.
 
     Args:
         function, stream: Handles of the driver.

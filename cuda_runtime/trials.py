@@ -1,4 +1,4 @@
-"""Trials of several ways to do the same on this GPU: their memory, their time, and what is remembered of them."""
+"""Auto-tuning by trials on this GPU: input data, timing, and keeping the choice on disk."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from npu_compiler.compiled_program import write_atomically
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 
 _ROUNDS = 3
-_HOPELESS = 1.3  # a first round so many times slower than the best one decides
+_HOPELESS = 1.3  # a candidate this many times slower than the best in one round is not measured further
 _PATTERN_BYTES = 2**20
 
 
 def graph_seconds(device: CUDADevice, launches: Sequence[Callable[[], object]], least: float) -> float:
-    """Seconds that a launch takes in a graph of them; all have been launched before, for their code to be loaded.
+    """Seconds per launch, measured in a CUDA graph; all must have been launched before, so that their code is loaded.
 
     The caller has made the device the current one.
 
@@ -61,8 +61,8 @@ def fill_randomly(device: CUDADevice, memory: Any, dtype: str) -> None:
             done += size
 
 
-def remember(path: Path, content: Mapping[str, Any]) -> None:
-    """Write what was chosen; a cache that cannot be written costs the next start time, nothing else."""
+def keep_choice(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a choice to disk; a cache that cannot be written only makes the next start slower."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content, indent=1).encode())

@@ -1,4 +1,4 @@
-"""How a convolution is made: by the plan of cuDNN or the kernel of ours that was fastest when this GPU tried them."""
+"""Auto-tuning of convolutions: the fastest of our kernels and cuDNN's plans, by trials on this GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from cuda_compiler.cuda_program import convolution_of, kernel_launch_of
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
-from cuda_runtime.trials import fill_randomly, graph_seconds, remember
+from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
@@ -24,13 +24,13 @@ from npu_compiler.program.views import View
 Form: TypeAlias = KernelCall | ConvolutionPlan
 Start: TypeAlias = Callable[[KernelCall, Sequence[int]], Callable[[], object]]
 
-_MOST_SECONDS = 60.0  # for cuDNN's plans at a start; what is left then is made by our fastest kernel
-# A convolution this short is mostly the start of its kernel. That of our own overlaps the end of the kernel before it,
-# which a trial does not show, and building cuDNN's plans takes much of the time of a first start.
+_MOST_SECONDS = 60.0  # time limit for trying cuDNN's plans at a start; the rest use our fastest kernel
+# In convolutions this short, launch latency dominates. Our kernels hide it by overlapping the kernel before, which
+# trials do not show, and building cuDNN's plans takes much of the time of a first start.
 _SHORT = 8e-6
 _PLANS = 6
 _LAUNCHES = 12
-# A run reads each weight once, so it comes from memory; these bytes of copies are more than a cache holds.
+# A run reads each weight once, from memory; trials rotate through more bytes of copies than the L2 cache holds.
 _ROTATED_BYTES = 96 * 2**20
 _ALIGNMENT = 512
 
@@ -42,8 +42,8 @@ class TunedConvolutions:
 
     Args:
         folder: Where choices are kept, a file each, named by all that decides them.
-        start: Makes what enqueues a kernel of ours on operands at addresses, inputs first.
-        cudnn: None where it is missing; then our kernels make all convolutions.
+        start: Returns a function that enqueues a kernel of ours on operands at addresses, inputs first.
+        cudnn: None where it is missing; then only our kernels are used.
     """
 
     def __init__(self, device: CUDADevice, folder: Path, start: Start, cudnn: Cudnn | None) -> None:
@@ -58,7 +58,7 @@ class TunedConvolutions:
         return [chosen] if isinstance(chosen, KernelCall) else []
 
     def tune(self, calls: Iterable[KernelCall]) -> None:
-        """Choose how to make each convolution that nothing is known about, by trying."""
+        """Choose an implementation for each new convolution by trials."""
         unknown = {_key(call): call for call in calls if self._known(call) is None}
         if not unknown:
             return
@@ -82,7 +82,7 @@ class TunedConvolutions:
                 self._keep(key, unknown[key], seconds)
 
     def form(self, call: KernelCall) -> Form:
-        """What makes a convolution: a plan of cuDNN, or a call of one of our kernels."""
+        """The chosen implementation of a convolution: a plan of cuDNN, or a call of one of our kernels."""
         chosen = self._known(call)
         return kernels_of(call)[0] if chosen is None else over(chosen, call)
 
@@ -121,7 +121,7 @@ class TunedConvolutions:
 
     @property
     def _refusals(self) -> tuple[type[Exception], ...]:
-        """What is raised where this GPU cannot run a form: it needs more shared memory than there is, say."""
+        """The exceptions raised where this GPU cannot run a candidate, for lack of shared memory for example."""
         return (DeviceError, *self._device.failures, *(self._cudnn.failures if self._cudnn is not None else ()))
 
     def _launch(self, form: Form, addresses: Sequence[int]) -> Callable[[], object]:
@@ -145,7 +145,7 @@ class TunedConvolutions:
         return self._folder / f"conv_{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
 
     def _recall(self, key: str, call: KernelCall) -> Form | None:
-        """The form that was kept; None where there is none, or it cannot be had."""
+        """The choice on disk; None where there is none, or it is not available."""
         try:
             kept = json.loads(self._path(key).read_bytes())
             if kept["source"] is not None:
@@ -164,11 +164,11 @@ class TunedConvolutions:
             content |= {"engine": form.choice.engine, "knobs": dict(form.choice.knobs)}
         if math.isfinite(seconds):
             content["microseconds"] = round(1e6 * seconds, 3)
-        remember(self._path(key), content)
+        keep_choice(self._path(key), content)
 
 
 def kernels_of(call: KernelCall) -> list[KernelCall]:
-    """The calls of our kernels that make a convolution, the compiler's first suggestion first."""
+    """The calls of our kernels that implement a convolution, the compiler's first suggestion first."""
     launch = convolution_of(call)
     others = [
         replace(call, kernel=form.kernel, source=form.source, params=form.launch.params())
@@ -178,35 +178,35 @@ def kernels_of(call: KernelCall) -> list[KernelCall]:
 
 
 def over(form: Form, call: KernelCall) -> Form:
-    """A form found for an equal convolution, over this one's operands."""
+    """The implementation chosen for an equal convolution, on this one's operands."""
     if isinstance(form, ConvolutionPlan):
         return form
     return replace(form, inputs=call.inputs, outputs=call.outputs, node=call.node)
 
 
 def _key(call: KernelCall) -> str:
-    """All that decides which form is the fastest."""
+    """A key of everything that determines which implementation is the fastest."""
     operands = [[list(view.shape), list(view.strides), view.dtype] for view in (*call.inputs, *call.outputs)]
     described = dict(sorted(asdict(convolution_of(call).computes).items()))
     return json.dumps([operands, described, [form.source for form in kernels_of(call)]])
 
 
 class _Scratch:
-    """Where the operands of a trial lie: each once, but the weight in as many copies as keep it out of the cache."""
+    """The memory of a trial's operands: each once, but the weight in enough copies to defeat the cache."""
 
     def __init__(self, call: KernelCall) -> None:
-        self._rooms = [_room(view) for view in (*call.inputs, *call.outputs)]
-        self._copies = max(1, min(_LAUNCHES, _ROTATED_BYTES // self._rooms[1]))
-        self.size = sum(self._rooms) + (self._copies - 1) * self._rooms[1]
+        self._sizes = [_aligned_bytes(view) for view in (*call.inputs, *call.outputs)]
+        self._copies = max(1, min(_LAUNCHES, _ROTATED_BYTES // self._sizes[1]))
+        self.size = sum(self._sizes) + (self._copies - 1) * self._sizes[1]
 
     def addresses(self, start: int) -> list[list[int]]:
         """The operands' addresses for each copy of the weight."""
-        places = [start + sum(self._rooms[:number]) for number in range(len(self._rooms))]
-        spare = start + sum(self._rooms)
-        copies = [places[1], *(spare + number * self._rooms[1] for number in range(self._copies - 1))]
+        places = [start + sum(self._sizes[:number]) for number in range(len(self._sizes))]
+        spare = start + sum(self._sizes)
+        copies = [places[1], *(spare + number * self._sizes[1] for number in range(self._copies - 1))]
         return [[places[0], weight, *places[2:]] for weight in copies]
 
 
-def _room(view: View) -> int:
+def _aligned_bytes(view: View) -> int:
     last = sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True) if size)
     return -(-(last + 1) * itemsize(view.dtype) // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""Which of cuBLASLt's algorithms makes a product: the one that was fastest when this GPU tried them, kept on disk."""
+"""Auto-tuning of products: the fastest of cuBLASLt's algorithms by trials on this GPU, kept on disk."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from cuda_runtime.cublaslt import (
     product_key,
 )
 from cuda_runtime.cuda_device import CUDADevice
-from cuda_runtime.trials import fill_randomly, graph_seconds, remember
+from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 
-_MOST_SECONDS = 10.0  # of tuning at a time; what is left then is made as the library suggests
+_MOST_SECONDS = 10.0  # time limit of tuning at a start; the rest use the library's suggestion
 _CANDIDATES = 16
 _FEWEST_LAUNCHES, _MOST_COPIES = 4, 32
-# A run reads each weight once, so it comes from memory; these bytes of copies are more than a cache holds.
+# A run reads each weight once, from memory; trials rotate through more bytes of copies than the L2 cache holds.
 _ROTATED_BYTES = 160 * 2**20
-_BLOCK = 256  # bytes; where an operand of the trials begins
+_BLOCK = 256  # bytes; alignment of the trials' operands
 
 
 class TunedProducts:
     """The products of a backend.
 
-    Results are the same from run to run: an algorithm that was chosen is used from then on, and none that adds up in an
-    order left to chance is considered.
+    Results are deterministic: a choice is kept, and algorithms without a fixed order of summation are excluded.
 
     Args:
         folder: Where choices are kept, a file each, named by all that decides them.
@@ -52,7 +51,7 @@ class TunedProducts:
         self._chosen: dict[str, Algorithm] = {}
 
     def launch(self, call: KernelCall, places: Sequence[int]) -> Launch:
-        """What enqueues a product.
+        """A function that enqueues a product.
 
         Args:
             places: The operands' addresses, inputs first.
@@ -68,9 +67,9 @@ class TunedProducts:
         return product.launch(self._chosen[key])
 
     def tune(self, calls: Iterable[KernelCall]) -> None:
-        """Choose algorithms before the operands' memory is known, by what is on disk or else by trying.
+        """Choose algorithms before the operands' addresses are known, from disk or else by trials.
 
-        Products that would take more memory than there is, or more time than a start should, are left out.
+        Products for which memory or the time limit does not suffice are left out.
         """
         unknown: dict[str, KernelCall] = {}
         for call in calls:
@@ -112,7 +111,7 @@ class TunedProducts:
         return best, least
 
     def _seconds(self, launches: Sequence[Launch], least: float) -> float:
-        """Seconds that a launch takes in a graph of them; infinite where the algorithm does not run after all.
+        """Seconds that a launch takes in a graph of them; infinite where the algorithm fails.
 
         Args:
             least: The best so far; what cannot come near is not measured further.
@@ -130,7 +129,7 @@ class TunedProducts:
         return self._folder / f"gemm_{hashlib.sha256(json.dumps(content).encode()).hexdigest()}.json"
 
     def _recall(self, key: str, product: Product) -> Algorithm | None:
-        """The algorithm that was kept; None where there is none, or it cannot be what it was."""
+        """The choice on disk; None where there is none, or this library does not accept it."""
         try:
             kept = json.loads(self._path(key).read_bytes())
             opaque, config = bytes.fromhex(kept["algorithm"]), list(kept["config"])
@@ -145,36 +144,36 @@ class TunedProducts:
             "config": algorithm.config,
             "microseconds": round(1e6 * seconds, 3),
         }
-        remember(self._path(key), content)
+        keep_choice(self._path(key), content)
 
 
 def _assumed(call: KernelCall) -> Addresses:
-    """Addresses as aligned as the real ones will be: buffers begin at multiples of more bytes than matter."""
+    """Stand-in addresses with the alignment of the real ones; every buffer is aligned to more than `WIDEST_ACCESS`."""
     views = (*call.inputs, *call.outputs)
     return Addresses.of(call, [WIDEST_ACCESS + view.offset * itemsize(view.dtype) for view in views])
 
 
 def _copies(call: KernelCall) -> int:
-    """How many weights to try a product with in turn."""
+    """How many copies of the weight the trials rotate through."""
     return min(_MOST_COPIES, -(-_ROTATED_BYTES // max(1, operand_bytes(call)["b"])))
 
 
 def _scratch_bytes(call: KernelCall) -> int:
-    rooms = {name: _room(size) for name, size in operand_bytes(call).items()}
-    return sum(rooms.values()) + (_copies(call) - 1) * rooms["b"]
+    sizes = {name: _reserved_bytes(size) for name, size in operand_bytes(call).items()}
+    return sum(sizes.values()) + (_copies(call) - 1) * sizes["b"]
 
 
 def _placed(call: KernelCall, start: int) -> list[Addresses]:
-    """Where the operands lie in scratch memory, for each copy of the weight; as aligned as the real ones will be."""
+    """The operands' addresses in scratch memory for each copy of the weight, with the alignment of the real ones."""
     sizes, alignments = operand_bytes(call), _assumed(call).alignments
     places = {}
     for name, size in sorted(sizes.items(), key=lambda item: item[0] == "b"):
         places[name] = start + alignments[name] % WIDEST_ACCESS if size else 0
-        start += _room(size)
+        start += _reserved_bytes(size)
     first = Addresses(**places)
-    return [replace(first, b=first.b + copy * _room(sizes["b"])) for copy in range(_copies(call))]
+    return [replace(first, b=first.b + copy * _reserved_bytes(sizes["b"])) for copy in range(_copies(call))]
 
 
-def _room(size: int) -> int:
-    """Bytes for an operand and the gap before it."""
+def _reserved_bytes(size: int) -> int:
+    """Bytes to reserve for an operand, its misalignment included."""
     return -(-(size + WIDEST_ACCESS) // _BLOCK) * _BLOCK

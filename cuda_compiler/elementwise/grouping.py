@@ -13,11 +13,11 @@ from npu_compiler.program.views import Shape, View, collapse
 
 MAX_CALLS = 64
 MAX_READS = 24
-_WINDOW = 48  # how many calls back a partner may be
+_WINDOW = 48  # calls to search backwards for a group to fuse with
 
 
 class Place(NamedTuple):
-    """Which element is where: equal for views that walk the same elements in the same row-major order."""
+    """A view's addressing in normal form: equal for views of the same elements in the same row-major order."""
 
     buffer: str
     dtype: str
@@ -32,18 +32,18 @@ class Place(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def place_of(view: View) -> Place:
-    """A view's place: sizes of 1 dropped, neighbours merged."""
+    """A view's normal form: dimensions of size 1 dropped, adjacent dimensions merged where one stride covers both."""
     sizes, (strides,) = collapse(view.shape, view.strides)
     return Place(view.buffer, view.dtype, view.offset, tuple(sizes), tuple(strides))
 
 
 @dataclass(eq=False)
 class Group:
-    """Calls that run as one kernel, in order; a call that is not element-wise is alone.
+    """Calls that run as one kernel, in order; a call that is not element-wise is a group of its own.
 
     Attributes:
-        reads: What it reads that it has not itself written, each place once.
-        writes: What it writes, each place once.
+        reads: The views that it loads from memory (its own results stay in registers), each `Place` once.
+        writes: The views that it writes, each `Place` once.
     """
 
     calls: list[KernelCall]
@@ -57,7 +57,7 @@ class Group:
         self.numel = self.calls[0].outputs[0].numel
 
     def conflicts(self, other: Group) -> bool:
-        """Whether the order of the two matters."""
+        """Whether the two must keep their order: one writes a buffer that the other reads or writes."""
         return not (
             self.written_buffers.isdisjoint(other.read_buffers)
             and self.written_buffers.isdisjoint(other.written_buffers)
@@ -65,7 +65,7 @@ class Group:
         )
 
     def is_related(self, earlier: Group) -> bool:
-        """Whether one kernel would read less memory than two: a value passes between them, or both read one."""
+        """Whether fusion saves memory traffic: one reads what the other wrote, or both read the same value."""
         if not self.read_buffers.isdisjoint(earlier.written_buffers):
             return True
         shared = self.read_buffers & earlier.read_buffers
@@ -75,14 +75,14 @@ class Group:
 
 
 def find_groups(calls: Sequence[KernelCall]) -> list[Group]:
-    """Fuse greedily: each element-wise call joins the nearest group that it shares a value with.
+    """Fuse greedily: each element-wise call joins the nearest earlier group that it shares a value with.
 
     Given:  t = a * b;  m = x @ w;  u = t + m;  v = gelu(u)
     Result: m = x @ w;  (t = a * b; u = t + m; v = gelu(u))
 
     The call moves up to the group, or the group down to the call, if nothing between them touches the same buffers in a
-    way whose order matters; buffers are compared by name. A group walks its elements once, in one order, so all of its
-    calls have the same number of elements, and what they share lies at the same place.
+    way whose order matters; buffers are compared by name. A group is one loop over its elements, so its calls all have
+    the same number of elements, and a value that they share has the same `Place` in each.
     """
     groups: list[Group] = []
     for call in calls:
@@ -102,7 +102,7 @@ def _absorb(groups: list[Group], index: int) -> None:
 
 
 def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
-    """The nearest group to merge with: its index, the merged group, and whether that goes to the earlier place."""
+    """The nearest group to merge with: its index, the merged group, and whether that takes the earlier position."""
     group = groups[index]
     may_move_up = True
     for at in range(index - 1, max(-1, index - 1 - _WINDOW), -1):
@@ -117,10 +117,10 @@ def _partner(groups: list[Group], index: int) -> tuple[int, Group, bool] | None:
 
 
 def merge(first: Group, second: Group) -> Group | None:
-    """One group that does what the two do in turn; None where a thread would need what another one wrote.
+    """The fusion of two groups; None where a thread would need a value that another thread wrote.
 
-    Each thread reads, computes and writes its own elements. So what is written must be read, or written again, at the
-    same place or not at all; views of the same buffer at other places must not overlap.
+    Each thread reads, computes and writes its own elements. So whatever is written may be read or written again only
+    through the same `Place`; views of that buffer with another `Place` must not overlap it.
     """
     calls = first.calls + second.calls
     if len(calls) > MAX_CALLS:
@@ -145,5 +145,5 @@ def merge(first: Group, second: Group) -> Group | None:
 
 
 def _overlap(a: Place, b: Place) -> bool:
-    """Whether the memory between the first and the last elements of two places meets."""
+    """Whether the memory ranges from first to last element intersect."""
     return a.buffer == b.buffer and (a.dtype != b.dtype or (a.offset < b.end and b.offset < a.end))

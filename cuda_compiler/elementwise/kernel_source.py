@@ -1,4 +1,4 @@
-"""The source of a kernel that does a group of element-wise calls."""
+"""Code generation of fused element-wise kernels: one CUDA C source for a group of calls."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 _BLOCK = 256
-_ENOUGH_THREADS = MULTIPROCESSORS * 256  # a wider vector is no gain until this many threads have work
+_ENOUGH_THREADS = MULTIPROCESSORS * 256  # wider vectors do not pay until this many threads have work
 _MAX_NAME = 60
 
 
 def generate_elementwise(group: Group, stored: Sequence[View], make: Specializer) -> KernelCall:
-    """One call for a group; values that are not stored stay in registers.
+    """One call for a group; its intermediate values stay in registers.
 
     Args:
-        stored: What of the group's writes somebody else reads.
+        stored: The writes that another kernel, or the caller, reads.
     """
     width = _vector_width(group, stored)
     threads = -(-group.numel // width)
@@ -54,7 +54,7 @@ def _function_name(group: Group) -> str:
 
 
 def _vector_width(group: Group, stored: Sequence[View]) -> int:
-    """Elements that a thread makes: as many as 16-byte accesses take, if there are threads enough."""
+    """Elements per thread: as many as fill a 16-byte access, fewer where that would leave too few threads."""
     views = [*group.reads, *stored]
     width = min(8, 16 // min(itemsize(view.dtype) for view in stored))
     places = [place_of(view) for view in views]
@@ -69,7 +69,7 @@ def _vector_width(group: Group, stored: Sequence[View]) -> int:
 
 
 def _access(place: Place, width: int) -> str:
-    """How a thread reaches `width` neighbours: as a `vector`, as one `repeated` element, or one by one (`gather`)."""
+    """How a thread accesses `width` consecutive elements: one `vector`, one `repeated` element, or a `gather`."""
     if not place.sizes:
         return "repeated"
     *outer, inner = place.strides
@@ -82,10 +82,10 @@ def _access(place: Place, width: int) -> str:
 
 @dataclass
 class _Body:
-    """What of a kernel's text is being written.
+    """The parts of a kernel's text, as they are generated.
 
     Attributes:
-        functions: Text of an op's function → its name.
+        functions: Definition of an op's device function → its name.
         before, lane, after: Statements before, in and after the loop over a thread's elements.
         values: Place → the C variable with its value in the loop, and whether that is an int.
     """
@@ -167,7 +167,8 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
     """Append a call's computation.
 
     Args:
-        rounds: Round a 16-bit result here, so that all readers see what is stored, in this kernel or another.
+        rounds: Round a 16-bit result here, so that readers inside the kernel see the same value as readers of the
+            stored one.
     """
     op = ELEMENTWISE_KERNELS[call.kernel].op
     scalars = list(call.params["scalars"])

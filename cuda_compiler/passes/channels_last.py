@@ -1,4 +1,4 @@
-"""Lays convolution activations out channels-last, which is what tensor cores read.
+"""Converts the activations of convolutions to channels-last (NHWC), the layout that tensor cores read.
 
 Given:   y = conv2d(x: [1, 3, 8, 8], w: [16, 3, 3, 3]);  z = max_pool2d(y);  out = copy(z)
 Result:  prologue: w' = copy(w), in memory as [16, 3, 3, 8] with zeros beyond the third input channel
@@ -7,7 +7,7 @@ Result:  prologue: w' = copy(w), in memory as [16, 3, 3, 8] with zeros beyond th
 
 Views carry strides, so a buffer's layout changes by changing its views. That is done for every buffer of the arena that
 a kernel over images touches, and for those that element-wise calls connect with them, as long as strides can express
-each of its views. Elsewhere, as at the program's inputs and outputs, a copy stands between.
+each of its views. Elsewhere, as at the program's inputs and outputs, a copy converts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from npu_compiler.program.views import Shape, View, contiguous_strides, numel
 
 _CONVOLUTION = "conv2d_kernel"
 _OVER_IMAGES = (Family.CONV, Family.POOL)
-# Other kernels that reach every element by its strides, whatever these are.
+# Other kernels whose templates take operands of any strides.
 _OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel")
 
 
@@ -35,11 +35,11 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
     """The plan with its convolutions over channels-last operands."""
     if not any(call.kernel == _CONVOLUTION for call in plan.calls):
         return plan
-    turned = _turnable(plan)
-    layout = _Relaid(plan, turned)
+    converted = _convertible(plan)
+    layout = _Relaid(plan, converted)
     for call in plan.calls:
         touched = {view.buffer for view in (*call.inputs, *call.outputs)}
-        if touched.isdisjoint(turned) and call.kernel != _CONVOLUTION:
+        if touched.isdisjoint(converted) and call.kernel != _CONVOLUTION:
             layout.calls.append(call)
             continue
         call = replace(call, inputs=layout.views(call.inputs), outputs=layout.views(call.outputs))
@@ -57,8 +57,8 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
     )
 
 
-def _turnable(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
-    """The buffers to lay out channels-last, by name."""
+def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
+    """The buffers to convert, by name."""
     candidates = {
         name: buffer
         for name, buffer in plan.buffers.items()
@@ -68,7 +68,8 @@ def _turnable(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     for call in plan.calls:
         fits = classify(call) in (Family.ELEMENTWISE, *_OVER_IMAGES) or call.kernel in _OF_ANY_STRIDES
         for view in (*call.inputs, *call.outputs):
-            if view.buffer in candidates and not (fits and _turned(view, candidates[view.buffer].alloc_shape)):
+            buffer = candidates.get(view.buffer)
+            if buffer is not None and not (fits and _in_channels_last(view, buffer.alloc_shape)):
                 unfit.add(view.buffer)
     candidates = {name: buffer for name, buffer in candidates.items() if name not in unfit}
     chosen = {
@@ -87,10 +88,11 @@ def _turnable(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     return {name: buffer for name, buffer in candidates.items() if name in chosen}
 
 
-def _turned(view: View, allocated: Shape) -> View | None:
+def _in_channels_last(view: View, allocated: Shape) -> View | None:
     """The view once its row-major buffer [N, C, …] is stored as [N, …, C]; None where no strides express it.
 
-    Every dimension of the view must walk the buffer's coordinates without a carry from the others, and evenly still.
+    Each dimension of the view must step through the buffer's coordinates independently of the others, and at a constant
+    stride in the new layout too.
     """
     if 0 in view.shape:
         return view
@@ -125,12 +127,12 @@ class _Relaid:
     """The plan in its new layout, as it is being made.
 
     Attributes:
-        turned: The buffers that become channels-last.
-        buffers: What replaces or joins the plan's buffers.
+        converted: The buffers that become channels-last.
+        buffers: New buffers, and replacements of the plan's.
     """
 
     plan: ExecutionPlan
-    turned: dict[str, BufferAllocation]
+    converted: dict[str, BufferAllocation]
     buffers: dict[str, BufferAllocation] = field(default_factory=dict)
     prologue: list[KernelCall] = field(default_factory=list)
     calls: list[KernelCall] = field(default_factory=list)
@@ -138,7 +140,7 @@ class _Relaid:
     _inputs: dict[tuple[View, int], View] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, buffer in self.turned.items():
+        for name, buffer in self.converted.items():
             images, channels, *pixels = buffer.alloc_shape
             self.buffers[name] = replace(buffer, alloc_shape=(images, *pixels, channels))
 
@@ -146,11 +148,11 @@ class _Relaid:
         return tuple(self._view(view) for view in views)
 
     def _view(self, view: View) -> View:
-        if view.buffer not in self.turned:
+        if view.buffer not in self.converted:
             return view
-        turned = _turned(view, self.turned[view.buffer].alloc_shape)
-        assert turned is not None
-        return turned
+        converted = _in_channels_last(view, self.converted[view.buffer].alloc_shape)
+        assert converted is not None
+        return converted
 
     def convolve(self, call: KernelCall) -> None:
         """Append a convolution over channels-last operands, with the copies that it takes."""
@@ -160,7 +162,7 @@ class _Relaid:
             self.calls.append(call)
             return
         # Tensor cores take factors of one dtype, so a float32 weight, as folding batch normalization makes it, is
-        # rounded. A result that is not rounded deserves all of it, and depthwise convolutions use no tensor cores.
+        # rounded; but not where the result is float32, nor in depthwise convolutions, which use no tensor cores.
         rounds = out.dtype == x.dtype and not _is_depthwise(call, weight)
         dtype = x.dtype if rounds else weight.dtype
         constant = self.plan.buffers[weight.buffer].is_constant
@@ -175,7 +177,7 @@ class _Relaid:
             weight = self._packed_weight(weight, (channels, *weight.shape[2:]), dtype, call)
         residual = self._packed_input(residual, residual.shape[1], call) if residual is not None else None
         made = out
-        if not _has_channels_side_by_side(out):
+        if not _is_channels_last(out):
             made = self._buffer(f"{call.node}.out", out.shape, out.dtype, "arena")
         inputs = tuple(view for view in (x, weight, bias, residual) if view is not None)
         params = {**call.params, CONSTANT_WEIGHT: constant}
@@ -186,7 +188,7 @@ class _Relaid:
     def _folded(
         self, call: KernelCall, x: View, weight: View, out: View, dtype: str, fold: int
     ) -> tuple[KernelCall, View, View]:
-        """A strided convolution over few channels as one without stride over many: squares of pixels become channels.
+        """Space-to-depth: a strided convolution over few channels as one of stride 1 over many.
 
         Given:   x: [1, 3, 224, 224], weight: [64, 3, 7, 7], stride 2, padding 3
         Result:  x: [1, 16, 115, 115], weight: [64, 16, 4, 4], no stride, no padding, with zeros for what is missing
@@ -204,8 +206,8 @@ class _Relaid:
         return replace(call, params={**call.params, **plain}), packed, weight
 
     def _packed_input(self, view: View, channels: int, call: KernelCall) -> View:
-        """An activation with its channels side by side, and zeros up to the wanted number of them."""
-        if view.shape[1] == channels and _has_channels_side_by_side(view):
+        """An activation with contiguous channels, zero-padded to the wanted number of them."""
+        if view.shape[1] == channels and _is_channels_last(view):
             return view
         key = (view, channels)
         if key not in self._inputs:
@@ -218,11 +220,11 @@ class _Relaid:
         return self._inputs[key]
 
     def _packed_weight(self, weight: View, shape: Shape, dtype: str, call: KernelCall, fold: int = 1) -> View:
-        """A weight with its input channels side by side, or of a depthwise convolution its output channels.
+        """A weight with contiguous input channels (of a depthwise convolution: output channels).
 
         Args:
-            shape: Input channels, rows and columns that it is to have; what is more than it has becomes zeros.
-            fold: Squares of so many taps a side become channels.
+            shape: Input channels, rows and columns that it is to have, zero-padded where that is more than it has.
+            fold: Edge of the squares of taps that become channels.
         """
         key = (weight, shape, dtype)
         if key in self._weights:
@@ -258,7 +260,7 @@ def _is_depthwise(call: KernelCall, weight: View) -> bool:
 
 
 def _fold(call: KernelCall, x: View, weight: View) -> int:
-    """How many pixels a side are best made channels, so that fewer zeros are multiplied; 1 for none."""
+    """The space-to-depth factor that leaves the fewest padding zeros to multiply; 1 for none."""
     (stride, across), dilation = call.params["stride"], call.params["dilation"]
     if stride != across or list(dilation) != [1, 1] or call.params["groups"] > 1 or x.dtype not in HALF_DTYPES:
         return 1
@@ -267,8 +269,8 @@ def _fold(call: KernelCall, x: View, weight: View) -> int:
     return stride if folded < numel(window) * -(-channels // PACK) else 1
 
 
-def _has_channels_side_by_side(view: View) -> bool:
-    """Whether [N, C, H, W] has its channels innermost, the columns next, and no two elements at one place."""
+def _is_channels_last(view: View) -> bool:
+    """Whether [N, C, H, W] is channels-last in memory, without overlapping elements."""
     last = channels_last(view)
     steps = [(size, stride) for size, stride in zip(last.shape, last.strides, strict=True) if size > 1]
     packed = view.shape[1] == 1 or view.strides[1] == 1
@@ -276,7 +278,7 @@ def _has_channels_side_by_side(view: View) -> bool:
 
 
 def _in_order_of_memory(call: KernelCall) -> KernelCall:
-    """An element-wise call that walks its elements as its output lies in memory."""
+    """An element-wise call whose dimensions are in the order in which its output lies in memory."""
     out = call.outputs[0]
     order = sorted(range(out.rank), key=lambda dim: -out.strides[dim])
     views = [tuple(view.permute(order) for view in side) for side in (call.inputs, call.outputs)]
@@ -284,7 +286,7 @@ def _in_order_of_memory(call: KernelCall) -> KernelCall:
 
 
 def _as_pooling(call: KernelCall) -> KernelCall:
-    """A mean over all pixels as the pooling that it is, which reads many channels at a time."""
+    """A mean over all pixels as global average pooling, whose kernel reads many channels at a time."""
     x, out = call.inputs[0], call.outputs[0]
     if x.rank != 4 or call.params["reduce_dims"] != 2 or x.strides[1] != 1:
         return call
@@ -296,10 +298,10 @@ _AS_IT_IS = {"fold": 1, "top": 0, "left": 0}
 
 
 def _packing(source: View, target: View, node: str, params: Mapping[str, int] = _AS_IT_IS) -> KernelCall:
-    """Copies to where channels lie side by side; what the target has more than the source becomes zeros.
+    """A copy to channels-last, zero-padded to the target's size.
 
     Args:
-        params: `fold`: squares of so many pixels a side become channels; `top`, `left`: zeros before the first pixel.
+        params: `fold`: edge of the squares of pixels that become channels; `top`, `left`: padding before the image.
     """
     if target.shape[1] % PACK or target.strides[1] != 1:
         return _copy(source, target, node)

@@ -1,4 +1,4 @@
-"""Rotations of keys that put them where the KV cache wants them: one launch instead of two."""
+"""Fuses the rotary embedding of keys with the update of the KV cache behind it: one launch instead of two."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from npu_compiler.program.views import View
 
 
 def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls with each rotation of keys, and the update of the cache behind it, as one.
+    """The plan's calls, with each rotary embedding and the cache update behind it as one.
 
     Given:  rope; index_copy_pair; attention
     Result: rotary_update; attention
 
-    The rotated keys must be read by nobody else, since only the cache gets them.
+    Nothing else may read the rotated keys, since only the cache receives them.
     """
     readers: dict[str, list[View]] = {}
     for view in (*(view for call in plan.calls for view in call.inputs), *plan.output_views.values()):
@@ -33,7 +33,7 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
 
 
 def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], make: Specializer) -> KernelCall | None:
-    """One call that does both; None where one kernel cannot."""
+    """The fused call; None where the two do not fit together."""
     if (rope.kernel, update.kernel) != ("rope_kernel", "index_copy_pair_kernel") or update.params["dim"] != 2:
         return None
     x, cos, sin = rope.inputs

@@ -1,1 +1,1 @@
-"""What each op-level kernel becomes on an NVIDIA GPU: a rule chooses template, grid and constants, a family a file."""
+"""Rules: the templates, grids and constants of the CUDA kernels that an op-level kernel becomes; a family per file."""

@@ -1,4 +1,4 @@
-"""Template rule of attention: split over the keys for few queries, tiles for many, a plain kernel for the rest."""
+"""Rule of attention: split over the keys for few queries, tiled for many, a plain kernel for the rest."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from npu_compiler.program.views import View
 BLOCK_ROWS = 16  # of a warp's product
 BLOCK_KEYS = 16
 _WARPS = 4
-_STAGES = 2  # tiles of keys that a warp has in shared memory
+_STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
 _FILLING_BLOCKS = 2 * MULTIPROCESSORS
-_ENOUGH_BLOCKS = 64  # to leave the keys of 16 rows to one block, which saves adding up
-_WIDEST = 128  # whose sums a warp holds in registers
-_MIN_BLOCKS = 2  # of a multiprocessor, which leaves a thread all the registers that it needs
+_ENOUGH_BLOCKS = 64  # from here on one block handles all keys of its rows, which saves the combining kernel
+_WIDEST = 128  # head dimension whose sums fit into a warp's registers
+_MIN_BLOCKS = 2  # blocks per multiprocessor; still leaves enough registers per thread
 _COMBINE_THREADS = 128
-_SLICE = 512  # dimensions of a result that a block of the plain kernel makes
+_SLICE = 512  # dimensions of the result per block of the plain kernel
 _TILE_WARPS = 4
-# Rows of a block, keys that it takes at a time, and how many blocks it takes for that not to leave too much of a large
-# GPU idle; the more rows the better. The last is for GPUs with little shared memory.
+# Rows per block, keys per tile, and the least number of blocks that occupies a large GPU well enough; the more rows the
+# better. The last is for GPUs with little shared memory.
 _TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
-# The same for warpgroups, which are Hopper's way to multiply, no later GPU's: the more of them a block has, the more
-# rows share what it copies.
+# The same for kernels of warpgroups (wgmma, which only Hopper has): the more warpgroups per block, the more rows share
+# the keys that it copies.
 _WARPGROUP_TILES = ((128, 96), (64, 48))
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
@@ -88,7 +88,7 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
-    """A block per query and up to `_SLICE` dimensions of its result."""
+    """One block per query and `_SLICE` dimensions of its result."""
     value_width = operands.v.shape[3]
     width = min(value_width, _SLICE)
     blocks = operands.problems * operands.rows * groups(value_width, width)
@@ -107,7 +107,7 @@ def _plain(make: Specializer, call: KernelCall, operands: _Operands) -> list[Ker
 
 
 def _split(make: Specializer, call: KernelCall, operands: _Operands) -> list[KernelCall]:
-    """Blocks of 16 rows whose warps share out the keys; several blocks per 16 rows where that fills the GPU."""
+    """Split-K: a block's warps divide the keys of 16 rows; several blocks do where one would leave the GPU idle."""
     batch, kv_heads, keys, width = operands.k.shape
     rows, value_width, out = operands.rows, operands.v.shape[3], {"out": operands.out}
     row_blocks = groups(rows, BLOCK_ROWS)
@@ -165,7 +165,7 @@ def split_memory(rows: int, width: int, value_width: int, warps: int = _WARPS, s
 
 
 def found_memory(rows: int, value_width: int) -> int:
-    """Bytes of `Found` there, which is what a warp leaves for the others."""
+    """Bytes of `Found` there, a warp's partial result for the others to combine."""
     return 4 * (2 * BLOCK_ROWS + min(rows, BLOCK_ROWS) * groups(value_width, 64) * 64)
 
 
@@ -191,7 +191,7 @@ def _tiled(
 
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
-    """The same with a warpgroup for each 64 rows, and one that copies the keys."""
+    """The same with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
     row_bytes = 2 * operands.k.shape[3]
     shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
     calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
@@ -212,9 +212,11 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
 def _survey(
     make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int, tile_keys: int
 ) -> tuple[list[KernelCall], View | None]:
-    """A look at the mask, where there is one, and where it leaves which tiles of keys the blocks of rows need.
+    """A kernel that classifies the mask's tiles (all masked, none masked, mixed), and the view of its result.
 
-    Layers with the same mask look once.
+    Tiles without attended keys are skipped.
+
+    Layers with the same mask share one such kernel. Nothing where there is no mask.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
     if mask is None:
@@ -222,7 +224,7 @@ def _survey(
     constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
     looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)
     subject = (mask, (looks, k.shape[1], call.params["causal"], tile_rows, tile_keys))
-    verdicts = make.known(subject)
+    verdicts = make.cached(subject)
     if verdicts is not None:
         return [], verdicts
     verdicts = make.temporary(call.node, (*looks, groups(k.shape[2], tile_keys)), "int32")
@@ -237,7 +239,7 @@ def _survey(
         constants=constants,
         min_blocks=_SURVEY_MIN_BLOCKS,
     )
-    make.learn(subject, verdicts)
+    make.cache(subject, verdicts)
     return [replace(survey, flops=0, bytes_moved=distinct_bytes(mask))], verdicts
 
 
@@ -249,7 +251,7 @@ def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -
 
 
 def suits_tensor_cores(q: View, k: View, v: View) -> bool:
-    """16-bit operands of one type whose rows are whole 16-byte pieces, and narrow enough for registers."""
+    """Whether all have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits registers."""
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
     widths = (q.shape[3], v.shape[3])
     pieces = all(width % 8 == 0 and width <= _WIDEST for width in widths)

@@ -1,11 +1,11 @@
-"""Channels that lie side by side in memory, and are moved several at a time."""
+"""Vector access to channels: how many contiguous channels a thread moves at a time."""
 
 from __future__ import annotations
 
 from cuda_compiler.specialization.sizes import vector_width
 from npu_compiler.program.views import View
 
-PACK = 8  # channels that our convolutions move at a time
+PACK = 8  # channels per vector access of the convolution kernels
 
 
 def channels_last(view: View) -> View:
@@ -14,6 +14,6 @@ def channels_last(view: View) -> View:
 
 
 def is_packed(view: View, pack: int = PACK) -> bool:
-    """Whether channels of [N, C, H, W] lie side by side, `pack` of them to an aligned access."""
+    """Whether channels of [N, C, H, W] are contiguous and can be accessed as aligned vectors of `pack`."""
     side_by_side = view.shape[1] == 1 or view.strides[1] == 1
     return side_by_side and view.shape[1] % pack == 0 and vector_width(channels_last(view)) >= pack

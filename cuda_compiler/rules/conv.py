@@ -1,8 +1,8 @@
 """Rules of convolutions.
 
-A convolution over channels-last operands is a call of one of our kernels that also says what it computes, and how else
-it could be made: a backend may hand it to cuDNN, choose the kernel that is fastest on its GPU, or just run the call.
-The choice needs the GPU, so it is not made here, and a program runs where cuDNN is missing.
+A convolution over channels-last operands becomes a `ConvolutionLaunch`: the most promising kernel, what it computes,
+and alternative kernels. The runtime picks the fastest on its GPU, cuDNN included, which may be missing. That choice
+needs the GPU, so it is not made here.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
-# Set by the layout on convolutions whose weight no call of a run writes, so that it may be read ahead of time.
+# A parameter that `channels_last` adds: no call of a run writes the weight, so a kernel may prefetch it.
 CONSTANT_WEIGHT = "constant_weight"
 
 _BLOCK = 256
-_PRODUCT_BLOCK = 64  # channels and pixels of a block of the form for any operands
+_PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
-_FORMS = 5  # how many shapes of a tiled convolution are worth trying
+_FORMS = 5  # tile shapes that the runtime shall try
 
 
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
     first, *others = list(_forms(make, call))
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
-    known = weight.is_contiguous or channels_last(weight).is_contiguous  # to cuDNN; ours may have packed it otherwise
+    # Layouts that cuDNN knows; our kernels have others too.
+    known = weight.is_contiguous or channels_last(weight).is_contiguous
     if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
         return [first]
     launch = ConvolutionLaunch(
@@ -78,7 +79,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
 
 
 def _has_terms_in_order(weight: View) -> bool:
-    """Whether all terms of an output channel lie side by side, by tap, then by input channel."""
+    """Whether each output channel's weights are contiguous, ordered by tap, then by input channel."""
     return is_packed(weight) and channels_last(weight).is_contiguous
 
 
@@ -100,12 +101,12 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
 
 @dataclass(frozen=True)
 class Tile:
-    """How a tiled convolution is shared out.
+    """The tiling of a convolution as an implicit matrix product.
 
     Attributes:
         m, n: Pixels and channels of a tile, which a block makes with `warps_m` × `warps_n` warps.
-        stages: Copies to shared memory that are on their way.
-        splits: Blocks that share the terms of a tile.
+        stages: Depth of the pipeline of asynchronous copies to shared memory.
+        splits: Split-K factor: blocks that divide the summation of one tile.
     """
 
     m: int
@@ -122,7 +123,7 @@ class Tile:
         return max(2 * self.stages * (self.m + self.n) * self.terms, 4 * self.m * (self.n + 4))
 
     def cost(self, pixels: int, channels: int, depth: int) -> float:
-        """Roughly the clocks that a convolution takes on a large GPU, by which the forms are ranked."""
+        """A rough estimate of clock cycles on a large GPU, to rank the candidates."""
         blocks = _blocks(self, pixels, channels) * self.splits
         steps = groups(groups(depth, self.terms), self.splits)
         resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
@@ -178,7 +179,7 @@ def _blocks(tile: Tile, pixels: int, channels: int) -> int:
 
 
 def _tiles(pixels: int, channels: int, depth: int, shared_memory: int) -> list[Tile]:
-    """The most promising tiles for a product of [pixels, depth] and [depth, channels] in so much memory a block."""
+    """The most promising tiles for [pixels, depth] times [depth, channels] within the shared memory of a block."""
     shared_out = [
         Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
         for tile in _SHAPES

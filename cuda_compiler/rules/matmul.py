@@ -1,4 +1,4 @@
-"""Template rules of matrix products: our own kernels for few rows, cuBLAS for many, a general kernel for the rest."""
+"""Rules of matrix products: our own kernels for few rows, cuBLASLt for many, a general kernel for the rest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View, collapse, numel
 
 CUBLAS_GEMM = LaunchKind.CUBLAS_GEMM.value  # as a kernel's name, for reports
-VECTOR_ROWS = 8  # up to so many rows a product is bound by the bandwidth of reading the weight
+VECTOR_ROWS = 8  # rows up to which a product is bound by the bandwidth of reading the weight
 _WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
-_FILLING_WARPS = MULTIPROCESSORS * 16  # enough to keep the memory busy
-_LOADS = 8  # 16-byte loads of the weight that a thread has on their way
+_FILLING_WARPS = MULTIPROCESSORS * 16  # enough to saturate memory bandwidth
+_LOADS = 8  # 16-byte loads of the weight in flight per thread
 _TILE = 64
 _TILE_THREADS = 256
 
@@ -34,9 +34,9 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 def _many_rows(
     make: Specializer, call: KernelCall, a: View, b: View, bias: View | None, residual: View | None
 ) -> list[KernelCall]:
-    """out = act(a · b + bias) + residual by cuBLAS, alone where it can add all that there is to add.
+    """out = act(a · b + bias) + residual by cuBLASLt, with a kernel for the epilogue where cuBLASLt lacks it.
 
-    Otherwise the product stays in float32 until all is added, so that the result is rounded once.
+    The product between the two is float32, so that the result is rounded once.
     """
     out, activation = call.outputs[0], call.params["activation"]
     if gemm(call, a, b, out) is None:
@@ -53,7 +53,7 @@ def _many_rows(
 
 
 def _cublas_activates(activation: str, dtype: str) -> bool:
-    """Whether cuBLAS has an activation; its tanh is off by some 1e-6, which only a 16-bit result hides."""
+    """Whether cuBLASLt has an activation; the error of its tanh is about 1e-6, which only a 16-bit result hides."""
     return activation == "relu" or activation == "gelu_tanh" and dtype != "float32"
 
 
@@ -93,7 +93,7 @@ def _matvec(
 def _matvec_along_terms(
     make: Specializer, call: KernelCall, inputs: dict[str, View | None], x: View, weight: View, gated: bool
 ) -> KernelCall:
-    """A warp per column of the output, or several where that would leave the memory idle."""
+    """One warp per output column, or several where that would not saturate memory bandwidth."""
     n, k = call.params["n"], call.params["k"]
     pack = min(vector_width(weight), vector_width(x), 16 // itemsize(weight.dtype))
     packs = groups(k, pack)
@@ -118,7 +118,7 @@ def _matvec_along_terms(
 
 
 def _unrolled(steps: int, most: int) -> int:
-    """How many of a loop's steps to make at a time: a divisor, where there is a large one."""
+    """The unrolling factor of a loop: the largest divisor in the upper half of the range, or else its maximum."""
     return max((count for count in range(most // 2 + 1, most + 1) if steps % count == 0), default=most)
 
 
@@ -187,10 +187,10 @@ def gemm(
     residual: View | None = None,
     activation: str = "none",
 ) -> KernelCall | None:
-    """out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]) as a cuBLAS call.
+    """out[…, M, N] = act(alpha · a[…, M, K] · b[…, K, N] + residual[…, M, N] + bias[N]) as a cuBLASLt call.
 
-    None where cuBLAS does not take the operands: matrices must have rows or columns that are packed, and where there is
-    more to do than the product, aligned and whole vectors wide; addends must have the result's dtype.
+    None where cuBLASLt does not take the operands: rows or columns of a matrix must be contiguous and, where there is
+    an epilogue, aligned and a whole number of vectors wide; addends must have the result's dtype.
     """
     if a.dtype != b.dtype or not is_float(a.dtype) or out.dtype not in (a.dtype, "float32"):
         return None
@@ -200,7 +200,7 @@ def gemm(
         return None
     beneath = out if residual is None else residual
     is_plain = bias is None and residual is None and activation == "none"
-    # Where the last vector of a row is not whole, cuBLAS rounds the product before it adds both a bias and a residual.
+    # Where a row is not a whole number of vectors, cuBLASLt rounds the product before it adds both bias and residual.
     if not is_plain and out.shape[-1] * itemsize(out.dtype) % 16:
         return None
     if not is_plain and not all(_is_aligned(view) for view in (a, b, beneath, out)):
@@ -247,7 +247,7 @@ def _is_aligned(matrix: View) -> bool:
 
 
 def _leading(matrix: View) -> int | None:
-    """Elements from row to row of a matrix whose rows are packed; None where they are not, or overlap."""
+    """The leading dimension of a matrix with contiguous rows; None where they are not contiguous, or overlap."""
     (rows, columns), (step, inner) = matrix.shape[-2:], matrix.strides[-2:]
     if columns > 1 and inner != 1 or rows > 1 and step < columns:
         return None

@@ -1,4 +1,4 @@
-"""What the calls that move elements become."""
+"""Rules of the calls that move elements: indexing, padding, filling."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _vectors(make: Specializer, call: KernelCall, threads: int, width: int) -> K
 
 
 def _common_vector(*views: View) -> int:
-    """How many elements of the last dimension one access may move from view to view."""
+    """Elements of the last dimension per vector access that all views allow."""
     width = min(16 // max(itemsize(view.dtype) for view in views), *map(vector_width, views))
     while views[0].shape[-1] % width:
         width //= 2

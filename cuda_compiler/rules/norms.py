@@ -1,4 +1,4 @@
-"""Rules of softmax and of the norms, which keep what they read of a row in registers."""
+"""Rules of softmax and the norms, whose kernels keep a row in registers between their passes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _row_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """A pack must not reach into the next row of a channel, so the innermost size must be a multiple of it."""
+    """A vector access must not cross from one spatial row into the next, so its width divides the innermost size."""
     x, out = call.inputs[0], call.outputs[0]
     spatial = numel(x.shape[2:])
     flat = [_spatial_merged(view) for view in (x, out)]
@@ -57,7 +57,7 @@ def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _spatial_merged(view: View) -> View:
-    """[N, C, …] with the spatial dimensions merged where they step evenly."""
+    """[N, C, …] with adjacent spatial dimensions merged where one stride covers both."""
     sizes, (steps,) = collapse(view.shape[2:], view.strides[2:])
     return replace(view, shape=(*view.shape[:2], *sizes), strides=(*view.strides[:2], *steps))
 

@@ -15,7 +15,7 @@ _THREADS = 128  # of a block
 
 
 def _channel_pack(*views: View) -> int:
-    """How many channels all operands can move at once, 16 bytes of the widest at most."""
+    """Channels per vector access that all operands allow, at most 16 bytes of the widest dtype."""
     pack = 16 // max(itemsize(view.dtype) for view in views)
     while pack > 1 and not all(is_packed(view, pack) for view in views):
         pack //= 2
@@ -40,7 +40,7 @@ def _per_pack(make: Specializer, call: KernelCall, file: str) -> list[KernelCall
 
 
 def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """Lanes share a window where its pixels lie side by side, or are many."""
+    """Several lanes of a warp share each window: 8 with vectors of channels, else all 32."""
     images, channels, rows, columns = call.outputs[0].shape
     pack = _channel_pack(*call.inputs, *call.outputs)
     walkers = 8 if pack > 1 else WARP

@@ -15,12 +15,12 @@ from npu_compiler.program.views import collapse, numel
 
 _FEW_ROWS = 32
 _LONG_ROW = 16384
-_CHUNKS = 128  # of a long row
+_CHUNKS = 128  # blocks per long row
 
 
 @dataclass(frozen=True)
 class _Extreme:
-    """Which element a reduction looks for, the least or the greatest, and whether it wants its place."""
+    """Which element a reduction looks for, the least or the greatest, and whether its result is the index."""
 
     least: bool
     wants_index: bool
@@ -35,7 +35,7 @@ _EXTREMES = {
 
 
 def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """A team per output element; dimensions that step evenly are merged first, so that equal walks share a kernel."""
+    """One team of warps per output element. Dimensions are merged where possible, so that more calls share a kernel."""
     x, out = call.inputs[0], call.outputs[0]
     kept = x.rank - call.params["reduce_dims"]
     sizes, (x_steps, out_steps) = collapse(x.shape[:kept], x.strides[:kept], out.strides)
@@ -54,7 +54,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme, pack: int) -> KernelCall:
-    """One block to a row would leave the rest of the GPU idle."""
+    """Several blocks per row, since one would leave the rest of the GPU idle; the last to finish combines."""
     (x,), (out,) = call.inputs, call.outputs
     x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
     rows, width = x.shape

@@ -26,7 +26,7 @@ def rotary_kernel(
     outputs: Mapping[str, View],
     constants: Mapping[str, int],
 ) -> KernelCall:
-    """A kernel over the pairs of `x`; its index tensor, if it has one, is read one by one."""
+    """A kernel over the pairs of `x`; the index tensor, if there is one, is not accessed as vectors."""
     pack = shared_pack(view for name, view in (*inputs.items(), *outputs.items()) if name != "index")
     pairs = inputs["x"].shape[-1] // 2
     while pairs % pack:
@@ -45,7 +45,7 @@ def rotary_kernel(
 
 
 def shown_heads(view: View, whole: View) -> range | None:
-    """Which heads of [B, H, T, D] another view of the same memory shows; None where it does not show whole heads."""
+    """The heads of `whole`, [B, H, T, D], that another view of its memory covers; None if it is no range of heads."""
     if view.buffer != whole.buffer or view.rank != 4 or not whole.numel:
         return None
     if (view.shape[0], *view.shape[2:]) != (whole.shape[0], *whole.shape[2:]):

@@ -1,4 +1,4 @@
-"""Rows shared out among warps, for the kernels that walk rows."""
+"""Teams of warps: how kernels that process rows divide them among warps."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.views import View
 
 MOST_WARPS = 32  # of a block
-_MANY_ROWS = 1024  # from here on rows fill the GPU; fewer threads to each have more to do
+_MANY_ROWS = 1024  # from here on the rows fill the GPU, so each gets fewer threads with more work
 _TEAMS = 4
 _HELD_PACKS = 4
 
 
 def shared_pack(views: Iterable[View], most: int = 8) -> int:
-    """How many elements along the last dimension all operands can move at once, 16 bytes of the narrowest at most."""
+    """Elements of the last dimension per vector access that all operands allow, at most 16 bytes of the narrowest."""
     present = list(views)
     widest = max(1, 16 // min(itemsize(view.dtype) for view in present))
     return min(most, widest, *(vector_width(view) for view in present))
 
 
 def teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Size3, Size3]:
-    """Constants, grid and block of a kernel that gives each of its rows of `items` to a team of warps."""
+    """Constants, grid and block of a kernel in which a team of warps processes each row of `items`."""
     warps = min(groups(items, WARP * (4 if rows >= _MANY_ROWS else 1)), MOST_WARPS)
     teams = _TEAMS if warps == 1 and rows >= _TEAMS else 1
     return {"team_warps": warps, "teams": teams}, (groups(rows, teams), 1, 1), (warps * teams * WARP, 1, 1)
 
 
 def held_packs(items: int, block: Size3, teams: int | float) -> int:
-    """How many packs a thread keeps in registers between its passes over a row."""
+    """Vectors of a row that a thread keeps in registers between its passes."""
     return min(groups(items, block[0] // int(teams)), _HELD_PACKS)

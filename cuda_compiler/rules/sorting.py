@@ -1,4 +1,4 @@
-"""Template rules of sorting."""
+"""Rules of sorting: by counting for short rows, radix sort for long ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import View
 
 _COUNTING_BLOCK = 256
-_LONG_ROW = 4096  # from here on, each element would have too many others to look at
+_LONG_ROW = 4096  # beyond this, radix sort is faster than comparing each element with all others
 _RADIX_BLOCK = 512
 _TILE = 2048
 _DIGIT_BITS = 8
-# Which bits of an element's rank differ; a 16-bit float's rank is that of the same float32.
+# The bits of a sorting key that can differ; a 16-bit float has the key of the same float32.
 _BITS = {"float32": (0, 32), "int32": (0, 32), "float16": (8, 32), "bfloat16": (16, 32), "bool": (0, 8)}
 
 
@@ -31,7 +31,7 @@ def _argsort(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _radix_sort(make: Specializer, call: KernelCall, rows: int, width: int) -> list[KernelCall]:
-    """Two kernels a digit, the second of which moves ranks and places from one pair of buffers to another."""
+    """Two kernels per digit: one counts, the other moves keys and indices from one pair of buffers to another."""
     (x,), (out,) = call.inputs, call.outputs
     tiles = groups(width, _TILE)
     counts = make.temporary(out.buffer, (rows, tiles, 2**_DIGIT_BITS), "int32")

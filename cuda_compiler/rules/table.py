@@ -1,4 +1,4 @@
-"""Which rule makes what of each op-level kernel."""
+"""The table of rules: op-level kernel → rule. A family of rules is registered here."""
 
 from __future__ import annotations
 

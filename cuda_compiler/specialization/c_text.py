@@ -23,7 +23,7 @@ def specialized(
     outputs: Mapping[str, View | None],
     constants: Mapping[str, bool | int | float],
 ) -> str:
-    """What a template's text refers to: a struct for each operand, the call's parameters and further constants."""
+    """The definitions that a template refers to: a struct per operand, the call's parameters, further constants."""
     return "\n".join(
         [
             *(_operand_struct(name, view) for name, view in (*inputs.items(), *outputs.items())),
@@ -34,7 +34,7 @@ def specialized(
 
 
 def index_type(views: list[View]) -> str:
-    """The declaration of `index_t`, which reaches every element of every view."""
+    """The declaration of `index_t`, wide enough for every element of every view."""
     extent = max((_extent(view) for view in views), default=0)
     return f"typedef {'unsigned' if extent < 2**31 else 'unsigned long long'} index_t;\n"
 
@@ -45,7 +45,7 @@ def _extent(view: View) -> int:
 
 
 def offset_text(view: View, index: str) -> str:
-    """C for where the element of row-major number `index` starts."""
+    """A C expression for the offset of the element with row-major number `index`."""
     if view.numel == 0:
         return "0"
     sizes, (strides,) = collapse(view.shape, view.strides)
@@ -61,7 +61,7 @@ def offset_text(view: View, index: str) -> str:
 
 
 def float_text(value: float) -> str:
-    """A float32 literal, exact; `constexpr` also where it is no number."""
+    """An exact float32 literal, valid in a `constexpr` for infinities and NaN too."""
     with np.errstate(over="ignore"):
         number = np.float32(value)
     if not np.isfinite(number):
@@ -70,7 +70,7 @@ def float_text(value: float) -> str:
 
 
 def int_text(value: int) -> str:
-    """An int literal; the least one has no literal of its own."""
+    """An int literal; INT_MIN, which has none in C, as an expression."""
     value = as_int32(value)
     return f"({value + 1} - 1)" if value == -(2**31) else str(value)
 
@@ -166,8 +166,8 @@ def kernel_signature(
     min_blocks: int,
     cluster: int,
 ) -> str:
-    """The macros by which a template begins its kernel: `WAITING_KERNEL` where it waits itself for what the kernel
-    before it makes, `KERNEL` where that is needed at once."""
+    """The macros with which a template starts its kernel: `KERNEL` waits for the preceding kernel at once;
+    under `WAITING_KERNEL` the template itself calls `begin_in_turn` when it needs that kernel's results."""
     arguments: dict[str, str] = {}
     for side, const in ((inputs, "const "), (outputs, "")):
         for name, view in side.items():

@@ -1,4 +1,4 @@
-"""How large launches and vector accesses may be."""
+"""Sizes of launches and of vector accesses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDEST_VECTOR = 16  # elements
 
 
 def groups(count: int, size: int) -> int:
-    """How many groups of a size it takes; at least one."""
+    """How many groups of `size` hold `count` items; at least one."""
     return max(1, -(-count // size))
 
 
@@ -23,7 +23,7 @@ def check_grid(grid: Size3, call: KernelCall) -> Size3:
     """A grid with at least one block in each direction.
 
     Raises:
-        NPUError: it is larger than CUDA launches.
+        NPUError: it exceeds CUDA's limits.
     """
     if any(size > most for size, most in zip(grid, MAX_GRID, strict=True)):
         raise NPUError(f"kernel '{call.kernel}' (node '{call.node}') would need a grid of {list(grid)} blocks")
@@ -32,7 +32,7 @@ def check_grid(grid: Size3, call: KernelCall) -> Size3:
 
 
 def vector_width(view: View) -> int:
-    """How many elements (1, 2, 4, 8 or 16) a vector access along the last dimension may have: places are multiples."""
+    """The widest aligned vector access along the last dimension, in elements: 1, 2, 4, 8 or 16."""
     steps = [(dim, stride) for dim, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)) if size > 1]
     if steps and steps[-1][0] == view.rank - 1:
         if steps.pop()[1] != 1:

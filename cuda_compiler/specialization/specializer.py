@@ -1,4 +1,4 @@
-"""`Specializer`: makes kernels of templates, with geometry, dtypes and parameters compiled in, equal ones once."""
+"""`Specializer`: instantiates templates for a call's geometry, dtypes and parameters; equal kernels share a source."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from npu_compiler.program.views import View, contiguous_strides
 
 @dataclass
 class Specializer:
-    """Makes specialized kernels and collects their sources, equal ones once.
+    """Makes specialized kernels and collects their sources, which equal kernels share.
 
     Attributes:
         sources: Source text by name, a hash of the text.
         temporaries: Buffers that the rules asked for, by name.
         taken: Names of the program's buffers.
-        capability: Of the GPU that is meant, as CUDA writes it: 90 is 9.0.
-        shared_memory: Bytes that a block may have there.
+        capability: Compute capability of the target GPU as CUDA writes it: 90 is 9.0.
+        shared_memory: Bytes per block there.
     """
 
     taken: frozenset[str] = frozenset()
@@ -35,26 +35,26 @@ class Specializer:
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)
-    _known: dict[tuple[View, Hashable], View] = field(default_factory=dict)
+    _cached: dict[tuple[View, Hashable], View] = field(default_factory=dict)
 
     def temporary(self, stem: str, shape: tuple[int, ...], dtype: str) -> View:
         """A row-major arena buffer for a value between two kernels of one call."""
         return self._buffer(stem, "arena", shape, dtype)
 
-    def known(self, subject: tuple[View, Hashable]) -> View | None:
-        """What `learn` said of a subject, if that still holds."""
-        return self._known.get(subject)
+    def cached(self, subject: tuple[View, Hashable]) -> View | None:
+        """The result that `cache` kept for a subject, if it is still valid."""
+        return self._cached.get(subject)
 
-    def learn(self, subject: tuple[View, Hashable], found: View) -> None:
-        """Keep where a call leaves what it found out about a view, for later calls until the view is written."""
-        self._known[subject] = found
+    def cache(self, subject: tuple[View, Hashable], found: View) -> None:
+        """Keep the view with a call's result about another view, for later calls, until that view is written."""
+        self._cached[subject] = found
 
-    def forget(self, written: Collection[str]) -> None:
-        """Buffers are written: what was known of them no longer holds."""
-        self._known = {subject: found for subject, found in self._known.items() if subject[0].buffer not in written}
+    def invalidate(self, written: Collection[str]) -> None:
+        """Drop the cached results about buffers that are written."""
+        self._cached = {subject: found for subject, found in self._cached.items() if subject[0].buffer not in written}
 
     def counters(self, stem: str, count: int = 1) -> View:
-        """Some int32 that are 0 when the program is loaded and keep their values from run to run."""
+        """Persistent int32 counters: 0 when the program is loaded, kept from run to run."""
         return self._buffer(stem, "persistent", (count,), "int32")
 
     def _buffer(self, stem: str, kind: BufferKind, shape: tuple[int, ...], dtype: str) -> View:
@@ -83,14 +83,14 @@ class Specializer:
 
         Args:
             file: In `templates`; its part for `function` is used.
-            grid, block: In blocks and threads; a grid of 0 becomes 1, so templates guard their edges.
+            grid, block: In blocks and threads; a grid of 0 becomes 1, so templates check their bounds.
             shared: Bytes of dynamic shared memory.
             function: The kernel's name; by default the call's.
             inputs, outputs: Operand name → view, None for an absent optional one; by default the declaration's.
             constants: Further `constexpr`s, by name.
-            min_blocks: That a multiprocessor should hold at a time, which bounds a thread's registers. Where it is 1,
-                the compiler prefers many threads to many loads on their way.
-            cluster: Neighbouring blocks along z that see each other's shared memory, on GPUs that have clusters.
+            min_blocks: Minimum of resident blocks per multiprocessor, which limits the registers per thread. At 1 the
+                compiler prefers more threads to more loads in flight.
+            cluster: Size of the thread block cluster along z (distributed shared memory), on GPUs that have clusters.
         """
         function = function or call.kernel
         decl = KERNELS.get(call.kernel)

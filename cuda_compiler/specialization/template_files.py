@@ -1,4 +1,4 @@
-"""The files in `templates`, with what they include in its place."""
+"""Reading template files, with their includes expanded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def template_text(file: str) -> str:
 
 @cache
 def kernel_text(file: str, function: str) -> str:
-    """What of a template concerns one kernel: all before the first `#kernel` line, and the parts that name it."""
+    """The text of one kernel of a template: everything before the first `#kernel` line, and the parts that name it."""
     head, *parts = template_text(file).split("\n#kernel ")
     chosen = [rest for names, _, rest in (part.partition("\n") for part in parts) if function in names.split()]
     if parts and not chosen:
