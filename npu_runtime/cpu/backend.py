@@ -17,7 +17,8 @@ from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.cpu.kernels.accelerated import native_launch
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence
 from npu_runtime.cpu.native import available as native_available
-from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
+from npu_runtime.pieces import in_pieces
+from npu_runtime.torch_arrays import tensor_to_numpy
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -27,6 +28,7 @@ TORCH_DTYPES = {
     "bool": torch.bool,
     "uint8": torch.uint8,
 }
+_PIECE = 4 * 2**20  # bytes
 
 
 class CPUBuffer(DeviceBuffer):
@@ -38,13 +40,13 @@ class CPUBuffer(DeviceBuffer):
         return tensor_to_numpy(self.native_handle).reshape(self.alloc_shape).copy()
 
     def _upload(self, data: np.ndarray) -> None:
-        self.native_handle.copy_(numpy_to_tensor(data).reshape(-1))
+        _copy_bytes(_bytes(self.native_handle), np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     def _clone(self) -> CPUBuffer:
         return CPUBuffer(self.shape, self.alloc_shape, self.dtype, self.native_handle.clone())
 
     def _copy_from(self, other: DeviceBuffer) -> None:
-        self.native_handle.copy_(other.native_handle)
+        _copy_bytes(_bytes(self.native_handle), _bytes(other.native_handle))
 
     def _clear(self) -> None:
         self.native_handle.zero_()
@@ -115,6 +117,20 @@ class CPUBackend(Backend):
                 step()
 
         return execute
+
+
+def _bytes(flat: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = flat.view(torch.uint8).numpy()
+    return array
+
+
+def _copy_bytes(target: np.ndarray, source: np.ndarray) -> None:
+    """Not by `Tensor.copy_`: its OpenMP threads keep spinning for a while and delay the native kernels that follow."""
+
+    def copy(piece: slice) -> None:
+        target[piece] = source[piece]
+
+    in_pieces(copy, target.size, _PIECE)
 
 
 def bind(operand: Operand) -> torch.Tensor:
