@@ -101,11 +101,14 @@ class Function:
 
     Attributes:
         used_constants: Names of the function constants that it may use.
+        threads_communicate: Whether it may use barriers, SIMD-group operations, atomics or threadgroup memory; else
+            the order of its threads cannot change what it does.
     """
 
     name: str
     arguments: tuple[Argument, ...]
     used_constants: frozenset[str]
+    threads_communicate: bool
     library: Library = field(repr=False, compare=False)
     entry: int = field(repr=False, compare=False)
 
@@ -198,6 +201,7 @@ class Library:
                 kernel["name"],
                 tuple(Argument(**argument) for argument in kernel["arguments"]),
                 frozenset(kernel["used_constants"]),
+                kernel["threads_communicate"],
                 self,
                 ctypes.cast(getattr(self._library, f"metal_entry_{index}"), ctypes.c_void_p).value or 0,
             )

@@ -39,7 +39,8 @@ class Emulator(Counters):
 
     `seed` shuffles threads, threadgroups and the dispatches between the barriers of a concurrent encoder. With
     `deferred`, a command buffer runs not at `commit()` but when something waits for it or a later one, which shows a
-    missing `waitUntilCompleted()`. Both may be set at any time.
+    missing `waitUntilCompleted()`. Both may be set at any time. `order_dependent` counts the dispatches that `seed` can
+    make a difference to.
 
     Where the device was made with `mutants`, the number `mutant` names a barrier or bounds guard of `mutants`, which
     lists those of the libraries made so far, for every kernel to go without; 0 for none.
@@ -51,6 +52,7 @@ class Emulator(Counters):
     deferred: bool
     memory: int
     allocated: int = 0
+    order_dependent: int = 0
     mutants: list[Mutant] | None = None
     mutant: int = 0
     last_fault: KernelFault | None = None

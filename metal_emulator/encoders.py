@@ -207,6 +207,7 @@ class MTLComputeCommandEncoder(CommandEncoder):
             buffers[index] = binding.address, binding.length
         emulator = self._device._emulator
         emulator.dispatches += 1
+        emulator.order_dependent += core.threads_communicate
 
         def run() -> None:
             core.dispatch(
@@ -216,7 +217,10 @@ class MTLComputeCommandEncoder(CommandEncoder):
         (self._unordered if self._concurrent else self._command_buffer._commands).append(run)
 
     def _flush(self) -> None:
-        random.Random(self._device._emulator.seed).shuffle(self._unordered)
+        emulator = self._device._emulator
+        if len(self._unordered) > 1:
+            emulator.order_dependent += len(self._unordered)
+            random.Random(emulator.seed).shuffle(self._unordered)
         self._command_buffer._commands.extend(self._unordered)
         self._unordered.clear()
 

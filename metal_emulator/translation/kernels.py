@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from metal_emulator.translation.memory import SPACES
 from metal_emulator.translation.program import Attributes, Item, parameters
 from metal_emulator.translation.tokens import Source, Token
 
+# Names by which a thread sees what another one does: of functions, of types, and of an address space.
+_COMMUNICATION = re.compile("threadgroup|threadgroup_barrier|(?:simd|simdgroup|quad|atomic)_.*")
 CONSTANT_TYPES = ("uint", "bool", "int", "float", "ushort")
 # Each yields a Position from the launch and the thread.
 BUILTINS = {
@@ -59,11 +62,17 @@ class FunctionConstant:
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """A kernel's arguments and the function constants that it or a function it calls may use."""
+    """A kernel's arguments, and what it or a function it calls may use.
+
+    Attributes:
+        used_constants: Names of function constants.
+        threads_communicate: Whether there are barriers, SIMD-group operations, atomics or threadgroup memory.
+    """
 
     name: str
     arguments: tuple[Argument, ...]
     used_constants: tuple[str, ...]
+    threads_communicate: bool
 
 
 @dataclass(frozen=True)
@@ -223,7 +232,8 @@ def describe(
     arguments = tuple(parameter.argument for parameter in bound)
     used = {constant.name for constant in constants if constant.name in reached}
     used |= {argument.constant for argument in arguments if argument.constant}
-    return KernelInfo(kernel.name, arguments, tuple(sorted(used)))
+    threads_communicate = any(_COMMUNICATION.fullmatch(name) for name in reached)
+    return KernelInfo(kernel.name, arguments, tuple(sorted(used)), threads_communicate)
 
 
 def entries(kernels: Sequence[tuple[Kernel, Sequence[Parameter]]], constants: Constants) -> str:

@@ -634,6 +634,26 @@ def test_a_library_lists_arguments_and_constants() -> None:
     assert function.used_constants == {"limit", "flag"}
 
 
+@pytest.mark.parametrize(
+    ("source", "communicating", "alone"),
+    [
+        (SIMD, {"functions", "swapped", "product", "partial_matrix"}, set()),
+        (GUARDED, {"guarded"}, set()),
+        (CONDITIONS, set(), {"conditions"}),
+        (LANGUAGE, {"summed_float", "passed_on", "vectors"}, {"positions"}),
+        (MEMORY, {"counted", "reversed"}, {"twice"}),
+    ],
+    ids=["simd", "guarded", "conditions", "language", "memory"],
+)
+def test_a_library_knows_which_kernels_threads_communicate(
+    source: str, communicating: set[str], alone: set[str]
+) -> None:
+    found = {
+        name for name, function in compile_source(HEADER + source, {}).functions.items() if function.threads_communicate
+    }
+    assert found >= communicating and not found & alone
+
+
 def test_function_constants_reach_functions_and_derived_constants() -> None:
     library = compile_source(HEADER + GUARDED, {})
     x, out = floats(32), floats(32)

@@ -776,6 +776,34 @@ def test_concurrent_dispatches_need_barriers() -> None:
     assert not all(np.array_equal(doubled_twice(seed, barrier=False), 4 * X) for seed in range(5))
 
 
+def test_dispatches_that_the_order_of_threads_can_matter_to_are_counted() -> None:
+    mac = Mac()
+    mac.dispatch(mac.bound())
+    assert mac.emulator.order_dependent == 0
+    encoder = mac.queue.commandBuffer().computeCommandEncoder()
+    encoder.setComputePipelineState_(mac.pipeline("reverse_kernel"))
+    encoder.setBuffer_offset_atIndex_(mac.buffer(X[:64]), 0, 0)
+    mac.dispatch(encoder, 1, 64)
+    assert mac.emulator.order_dependent == 1
+
+
+def test_concurrent_dispatches_without_a_barrier_depend_on_their_order() -> None:
+    mac = Mac()
+    command_buffer = mac.queue.commandBuffer()
+    encoder = command_buffer.computeCommandEncoderWithDispatchType_(mac.Metal.MTLDispatchTypeConcurrent)
+    encoder.setComputePipelineState_(mac.pipeline())
+    encoder.setBytes_length_atIndex_(struct.pack("If", COUNT, 2.0), 8, 3)
+    encoder.setBuffer_offset_atIndex_(mac.buffer(X), 0, 0)
+    encoder.setBuffer_offset_atIndex_(mac.buffer(), 0, 2)
+    mac.dispatch(encoder)
+    encoder.memoryBarrierWithScope_(mac.Metal.MTLBarrierScopeBuffers)
+    assert mac.emulator.order_dependent == 0
+    mac.dispatch(encoder)
+    mac.dispatch(encoder)
+    encoder.endEncoding()
+    assert mac.emulator.order_dependent == 2
+
+
 def archive(mac: Mac, path: Path | None) -> tuple[Any, Any]:
     descriptor = mac.Metal.MTLBinaryArchiveDescriptor.alloc().init()
     descriptor.setUrl_(path and mac.api.Foundation.NSURL.fileURLWithPath_(str(path)))

@@ -31,6 +31,7 @@ from npu_runtime.torch_arrays import numpy_to_tensor
 ON_A_MAC = os.environ.get("TEST_METAL") == "metal"
 METAL_DEVICE = "metal" if ON_A_MAC else "metal-emulator-fast"  # for whole models
 DTYPES = ("float16", "bfloat16")
+THREAD_ORDERS = (1, 2, 3)
 GUARD = 9  # elements behind the last one that must stay untouched
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 1e-5}
 
@@ -148,6 +149,19 @@ def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
         )
         _compare(got[memory.used], want[memory.used], case.atol, memory.view)
         assert _same_bits(buffer.to_numpy(), got), f"{memory.view.buffer} differs from run to run"
+
+
+def run_in_several_orders(case: Case, backend: Backend, emulator: Any, dtype: str) -> None:
+    """Run a case in several orders of the emulator's threads, with other values each time.
+
+    One order is enough for a kernel whose threads cannot see what the others do.
+    """
+    for order in THREAD_ORDERS:
+        before = emulator.order_dependent
+        emulator.seed = order
+        run_case(case, backend, dtype, order)
+        if emulator.order_dependent == before:
+            return
 
 
 def plan_of(call: KernelCall, target: CodegenTarget) -> ExecutionPlan:

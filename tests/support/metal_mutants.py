@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from metal_harness import Case, all_cases, run_case  # noqa: E402
+from metal_harness import Case, all_cases, run_case, run_in_several_orders  # noqa: E402
 
 import metal_emulator  # noqa: E402
 from metal_emulator.compiler import Mutant  # noqa: E402
@@ -24,7 +24,6 @@ from npu_compiler.errors import DeviceError  # noqa: E402
 from npu_compiler.program.target import MetalCodegenTarget  # noqa: E402
 from npu_runtime import MetalBackend  # noqa: E402
 
-THREAD_ORDERS = (1, 2, 3)
 DTYPE = "float16"
 
 
@@ -64,12 +63,10 @@ def judge(cases: list[Case]) -> Iterator[Verdict]:
 
 def _judge(mutant: Mutant, cases: list[Case], backend: MetalBackend, api: metal_emulator.MetalAPI) -> Verdict:
     for case in cases:
-        for order in THREAD_ORDERS:
-            api.emulator.seed = order
-            try:
-                run_case(case, backend, DTYPE, order)
-            except (AssertionError, DeviceError) as error:
-                return Verdict(mutant, f"{case.id}-{DTYPE}", " ".join(str(error).split()))
+        try:
+            run_in_several_orders(case, backend, api.emulator, DTYPE)
+        except (AssertionError, DeviceError) as error:
+            return Verdict(mutant, f"{case.id}-{DTYPE}", " ".join(str(error).split()))
     return Verdict(mutant, None, "")
 
 
