@@ -1,6 +1,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
 
 .PHONY: venv demo test lint mutants cuda-sources cuda-sanitize bench clean
 
@@ -17,12 +18,13 @@ demo: venv
 	$(BIN)/npu-sim generate smollm2 --device cpu --max-tokens 48 -p 'What is the capital of France?'
 
 test: venv
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
 
 lint: venv
 	@status=0; set -x; \
 	$(BIN)/ruff check . || status=1; \
-	$(BIN)/mypy --strict npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/mypy --strict $(TYPED) || status=1; \
 	$(BIN)/python -m metal_emulator.syntax || status=1; \
 	{ set +x; } 2>/dev/null; exit $$status
 

@@ -16,10 +16,17 @@ from hypothesis import HealthCheck, settings
 from npu_runtime import Backend, CPUBackend, Device
 from npu_runtime.cpu import native
 
-SEED = int(os.environ.get("TEST_SEED", random.SystemRandom().randrange(2**31)))
+# In the environment, since pytest's workers are processes that inherit it.
+SEED = int(os.environ.setdefault("TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
 settings.register_profile("npu", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("npu")
+
+
+def pytest_configure() -> None:
+    """Share torch's threads out among pytest's workers."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_report_header() -> str:

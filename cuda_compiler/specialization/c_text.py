@@ -124,7 +124,6 @@ def _parameters(fields: Mapping[str, str], params: Mapping[str, Any]) -> str:
     return text
 
 
-# Where the table of element-wise ops has an activation under another name.
 # The C type of a parameter, and how its values are written, by the last letter of its format.
 _LITERALS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "f": ("float", float_text),

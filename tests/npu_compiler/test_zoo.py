@@ -1,4 +1,7 @@
-"""Every model of the zoo against PyTorch: from `extract_ir` through partition() and compile() to design, section 6."""
+"""Every model of the zoo, from `extract_ir` through partition() and compile(), against PyTorch.
+
+What right means is in docs/architecture.md, section 6.
+"""
 
 from __future__ import annotations
 

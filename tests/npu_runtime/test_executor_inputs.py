@@ -10,7 +10,7 @@ import pytest
 from cuda_gpu import cuda_backends
 from ir_builder import IRBuilder
 from metal_harness import open_metal
-from toy_backend import ToyBackend
+from toy_device import ToyBackend
 
 from npu_compiler import CompiledProgram, InputError, compile, partition
 from npu_runtime import Backend, CPUBackend, DAGExecutor, DeviceBuffer, Executor, NPUBuffer, load_weights

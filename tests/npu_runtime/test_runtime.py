@@ -14,14 +14,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-import toy_backend
+import toy_device
 from cuda_gpu import cuda_backends
 from ir_builder import IRBuilder
 from metal_harness import open_metal
 from safetensors.torch import save_file
 from torch import nn
 from torch_ir import extract_ir
-from toy_backend import ToyBackend
+from toy_device import ToyBackend
 
 from npu_compiler import CompiledProgram, DeviceError, TensorSpec, compile, partition
 from npu_runtime import (
@@ -282,7 +282,7 @@ def test_every_device_that_a_package_registers_can_be_loaded() -> None:
 
 
 def test_a_toy_device_in_under_150_lines_runs_a_model_through_the_same_executor(seed: int) -> None:
-    assert len(inspect.getsource(toy_backend).splitlines()) < 150
+    assert len(inspect.getsource(toy_device).splitlines()) < 150
     model, x = small_cnn(), np.random.randn(1, 3, 8, 8).astype(np.float32)
     program = compile(cnn_ir())
     results = []

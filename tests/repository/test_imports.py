@@ -1,4 +1,4 @@
-"""Who may import whom (design, section 2), asserted from the sources; and that the compiler starts without torch."""
+"""Who may import whom (docs/architecture.md, section 2), asserted from the sources; and what a start imports."""
 
 from __future__ import annotations
 

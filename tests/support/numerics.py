@@ -1,4 +1,4 @@
-"""What "right" means in numbers (design, section 6)."""
+"""What "right" means in numbers (docs/architecture.md, section 6)."""
 
 import numpy as np
 from numpy.typing import ArrayLike

@@ -1,0 +1,74 @@
+"""The examples run on a CPU and print what their docstrings say, at small sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def in_this_process(
+    name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What an example prints; here torch and transformers are imported already."""
+    monkeypatch.setattr(sys, "argv", [name, *options.split()])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def in_another_process(name: str) -> str:
+    """What an example prints that registers an op or a device, which would stay registered."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def pearson(printed: str) -> float:
+    return float(re.findall(r"Pearson r .*: ([\d.]+)", printed)[0])
+
+
+def test_every_example_is_run_here() -> None:
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in source] == []
+
+
+def test_resnet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = in_this_process("resnet.py", "--size 64 --device cpu", monkeypatch, capsys)
+    assert "kernel launches: 23" in printed and "same first: True" in printed
+    assert pearson(printed) > 0.999
+
+
+def test_qwen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--layers 1 --vocabulary 512 --tokens 2 --device cpu"
+    printed = in_this_process("qwen.py", options, monkeypatch, capsys)
+    assert "(updates k_0 in place)" in printed and "5 tensors updated in place" in printed
+    assert pearson(printed) > 0.999
+
+
+def test_bert_in_partitions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--layers 1 --tokens 16 --cpu aten.gelu --device cpu"
+    printed = in_this_process("bert.py", options, monkeypatch, capsys)
+    assert re.search(r"1  cpu +1 .* gelu … gelu", printed) and "bytes cross in" in printed
+    assert pearson(printed) > 0.999
+
+
+def test_custom_op() -> None:
+    printed = in_another_process("custom_op.py")
+    assert printed.count("aten.cumprod supported: ") == 2 and "supported: True" in printed
+    assert "cumprod_kernel" in printed and "largest difference from PyTorch: 0.0" in printed
+
+
+def test_toy_device() -> None:
+    printed = in_another_process("toy_device.py")
+    assert re.search(r"2 kernels, three runs: .*'prepared': 2, 'launched': 6", printed)
+    assert "largest difference from the CPU device: 0.0" in printed
