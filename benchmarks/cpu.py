@@ -80,7 +80,8 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
     plan = model.decode_program.plan
     weight_bytes = sum(b.size_bytes for b in plan.buffers.values() if b.kind == "weight")
     bandwidth = read_bandwidth()
-    flops = sum(call.flops for call in model.prefill_program.kernels if "matmul" in call.kernel)  # type: ignore[union-attr]
+    assert model.prefill_program is not None
+    flops = sum(call.flops for call in model.prefill_program.kernels if "matmul" in call.kernel)
     floors = {
         "decode": (weight_bytes / bandwidth, f"{weight_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s"),
         "prefill": (flops / (2 * matrix_rate()), f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate (bfloat16)"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 import npu_compiler
 from benchmarks.dispatches import qwen
@@ -139,7 +140,7 @@ class Models:
         for name, buffer in self.caches.items():
             letter, layer = name.split("_")
             values = torch.randn(buffer.shape, device="cuda", dtype=torch.bfloat16, generator=self.generator)
-            torch.from_dlpack(buffer).copy_(values)
+            from_dlpack(buffer).copy_(values)
             for model in (self.peer, self.reference):
                 getattr(model.layers[int(layer)], letter).copy_(values)
         torch.cuda.synchronize()
@@ -147,7 +148,7 @@ class Models:
     @property
     def weight_bytes(self) -> int:
         """What a step reads at least: every weight, the embedding table as the LM head that it is tied to."""
-        return BYTES * sum(tensor.numel() for tensor in self.checkpoint.state.values())
+        return BYTES * sum(int(tensor.numel()) for tensor in self.checkpoint.state.values())
 
 
 def measure_decode(
@@ -195,7 +196,7 @@ def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Bud
 def _cache_row_bytes(models: Models) -> int:
     config = models.checkpoint.config
     head_dim = config.hidden_size // config.num_attention_heads
-    return 2 * BYTES * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    return int(2 * BYTES * config.num_hidden_layers * config.num_key_value_heads * head_dim)
 
 
 def _prefill_flops(models: Models, tokens: int) -> float:
@@ -204,7 +205,7 @@ def _prefill_flops(models: Models, tokens: int) -> float:
     head = config.vocab_size * config.hidden_size
     layers = sum(tensor.numel() for tensor in state.values() if tensor.dim() == 2) - head
     attention = 2 * config.num_hidden_layers * config.hidden_size * tokens * (tokens + 1)
-    return 2.0 * (tokens * layers + head) + attention
+    return float(2 * (tokens * layers + head) + attention)
 
 
 class _Peers:

@@ -50,7 +50,8 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
         reference = module.cuda()(x)
     torch.backends.cudnn.benchmark = True
-    peer, x = module.to(torch.float16, memory_format=torch.channels_last), x.to(torch.float16)
+    peer = module.to(torch.float16, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = x.to(torch.float16)
     x = x.to(memory_format=torch.channels_last)
     logits = {OURS: torch.from_numpy(run()[program.output_specs[0].name].to_numpy()).cuda(), EAGER: peer(x)}
     contenders = {OURS: Contender(run, backend.timed), EAGER: peer_contender(lambda: peer(x))}

@@ -55,7 +55,7 @@ def torch_timed(launch: Callable[[], object]) -> float:
     launch()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000
+    return float(start.elapsed_time(end)) / 1000
 
 
 def time_in_turn(contenders: Mapping[str, Contender], rounds: int, warmup: int = 3) -> dict[str, Result]:

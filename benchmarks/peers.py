@@ -20,14 +20,15 @@ def language_model(config: Any, state: Mapping[str, torch.Tensor], dtype: torch.
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict({key: state[key].to(dtype) for key in model.state_dict() if key in state}, strict=False)
     model.tie_weights()
-    return model.eval()
+    evaluated: torch.nn.Module = model.eval()
+    return evaluated
 
 
-def generation_step(model: torch.nn.Module, tokens: int, position: int, cache_length: int, compiled: bool) -> Step:
+def generation_step(model: Any, tokens: int, position: int, cache_length: int, compiled: bool) -> Step:
     """One forward of `tokens` tokens from `position` on, over a static cache of `cache_length`; last logits only."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=model.config, max_cache_len=cache_length)
+    cache: Any = StaticCache(config=model.config, max_cache_len=cache_length)
     positions = torch.arange(position, position + tokens)
     ids = torch.ones(1, tokens, dtype=torch.long)
 
@@ -99,17 +100,24 @@ class StaticLanguageModel(nn.Module):
         state: Hugging Face parameter name → tensor, and `model.rotary_emb.inv_freq`; the dtype is that of the weights.
     """
 
+    embedding: Tensor
+    lm_head: Tensor
+    norm: Tensor
+    inv_freq: Tensor
+
     def __init__(self, config: Any, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         table = state["model.embed_tokens.weight"]
-        self.attend, self.eps = attend_expanded, config.rms_norm_eps
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.attend: Attend = attend_expanded
+        self.eps: float = config.rms_norm_eps
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.register_buffer("embedding", table)
         self.register_buffer("lm_head", table if config.tie_word_embeddings else state["lm_head.weight"])
         self.register_buffer("norm", state["model.norm.weight"])
         self.register_buffer("inv_freq", state["model.rotary_emb.inv_freq"].to(table.device, torch.float32))
-        self.layers = nn.ModuleList(_layer(state, f"model.layers.{i}.") for i in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(_layer(state, f"model.layers.{i}.") for i in range(config.num_hidden_layers))
 
     def prepare(self, cache_length: int, attend: Attend) -> None:
         """Give it a new cache and a way to attend: q [1, heads, T, D], the caches [1, KV heads, S, D] and a mask
