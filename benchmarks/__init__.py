@@ -1,1 +1,1 @@
-"""Measurements against peers, in one run and interleaved. They print ratios and medians; nothing here is a test."""
+"""Benchmarks against PyTorch. All contenders are timed in one run, in turns; none of these modules is a test."""

@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu [--quick] [--json results.json] [--only decode,prefill,resnet50]
 
-Each task measures every contender in the same run, interleaved, on the same weights: the CPU device in 16 bits, PyTorch
-eager and `torch.compile` in float32 and in bfloat16. Floors: a decode step reads every weight once; prefill and
-ResNet-50 are compared with PyTorch's own float32 matrix rate.
+Each task times all contenders in turns in one run, with the same weights: the CPU device in 16 bits, PyTorch eager and
+`torch.compile` in float32 and bfloat16. The floor is a lower bound of the time: a decode step must read every weight
+once from memory; prefill and ResNet-50 are compared with the speed of PyTorch's own float32 matrix multiplication.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ PROMPT = 128
 
 @dataclass
 class Task:
-    """What was measured, its contenders (ours first), and the floor in seconds with where it comes from."""
+    """The measurements of one task.
+
+    Attributes:
+        results: By contender, ours first.
+        floor: A lower bound in seconds.
+        floor_says: How the floor is derived.
+    """
 
     name: str
     results: dict[str, Result]
@@ -51,7 +57,7 @@ class Task:
 
 
 def measure_language_model(cache_length: int, rounds: int, compiled: bool, only: set[str]) -> list[Task]:
-    """Decode one token at position 128, and prefill 128 tokens; logits of the last token only, for everyone."""
+    """Decode of one token at position 128, and prefill of 128 tokens; all compute the last token's logits only."""
     from npu_sim.llm import LanguageModel, load_checkpoint
 
     checkpoint = load_checkpoint("smollm2", "bfloat16")
@@ -84,7 +90,10 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
     flops = sum(call.flops for call in model.prefill_program.kernels if "matmul" in call.kernel)
     floors = {
         "decode": (weight_bytes / bandwidth, f"{weight_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s"),
-        "prefill": (flops / (2 * matrix_rate()), f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate (bfloat16)"),
+        "prefill": (
+            flops / (2 * matrix_rate()),
+            f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate, for bfloat16",
+        ),
     }
     return [
         Task(f"SmolLM2-135M {name}", interleave(contenders[name], rounds), *floors[name])
@@ -94,7 +103,7 @@ def measure_language_model(cache_length: int, rounds: int, compiled: bool, only:
 
 
 def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:
-    """One 224 × 224 image; seeded weights."""
+    """Classification of one 224 × 224 image, with random weights."""
     import npu_compiler
     from npu_runtime import Device, Executor, NPUBuffer, load_weights
     from npu_sim.vision import extract_model_ir, find_model
@@ -136,7 +145,7 @@ def print_task(task: Task, console: Console) -> None:
         table.add_row(name, f"{1e3 * result.median:.1f}", f"{1e3 * result.best:.1f}", f"{ratio:.2f}", f"{above:.2f}")
     console.print(table)
     name, best = task.best_peer
-    console.print(f"{task.name}: {best.median / task.ours.median:.2f} × faster than the best of PyTorch ({name})\n")
+    console.print(f"{task.name}: {best.median / task.ours.median:.2f} × as fast as the best of PyTorch ({name})\n")
 
 
 def to_json(task: Task) -> dict[str, Any]:
@@ -152,11 +161,15 @@ def to_json(task: Task) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="leave torch.compile out and measure fewer rounds")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--only", default="decode,prefill,resnet50", help="tasks, separated by commas")
-    parser.add_argument("--cache-length", type=int, default=512, help="rows of the KV cache")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds per task")
+    parser.add_argument("--quick", action="store_true", help="skip torch.compile and time fewer rounds")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument(
+        "--only", default="decode,prefill,resnet50", help="comma-separated tasks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cache-length", type=int, default=512, help="capacity of the KV cache in tokens (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=0, help="rounds per task (default: 15, with --quick 5)")
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
     compiled, rounds = not arguments.quick, arguments.rounds or (5 if arguments.quick else 15)

@@ -3,9 +3,9 @@
     python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]
     python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md --chart docs/cuda.svg
 
-Every figure stands beside those of its peers, from the same process and on the same weights, timed in turn, and beside
-the floor that this GPU's own bandwidth and matrix rate set, which each run measures too. A long run can be made in
-parts: `--merge` keeps the figures that the file holds already.
+Every contender is timed in turns in the same process, with the same weights. The floor is a lower bound from this GPU's
+memory bandwidth and matrix multiplication rate, which every run measures. A long run can be split into parts: `--merge`
+keeps the results that the file already holds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def machine(ceilings: Ceilings) -> dict[str, Any]:
 def measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
-    """What there is to measure, one graph at a time."""
+    """The measurements to make, one iterator of results per compiled graph."""
     from benchmarks import cuda_llm, cuda_vision
 
     if only & {"decode", "prefill"}:
@@ -67,7 +67,7 @@ def line(entry: Figure | Account) -> str:
     if isinstance(entry, Account):
         rows = [f"    {ms:8.4f} ms {launches:5.0f} × {name[:70]}" for name, ms, launches in entry.rows[:10]]
         busy = sum(ms for _, ms, _ in entry.rows)
-        return "\n".join([f"  account of {case}: step {entry.step_ms:.4f} ms, kernels {busy:.4f} ms", *rows])
+        return "\n".join([f"  breakdown of {case}: step {entry.step_ms:.4f} ms, kernels {busy:.4f} ms", *rows])
     times = ", ".join(f"{name} {ms:.4f}" for name, ms in entry.ms.items())
     errors = ", ".join(f"{error:.2e}" for error in entry.errors.values())
     return (
@@ -77,9 +77,17 @@ def line(entry: Figure | Account) -> str:
 
 
 def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found: Run | None) -> tuple[Run, int]:
-    """Measure, print and save as it goes; the run, merged into what was found before, and the exit status.
+    """Measure, printing and saving each result at once.
 
-    A measurement that fails is reported, and the others are still made.
+    A measurement that fails is reported and does not stop the others.
+
+    Args:
+        limit: Seconds after which no further `torch.compile` is started.
+        path: Where to save.
+        found: An earlier run to merge the results into.
+
+    Returns:
+        The merged run, and the exit status.
     """
     from benchmarks.gpu_timing import Budget, measure_ceilings
 
@@ -95,7 +103,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
             whole.save(path)
         return whole
 
-    save()  # before anything is measured, so that figures of another machine are refused at once
+    save()  # before measuring, so that results of another machine are refused at once
     for measurement in measurements(only, quick, ceilings, budget):
         try:
             for entry in measurement:
@@ -118,24 +126,24 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(TASKS), help="tasks, by commas, or none (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few positions, prompts and rounds")
-    parser.add_argument("--limit", type=float, default=420, help="seconds after which no torch.compile is started")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--merge", action="store_true", help="keep what the file holds of other figures")
-    parser.add_argument("--document", type=Path, help="write the page of tables")
-    parser.add_argument("--chart", type=Path, help="draw the chart: .svg or .png")
+    parser.add_argument("--only", default=",".join(TASKS), help="comma-separated tasks, or none (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="measure fewer positions, prompts and rounds")
+    parser.add_argument("--limit", type=float, default=420, help="start no torch.compile after this many seconds")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--merge", action="store_true", help="keep the other results in the file")
+    parser.add_argument("--document", type=Path, help="write a Markdown page of tables")
+    parser.add_argument("--chart", type=Path, help="draw a chart, as .svg or .png")
     arguments = parser.parse_args()
     only = set(arguments.only.split(",")) - {"none"}
     if unknown := only - set(TASKS):
-        parser.error(f"no task {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
+        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(TASKS)}")
     run = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
     status = 0
     if only:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "npu-sim-inductor"))
         run, status = run_all(only, arguments.quick, arguments.limit, arguments.json, run)
     if run is None:
-        parser.error("there are no figures: name tasks, or a file of them with --json and --merge")
+        parser.error("there are no results: give tasks to measure, or a file of results with --json and --merge")
     if arguments.chart:
         draw(run, arguments.chart)
     if arguments.document:

@@ -1,4 +1,4 @@
-"""Qwen2.5-1.5B on the CUDA device against PyTorch: decode by position, prefill by length, in one process."""
+"""Qwen2.5-1.5B on the CUDA device and in PyTorch: decode time by position, prefill time by prompt length."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SHORTEST_CACHE = 2048
 
 @torch.no_grad()
 def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
-    """Random weights on the GPU that keep activations in range: what they are costs no time."""
+    """Random weights on the GPU that keep activations in range; their values do not affect the time."""
     generator = torch.Generator("cuda").manual_seed(seed)
     state = {}
     for name, parameter in meta_model(checkpoint).named_parameters():
@@ -57,7 +57,7 @@ def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
 
 
 class Step:
-    """A program of ours with its executor, over KV caches that programs of the same cache length share."""
+    """A program with its executor and KV caches, which programs of the same cache length share."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Step:
 
 
 class Models:
-    """The same seeded weights as our programs and as PyTorch modules."""
+    """The same random weights as compiled programs and as PyTorch modules."""
 
     def __init__(self, seed: int) -> None:
         self.checkpoint = Checkpoint(MODEL, qwen(), {}, "bfloat16", load_tokenizer=lambda: None)
@@ -136,7 +136,7 @@ class Models:
 
     @torch.no_grad()
     def fill_caches(self) -> None:
-        """The same random keys and values for ours, the peer and the reference."""
+        """Fill the caches of our program, the peer and the reference with the same random keys and values."""
         for name, buffer in self.caches.items():
             letter, layer = name.split("_")
             values = torch.randn(buffer.shape, device="cuda", dtype=torch.bfloat16, generator=self.generator)
@@ -147,14 +147,14 @@ class Models:
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads at least: every weight, the embedding table as the LM head that it is tied to."""
+        """The bytes of weights that a step must read: all, including the embedding table, which is also the LM head."""
         return BYTES * sum(int(tensor.numel()) for tensor in self.checkpoint.state.values())
 
 
 def measure_decode(
     models: Models, cache_length: int, positions: tuple[int, ...], ceilings: Ceilings, budget: Budget
 ) -> Iterator[Figure | Account]:
-    """One token at each position of a cache whose earlier rows hold random keys and values."""
+    """Decode one token at each position, over a cache that is filled with random keys and values."""
     step = models.step(1, cache_length)
     attention, tried = _fastest_attention(models, 1, cache_length, ("grouped", "expanded"))
     peers = _Peers(models, 1, cache_length, attention, budget)
@@ -175,7 +175,7 @@ def measure_decode(
 
 
 def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Budget) -> Iterator[Figure | Account]:
-    """A prompt of `tokens` tokens into an empty cache; logits of the last token only, for everyone."""
+    """Prefill a prompt of `tokens` tokens; all contenders compute the last token's logits only."""
     cache_length = max(tokens, SHORTEST_CACHE)
     step = models.step(tokens, cache_length)
     attention, tried = _fastest_attention(models, tokens, cache_length, tuple(ATTENTION))
@@ -200,7 +200,7 @@ def _cache_row_bytes(models: Models) -> int:
 
 
 def _prefill_flops(models: Models, tokens: int) -> float:
-    """Of all products: the layers' weights for every token, the LM head for one, causal attention's half."""
+    """FLOP of all matrix products: the layers for every token, the LM head for one, and causal attention."""
     config, state = models.checkpoint.config, models.checkpoint.state
     head = config.vocab_size * config.hidden_size
     layers = sum(tensor.numel() for tensor in state.values() if tensor.dim() == 2) - head
@@ -209,7 +209,7 @@ def _prefill_flops(models: Models, tokens: int) -> float:
 
 
 class _Peers:
-    """PyTorch's two contenders for one shape of step, and the float32 reference."""
+    """PyTorch eager, `torch.compile` and the float32 reference for one number of tokens and cache length."""
 
     def __init__(self, models: Models, tokens: int, cache_length: int, attention: str, budget: Budget) -> None:
         torch._dynamo.reset()
@@ -249,7 +249,7 @@ class _Peers:
 
 
 def _fastest_attention(models: Models, tokens: int, cache_length: int, names: tuple[str, ...]) -> tuple[str, str]:
-    """Which way to call SDPA is the fastest at this shape, compiled, alone; and what each way takes, in words."""
+    """The fastest way to call SDPA for this shape, each compiled and timed alone, and a text with the time of each."""
     config = models.checkpoint.config
     head_dim = config.hidden_size // config.num_attention_heads
     shape = (1, config.num_key_value_heads, cache_length, head_dim)

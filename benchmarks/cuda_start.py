@@ -1,8 +1,8 @@
-"""How long `npu-sim generate` takes to the first text of Qwen2.5-1.5B on the CUDA device, and to each token after it.
+"""Start-up time of `npu-sim generate` with Qwen2.5-1.5B on the CUDA device: time to first token and time per token.
 
     python -m benchmarks.cuda_start FOLDER
 
-runs a process on a model folder that loads the weights and generates, and prints its figures as JSON.
+measures weight loading and steady generation for a model folder, and prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TEXT = "The capital of France is"
 
 
 def measure_start() -> dict[str, float]:
-    """Figures by what they are: a first start with empty caches on disk, and the median of later ones.
+    """Results by name: the first start, with empty disk caches, and the median of the later ones.
 
-    Python's byte code is one of those caches, also where site-packages cannot be written or the environment forbids it.
+    The disk caches include Python's bytecode, even where site-packages is read-only or the environment disables it.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
@@ -46,7 +46,7 @@ def measure_start() -> dict[str, float]:
 
 
 def write_model(folder: Path) -> None:
-    """A Hugging Face folder with seeded weights and a tokenizer of single bytes, as large as the vocabulary."""
+    """Write a Hugging Face folder with random weights and a byte-level tokenizer padded to the vocabulary size."""
     from safetensors.torch import save_file
 
     from benchmarks.cuda_llm import seeded_state
@@ -74,7 +74,7 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _seconds_to_text(folder: Path, environment: dict[str, str]) -> float:
-    """From the start of the command to the first of what it writes."""
+    """Seconds from the start of the command to its first byte of output."""
     command = [
         sys.executable,
         "-m",
@@ -102,7 +102,7 @@ def _seconds_to_text(folder: Path, environment: dict[str, str]) -> float:
 
 
 def generate(folder: Path) -> dict[str, float]:
-    """Seconds of a token of steady generation, and of a load of the weights alone; and their gigabytes."""
+    """Seconds per token of steady generation, seconds to load the weights alone, and the gigabytes of the weights."""
     from npu_runtime import Device, load_weights
     from npu_sim.llm import LanguageModel, load_checkpoint
     from npu_sim.llm.graph import state_with_buffers

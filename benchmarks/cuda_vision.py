@@ -1,4 +1,4 @@
-"""ResNet-18 and ResNet-50 in float16 on the CUDA device against channels-last PyTorch, in one process."""
+"""ResNet-18 and ResNet-50 in float16 on the CUDA device and in channels-last PyTorch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def extract_batch(name: str, batch: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) -> Iterator[Figure | Account]:
-    """A batch of 224 × 224 images, handed over in float16: NCHW to us, channels-last to PyTorch."""
+    """Classify a batch of 224 × 224 images in float16; the input is NCHW for ours and channels-last for PyTorch."""
     module, images = MODELS[name]().eval(), random_images(batch, 0)
     seed_weights(module, 0)
     backend = CUDABackend()
@@ -83,7 +83,7 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
 
 
 def _floor(program: CompiledProgram, ceilings: Ceilings) -> tuple[float, str]:
-    """Seconds: all FLOP at the matrix rate, or weights, images and logits through memory once, whichever is more."""
+    """A lower bound in seconds and its derivation: all FLOP, or reading and writing weights, images and logits once."""
     plan = program.plan
     flops = sum(call.flops for call in plan.calls)
     moved = sum(buffer.size_bytes for buffer in plan.buffers.values() if buffer.kind in ("weight", "input", "output"))

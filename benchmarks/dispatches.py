@@ -1,9 +1,9 @@
-"""What each fusion saves: kernel launches and bytes moved of Qwen2.5-1.5B, fusion by fusion.
+"""The effect of each fusion on Qwen2.5-1.5B: kernel launches and bytes moved.
 
     python -m benchmarks.dispatches [--output docs/fusions.md]
 
-The real configuration is compiled from the meta device, so no weights are needed, and nothing is timed: the figures are
-the compiler's own (`describe()`), the same on every machine.
+The model is compiled with its real configuration on the meta device, so no weights are needed. Nothing is timed: the
+numbers come from the compiler (`describe()`) and are the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYERS = 28
 CACHE_LENGTH = 2048
 PROMPT = 128
 DOCUMENT = Path(__file__).parents[1] / "docs" / "fusions.md"
-# Dispatches of the same model's decode step in the phases of the project's first notes.
+# Dispatches of the same decode step by phase of development, from the project's design notes.
 EARLIER_PHASES = {
     "baseline": "1,831",
     "broadcast binary ops": "~1,521",
@@ -36,7 +36,7 @@ EARLIER_PHASES = {
 
 
 def qwen(layers: int = LAYERS) -> Qwen2Config:
-    """Qwen2.5-1.5B's configuration, or a cut of its first layers."""
+    """The configuration of Qwen2.5-1.5B, with fewer layers if asked."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -55,17 +55,17 @@ def qwen(layers: int = LAYERS) -> Qwen2Config:
 
 
 def step_graph(tokens: int, layers: int = LAYERS) -> dict[str, Any]:
-    """The IR of a step over `tokens` tokens (1: decode) with a cache of `CACHE_LENGTH` rows."""
+    """The IR of decode (1 token) or prefill with a KV cache of `CACHE_LENGTH` tokens."""
     checkpoint = Checkpoint("qwen2.5-1.5b", qwen(layers), {}, "bfloat16", load_tokenizer=lambda: None)
     return extract_graph(checkpoint, tokens, CACHE_LENGTH)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a step cannot do without.
+    """The bytes that a step must read.
 
     Attributes:
-        weights: Every weight once; a table that only gives rows does not count.
+        weights: Every weight once, except an embedding table of which only some rows are read.
         cache: The keys and values that attention reads.
     """
 
@@ -86,7 +86,7 @@ def traffic(program: CompiledProgram) -> Traffic:
 
 @dataclass(frozen=True)
 class Row:
-    """A step with the fusions up to and including `fusion`."""
+    """The step compiled with the fusions up to and including `fusion`."""
 
     fusion: str
     launches: int
@@ -94,7 +94,7 @@ class Row:
 
 
 def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
-    """The step without fusions, then with one more of `FUSIONS` at a time, in the order in which they are applied."""
+    """Compile the step without fusions, then with one more of `FUSIONS` at a time in the order of their application."""
     names = list(FUSIONS)
     rows = []
     for count in range(len(names) + 1):
@@ -106,8 +106,8 @@ def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
 
 
 def table(rows: list[Row], floor: int) -> list[str]:
-    """Markdown: the rows that changed something, and a line that names the others."""
-    lines = ["| fusion switched on | launches | saved | bytes moved (MB) | × floor |", "|---|--:|--:|--:|--:|"]
+    """A Markdown table of the fusions that have an effect, and a line that names the others."""
+    lines = ["| fusion enabled | launches | saved | bytes moved (MB) | × floor |", "|---|--:|--:|--:|--:|"]
     idle = []
     for before, row in zip((None, *rows), rows, strict=False):
         if before is not None and (before.launches, before.bytes_moved) == (row.launches, row.bytes_moved):
@@ -116,27 +116,26 @@ def table(rows: list[Row], floor: int) -> list[str]:
         saved = "" if before is None else f"{before.launches - row.launches:,}"
         moved = f"{row.bytes_moved / 1e6:,.1f} | {row.bytes_moved / floor:.3f}"
         lines.append(f"| {row.fusion} | {row.launches:,} | {saved} | {moved} |")
-    return [*lines, "", f"Without effect on this graph: {', '.join(idle)}."]
+    return [*lines, "", f"No effect on this graph: {', '.join(idle)}."]
 
 
 _HEAD = f"""\
-# What each fusion saves
+# The effect of each fusion
 
-Qwen2.5-1.5B ({LAYERS} layers, bfloat16, tied embeddings) with a KV cache of {CACHE_LENGTH} rows, compiled without
-fusions and then with one more at a time, in the order in which the compiler applies them (`FUSIONS`). The figures are
-those of `describe()`: a step's kernel launches, and the bytes that they read and write, each distinct element of an
-operand once. Nothing here is timed; `python -m benchmarks.dispatches` writes this page anew.
+Qwen2.5-1.5B ({LAYERS} layers, bfloat16, tied embeddings) with a KV cache of {CACHE_LENGTH} tokens, compiled without
+fusions and then with one more at a time, in the order in which the compiler applies them (`FUSIONS`). The numbers are
+those of `describe()`: the kernel launches of a step, and the bytes that they read and write, counting each distinct
+element of an operand once. Nothing is timed. `python -m benchmarks.dispatches` regenerates this page.
 
-The floor is what no fusion can save: every weight read once, and the keys and values that attention reads, which is the
-whole cache (its length is static; rows beyond the position are masked). The embedding table is tied to the LM head,
-which reads all of it; of a table of its own, only the rows of the step's tokens would count. Activations are not in the
-floor.
+The floor is what no fusion can save: every weight is read once, and attention reads the whole KV cache, whose length is
+static (rows beyond the position are masked). The embedding table is tied to the LM head, which reads all of it; of a
+separate table, only the rows of the step's tokens would count. The floor leaves out activations.
 """
 
 
 _BEFORE = """\
-The project's first notes count the dispatches of the same decode step phase by phase. Even without fusions there are
-fewer here, since transposes, slices and broadcasts are views, which launch nothing.
+The project's design notes list the dispatches of the same decode step by phase of development. Even without fusions
+there are fewer here, since transposes, slices and broadcasts are views, which launch no kernels.
 """
 
 
@@ -162,7 +161,9 @@ def document() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DOCUMENT, help="the page to write")
+    parser.add_argument(
+        "--output", type=Path, default=DOCUMENT, help="the Markdown page to write (default: %(default)s)"
+    )
     output: Path = parser.parse_args().output
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(document(), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a measurement gives: the figures of a run, as JSON, merged from runs that each measured a part."""
+"""The results of the CUDA benchmarks: saving them as JSON, and merging runs that each measured a part."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Key = tuple[str | int, ...]
 
 
 def _key(task: str, model: str, case: dict[str, int]) -> Key:
-    """What was measured, which is also the order to list it in."""
+    """Identifies a measurement; results are listed in the order of their keys."""
     return (task, model, *(value for _, value in sorted(case.items())))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A step's time beside its peers' and its floor.
+    """The time of a step for every contender, and its lower bound.
 
     Attributes:
         task: `decode`, `prefill` or `vision`.
-        case: What was varied: the cache's length and the position, the prompt's tokens, the batch.
-        ms: Contender → median milliseconds of a step.
-        floor_ms: What the memory or the matrix units of this GPU need at least, by `floor`.
-        steady: What a steady step of ours does: CUDA graph launches, kernels in them, allocations, copies.
-        errors: Contender → ‖out - ref‖ / ‖ref‖ against PyTorch in float32.
-        notes: What else should be known, such as which variant of a peer was the fastest.
+        case: The parameters: cache length and position, prompt tokens, or batch size.
+        ms: Contender → median milliseconds per step.
+        floor_ms: The lower bound that this GPU's memory bandwidth or matrix rate sets; `floor` says how it is derived.
+        steady: Counters of one step of ours: kernels, CUDA graph launches, allocations, copies.
+        errors: Contender → ‖logits - reference‖ / ‖reference‖, with PyTorch in float32 as the reference.
+        notes: Anything else, such as which variant of a peer was the fastest.
     """
 
     task: str
@@ -46,13 +46,13 @@ class Figure:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than `torch.compile`; None where that was not measured."""
+        """The time of `torch.compile` divided by ours; None if it was not measured."""
         return self.ms[COMPILED] / self.ms[OURS] if COMPILED in self.ms else None
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of a step of ours goes: rows of (kernel, milliseconds on the device, launches)."""
+    """The time of a step of ours by kernel: rows of (kernel, milliseconds on the device, launches)."""
 
     task: str
     model: str
@@ -65,16 +65,16 @@ class Account:
         return _key(self.task, self.model, self.case)
 
 
-_SAME = ("gpu", "torch", "cuda")  # in all runs whose figures stand on one page
+_SAME = ("gpu", "torch", "cuda")  # must be equal in runs that are merged
 
 
 @dataclass
 class Run:
-    """The figures of one run, or of several on the same kind of machine.
+    """The results of one run, or of several on the same kind of machine.
 
     Attributes:
-        machine: What it is, its versions and its measured ceilings, and the date.
-        other: Figures that have no peers, such as the seconds of a second start.
+        machine: The GPU, versions, measured peak rates, and the date.
+        other: Results that are not compared with peers, such as start-up times, by name.
     """
 
     machine: dict[str, Any]
@@ -87,15 +87,15 @@ class Run:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def merged(self, later: Run) -> Run:
-        """Both runs' figures in order; where both measured the same, the later one's.
+        """The results of both runs in order; where both measured the same case, the later result.
 
-        The machine is the later run's, unless that run has no figures whose floors were made from its ceilings.
+        The machine is the later run's if that has figures, whose floors depend on its peak rates.
 
         Raises:
-            ValueError: they were made on different machines, or with other versions.
+            ValueError: the runs used different GPUs or versions.
         """
         if other := [f"{key} {self.machine[key]}" for key in _SAME if self.machine[key] != later.machine[key]]:
-            raise ValueError(f"the figures that are there were made with another {', '.join(other)}")
+            raise ValueError(f"the results to merge with were measured with another {', '.join(other)}")
         figures = {figure.key: figure for figure in (*self.figures, *later.figures)}
         accounts = {account.key: account for account in (*self.accounts, *later.accounts)}
         return Run(

@@ -1,4 +1,4 @@
-"""Timing on an NVIDIA GPU: contenders in turn, by device events; the GPU's own ceilings; where a step's time goes."""
+"""Timing on an NVIDIA GPU: contenders in turns by device events, the GPU's peak rates, and time per kernel."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FEWEST_CALLS, MOST_CALLS = 3, 200
 
 @dataclass(frozen=True)
 class Budget:
-    """What a measurement may cost.
+    """Limits on the time that a measurement takes.
 
     Attributes:
-        rounds: Of timing.
+        rounds: The number of timing rounds.
         may_compile: Whether there is time left to start another `torch.compile`.
     """
 
@@ -37,7 +37,7 @@ class Contender:
 
     Attributes:
         run: Enqueues one step.
-        timed: The seconds that what it is handed takes on the device, by events on the stream that `run` uses.
+        timed: Measures a function's device time in seconds, by events on the stream that `run` uses.
     """
 
     run: Callable[[], object]
@@ -59,7 +59,7 @@ def torch_timed(launch: Callable[[], object]) -> float:
 
 
 def time_in_turn(contenders: Mapping[str, Contender], rounds: int, warmup: int = 3) -> dict[str, Result]:
-    """Seconds of a step of each contender: every round times many steps of each, back to back, host side included."""
+    """Seconds per step of each contender; each round times many steps of each back to back, host time included."""
     calls = {}
     for name, contender in contenders.items():
         for _ in range(warmup):
@@ -70,13 +70,13 @@ def time_in_turn(contenders: Mapping[str, Contender], rounds: int, warmup: int =
     for _ in range(rounds):
         for name, contender in contenders.items():
             torch.cuda.synchronize()
-            contender.run()  # untimed: it brings the caches into the state that a steady step finds
+            contender.run()  # untimed: it warms the GPU's caches as a previous step would
             seconds[name].append(_seconds_a_call(contender, calls[name]))
     return {name: Result(statistics.median(values), min(values)) for name, values in seconds.items()}
 
 
 def medians(results: Mapping[str, Result]) -> dict[str, float]:
-    """Milliseconds."""
+    """Median milliseconds by contender."""
     return {name: 1000 * result.median for name, result in results.items()}
 
 
@@ -90,14 +90,14 @@ def _seconds_a_call(contender: Contender, calls: int) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this GPU does at most, measured: bytes read per second, and FLOP per second of a large bfloat16 product."""
+    """This GPU's measured peak rates: memory reads in bytes/s, and bfloat16 matrix multiplication in FLOP/s."""
 
     bandwidth: float
     matrix_rate: float
 
 
 def measure_ceilings(rounds: int = 7) -> Ceilings:
-    """The best of several ways to read 4 GiB, none of which is the fastest on every GPU, and of a product of 8192³."""
+    """Measure the peak rates: the fastest of several ways to read 4 GiB, and a matrix product of size 8192³."""
     data = torch.randn(2**30, device="cuda")
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     by_rows = torch.compile(lambda x: x.view(2**14, -1).sum(1), dynamic=False)
@@ -114,10 +114,10 @@ def measure_ceilings(rounds: int = 7) -> Ceilings:
 
 
 def account(run: Callable[[], object], steps: int = 5) -> list[tuple[str, float, float]]:
-    """(kernel, milliseconds, launches) of a step by the GPU's own time stamps, the most expensive first.
+    """(kernel, milliseconds, launches) per step, from the GPU's time stamps, the longest first.
 
-    They are taken inside the step's CUDA graph. The runtime's `Profiler` runs kernels one by one between two events,
-    which makes a kernel of some microseconds look longer than it is.
+    The kernels run inside the step's CUDA graph. The runtime's `Profiler` instead runs each kernel between two events,
+    which adds microseconds to every one.
     """
     run()
     torch.cuda.synchronize()
@@ -134,7 +134,7 @@ def account(run: Callable[[], object], steps: int = 5) -> list[tuple[str, float,
 
 
 def steady_run(backend: CUDABackend, program: CompiledProgram, run: Callable[[], object]) -> dict[str, int]:
-    """What one more run does, by the backend's counters, and how many kernels are in it."""
+    """The backend's counters for one more run, and the number of kernels in the program."""
     before = backend.counters.copy()
     run()
     return {"kernels": len(program.plan.calls), **(backend.counters - before)}
@@ -145,11 +145,11 @@ def _pearson(result: Tensor, reference: Tensor) -> float:
 
 
 def agreement(results: Mapping[str, Tensor], reference: Tensor) -> dict[str, float]:
-    """Every contender's error relative to a float32 reference, over all logits [..., classes].
+    """Every contender's relative error ‖logits - reference‖ / ‖reference‖, for logits [..., classes].
 
     Raises:
-        ValueError: one correlates with the reference by 0.999 or less, and less than eager PyTorch does; or it has a
-            row's greatest logit elsewhere by more than a near-tie, which is twice the greatest error of eager PyTorch.
+        ValueError: a contender's Pearson r is below 0.999 and below that of eager PyTorch; or the argmax of a row
+            differs by more than a near-tie, which is twice the largest error of eager PyTorch.
     """
     reference = reference.reshape(-1, reference.shape[-1])
     enough = min(0.999, _pearson(results[EAGER], reference))

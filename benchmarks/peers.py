@@ -1,4 +1,4 @@
-"""PyTorch as it is used without us: eager and `torch.compile`, with a static KV cache, on the same weights."""
+"""The contenders to compare with: PyTorch eager and `torch.compile`, with a static KV cache and the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def language_model(config: Any, state: Mapping[str, torch.Tensor], dtype: torch.
 
 
 def generation_step(model: Any, tokens: int, position: int, cache_length: int, compiled: bool) -> Step:
-    """One forward of `tokens` tokens from `position` on, over a static cache of `cache_length`; last logits only."""
+    """A forward pass of `tokens` tokens from `position` on, with a static cache and only the last token's logits."""
     from transformers import StaticCache
 
     cache: Any = StaticCache(config=model.config, max_cache_len=cache_length)
@@ -44,7 +44,7 @@ def generation_step(model: Any, tokens: int, position: int, cache_length: int, c
         return hidden
 
     with torch.no_grad():
-        forward(ids, positions)  # the cache allocates itself at its first, eager, use
+        forward(ids, positions)  # the first call allocates the cache, which must happen in eager mode
     call = torch.compile(forward) if compiled else forward
 
     def step() -> object:
@@ -80,23 +80,23 @@ def attend_expanded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def attend_prompt(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Causal attention over as many cache rows as there are queries, which is right at position 0 only."""
+    """Causal attention over the first T rows of the cache for T queries; valid at position 0 only."""
     rows = q.shape[2]
     return F.scaled_dot_product_attention(q, k[:, :, :rows], v[:, :, :rows], is_causal=True, enable_gqa=True)
 
 
-# The ways in which SDPA takes grouped queries over a cache: which is fastest depends on shape and version.
+# Ways to call SDPA with grouped queries and a cache; which one is fastest depends on the shape and PyTorch's version.
 ATTENTION: dict[str, Attend] = {"grouped": attend_grouped, "expanded": attend_expanded, "prompt": attend_prompt}
 
 
 class StaticLanguageModel(nn.Module):
-    """A Llama-like model as one writes it for `torch.compile`: fused QKV and gate+up, SDPA, a static KV cache.
+    """A Llama-like model written for `torch.compile`: fused QKV and gate+up projections, SDPA, a static KV cache.
 
     forward: ids [1, T], positions [T] → float32 logits [vocab] of the last token; the cache, which `prepare` makes,
     is updated in place.
 
     Args:
-        config: Of transformers.
+        config: The transformers config.
         state: Hugging Face parameter name → tensor, and `model.rotary_emb.inv_freq`; the dtype is that of the weights.
     """
 
@@ -120,8 +120,12 @@ class StaticLanguageModel(nn.Module):
         self.layers: Any = nn.ModuleList(_layer(state, f"model.layers.{i}.") for i in range(config.num_hidden_layers))
 
     def prepare(self, cache_length: int, attend: Attend) -> None:
-        """Give it a new cache and a way to attend: q [1, heads, T, D], the caches [1, KV heads, S, D] and a mask
-        [1, 1, T, S] → [1, heads, T, D]."""
+        """Allocate a new cache and set the attention function.
+
+        Args:
+            cache_length: S, in tokens.
+            attend: q [1, heads, T, D], k and v [1, KV heads, S, D], mask [1, 1, T, S] → [1, heads, T, D].
+        """
         self.attend = attend
         for layer in self.layers:
             for name in "kv":
@@ -178,11 +182,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: bool = False) -> Callable[..., Tensor]:
-    """`torch.compile` as one tunes it for static shapes, after a first call.
+    """The module compiled by `torch.compile`, tuned for static shapes, and called once.
 
     Args:
-        freezing: Have it take the weights for constants, which lets it fold BatchNorms into convolutions. It keeps a
-            copy of them.
+        mode: As for `torch.compile`.
+        freezing: Treat the weights as constants, which folds BatchNorms into convolutions and keeps a copy of them.
     """
     made: Callable[..., Tensor] = torch.compile(module, mode=mode, fullgraph=True, dynamic=False)
     with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):

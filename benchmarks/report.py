@@ -1,4 +1,4 @@
-"""The figures of a run as Markdown tables and as a chart."""
+"""The results of a CUDA benchmark run as Markdown tables and as a chart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure, Run
 
-COLOURS = {OURS: "#0072b2", COMPILED: "#e69f00", EAGER: "#999999"}  # told apart by the colour-blind too
+COLOURS = {OURS: "#0072b2", COMPILED: "#e69f00", EAGER: "#999999"}  # distinguishable with colour blindness
 ROWS_OF_AN_ACCOUNT = 12
 LONGEST_NAME = 60
 
@@ -16,25 +16,26 @@ _HEAD = """\
 # The CUDA device, measured
 
 `python -m benchmarks.cuda` writes this page and `cuda.json` beside it: {gpu}, {date}, PyTorch {torch}, CUDA {cuda}.
-The run measured what this GPU does at most: it reads {read_tb_per_s:.2f} TB/s, and multiplies bfloat16 matrices at
-{bfloat16_tflop_per_s:.0f} TFLOP/s. A floor is the bytes or the operations that a step cannot do without, at those
-rates; activations are not in it.
+The run measured the peak rates of this GPU: it reads memory at {read_tb_per_s:.2f} TB/s and multiplies bfloat16
+matrices at {bfloat16_tflop_per_s:.0f} TFLOP/s. The floor is a lower bound of the time: the bytes that a step must read
+or the operations that it must do, at these rates. It leaves out activations.
 
-All contenders of a row ran in one process, in turn, on the same weights; milliseconds are medians over rounds of many
-steps each, by device events, the host's part included. Before a row is timed, its logits are compared with PyTorch's in
-float32 on fresh random inputs: r > 0.999, or no less than eager PyTorch's, and the same argmax but for near-ties.
+All contenders of a row ran in one process, in turns, with the same weights. Milliseconds are medians over rounds of
+many steps each, measured by device events and including host time. Before timing, the logits of each contender were
+compared with those of PyTorch in float32 on new random inputs: Pearson r is above 0.999, or at least that of eager
+PyTorch, and the argmax is the same except for near-ties.
 
-The peers: `torch.compile` is a model written for it (fused QKV and gate+up, SDPA, a static cache) in
-`mode="reduce-overhead"` with coordinate-descent tuning; eager PyTorch runs the same model. SDPA is called in the way
-that is the fastest at that shape. The ResNets are channels-last, BatchNorms folded by `freezing`, in the mode that a
-note names, or the better one of two.
+For `torch.compile`, the model is written with fused QKV and gate+up projections, SDPA and a static cache, and compiled
+in `mode="reduce-overhead"` with coordinate-descent tuning. Eager PyTorch runs the same model. Both call SDPA in the way
+that is fastest for the shape. The ResNets are channels-last with BatchNorms folded by `freezing`, in the better of two
+modes, or the one that the note names.
 
 ![]({chart})
 """
 
 
 def document(run: Run, chart_name: str) -> str:
-    """The page, which shows the chart of that file name."""
+    """The Markdown page, with a link to the chart of that file name."""
     parts = [_HEAD.format(chart=chart_name, **run.machine)]
     for cache_length in sorted({figure.case["cache"] for figure in _of(run, "decode")}):
         rows = [figure for figure in _of(run, "decode") if figure.case["cache"] == cache_length]
@@ -45,13 +46,13 @@ def document(run: Run, chart_name: str) -> str:
         parts.append("## ResNets, float16\n\n" + _table(rows, "model, batch", _network))
     if run.other:
         facts = [f"| {name} | {value:,.2f} |" for name, value in run.other.items()]
-        parts.append("\n".join(["## Starting\n", "| what | figure |", "|---|--:|", *facts]) + "\n")
+        parts.append("\n".join(["## Start-up\n", "| measurement | value |", "|---|--:|", *facts]) + "\n")
     if run.figures:
         parts.append(_steady_table(run.figures))
     if run.accounts:
         parts.append(
-            "## Where the time goes\n\nKernels of one step by the GPU's own time stamps. Kernels that overlap add up to"
-            " more than the step takes, and gaps between them to less.\n"
+            "## Time per kernel\n\nThe kernels of one step, by the GPU's time stamps. Their sum is more than the step's"
+            " time where kernels overlap, and less where there are gaps between them.\n"
         )
         parts += [_account_table(account) for account in run.accounts]
     return "\n".join(parts)
@@ -87,16 +88,16 @@ def _milliseconds(value: float | None) -> str:
 
 def _steady_table(figures: Iterable[Figure]) -> str:
     lines = [
-        "## A steady step, and its errors\n",
-        "What one run does by the backend's counters, and ‖logits - reference‖ / ‖reference‖ against float32.\n",
-        "| step | kernels | graph launches | anything else | our error | PyTorch's | note |",
+        "## Counters and errors of one step\n",
+        "The backend's counters for one run, and the errors ‖logits - reference‖ / ‖reference‖ against float32.\n",
+        "| step | kernels | graph launches | other counters | our error | PyTorch's error | note |",
         "|---|--:|--:|---|--:|--:|---|",
     ]
     for figure in figures:
         steady = dict(figure.steady)
         kernels, graphs = steady.pop("kernels", 0), steady.pop("graph_launches", 0)
         rest = ", ".join(f"{name} {count}" for name, count in steady.items())
-        counts = f"{kernels} | {graphs} | {rest or 'nothing'}"
+        counts = f"{kernels} | {graphs} | {rest or 'none'}"
         errors = " | ".join(f"{figure.errors[name]:.2e}" if name in figure.errors else "" for name in (OURS, EAGER))
         lines.append(f"| {_title(figure)} | {counts} | {errors} | {figure.notes} |")
     return "\n".join(lines) + "\n"
@@ -110,7 +111,7 @@ def _title(entry: Figure | Account) -> str:
 def _account_table(account: Account) -> str:
     busy = sum(ms for _, ms, _ in account.rows)
     lines = [
-        f"### {_title(account)}: {_milliseconds(account.step_ms)} ms, of it {_milliseconds(busy)} ms in kernels\n",
+        f"### {_title(account)}: {_milliseconds(account.step_ms)} ms, of which {_milliseconds(busy)} ms in kernels\n",
         "| kernel | launches | µs | share |",
         "|---|--:|--:|--:|",
     ]
@@ -128,11 +129,11 @@ def _short(name: str) -> str:
 
 
 def draw(run: Run, path: Path) -> None:
-    """The chart: decode by position, prefill, ResNets. The suffix of the path decides the format."""
+    """Draw the chart with three panels: decode by position, prefill, ResNets. The path's suffix decides the format."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "npu-simulation"  # the same figures give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "npu-simulation"  # makes the file depend on the results only
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 3, figsize=(16, 5), width_ratios=(1.25, 1, 1), layout="constrained")
@@ -186,7 +187,7 @@ def _draw_bars(axes: Any, figures: Sequence[Figure], label: Callable[[Figure], s
 
 
 def _plain_ticks(axes: Any) -> None:
-    """1, 2, 5, 10 … instead of powers of ten, which hardly fit on a log axis of a decade or two."""
+    """Use ticks at 1, 2, 5, 10, …; powers of ten alone are too few on a log axis of one or two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,4 +1,4 @@
-"""Interleaved timing: every contender once per round, so that a slow minute of the machine is shared by all."""
+"""Interleaved timing: each round runs every contender once, so all are affected alike when the machine slows down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAUSE = 0.05
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds of one contender: median and best over the rounds."""
+    """The times of one contender in seconds: median and minimum over the rounds."""
 
     median: float
     best: float
@@ -21,8 +21,8 @@ class Result:
 def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, Result]:
     """Time each contender once per round, after `warmup` unmeasured rounds.
 
-    Each timed call follows a pause and an untimed call of the same contender: another's worker threads go on spinning
-    for a while after its last call, and nobody shall pay for that.
+    Before each timed call there are a pause and an untimed call of the same contender, because the worker threads of
+    the previous contender keep spinning for a while after its last call.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warmup + rounds):
@@ -38,7 +38,7 @@ def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int, warm
 
 
 def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
-    """Bytes per second that this machine reads from memory with all its threads: the floor of a decode step."""
+    """Memory read bandwidth with all threads, in bytes per second; it bounds the time of a decode step."""
     import torch
 
     data = torch.ones(int(gigabytes * 1e9 / 8), dtype=torch.int64)
@@ -47,7 +47,7 @@ def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
 
 
 def matrix_rate(size: int = 2048, rounds: int = 4) -> float:
-    """float32 FLOP/s of PyTorch's matrix product: the scale for what is compute-bound."""
+    """The speed of PyTorch's float32 matrix multiplication in FLOP/s, the scale for compute-bound steps."""
     import torch
 
     a, b = torch.randn(size, size), torch.randn(size, size)

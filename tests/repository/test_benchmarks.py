@@ -63,7 +63,7 @@ def test_merging_keeps_other_figures_in_order_and_takes_the_later_of_the_same(ru
     assert merged.other == {"second start, s": 0.75, "weights, GB/s": 6.0}
     assert merged.machine["date"] == "2026-01-03"
     assert run.merged(Run(later.machine, other=later.other)).machine == run.machine  # of which the floors are made
-    with pytest.raises(ValueError, match=f"made with another gpu {MACHINE['gpu']}"):
+    with pytest.raises(ValueError, match=f"measured with another gpu {MACHINE['gpu']}"):
         run.merged(Run({**MACHINE, "gpu": "another"}))
 
 
@@ -75,16 +75,16 @@ def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:
         "Decode, cache 32,768",
         "Prefill",
         "ResNets, float16",
-        "Starting",
-        "A steady step, and its errors",
-        "Where the time goes",
+        "Start-up",
+        "Counters and errors of one step",
+        "Time per kernel",
     ]
     assert "| 1 | **0.800** | 0.500 | 62% | 2.000 | 20.0 | 2.50 |" in page
     assert "| 128 | **10.5** | 0.500 | 5% | 21.0 | 20.0 | 2.00 |" in page
     assert "| ResNet-18, 64 | **0.250** | 0.500 | 200% | 0.500 | 20.0 | 2.00 |" in page
     assert "| second start, s | 0.75 |" in page
-    assert "| Qwen decode (cache 2,048, position 1) | 200 | 1 | nothing | 1.00e-02 | 2.00e-02 | SDPA: grouped |" in page
-    assert "reads 4.48 TB/s" in page and "![](cuda.svg)" in page
+    assert "| Qwen decode (cache 2,048, position 1) | 200 | 1 | none | 1.00e-02 | 2.00e-02 | SDPA: grouped |" in page
+    assert "reads memory at 4.48 TB/s" in page and "![](cuda.svg)" in page
 
 
 def test_a_peer_that_was_not_measured_leaves_its_cells_empty(run: Run) -> None:
@@ -93,7 +93,7 @@ def test_a_peer_that_was_not_measured_leaves_its_cells_empty(run: Run) -> None:
 
 def test_an_account_sums_up_its_small_kernels(run: Run) -> None:
     page = document(run, "cuda.svg")
-    assert "### Qwen decode (cache 2,048, position 1): 0.800 ms, of it 0.200 ms in kernels" in page
+    assert "### Qwen decode (cache 2,048, position 1): 0.800 ms, of which 0.200 ms in kernels" in page
     assert "| `kernel_0<int/long>` | 2 | 10.0 | 5.0% |" in page
     assert "| `8 others` | 16 | 80.0 | 40.0% |" in page
     assert "kernel_12<" not in page
@@ -114,7 +114,7 @@ def test_only_drawing_needs_no_gpu(run: Run, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--only", "decode,nothing"], "no task nothing"), (["--only", "none"], "there are no figures")],
+    [(["--only", "decode,nothing"], "unknown task nothing"), (["--only", "none"], "there are no results")],
 )
 def test_what_cannot_be_done_is_said(
     options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
