@@ -1,7 +1,7 @@
 """The CPU device's kernels: what each means, in torch. Which native one takes over is in `accelerated`."""
 
 from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
-from npu_runtime.cpu.kernels.reference import reference_launch
+from npu_runtime.cpu.kernels.reference import kernel_meaning, reference_launch
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "conv",
     "elementwise",
     "indexing",
+    "kernel_meaning",
     "matmul",
     "reductions",
     "reference_launch",

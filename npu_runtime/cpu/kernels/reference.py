@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.ops import elementwise_kernel
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime.cpu.kernels.elementwise import elementwise_meaning
-from npu_runtime.cpu.kernels.registry import CPU_KERNELS, Tensors
+from npu_runtime.cpu.kernels.registry import CPU_KERNELS, Kernel, Tensors
+
+
+def kernel_meaning(name: str) -> Kernel | None:
+    """What a kernel means, in torch; an element-wise one means what the table of element-wise ops says."""
+    if name not in CPU_KERNELS and name in ELEMENTWISE_KERNELS:
+        return elementwise_meaning(ELEMENTWISE_KERNELS[name].op)
+    return CPU_KERNELS.get(name)
 
 
 def reference_launch(call: KernelCall, inputs: Tensors, outputs: Tensors) -> Callable[[], None]:
@@ -17,8 +24,7 @@ def reference_launch(call: KernelCall, inputs: Tensors, outputs: Tensors) -> Cal
     Raises:
         DeviceError: the program names a kernel that this device does not have.
     """
-    elementwise = elementwise_kernel(call)
-    kernel = CPU_KERNELS.get(call.kernel) if elementwise is None else elementwise_meaning(elementwise.op)
+    kernel = kernel_meaning(call.kernel)
     if kernel is None:
         raise DeviceError(f"the CPU device has no kernel '{call.kernel}'")
     chosen, params, name, node = kernel, call.params, call.kernel, call.node
