@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from cuda_cases import CASES, TILED_ATTENTION, cached
 from cuda_convolutions import CASES as CONVOLUTIONS
-from cuda_gpu import PROBLEM, cuda_backends
+from cuda_gpu import cuda_backends, need_gpu
 from metal_harness import DTYPES, Case, all_cases, run_case
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)]
+need_gpu()
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,12 @@ PROBLEM = gpu_problem()
 DEVICES: list[Any] = ["cpu"] if PROBLEM else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def need_gpu() -> None:
+    """Skip the calling test module, as a whole, where there is no GPU."""
+    if PROBLEM:
+        pytest.skip(PROBLEM, allow_module_level=True)
+
+
 def cuda_backends() -> tuple[CUDABackend, ...]:
     """The CUDA device, for tests that run on every device there is; none without a GPU."""
     return () if PROBLEM else (CUDABackend(),)
