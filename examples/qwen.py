@@ -28,7 +28,7 @@ def configuration(layers: int, vocabulary: int) -> Qwen2Config:
         num_key_value_heads=2,
         vocab_size=vocabulary,
         max_position_embeddings=32768,
-        rope_theta=1_000_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
         dtype="bfloat16",
