@@ -156,7 +156,7 @@ def test_kernels_that_cannot_be_had_are_device_errors(backend: CUDABackend) -> N
     backend.compile([twice()], {"twice": TWICE})
     backend.compile([twice()])
     operands = [Operand(backend.allocate_zeros((32,), "float32"), view(name, (32,)), 0, False) for name in ("x", "out")]
-    with pytest.raises(DeviceError, match="holds no source 'absent' for kernel 'twice'"):
+    with pytest.raises(DeviceError, match="contains no source 'absent' for kernel 'twice'"):
         backend.compile([twice(source="absent")], {"twice": TWICE})
     with pytest.raises(DeviceError, match="two programs give different kernel sources the name 'twice'"):
         backend.compile([twice()], {"twice": TWICE + "// another"})
