@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from textwrap import dedent
 from typing import Any
@@ -25,9 +26,9 @@ from npu_compiler import (
     read_ir,
     trace_stages,
 )
+from npu_compiler.compiler import Stage, StageEdit
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import fold_padding
-from npu_compiler.fusions.linear import fuse_shared_input_linears
 from npu_compiler.fusions.rope import share_rope
 from npu_compiler.ops.rotary_region import expand_rotary_regions
 from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
@@ -39,14 +40,14 @@ from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
 from npu_runtime import CPUBackend, Executor, NPUBuffer
 
-Stage = Callable[[IRGraph], IRGraph]
+Pass = Callable[[IRGraph], IRGraph]
 
 
-def printed(stage: Stage, g: IRBuilder, *, types: bool = False) -> str:
+def printed(stage: Pass, g: IRBuilder, *, types: bool = False) -> str:
     return print_graph(stage(read_ir(g.ir())), types=types)
 
 
-def check(stage: Stage, g: IRBuilder, expected: str, *, types: bool = False) -> None:
+def check(stage: Pass, g: IRBuilder, expected: str, *, types: bool = False) -> None:
     """The printed graph, without its first line; weights that a stage leaves unread are not printed."""
 
     def live(graph: IRGraph) -> IRGraph:
@@ -518,29 +519,7 @@ def test_an_in_place_program_means_what_pytorch_says(program: Callable[[Any], An
 # expand_rotary_regions
 
 
-# fuse_shared_input_linears, share_rope, pair_cache_updates
-
-
-def test_linears_of_one_input_become_one() -> None:
-    g = IRBuilder()
-    x = g.input("x", 2, 8)
-    q = g("aten.linear.default", x, g.weight("q.weight", 6, 8), name="q")
-    k = g("aten.linear.default", x, g.weight("k.weight", 4, 8), g.weight("k.bias", 4), name="k")
-    g.output(g("aten.relu.default", q), g("aten.neg.default", k))
-    check(
-        fuse_shared_input_linears,
-        g,
-        """
-        weight %q+k.weight = concat(q.weight, k.weight, axis=0)
-        weight %q+k.bias = concat(fill(shape=[6], value=0.0), k.bias, axis=0)
-        %q+k = aten.linear(%x, %q+k.weight, %q+k.bias)
-        %q = aten.slice(%q+k) {dim=1, end=6, start=0}
-        %k = aten.slice(%q+k) {dim=1, end=10, start=6}
-        %relu = aten.relu(%q)
-        %neg = aten.neg(%k)
-        return %relu, %neg
-    """,
-    )
+# share_rope, pair_cache_updates
 
 
 def rotated(g: IRBuilder, x: Tensor, start: int, heads: int, name: str) -> Tensor:
@@ -592,16 +571,7 @@ def two_caches(*, read: bool = False, keep_old: bool = False) -> IRBuilder:
     return g
 
 
-def test_two_caches_are_updated_together() -> None:
-    check(
-        pair_cache_updates,
-        two_caches(),
-        """
-        %neg = aten.neg(%rows)
-        %keys, %values = npu.index_copy_pair(%k, %at, %rows, %v, %neg) {dim=0}
-        return %keys, %values
-    """,
-    )
+def test_an_update_that_reads_the_other_one_is_not_paired_with_it() -> None:
     check(
         pair_cache_updates,
         two_caches(read=True),
@@ -818,8 +788,81 @@ def test_channels_round_up_to_the_alignment(channels: int, size: int, padded: in
     assert pad_channels(channels, size, 64) == padded
 
 
+@pytest.mark.parametrize(
+    ("op_type", "args"),
+    [
+        ("aten.sub.Tensor", (1.0,)),
+        ("aten.subtract.Tensor", (1.0,)),
+        ("aten.clamp.default", (0.0, 6.0)),
+        ("aten.clip.default", (0.0, 6.0)),
+        ("aten.true_divide.Tensor", (2.0,)),
+    ],
+)
+def test_elementwise_ops_after_a_convolution_keep_its_padded_channels(op_type: str, args: tuple[Any, ...]) -> None:
+    g = IRBuilder()
+    y = g("aten.conv2d.default", g.input("x", 2, 3, 8, 8), g.weight("w", 40, 3, 3, 3))
+    g.output(g("aten.relu.default", g(op_type, y, *args, name="y")))
+    assert laid_out(read_ir(g.ir())).tensors["y"].alloc_shape == (2, 64, 6, 6)
+
+
+def test_a_masked_fill_after_a_convolution_keeps_its_padded_channels() -> None:
+    g = IRBuilder()
+    y = g("aten.conv2d.default", g.input("x", 2, 3, 8, 8), g.weight("w", 40, 3, 3, 3))
+    g.output(g("aten.masked_fill.Scalar", y, g("aten.lt.Scalar", y, 0.0), 0.5, name="y"))
+    assert laid_out(read_ir(g.ir())).tensors["y"].alloc_shape == (2, 64, 6, 6)
+
+
+# compile(…, stages=…), trace_stages
+
+
 def test_trace_stages_yields_the_graph_after_each_stage() -> None:
     traced = list(trace_stages(small_cnn().ir()))
     assert [name for name, _ in traced][:2] == ["read", "expand_rotary_regions"]
     assert traced[-1][0] == "assign_layout"
     assert print_graph(traced[-1][1], types=False).count("npu.conv2d") == 1
+
+
+def kernels(g: IRBuilder, edit: StageEdit | None = None) -> list[str]:
+    return [call.kernel for call in compile(g.ir(), stages=edit).kernels]
+
+
+def add_relu() -> IRBuilder:
+    g = IRBuilder()
+    return g.output(g("aten.relu.default", g("aten.add.Tensor", g.input("x", 2, 8), g.input("y", 2, 8))))
+
+
+def test_a_stage_can_be_cut() -> None:
+    def without_fusions(stages: list[Stage]) -> list[Stage]:
+        return [(name, stage) for name, stage in stages if name != "fuse"]
+
+    assert kernels(add_relu()) == ["add_relu_kernel"]
+    assert kernels(add_relu(), without_fusions) == ["add_kernel", "relu_kernel"]
+    assert "fuse" not in dict(trace_stages(add_relu().ir(), stages=without_fusions))
+
+
+def test_a_stage_can_be_added() -> None:
+    def relu_to_silu(graph: IRGraph) -> IRGraph:
+        return graph.with_nodes(
+            [replace(n, op_type="aten.silu.default") if n.base == "aten.relu" else n for n in graph.nodes]
+        )
+
+    def with_silu(stages: list[Stage]) -> list[Stage]:
+        return [("relu_to_silu", relu_to_silu), *stages]
+
+    assert kernels(add_relu(), with_silu) == ["add_kernel", "silu_kernel"]
+    assert [name for name, _ in trace_stages(add_relu().ir(), stages=with_silu)][:2] == ["read", "relu_to_silu"]
+
+
+def test_stages_can_be_reordered() -> None:
+    """Fused before batch norms are folded, a convolution ends at its batch norm; the activation stays by itself."""
+
+    def fuse_first(stages: list[Stage]) -> list[Stage]:
+        (fuse,) = (stage for stage in stages if stage[0] == "fuse")
+        rest = [stage for stage in stages if stage is not fuse]
+        place = [name for name, _ in rest].index("fold_batch_norm")
+        return [*rest[:place], fuse, *rest[place:]]
+
+    g = normed("aten.conv2d.default", (4, 3, 3, 3), (1, 3, 8, 8))
+    g.outputs[:] = [g("aten.relu.default", Tensor("batch_norm"))]
+    assert kernels(g) == ["conv2d_kernel"]
+    assert kernels(g, fuse_first) == ["conv2d_kernel", "relu_kernel"]
