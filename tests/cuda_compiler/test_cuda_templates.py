@@ -185,9 +185,9 @@ def test_blocks_have_more_rows_where_there_are_enough_of_them() -> None:
 
 def test_heads_that_share_a_mask_look_at_it_once() -> None:
     looks = {case.name: kernel_launch_of(expand(case, capability=80)[0][0]).grid for case in TILED_ATTENTION}
-    assert looks["many-bool-mask"] == [3, 1, 1]
-    assert looks["many-own-masks"] == [2 * 48 * 3, 1, 1]
-    assert looks["many-padded-batches"] == [50 * 2, 1, 1]
+    assert looks["many-bool-mask"] == (3, 1, 1)
+    assert looks["many-own-masks"] == (2 * 48 * 3, 1, 1)
+    assert looks["many-padded-batches"] == (50 * 2, 1, 1)
 
 
 def layers_of(case: Case, count: int) -> list[KernelCall]:
