@@ -1,13 +1,13 @@
 """Native CPU kernels: prepared once on fixed tensors, then run at the cost of a function call."""
 
 from npu_runtime.cpu.native.attention import attention
-from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available, num_threads
+from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
 from npu_runtime.cpu.native.linear import PackedWeight, gated_linear, linear, pack_linear_weight
 from npu_runtime.cpu.native.matmul import matmul
 from npu_runtime.cpu.native.movement import copy, embedding, index_copy, index_copy_pair
-from npu_runtime.cpu.native.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm, softmax
-from npu_runtime.cpu.native.pointwise import activation, activation_mul, add, cast, mul, silu_mul
+from npu_runtime.cpu.native.norm import layer_norm, rms_norm, softmax
+from npu_runtime.cpu.native.pointwise import activation, activation_mul, add, cast, mul
 from npu_runtime.cpu.native.rope import rope
 
 __all__ = [
@@ -17,8 +17,6 @@ __all__ = [
     "activation",
     "activation_mul",
     "add",
-    "add_layer_norm",
-    "add_rms_norm",
     "attention",
     "available",
     "cast",
@@ -32,10 +30,8 @@ __all__ = [
     "linear",
     "matmul",
     "mul",
-    "num_threads",
     "pack_linear_weight",
     "rms_norm",
     "rope",
-    "silu_mul",
     "softmax",
 ]

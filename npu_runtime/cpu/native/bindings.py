@@ -38,19 +38,12 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.npu_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.npu_run.restype = None
-    loaded.npu_num_threads.restype = ctypes.c_int64
     return loaded
 
 
 def available() -> bool:
     """Whether native kernels can be prepared in this process."""
     return library() is not None
-
-
-def num_threads() -> int:
-    """How many threads the kernels use; 0 without native kernels."""
-    loaded = library()
-    return 0 if loaded is None else loaded.npu_num_threads()
 
 
 @functools.cache

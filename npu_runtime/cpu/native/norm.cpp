@@ -6,7 +6,7 @@ namespace npu {
 namespace {
 
 struct NormArgs {
-  View x, addend, sum, weight, bias, out;  // matrices with contiguous rows; weight and bias are single rows
+  View x, weight, bias, out;  // matrices with contiguous rows; weight and bias are single rows
   int64_t subtracts_mean;
   float eps, weight_offset;
 };
@@ -32,19 +32,14 @@ NPU_INLINE void for_vectors(int64_t n, const F& body) {
   if (i < n) body(i, n - i);
 }
 
-// RMS norm, or layer norm where the mean is subtracted; the variance is a second pass over the deviations. With an
-// addend the norm is that of x + addend, rounded to the type of `sum` and stored there.
+// RMS norm, or layer norm where the mean is subtracted; the variance is a second pass over the deviations.
 void norm(const NormArgs& a) {
   const int64_t n = a.x.size[3];
   for_rows(a.x.size[2], n, [&](int64_t row) {
     float* values = thread_scratch().get<float>(round_up(n, kLanes) * sizeof(float));
     Vec total{}, squares{};
     for_vectors(n, [&](int64_t i, int64_t count) {
-      Vec x = read(a.x, row, i, count);
-      if (a.addend.data) {
-        write(a.sum, row, i, x + read(a.addend, row, i, count), count);
-        x = read(a.sum, row, i, count);
-      }
+      const Vec x = read(a.x, row, i, count);
       store(values + i, x);
       total += x;
       squares += x * x;

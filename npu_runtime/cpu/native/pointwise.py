@@ -33,11 +33,6 @@ def mul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> NativeLaunch | N
     return _pointwise(a, b, "none", _MULTIPLY, out)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> NativeLaunch | None:
-    """out = silu(gate) * up."""
-    return activation_mul("silu", gate, up, out)
-
-
 def activation_mul(activation: str, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> NativeLaunch | None:
     """out = activation(gate) * up with broadcasting, for the activations of `linear`."""
     return _pointwise(gate, up, activation, _MULTIPLY, out)

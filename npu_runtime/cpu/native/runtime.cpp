@@ -6,4 +6,3 @@ extern "C" void npu_run(const npu::Launch* launches, int64_t count) {
   for (int64_t i = 0; i < count; ++i) launches[i].fn(launches[i].args);
 }
 
-extern "C" int64_t npu_num_threads() { return npu::num_threads(); }
