@@ -189,7 +189,7 @@ def bind_arguments(
         elif argument.has_default_value():
             value = argument.default_value
         else:
-            raise ExecutionError(f"op '{op_type}' lacks its argument '{argument.name}'")
+            raise ExecutionError(f"argument '{argument.name}' of op '{op_type}' is missing")
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:

@@ -51,9 +51,13 @@ def available_devices() -> list[str]:
 
 def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Backend:
     if not (number.isascii() and number.isdigit()):
-        raise DeviceError(f"'{name}' names no device: a number follows the colon, counted from 0")
+        raise DeviceError(
+            f"'{name}' is not a device name: write a device number after the colon, such as {name.partition(':')[0]}:0"
+        )
     if not inspect.signature(factory).parameters:
-        raise DeviceError(f"'{name}' names no device: '{name.partition(':')[0]}' is only one, without a number")
+        raise DeviceError(
+            f"'{name}' is not a device name: there is only one '{name.partition(':')[0]}' device, without a number"
+        )
     return factory(int(number))
 
 
@@ -74,7 +78,7 @@ class Device:
         kind, colon, number = name.partition(":")
         factory = _FACTORIES.get(kind) or _plugin(kind)
         if factory is None:
-            raise DeviceError(f"unknown device '{name}'; here are {', '.join(available_devices())}")
+            raise DeviceError(f"unknown device '{name}'; choose one of {', '.join(available_devices())}")
         self.name = name
         self.backend: Backend = _numbered(factory, name, number) if colon else factory()
 

@@ -80,6 +80,6 @@ def check_fits(buffer: DeviceBuffer, spec: TensorSpec, what: str, error: type[In
     memory = spec.alloc_shape or spec.shape
     if buffer.alloc_shape != memory or buffer.dtype != spec.storage:
         raise error(
-            f"{what} is {buffer.dtype}{list(buffer.alloc_shape)} in memory, but the program wants "
+            f"{what} is {buffer.dtype}{list(buffer.alloc_shape)} in memory, but the program expects "
             f"{spec.storage}{list(memory)}; make it with NPUBuffer.from_numpy(data, device, spec=spec)"
         )

@@ -34,11 +34,11 @@ def _fits_in(shape: tuple[int, ...], alloc_shape: tuple[int, ...]) -> bool:
 
 def check_array(data: np.ndarray, spec: TensorSpec) -> None:
     if tuple(data.shape) != spec.shape:
-        raise InputError(f"'{spec.name}' has shape {list(data.shape)}, but the program wants {list(spec.shape)}")
+        raise InputError(f"'{spec.name}' has shape {list(data.shape)}, but the program expects {list(spec.shape)}")
     kind = _kind(data)
     wanted = "int" if spec.dtype in INT_DTYPES else "bool" if spec.dtype == "bool" else "float"
     if kind != wanted and not (kind in ("int", "bool") and wanted in ("float", "int")):
-        raise InputError(f"'{spec.name}' has dtype {data.dtype}, but the program wants {spec.dtype}")
+        raise InputError(f"'{spec.name}' has dtype {data.dtype}, but the program expects {spec.dtype}")
     if wanted == "int" and data.size:
         low, high = spec.bounds or (INT32_MIN, INT32_MAX)
         smallest, largest = int(data.min()), int(data.max())

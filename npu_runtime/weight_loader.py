@@ -97,20 +97,20 @@ def _name_problems(program: CompiledProgram, state: Mapping[str, Any], strict: b
 
 def _suggest(key: str, state: Mapping[str, Any]) -> str:
     if "lifted_tensor" in key:
-        return " (made inside forward(): extraction on the meta device loses its value; extract from CPU tensors)"
+        return " (created inside forward(): extraction on the meta device loses its value; extract from CPU tensors)"
     tail = key.split(".")[-2:]
     close = [other for other in state if other.split(".")[-2:] == tail and (other in key or key in other)]
-    return f" (there is '{close[0]}')" if close else ""
+    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterator[str]:
     """The problems of one tensor of a checkpoint, in words."""
     if tuple(array.shape) != shape:
-        yield f"misshapen: '{key}' is {list(array.shape)}, the model wants {list(shape)}"
+        yield f"wrong shape: '{key}' is {list(array.shape)}, the model expects {list(shape)}"
     elif holds_nan(array):
-        yield f"not a number: '{key}' holds NaN"
+        yield f"not a number: '{key}' contains NaN"
     elif _is_wide_int(array) and array.size and (array.min() < INT32_MIN or array.max() > INT32_MAX):
-        yield f"too large: '{key}' holds integers beyond 32 bits"
+        yield f"too large: '{key}' contains integers that do not fit in 32 bits"
 
 
 def _is_wide_int(array: np.ndarray) -> bool:
@@ -193,7 +193,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
 
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise WeightError(f"no weights at '{path}': give a .safetensors file or a folder that holds some")
+            raise WeightError(f"no weights at '{path}': give a .safetensors file or a folder of them")
         self._where: dict[str, tuple[np.ndarray, dict[str, Any]]] = {}
         for file in files:
             try:
@@ -221,7 +221,7 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
     def __getitem__(self, key: str) -> np.ndarray:
         data, entry = self._where[key]
         if entry["dtype"] not in _STORED:
-            raise WeightError(f"'{key}' is stored as {entry['dtype']}; what can be read is {', '.join(_STORED)}")
+            raise WeightError(f"'{key}' is stored as {entry['dtype']}; supported are {', '.join(_STORED)}")
         dtype = numpy_dtype(_STORED[entry["dtype"]])
         content = data[slice(*entry["data_offsets"])]
         if content.ctypes.data % dtype.itemsize:

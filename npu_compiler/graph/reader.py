@@ -199,7 +199,7 @@ class _Reader:
             is_reference = isinstance(producer, str) and isinstance(index, int)
             resolved = self.produced.get((producer, index)) if is_reference else None
             if resolved is None:
-                raise IRError(f"{where}: reads output {index} of '{producer}', which no node or graph input makes")
+                raise IRError(f"{where}: reads output {index} of '{producer}', which no node or graph input produces")
         elif spec.name in self.weights or spec.name in self.constants or (spec.name, 0) in self.produced:
             resolved = spec.name
         else:
@@ -210,7 +210,7 @@ class _Reader:
         known = self.tensors[resolved]
         if known.shape != spec.shape:
             raise IRError(
-                f"{where}: '{spec.name}' has shape {list(spec.shape)}, but its producer says {list(known.shape)}"
+                f"{where}: '{spec.name}' has shape {list(spec.shape)}, but its producer declares {list(known.shape)}"
             )
         return resolved
 

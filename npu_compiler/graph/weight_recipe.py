@@ -25,7 +25,7 @@ class WeightTransformRecipe:
         if self.op not in ("key", *_TRANSFORMS):
             raise ValueError(f"unknown weight transform '{self.op}'")
         if self.op == "key" and not isinstance(self.params.get("key"), str):
-            raise ValueError("a weight recipe reads a key, but names none")
+            raise ValueError("a weight recipe of op 'key' does not name its key")
 
     def keys(self) -> Iterator[str]:
         """Every `state_dict` key that the expression reads."""

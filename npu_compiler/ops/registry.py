@@ -183,9 +183,7 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
         return f"op '{node.op_type}' has no tensor output"
     for name in node.outputs[:1]:
         if graph.tensors[name].dtype in NARROW_INTS and not _keeps_dtype(node, graph):
-            return (
-                f"tensor '{name}' has dtype {graph.tensors[name].dtype}: the device's integers do not wrap at its width"
-            )
+            return f"tensor '{name}' has dtype {graph.tensors[name].dtype}: the device does not wrap it on overflow"
     for name, value in node.attrs.items():
         if isinstance(value, int) and not INT32_MIN <= value <= INT32_MAX and name not in _UNBOUNDED_ATTRS:
             return f"attribute '{name}' = {value} does not fit in int32"
@@ -199,7 +197,7 @@ def well_formed(node: OpNode) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
-        reason = str(error) or "its inputs, attributes and outputs do not go together"
+        reason = str(error) or "its inputs, attributes and outputs are inconsistent"
         if isinstance(error, KeyError):
             reason = f"argument {error} is missing or unknown"
         raise IRError(f"node '{node.name}' ({node.op_type}): {reason}") from error

@@ -27,7 +27,7 @@ def expand_rotary_regions(graph: IRGraph) -> IRGraph:
     nodes: list[OpNode] = []
     if any(node.op_type == OPAQUE_OP and is_rotary_region(node, graph) for node in graph.nodes):
         warnings.warn(
-            "the IR holds an opaque region with the signature of a rotary embedding; it is taken for the plain one, "
+            "the IR holds an opaque region with the signature of a rotary embedding; it is compiled as a standard one, "
             "without attention scaling. Extract under torch.no_grad() to keep the region's own ops.",
             stacklevel=2,
         )

@@ -157,7 +157,7 @@ def _record(kind: type) -> Decoder:
             hints = get_type_hints(kind)
             members.update({field.name: decoder(hints[field.name]) for field in fields(kind)})
         if _exactly(dict, value).keys() != members.keys():
-            raise Misfit(f"has other fields than {', '.join(members)}")
+            raise Misfit(f"does not have exactly the fields {', '.join(members)}")
         depth = _deeper(depth)
         decoded = {}
         try:

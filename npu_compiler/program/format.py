@@ -102,9 +102,9 @@ def _check_consistency(plan: ExecutionPlan) -> None:
         if b.kind in ("input", "weight", "constant")
     }
     if held != filled:
-        raise ProgramFormatError("its inputs, weights and constants are not those of its buffers")
+        raise ProgramFormatError("its inputs, weights and constants do not match its buffers")
     if {spec.name for spec in plan.outputs} != plan.output_views.keys():
-        raise ProgramFormatError("its outputs are not those of its views")
+        raise ProgramFormatError("its outputs do not match its output views")
     inputs = {spec.name for spec in plan.inputs}
     for output, donor in plan.donations.items():
         if output not in plan.output_views or donor not in inputs:
@@ -113,7 +113,9 @@ def _check_consistency(plan: ExecutionPlan) -> None:
     calls = [*plan.prologue, *plan.calls]
     for call in calls:
         if not call.outputs or any(view.buffer in protected for view in call.outputs):
-            raise ProgramFormatError(f"kernel '{call.kernel}' (node '{call.node}') writes where it must not")
+            raise ProgramFormatError(
+                f"kernel '{call.kernel}' (node '{call.node}') writes to no buffer, or to one that is read-only"
+            )
     for view in [view for call in calls for view in (*call.inputs, *call.outputs)] + list(plan.output_views.values()):
         _check_view(view, buffers.get(view.buffer))
 

@@ -116,9 +116,9 @@ def test_a_value_of_another_type_is_refused_and_its_place_named() -> None:
 
 def test_missing_and_further_fields_are_refused() -> None:
     leaf = as_plain(tree())["leaves"][0]
-    refused("it has other fields than name, height, tall", color="green")
-    refused(r"leaves\[0\] has other fields than shape, kind, span", leaves=[{"shape": []}])
-    refused(r"leaves\[0\] has other fields than shape, kind, span", leaves=[{**leaf, "more": 1}])
+    refused("it does not have exactly the fields name, height, tall", color="green")
+    refused(r"leaves\[0\] does not have exactly the fields shape, kind, span", leaves=[{"shape": []}])
+    refused(r"leaves\[0\] does not have exactly the fields shape, kind, span", leaves=[{**leaf, "more": 1}])
 
 
 def test_what_a_dataclass_refuses_itself_is_refused() -> None:

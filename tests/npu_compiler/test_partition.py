@@ -124,7 +124,7 @@ def test_everything_on_the_cpu_is_one_partition_without_transfers(backend: Backe
     ir, state, inputs, wanted = exported(kind)
     plan = partition(ir, lambda op: False)
     assert devices(plan) == ["cpu"] and plan.transfers == [] and plan.device_share == 0
-    assert set(plan.reasons.values()) <= {"the support function refuses the op"} | {
+    assert set(plan.reasons.values()) <= {"the given support function rejects the op"} | {
         reason for reason in plan.reasons.values() if reason.startswith("its producer '")
     }
     close(answers(backend, plan, state, inputs), wanted)
@@ -160,7 +160,7 @@ def test_a_getitem_goes_where_its_producer_is(backend: Backend) -> None:
     pieces = g("aten.topk.default", g.input("x", 2, 8), 3)
     values = g("aten.relu.default", g.getitem(pieces, 0))
     plan = partition(g.output(values, g.getitem(pieces, 1)).ir(), lambda op: "topk" not in op, compute_dtype="float32")
-    assert plan.reasons["topk"] == "the support function refuses the op"
+    assert plan.reasons["topk"] == "the given support function rejects the op"
     assert plan.reasons["getitem"] == plan.reasons["getitem_1"] == "its producer 'topk' is on the CPU"
     assert devices(plan) == ["cpu", "npu"]
     x = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
@@ -281,7 +281,7 @@ def test_an_updated_value_that_a_later_partition_reads_keeps_its_old_content(bac
     [
         ({}, r"missing input 'ids' \(the graph's inputs are 'ids'\)"),
         ({"ids": np.zeros((1, 6), np.int64), "x": np.zeros(1)}, "unknown input 'x'"),
-        ({"ids": np.zeros((1, 5), np.int64)}, r"'ids' has shape \[1, 5\], but the program wants \[1, 6\]"),
+        ({"ids": np.zeros((1, 5), np.int64)}, r"'ids' has shape \[1, 5\], but the program expects \[1, 6\]"),
         ({"ids": np.zeros((1, 6))}, "'ids' has dtype float64"),
         ({"ids": np.full((1, 6), 11)}, r"'ids' holds 11, which is outside 0\.\.10"),
     ],

@@ -637,7 +637,7 @@ INTERLEAVED = "aten.repeat_interleave(%rope.angle) {dim=-1, repeats=2}"
     ids=["halves", "pairs", "pairs-of-half-a-cos"],
 )
 def test_a_rotary_region_opens_into_its_meaning_with_a_warning(g: IRBuilder, angles: str) -> None:
-    with pytest.warns(UserWarning, match="taken for the plain one.*Extract under torch.no_grad"):
+    with pytest.warns(UserWarning, match="compiled as a standard one.*Extract under torch.no_grad"):
         text = printed(expand_rotary_regions, g)
     region = "\n".join(line for line in text.split("\n") if "rope" in line and " = " in line and "slice" not in line)
     assert dedent(region) == dedent(REGION).strip("\n").replace("ANGLES", angles)

@@ -208,7 +208,8 @@ def test_a_field_of_another_type_is_refused_or_harmless(body: dict[str, Any], va
 def test_missing_fields_are_refused(body: dict[str, Any]) -> None:
     for key in body:
         refused(
-            sealed({name: value for name, value in body.items() if name != key}), "it has other fields than name, t"
+            sealed({name: value for name, value in body.items() if name != key}),
+            "does not have exactly the fields name",
         )
     for key in body["plan"]:
         refused(changed_plan(body, **{key: None}), f"valid program: plan.{key} is None, not a valid ")
@@ -246,16 +247,16 @@ def test_a_buffer_beyond_the_arena_is_refused(body: dict[str, Any]) -> None:
 
 def test_a_program_whose_parts_do_not_refer_to_each_other_is_refused(body: dict[str, Any]) -> None:
     plan = body["plan"]
-    refused(changed_plan(body, inputs=plan["inputs"][1:]), "inputs, weights and constants are not those of its buffers")
-    refused(changed_plan(body, weights={}), "inputs, weights and constants are not those of its buffers")
-    refused(changed_plan(body, constants={}), "inputs, weights and constants are not those of its buffers")
-    refused(changed_plan(body, output_views={}), "outputs are not those of its views")
+    refused(changed_plan(body, inputs=plan["inputs"][1:]), "inputs, weights and constants do not match its buffers")
+    refused(changed_plan(body, weights={}), "inputs, weights and constants do not match its buffers")
+    refused(changed_plan(body, constants={}), "inputs, weights and constants do not match its buffers")
+    refused(changed_plan(body, output_views={}), "outputs do not match its output views")
     refused(changed_plan(body, donations={"scores": "nothing"}), "output 'scores' cannot update 'nothing' in place")
     for listed in ("buffers", "weights"):
         renamed = {f"{name}'": item for name, item in plan[listed].items()}
         refused(changed_plan(body, **{listed: renamed}), "not listed under their names")
     call = plan["calls"][0]
-    refused(changed_plan(body, calls=[{**call, "outputs": call["inputs"][:1]}]), "writes where it must not")
+    refused(changed_plan(body, calls=[{**call, "outputs": call["inputs"][:1]}]), "or to one that is read-only")
 
 
 def test_memory_of_another_dtype_than_what_fills_it_is_refused(body: dict[str, Any]) -> None:
@@ -263,14 +264,16 @@ def test_memory_of_another_dtype_than_what_fills_it_is_refused(body: dict[str, A
     for kind in ("input", "weight"):
         name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == kind)
         wider = with_value(body, ("plan", "buffers", name, "dtype"), "float64")
-        refused(sealed(wider), "inputs, weights and constants are not those of its buffers")
+        refused(sealed(wider), "inputs, weights and constants do not match its buffers")
 
 
 def test_a_weight_recipe_that_cannot_be_evaluated_is_refused(body: dict[str, Any]) -> None:
     recipe = ("plan", "weights", "p_table", "recipe")
     place = r"plan.weights\['p_table'\].recipe is no WeightTransformRecipe: "
     refused(sealed(with_value(body, (*recipe, "op"), "pickle")), f"{place}unknown weight transform 'pickle'")
-    refused(sealed(with_value(body, (*recipe, "params"), {})), f"{place}a weight recipe reads a key, but names none")
+    refused(
+        sealed(with_value(body, (*recipe, "params"), {})), f"{place}a weight recipe of op 'key' does not name its key"
+    )
     refused(
         sealed(with_value(body, (*recipe, "params", "key"), "no")), "'p_table' reads a key whose shape is not known"
     )

@@ -146,7 +146,7 @@ DANGLING = {"name": "ghost", "shape": [3, 4], "dtype": "float32", "producer_node
         (edited(constants={"table": {}}), "constant 'table': cannot read its data"),
         (edited(constants={"table": {"data": [2**70], "dtype": "int64"}}), "constant 'table': cannot read its data"),
         (edited(graph_outputs__0=DANGLING), "graph output 'ghost': reads output 0 of 'ghost'"),
-        (edited(nodes__2__inputs__0__shape=[3, 5]), r"has shape \[3, 5\], but its producer says \[3, 4\]"),
+        (edited(nodes__2__inputs__0__shape=[3, 5]), r"has shape \[3, 5\], but its producer declares \[3, 4\]"),
     ],
 )
 def test_malformed_ir_is_an_error_that_names_the_place(ir: dict[str, Any], message: str) -> None:
@@ -230,13 +230,16 @@ def one_node(op_type: str, *args: Any, inputs: int = 1, attrs: Any = (), out: li
         (one_node("aten.relu.default", inputs=0), "argument 'self' is missing or unknown"),
         (one_node("aten.transpose.int", 0, 1, attrs={"dim1": 5}), r"there is no dimension 5 in \[2, 3\]"),
         (one_node("aten.transpose.int", 0, 1, attrs={"dim0": -3}), r"there is no dimension -3 in \[2, 3\]"),
-        (one_node("aten.sum.dim_IntList", [1], attrs={"dim": [7]}), "its inputs, attributes and outputs do not go"),
-        (one_node("aten.sum.dim_IntList", [1], out=[5]), "its inputs, attributes and outputs do not go together"),
+        (
+            one_node("aten.sum.dim_IntList", [1], attrs={"dim": [7]}),
+            "its inputs, attributes and outputs are inconsistent",
+        ),
+        (one_node("aten.sum.dim_IntList", [1], out=[5]), "its inputs, attributes and outputs are inconsistent"),
         (one_node("aten.select.int", 0, 1, attrs={"index": 9}), r"there is no index 9 in dimension 0 of \[2, 3\]"),
         (one_node("aten.slice.Tensor", 0, 0, 1, attrs={"step": 0}), "no slice 0:1:0 of dimension 0"),
         (one_node("aten.narrow.default", 1, 1, 2, attrs={"length": 9}), "no slice 1:10:1 of dimension 1"),
-        (one_node("aten.view.default", [3, 2], out=[3, 3]), "its inputs, attributes and outputs do not go together"),
-        (one_node("aten.view.default", [3, 2], out=[2, 6]), "its inputs, attributes and outputs do not go together"),
+        (one_node("aten.view.default", [3, 2], out=[3, 3]), "its inputs, attributes and outputs are inconsistent"),
+        (one_node("aten.view.default", [3, 2], out=[2, 6]), "its inputs, attributes and outputs are inconsistent"),
         (one_node("aten.expand.default", [2, 3], out=[4, 3]), r"\[2, 3\] does not broadcast to \[4, 3\]"),
         (one_node("aten.relu.default", out=[300]), r"\[2, 3\] does not broadcast to \[300\]"),
         (one_node("aten.sum.dim_IntList", [1], inputs=0), "tuple index out of range"),
@@ -291,11 +294,11 @@ def test_all_that_is_wrong_with_the_weights_is_in_one_error(
         load_weights(bad, program, backend)
     assert str(caught.value).split("\n") == [
         "the weights do not fit program 'classifier':",
-        "  - missing: 'fc.bias' (there is 'model.fc.bias')",
+        "  - missing: 'fc.bias' (did you mean 'model.fc.bias'?)",
         "  - unknown: 'extra'",
         "  - unknown: 'model.fc.bias'",
-        "  - not a number: 'table' holds NaN",
-        "  - misshapen: 'fc.weight' is [4, 2], the model wants [2, 4]",
+        "  - not a number: 'table' contains NaN",
+        "  - wrong shape: 'fc.weight' is [4, 2], the model expects [2, 4]",
     ]
 
 
@@ -304,7 +307,7 @@ def test_nan_is_found_in_every_float_dtype(backend: Backend, program: CompiledPr
     state = {key: torch.from_numpy(value).to(dtype) for key, value in STATE.items()}
     load_weights(state, program, backend)
     state["fc.bias"] = torch.tensor([0.0, float("nan")], dtype=dtype)
-    with pytest.raises(WeightError, match="not a number: 'fc.bias' holds NaN"):
+    with pytest.raises(WeightError, match="not a number: 'fc.bias' contains NaN"):
         load_weights(state, program, backend)
     state["fc.bias"] = torch.tensor([0.0, float("inf")], dtype=dtype)
     load_weights(state, program, backend)
@@ -319,7 +322,7 @@ def test_safetensors_files_that_cannot_be_read(backend: Backend, program: Compil
         path.write_bytes(data[:length])
         with pytest.raises(WeightError, match=r"model\.safetensors' is not a readable safetensors file"):
             load_weights(path, program, backend)
-    with pytest.raises(WeightError, match="no weights at .*give a .safetensors file or a folder that holds some"):
+    with pytest.raises(WeightError, match="no weights at .*give a .safetensors file or a folder of them"):
         load_weights(tmp_path / "no.safetensors", program, backend)
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightError, match="no weights at"):
@@ -335,7 +338,7 @@ def test_running_without_weights_or_with_anothers(
     ):
         fresh.run(INPUTS)
     with pytest.raises(
-        WeightError, match=r"weight 'p_table' is float32\[9, 4\] in memory, but the program wants float16"
+        WeightError, match=r"weight 'p_table' is float32\[9, 4\] in memory, but the program expects float16"
     ):
         executor.run(INPUTS, {**weights, "p_table": backend.allocate_zeros((9, 4), "float32")})
     fresh.run(INPUTS, weights)
@@ -370,13 +373,13 @@ def test_a_plan_lists_bad_weights_of_device_and_cpu_partitions(backend: Backend)
         ({"x": None}, r"missing input 'x' \(the program's inputs are 'ids', 'x'\)"),
         ({"y": INPUTS["x"]}, "unknown input 'y'"),
         ({"x": None, "y": INPUTS["x"]}, "unknown input 'y'; missing input 'x'"),
-        ({"x": np.ones((4, 3), np.float32)}, r"'x' has shape \[4, 3\], but the program wants \[3, 4\]"),
+        ({"x": np.ones((4, 3), np.float32)}, r"'x' has shape \[4, 3\], but the program expects \[3, 4\]"),
         ({"x": np.ones(12, np.float32)}, r"'x' has shape \[12\]"),
-        ({"x": np.ones((3, 4), np.complex64)}, "'x' has dtype complex64, but the program wants float32"),
+        ({"x": np.ones((3, 4), np.complex64)}, "'x' has dtype complex64, but the program expects float32"),
         ({"x": np.full((3, 4), "a")}, "'x' has dtype <U1"),
         ({"x": np.full((3, 4), None)}, "'x' has dtype object"),
         ({"x": [[1.0] * 4] * 3}, "input 'x' is a list; give a device buffer or a NumPy array"),
-        ({"ids": np.array([0.0, 1.0, 2.0])}, "'ids' has dtype float64, but the program wants int64"),
+        ({"ids": np.array([0.0, 1.0, 2.0])}, "'ids' has dtype float64, but the program expects int64"),
         ({"ids": np.array([0, 9, 1])}, r"'ids' holds 9, which is outside 0\.\.8"),
         ({"ids": np.array([0, -1, 1])}, r"'ids' holds -1, which is outside 0\.\.8"),
         ({"ids": np.array([0, 2**40, 1])}, f"'ids' holds {2**40}, which is outside"),
@@ -392,7 +395,7 @@ def test_an_input_that_does_not_fit_is_refused(executor: Executor, changes: dict
 def test_a_buffer_that_does_not_fit_is_refused(backend: Backend, executor: Executor) -> None:
     wrong = NPUBuffer.zeros((3, 4), backend, "float32")
     with pytest.raises(
-        InputError, match=r"input 'x' is float32\[3, 4\] in memory, but the program wants float16\[3, 4\]; make"
+        InputError, match=r"input 'x' is float32\[3, 4\] in memory, but the program expects float16\[3, 4\]; make"
     ):
         executor.run({**INPUTS, "x": wrong}, executor._weights)
 

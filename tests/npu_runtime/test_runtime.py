@@ -397,7 +397,7 @@ def test_devices_by_name() -> None:
     assert "cpu" in available_devices()
     assert isinstance(Device("cpu").backend, CPUBackend) and isinstance(Device().backend, Backend)
     assert repr(Device("cpu")).startswith("Device('cpu': CPU, ")
-    with pytest.raises(DeviceError, match="unknown device 'tpu'; here are .*cpu"):
+    with pytest.raises(DeviceError, match="unknown device 'tpu'; choose one of .*cpu"):
         Device("tpu")
 
 
