@@ -1,4 +1,4 @@
-"""Which calls are a step of decode attention: rotary embedding, update of the KV cache, attention."""
+"""The attention phase: which calls are rotary embedding, update of the KV cache and attention of a few queries."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.rules.attention import BLOCK_ROWS, found_memory, suits_tensor_cores
+from cuda_compiler.resident.layout import WARPS, whole_lines
+from cuda_compiler.resident.phases import BACKOFF_NS, Phase
+from cuda_compiler.rules.attention import BLOCK_KEYS, BLOCK_ROWS, found_memory, suits_tensor_cores
 from cuda_compiler.rules.rotary import shown_heads
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS
+from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
 _FEW_QUERIES = 8
+_MIN_TILES = 4  # of keys that a split has, as more splits have more partial sums to exchange
+_PREFETCHED = ("k", "v", "mask", "index", "cos", "sin")
 
 
 @dataclass(frozen=True)
@@ -35,19 +41,40 @@ class AttentionMatch:
     outputs: dict[str, View | None]
 
 
-def early_memory(match: AttentionMatch, warps: int) -> int:
-    """Bytes of `Early` in `resident_attention.cu`."""
+def attention_phase(match: AttentionMatch) -> Phase:
+    """The phase for calls that were found to be one; each KV head's keys are divided into splits of whole tiles."""
+    batch, heads, queries, _ = match.q.shape
+    kv_heads, keys = match.k.shape[1], match.k.shape[2]
+    rows = queries * (heads // kv_heads)
+    items = batch * kv_heads * groups(rows, BLOCK_ROWS)
+    splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(MULTIPROCESSORS, items))
+    return Phase(
+        match.call,
+        "resident/attention.cu",
+        "attend_keys",
+        {**match.inputs, "message": None},
+        {**match.outputs, "out": match.call.outputs[0]},
+        {"splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS},
+        whole_lines(_scratch_bytes(match)),
+        _PREFETCHED,
+        _prefetched_bytes(match),
+        partials=batch * kv_heads * rows * splits * (2 + match.v.shape[3]),
+    )
+
+
+def _prefetched_bytes(match: AttentionMatch) -> int:
+    """Bytes of `Prefetched` in `attention.cu`."""
     cos = match.inputs["cos"]
     angles = 2 * match.q.shape[3] * (match.q.shape[2] * itemsize(cos.dtype) if cos is not None else 4)
-    return angles + 4 * _tokens(match) + 24 * warps + 16
+    return angles + 4 * _tokens(match) + 24 * WARPS + 16
 
 
-def attend_memory(match: AttentionMatch, warps: int) -> int:
+def _scratch_bytes(match: AttentionMatch) -> int:
     """Bytes of `Scratch` there."""
     rows = min(match.q.shape[2] * (match.q.shape[1] // match.k.shape[1]), BLOCK_ROWS)
     width, value_width = match.q.shape[3], match.v.shape[3]
     staged = (rows * (width + 32) + _tokens(match) * (width + value_width)) * itemsize(match.q.dtype)
-    return staged + warps * found_memory(rows, value_width) + 48
+    return staged + WARPS * found_memory(rows, value_width) + 48
 
 
 def _tokens(match: AttentionMatch) -> int:

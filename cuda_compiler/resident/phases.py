@@ -1,23 +1,22 @@
-"""The phases of a resident kernel, and the mail between them: what one makes goes to the next ahead of the barrier."""
+"""The phases of a resident kernel: what all blocks do between two barriers of the grid, as code and operands."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from cuda_compiler.specialization.c_text import TYPES, specialized
 from cuda_compiler.specialization.template_files import kernel_text
-from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
-PATIENCE = 1000  # nanoseconds; looking for what is not there yet slows down those who still make it
+BACKOFF_NS = 1000  # polling for what is not there yet slows down the blocks that are still writing it
 _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How the blocks share a product's weight; the members of `Stream` in `resident.cuh`."""
+    """How a product's weight is divided among the blocks; the members of `Stream` in `tables.cuh`."""
 
     units: int
     unit_rows: int
@@ -33,7 +32,7 @@ class Stream:
 
     @property
     def is_long(self) -> bool:
-        """Whether blocks are busy with it for so long that they want more slots, and end at different times."""
+        """Whether blocks are busy with it for so long that more slots in flight pay, and that they end far apart."""
         return self.weight_bytes > _LONG_BYTES
 
     def __str__(self) -> str:
@@ -46,14 +45,14 @@ class Phase:
 
     Attributes:
         call: The op-level call whose parameters are compiled in.
-        file, function: The template, and what of it.
+        file, function: The template, and its function.
         inputs, outputs: Operand name → view, None for an absent one.
         constants: Compiled in besides the parameters.
         scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
-        early: Operands that are read ahead, so no earlier phase of the same kernel may write them.
-        early_bytes: Bytes of shared memory for what of these is kept; its `Early` is not larger.
-        letters: How many letters of 8 bytes its blocks send each other.
-        stream: How `weight` is shared out, for phases that stream one.
+        prefetched: Operands that are read ahead of the step, so no earlier phase of the kernel may write them (I6).
+        prefetched_bytes: Bytes of shared memory for what of these is kept there; its `Prefetched` is not larger.
+        partials: How many tagged partial sums of 8 bytes its blocks exchange.
+        stream: How `weight` is divided, for phases that stream one.
     """
 
     call: KernelCall
@@ -63,9 +62,9 @@ class Phase:
     outputs: Mapping[str, View | None]
     constants: Mapping[str, bool | int | float]
     scratch: int
-    early: tuple[str, ...] = ()
-    early_bytes: int = 0
-    letters: int = 0
+    prefetched: tuple[str, ...] = ()
+    prefetched_bytes: int = 0
+    partials: int = 0
     stream: Stream | None = None
 
     @property
@@ -82,62 +81,11 @@ class Phase:
         return "\n".join(
             [
                 specialized(self.call, KERNELS[self.call.kernel], self.inputs, self.outputs, self.constants),
-                f"#define LOOK_AHEAD {function} look_ahead(Ahead &ahead{operands})",
-                f"#define PHASE(name) {function} name(Ring &ring, Grid &grid, Ahead &ahead, char *shared{operands})",
+                f"#define PREFETCH {function} prefetch(PrefetchQueue &queue{operands})",
+                f"#define PHASE(name) {function} name("
+                f"Ring &ring, Grid &grid, PrefetchQueue &queue, char *shared{operands})",
                 kernel_text(self.file, self.function),
-                "#undef LOOK_AHEAD",
+                "#undef PREFETCH",
                 "#undef PHASE\n",
             ]
         )
-
-
-def with_mail(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
-    """The phases, with mail from one to the next where that reads it, and how many values are sent at most."""
-    result, most = list(phases), 0
-    for index, after in enumerate(phases[1:], 1):
-        before = result[index - 1]
-        out = before.outputs["out"]
-        assert out is not None
-        reads = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
-        read = [view for name in reads if (view := after.inputs[name]) is not None]
-        # The other operands are read before the barrier.
-        written = {view.buffer for view in before.outputs.values() if view is not None}
-        others = {view.buffer for name, view in after.inputs.items() if view is not None and name not in reads}
-        if written & others or not _fits_mail(out) or not all(_is_part(view, out) for view in read):
-            continue
-        if after.stream and not (read[0].is_contiguous and (read[0].numel, read[0].offset) == (out.numel, out.offset)):
-            continue
-        # Attention sends letters and renews its cache before the barrier.
-        renewed = {view.buffer for name, view in after.outputs.items() if view is not None and name != "out"}
-        if (before.letters and after.letters) or renewed & {view.buffer for view in before.operands.values()}:
-            continue
-        inputs = after.inputs if after.stream else {**after.inputs, "sent": out}
-        result[index - 1] = replace(before, constants={**before.constants, "mails": True})
-        constants = {**after.constants, "mailed": True}
-        if before.stream and after.stream and before.stream.is_long:
-            constants["patience"] = PATIENCE
-        result[index] = replace(after, inputs=inputs, constants=constants)
-        most = max(most, out.numel)
-    return result, most
-
-
-def _fits_mail(out: View) -> bool:
-    """Whether the elements lie side by side, in whatever order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return out.dtype in HALF_DTYPES and out.strides[-1] == 1
-
-
-def _is_part(view: View, out: View) -> bool:
-    """Whether a view is a part of a result that can be read eight values at a time."""
-    eight = all(size == 1 or stride % 8 == 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False))
-    return (
-        (view.buffer, view.dtype) == (out.buffer, out.dtype)
-        and eight
-        and view.strides[-1] == 1
-        and view.shape[-1] % 16 == 0
-        and (view.offset - out.offset) % 8 == 0
-    )

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.resident import kernel as resident
 from cuda_compiler.resident import phases as resident_phases
 from cuda_compiler.resident.kernel import RESIDENT, form_resident_kernels
+from cuda_compiler.resident.products import own_rows
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler import CompiledProgram
 from npu_compiler.program.plan import ExecutionPlan
@@ -72,7 +72,7 @@ def test_layers_of_equal_shape_share_their_code() -> None:
     assert namespaces[0] == namespaces[1] > 0
 
 
-def test_what_a_phase_reads_before_the_barrier_is_written_by_no_earlier_one() -> None:
+def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
     plan = npu_compiler.compile(extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)).plan
     at = [index for index, call in enumerate(plan.calls) if call.kernel == "attention_kernel"]
     first, (rope, _, second) = plan.calls[at[0]], plan.calls[at[1] - 2 : at[1] + 1]
@@ -104,26 +104,27 @@ def resident_sources(plan: ExecutionPlan) -> list[str]:
     return [plan.sources[call.source] for call in plan.calls if call.kernel == RESIDENT]
 
 
-def test_every_step_but_the_first_reads_what_the_last_one_mails() -> None:
+def test_every_step_but_the_first_reads_the_mailbox_of_the_one_before() -> None:
     (source,) = resident_sources(plan_of("qwen2", 1))
-    assert source.count("constexpr bool mailed = false;") == source.count("constexpr bool mails = false;") == 1
-    assert source.count("constexpr bool mailed = true;") == source.count("constexpr bool mails = true;") > 3
+    received, sent = (re.findall(rf"constexpr bool {name} = (\w+);", source) for name in ("from_mailbox", "to_mailbox"))
+    assert received.count("false") == sent.count("false") == 1
+    assert received.count("true") == sent.count("true") > 3
 
 
-def test_patience_is_for_products_behind_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_after_long_ones_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
     (source,) = resident_sources(plan_of("qwen2", 1))
     phases = source.split("namespace phase")[1:]
-    patience = [int(value) for phase in phases for value in re.findall(r"constexpr int patience = (\d+);", phase)]
+    backoff = [int(value) for phase in phases for value in re.findall(r"constexpr int backoff_ns = (\d+);", phase)]
     gated = [index for index, phase in enumerate(phases) if "constexpr bool gated = true;" in phase]
-    assert gated and all(patience[index + 1] == resident_phases.PATIENCE for index in gated)
-    assert 0 in patience
+    assert gated and all(backoff[index + 1] == resident_phases.BACKOFF_NS for index in gated)
+    assert 0 in backoff
 
 
 @pytest.mark.parametrize("kind", WIRED)
-def test_what_is_read_before_the_barrier_besides_mail_is_older_than_the_last_step(kind: type[Wired]) -> None:
+def test_what_is_read_before_the_barrier_besides_the_mailbox_is_older_than_the_last_step(kind: type[Wired]) -> None:
     (source,) = resident_sources(wired_program(kind, CUDACodegenTarget()).plan)
-    assert [flag == "true" for flag in re.findall(r"constexpr bool mailed = (\w+);", source)] == WIRED[kind]
+    assert [flag == "true" for flag in re.findall(r"constexpr bool from_mailbox = (\w+);", source)] == WIRED[kind]
 
 
 def test_values_that_are_no_whole_pairs_of_packs_compile() -> None:
@@ -139,7 +140,7 @@ def test_other_wirings_are_right_time_after_time(kind: type[Wired], seed: int) -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
-def test_what_is_not_a_number_is_mailed_like_any_value(seed: int) -> None:
+def test_what_is_not_a_number_passes_through_a_mailbox_like_any_value(seed: int) -> None:
     torch.manual_seed(seed)
     gpu, module = cuda_gpu.cuda_backends()[0], AddsItsInput().bfloat16().eval()
     program = wired_program(AddsItsInput, gpu.target)
@@ -156,7 +157,7 @@ def test_rows_are_shared_out_so_that_the_busiest_multiprocessor_has_the_fewest(r
     def busiest(own: int) -> int:
         return math.ceil(math.ceil(rows / own) / 132) * own
 
-    assert resident.own_rows(rows, most) == own
+    assert own_rows(rows, most) == own
     assert busiest(own) == min(map(busiest, range(most // 2 + 1, most + 1)))
 
 

@@ -68,7 +68,7 @@ class NarrowValues(Wired):
         return self.o(self.joined(self.attend(x, k, v[..., :40])))
 
 
-# Which of the steps read what the last one mails.
+# Which of the steps read the mailbox of the step before.
 WIRED = {
     AddsItsInput: [False, False, True],
     AddsAttention: [False, True, False],

@@ -1,10 +1,18 @@
-// Phases of a resident kernel that multiply a few rows (up to eight) with a weight [N, K], whose rows come through the
+// Phase of a resident kernel that multiplies a few rows of x (up to eight) with a weight [N, K], whose rows arrive through the
 // ring: out = act(x · weightᵀ + bias) + residual, or with a gate act(gate) · up. With `normed`, x is RMS-normalized. With
-// `mailed`, x comes as mail, and with `mails` the result goes as mail, too. A block writes the results of `batch` units together.
-// While it goes through a weight that `is_long`, more slots may be on their way.
+// `from_mailbox`, x is read from the mailbox, and with `to_mailbox` the result goes to the next one as well as to memory. A
+// block writes the results of `batch` units together. While it goes through a weight that `is_long`, more slots may be in
+// flight. What it means: `product` in `resident/twins.py`.
 //
-// A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The warps share out the
-// columns, 64 at a time. A product does not mind in which order its terms come: a lane takes 16 bytes side by side.
+// A unit of up to eight weight rows, twice, is one operand of the tensor cores' products, x the other. The columns are divided
+// among the warps, 64 at a time. The order of a product's terms does not matter: a lane takes 16 consecutive bytes.
+//
+// Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
+// I18. Batch b leaves its sums in buffer b mod 2. The computing warps of the block wait for each other between writing and
+//      reading them. So after the wait of batch b + 1 no warp reads the sums of batch b, and batch b + 2 may overwrite them.
+// I19. Before the barrier a phase with `from_mailbox` reads only x from the mailbox, what no step of the kernel writes before it
+//      (gain and bias), and a residual that is older than the step before (`connect_mailboxes`). It writes nothing outside
+//      shared memory.
 
 #include "matmul/linear_result.cuh"
 
@@ -18,19 +26,19 @@ constexpr int depth = param::k;
 constexpr int pack = 16 / sizeof(Element);
 constexpr int packs = depth / pack;
 constexpr int last_packs = packs % chunk_packs;
-constexpr int line = 8;  // packs of 128 bytes
-constexpr int fours = (rows + 3) / 4;  // of rows of x
+constexpr int line = 8;  // packs, 128 bytes
+constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
 constexpr int x_row = (packs + line - 1) / line * line * pack;
 
 struct Scratch {
     alignas(16) Element x[rows][x_row];
-    float sums[2][warps][batch][UNIT_ROWS][rows];  // of batches in turns
+    float sums[2][warps][batch][UNIT_ROWS][rows];  // I18
     float squares[rows][warps];
 };
-static_assert(sizeof(Scratch) <= SCRATCH_BYTES - AHEAD_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
-// Zeros behind rows of x that do not end in whole lines: the last line is read whole.
+// Zeros after rows of x that do not end in whole lines, because the last line is read whole.
 __device__ __forceinline__ void pad(Scratch &scratch) {
     constexpr int over = x_row / pack - packs;
     for (int i = threadIdx.x; i < rows * over; i += THREADS) {
@@ -38,8 +46,8 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
     }
 }
 
-// x to shared memory, normalized if it is to be.
-__device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+// Stores x in shared memory, RMS-normalized with `normed`.
+__device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
     constexpr int held = (packs + THREADS - 1) / THREADS;
     Pack<Element, pack> values[rows][held] = {};
     Pack<Gain::type, pack> gains[held];
@@ -52,21 +60,22 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
             }
         }
     }
-    if constexpr (patience > 0) {
-        __nanosleep(patience);
+    // Polling slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
+    if constexpr (backoff_ns > 0) {
+        __nanosleep(backoff_ns);
     }
 #pragma unroll
     for (int row = 0; row < rows; row++) {
-        bool there[held] = {};
+        bool arrived[held] = {};
         bool complete;
         do {
             complete = true;
 #pragma unroll
             for (int i = 0; i < held; i++) {
                 const int at = i * THREADS + threadIdx.x;
-                if constexpr (mailed) {
-                    there[i] = grid.receive(values[row][i], row * depth + at * pack, !there[i] && at < packs);
-                    complete &= there[i];
+                if constexpr (from_mailbox) {
+                    arrived[i] = grid.receive(values[row][i], row * depth + at * pack, !arrived[i] && at < packs);
+                    complete &= arrived[i];
                 } else if (at < packs) {
                     values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
                 }
@@ -134,14 +143,14 @@ __device__ __forceinline__ void stage(Grid &grid, Scratch &scratch, const Elemen
     sync_block();
 }
 
-// Where the two pieces of a line that a lane reads begin, in packs.
+// Where the first or the second piece of a line that a lane reads begins, in packs.
 __device__ __forceinline__ int piece(int turn, int which) {
     const int part = threadIdx.x % 4;
     return (turn * warps + threadIdx.x / WARP) * line + (which ? 4 + part : part);
 }
 
-// What a warp's products need of x, for the lines of one chunk: lanes of groups 0 to 3 have the first piece of four rows of
-// x, and the others the second one.
+// The part of x that a warp multiplies with the lines of one chunk: lanes of groups 0 to 3 have the first piece of four rows of
+// x, the other lanes the second piece.
 template <int packs>
 struct Columns {
     static constexpr int lines = (packs + line - 1) / line;
@@ -166,16 +175,16 @@ struct Columns {
     }
 };
 
-// What fits in registers need not be read for every unit.
+// Where a row is one chunk, a lane's part of x stays in registers instead of being read again for every unit.
 constexpr int chunks = packs / chunk_packs;
-constexpr bool keeps = chunks + (last_packs != 0) == 1;
+constexpr bool x_in_registers = chunks + (last_packs != 0) == 1;
 
-// A warp's part of the sums of a unit. Rows 0 to 7 of a fragment are the unit's with one piece of their lines, rows 8 to 15
-// the same rows with the other piece, and each has met four rows of x with either piece, of which one is right.
+// A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15
+// the same rows with the other piece. Each is multiplied with both pieces of four rows of x, of which one is the right one.
 struct Sums {
-    float of[fours][2][4] = {};  // two of each, so that a product need not wait for the last one
+    float of[fours][2][4] = {};  // two of each, so that a product does not wait for the previous one
 
-    // Adds the products of a slot's rows with the part of x that they meet.
+    // Adds the products of a slot's rows with their part of x.
     template <int packs>
     __device__ __forceinline__ void add(const char *slot, const Columns<packs> &columns) {
         const int group = threadIdx.x % WARP / 4;
@@ -185,7 +194,7 @@ struct Sums {
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                // Odd rows begin with the second piece, so that lanes that read at a time meet different banks.
+                // Odd rows begin with the second piece, so that lanes that read at the same time use different banks.
                 const int at = piece(turn, i ^ group % 2);
                 const bool inside = packs % line == 0 || at < packs;
                 weights[turn][i] = load_words(
@@ -206,9 +215,9 @@ struct Sums {
         }
     }
 
-    __device__ __forceinline__ void leave(float (&target)[UNIT_ROWS][rows]) const {
+    __device__ __forceinline__ void store(float (&target)[UNIT_ROWS][rows]) const {
         const int group = threadIdx.x % WARP / 4;
-        const int part = threadIdx.x % 4;  // of the columns, of which parts 2 and 3 met the second piece
+        const int part = threadIdx.x % 4;  // of the columns, of which parts 2 and 3 are multiplied with the second piece
         const bool bottom = (group % 2 != 0) != (part >= 2);
 #pragma unroll
         for (int four = 0; four < fours; four++) {
@@ -227,11 +236,11 @@ struct Sums {
     }
 };
 
-// Has `visit` the part of x for each chunk of a row.
-template <typename Kept, typename Visit>
-__device__ __forceinline__ void for_chunks(const Scratch &scratch, const Kept &kept, Visit visit) {
-    if constexpr (keeps) {
-        visit(kept);
+// Calls `visit` with the part of x for each chunk of a row.
+template <typename HeldColumns, typename Visit>
+__device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldColumns &held_columns, Visit visit) {
+    if constexpr (x_in_registers) {
+        visit(held_columns);
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
@@ -254,7 +263,7 @@ struct OneUnit {
     }
 };
 
-// Two at a time: what one waits for, the other one is busy with.
+// Two units at a time: one's products run while the other's wait for their operands (I3).
 struct TwoUnits {
     Ring &ring;
     Sums &first;
@@ -262,9 +271,9 @@ struct TwoUnits {
 
     template <int packs>
     __device__ __forceinline__ void operator()(const Columns<packs> &columns) const {
-        const Ring behind = ring.behind();
+        const Ring second_slot = ring.after_current();
         const char *const slot = ring.wait();
-        const char *const other = behind.wait();
+        const char *const other = second_slot.wait();
         first.add(slot, columns);
         second.add(other, columns);
         ring.release();
@@ -272,25 +281,26 @@ struct TwoUnits {
     }
 };
 
-// Where a thread's result goes.
-struct Place {
-    int turn;
+// Which result of a batch is a thread's.
+struct Result {
+    int turn;  // number of its unit in the batch
     int index;  // in its unit
     int row;
     int column;
 
-    __device__ __forceinline__ Place(int number, int start)
+    __device__ __forceinline__ Result(int number, int start)
         : turn(number / (own_rows * rows)), index(number % own_rows), row(number / own_rows % rows),
           column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
 };
 
-LOOK_AHEAD {
+PREFETCH {
+    // All blocks read them, so one block's prefetch is enough.
     if (blockIdx.x == 0) {
         if constexpr (Gain::present) {
-            prefetch(gain, depth * sizeof(Gain::type));
+            prefetch_l2(gain, depth * sizeof(Gain::type));
         }
         if constexpr (Bias::present) {
-            prefetch(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
+            prefetch_l2(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
         }
     }
 }
@@ -298,19 +308,19 @@ LOOK_AHEAD {
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
     const int warp = threadIdx.x / WARP;
-    if constexpr (!mailed) {
-        grid.wait();
+    if constexpr (!from_mailbox) {
+        grid.wait();  // I11
     }
-    const Place own(threadIdx.x, 0);
-    Addends addends;  // they can be read before the sums are there
-    if (own.turn < batch && own.column < int(param::n)) {
-        addends = Addends(bias, residual, own.row, own.column);
+    const Result first_own(threadIdx.x, 0);
+    Addends addends;  // read before the sums are complete, and even before the barrier (I19)
+    if (first_own.turn < batch && first_own.column < int(param::n)) {
+        addends = Addends(bias, residual, first_own.row, first_own.column);
     }
     pad(scratch);
-    stage(grid, scratch, x, gain);
-    const Columns<keeps ? packs : line> kept(scratch.x, 0);
+    stage_x(grid, scratch, x, gain);
+    const Columns<x_in_registers ? packs : line> held_columns(scratch.x, 0);
     if (is_long && threadIdx.x == 0) {
-        ring.hurry();
+        ring.raise_limit();
     }
     int buffer = 0;
     for (int start = 0; start < units; start += batch * gridDim.x, buffer ^= 1) {
@@ -319,43 +329,43 @@ PHASE(product) {
         int turn = 0;
         for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
             Sums first, second;
-            for_chunks(scratch, kept, TwoUnits{ring, first, second});
-            first.leave(sums_of[turn]);
-            second.leave(sums_of[turn + 1]);
+            for_chunks(scratch, held_columns, TwoUnits{ring, first, second});
+            first.store(sums_of[turn]);
+            second.store(sums_of[turn + 1]);
         }
         if (turn < batch && unit < units) {
             Sums sums;
-            for_chunks(scratch, kept, OneUnit{ring, sums});
-            sums.leave(sums_of[turn]);
+            for_chunks(scratch, held_columns, OneUnit{ring, sums});
+            sums.store(sums_of[turn]);
         }
         if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
-            ring.calm_down();
+            ring.lower_limit();
         }
-        // Behind this, nobody reads the sums of the batch before: the next ones may take their place.
-        if (mailed && start == 0) {
+        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).
+        if (from_mailbox && start == 0) {
             grid.wait();
         } else {
             sync_block();
         }
-        static_assert(batch % 2 == 0, "units come in pairs");
+        static_assert(batch % 2 == 0, "pairs of units do not extend over two batches (I3)");
         static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
-        const Place place(threadIdx.x, start);
-        if (place.turn < batch && place.column < int(param::n)) {
+        const Result own(threadIdx.x, start);
+        if (own.turn < batch && own.column < int(param::n)) {
             float sum = 0.0f;
             float up = 0.0f;
 #pragma unroll
             for (int other = 0; other < warps; other++) {
-                sum += scratch.sums[buffer][other][place.turn][place.index][place.row];
+                sum += scratch.sums[buffer][other][own.turn][own.index][own.row];
                 if constexpr (gated) {
-                    up += scratch.sums[buffer][other][place.turn][own_rows + place.index][place.row];
+                    up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
                 }
             }
             if (start > 0) {
-                addends = Addends(bias, residual, place.row, place.column);
+                addends = Addends(bias, residual, own.row, own.column);
             }
             const Out::type result = addends.result(sum, up);
-            const index_t target = place.row * Out::stride(0) + place.column * Out::stride(1);
-            if constexpr (mails) {
+            const index_t target = own.row * Out::stride(0) + own.column * Out::stride(1);
+            if constexpr (to_mailbox) {
                 grid.send(target, result);
             }
             out[target] = result;

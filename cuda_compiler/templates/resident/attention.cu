@@ -1,8 +1,17 @@
-// Phase of a resident kernel for attention of few queries: the rotary embedding of queries and keys, the new rows of the
-// cache, and each split's part of the keys. What a split finds goes as letters to all blocks, which share out the sum. With
-// `mailed`, queries and new rows come as mail, and with `mails` the result goes as mail, too.
+// Phase of a resident kernel for attention of few queries: rotary embedding of queries and keys, update of the KV cache,
+// attention over splits of the keys, and combination of the splits' tagged partial sums, which is divided among all blocks.
+// With `from_mailbox`, queries and new rows are read from the mailbox, and with `to_mailbox` the result goes to the next one as
+// well as to memory. What it means: `attend_keys` in `resident/twins.py`.
+//
+// Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
+// I20. A row of the cache is replaced by the blocks whose split has its key, one for each KV head and 16 rows of queries, all
+//      with the same values. Nobody else reads its new value in this step, and they do so from shared memory
+//      (`insert_new_rows`). So it does not matter whether their tile had the old or the new row.
+// I21. Before the barrier a phase with `from_mailbox` reads only the mailbox and what no step of the kernel writes before it; it
+//      writes only tagged sums (I17) and rows of its caches, of which the step before uses none (`connect_mailboxes`).
+// I22. What was prefetched may be written by the computing warps, too, after all of them are done with it (I7).
 
-// The queries as a block keeps them in shared memory: a KV head's rows one after the other.
+// The queries as a block keeps them in shared memory: a KV head's rows one after another.
 struct Q {
     using type = Unrotated::type;
     static constexpr int row = int(Unrotated::size(3)) + 32;  // so that rows begin in different banks
@@ -16,23 +25,24 @@ struct Q {
 
 constexpr int tokens = Index::present ? int(Key_source::size(2)) : 0;  // whose keys and values are new
 
-// How far a warp has come before the step. The L2 cache has its next two tiles, or is fetching them.
-struct Begun {
-    int key;  // of the first tile
-    int next;
+// The first two tiles of keys that a computing warp attends to, and the state of `Turns` after these. The tiles are in the L2
+// cache, or on their way there.
+struct FirstTiles {
+    int key;  // the first tile's first key
+    int next;  // the second tile's
     int turn;
     unsigned found;
     bool looked;
     bool lowest_counts;
 };
 
-struct Early {
+struct Prefetched {
     alignas(16) Cos::type cosines[Cos::present ? queries : 1][width];
     alignas(16) Sin::type sines[Cos::present ? queries : 1][width];
     int token_keys[larger(tokens, 1)];  // -1 for an index out of range
-    Begun begun[warps];
+    FirstTiles first_tiles[warps];
 };
-static_assert(sizeof(Early) <= EARLY_BYTES, "the early memory is the largest phase's");
+static_assert(sizeof(Prefetched) <= PREFETCHED_BYTES, "the memory of what is prefetched is the largest phase's");
 
 struct Scratch {
     alignas(16) Half q[held_rows][Q::row];
@@ -42,9 +52,9 @@ struct Scratch {
         Found found;
     } memory[warps];
 };
-static_assert(sizeof(Scratch) <= SCRATCH_BYTES - AHEAD_BYTES, "the scratch memory is the largest phase's");
+static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
-// What part of the work is a block's.
+// A part of the work: one split of the keys for up to 16 rows of a KV head.
 struct Item {
     int split;
     int first_row;
@@ -62,32 +72,32 @@ struct Item {
 
 constexpr int items = int(K::size(0)) * kv_heads * row_blocks * splits;
 
-// How many of a block's first warps there are behind which none has keys that are attended to.
-__device__ __forceinline__ int warps_with_keys(const Early &early) {
+// The number of a block's first warps after which no warp has keys that are attended to.
+__device__ __forceinline__ int warps_with_keys(const Prefetched &prefetched) {
     int count = 0;
 #pragma unroll
     for (int warp = 0; warp < warps; warp++) {
-        count = early.begun[warp].key < keys ? warp + 1 : count;
+        count = prefetched.first_tiles[warp].key < keys ? warp + 1 : count;
     }
     return count;
 }
 
-__device__ __forceinline__ bool has_new_keys(const Early &early, const Item &item) {
+__device__ __forceinline__ bool has_new_keys(const Prefetched &prefetched, const Item &item) {
     bool found = false;
     for (int token = 0; token < tokens; token++) {
-        found |= item.has(early.token_keys[token]);
+        found |= item.has(prefetched.token_keys[token]);
     }
     return found;
 }
 
-// Has the L2 cache fetch the rows of a tile, by one warp.
+// Prefetches the rows of a tile into the L2 cache, by one warp.
 template <typename X>
 __device__ __forceinline__ void prefetch_rows(const Half *data, int first) {
     constexpr unsigned row_bytes = X::size(3) * sizeof(Half);
-    constexpr bool side_by_side = X::stride(2) == X::size(3);
+    constexpr bool contiguous = X::stride(2) == X::size(3);
     const unsigned count = smaller(block_keys, keys - first);
-    const unsigned rows = side_by_side ? 1 : count;
-    const unsigned bytes = side_by_side ? count * row_bytes : row_bytes;
+    const unsigned rows = contiguous ? 1 : count;
+    const unsigned bytes = contiguous ? count * row_bytes : row_bytes;
     const char *start = reinterpret_cast<const char *>(data + size_t(first) * X::stride(2));
     const int lane = threadIdx.x % WARP;
     for (unsigned row = 0; row < rows; row++, start += X::stride(2) * sizeof(Half)) {
@@ -110,7 +120,7 @@ __device__ __forceinline__ void prefetch_tile(const Problem &problem, int first)
     }
 }
 
-// Straight from memory: every piece is read by one lane only.
+// Without shared memory, because every piece is read by one lane only.
 template <typename Fragment>
 __device__ __forceinline__ void load(Fragment &fragment, const Half *data, size_t stride, int first, int row_width) {
     data += first * stride;
@@ -128,16 +138,17 @@ __device__ __forceinline__ void load(ValueWords &values, const Problem &problem,
     load(values, problem.v, V::stride(2), first, value_width);
 }
 
-// What the step before has no part in: the angles' cosines and sines, the tokens' places. By threads `thread` of `threads`.
+// Stores the cosines and sines of the queries' angles and the tokens' places in the cache (I6), by thread `thread` of
+// `threads`.
 template <typename Cosines, typename Indices>
-__device__ __forceinline__ void keep_given(
-    Early &early, const Item &item, const Cos::type *cos, const Sin::type *sin, const Index::type *index, int thread,
+__device__ __forceinline__ void store_angles_and_places(
+    Prefetched &prefetched, const Item &item, const Cos::type *cos, const Sin::type *sin, const Index::type *index, int thread,
     int threads
 ) {
     if constexpr (Indices::present) {
         for (int token = thread; token < tokens; token += threads) {
             const int key = index[token * Indices::stride(0)];
-            early.token_keys[token] = unsigned(key) < unsigned(keys) ? key : -1;
+            prefetched.token_keys[token] = unsigned(key) < unsigned(keys) ? key : -1;
         }
     }
     if constexpr (Cosines::present) {
@@ -145,16 +156,16 @@ __device__ __forceinline__ void keep_given(
         for (int at = thread; at < queries * width; at += threads) {
             const int query = at / width;
             const int dim = at % width;
-            early.cosines[query][dim] = cos[item.batch * Cos::stride(0) + query * Cos::stride(2) + dim * Cos::stride(3)];
-            early.sines[query][dim] = sin[item.batch * Sin::stride(0) + query * Sin::stride(2) + dim * Sin::stride(3)];
+            prefetched.cosines[query][dim] = cos[item.batch * Cos::stride(0) + query * Cos::stride(2) + dim * Cos::stride(3)];
+            prefetched.sines[query][dim] = sin[item.batch * Sin::stride(0) + query * Sin::stride(2) + dim * Sin::stride(3)];
         }
     }
 }
 
-// Looks at the mask for each warp that will compute and has the L2 cache fetch its first tiles, of which only a new row can
-// still change. By warp `part` of `parts`.
-__device__ __forceinline__ void begin(
-    Early &early, const Item &item, const K::type *k, const V::type *v, const Mask::type *mask, const Cos::type *cos,
+// Finds each computing warp's first tiles by the mask and prefetches them into the L2 cache; the step itself can still change
+// a new row of them (I6). By warp `part` of `parts`.
+__device__ __forceinline__ void prefetch_item(
+    Prefetched &prefetched, const Item &item, const K::type *k, const V::type *v, const Mask::type *mask, const Cos::type *cos,
     const Sin::type *sin, const Index::type *index, int part, int parts
 ) {
     const Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
@@ -167,10 +178,10 @@ __device__ __forceinline__ void begin(
         prefetch_tile(problem, key);
         prefetch_tile(problem, next);
         if (lane == 0) {
-            early.begun[warp] = Begun{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
+            prefetched.first_tiles[warp] = FirstTiles{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
         }
     }
-    keep_given<Cos, Index>(early, item, cos, sin, index, part * WARP + lane, parts * WARP);
+    store_angles_and_places<Cos, Index>(prefetched, item, cos, sin, index, part * WARP + lane, parts * WARP);
 }
 
 constexpr int pack = smaller(
@@ -178,25 +189,25 @@ constexpr int pack = smaller(
     smaller(Key_source::vector, Value_source::vector)
 );
 
-static_assert(pack == 8 || !mailed, "mail is read by eight values");
+static_assert(pack == 8 || !from_mailbox, "messages are read eight at a time");
 
-// Two packs of a row, half the row apart, which a rotation takes together: where they come from and where they go.
+// Two packs of a row, half the row apart, which the rotary embedding combines: where they come from and where they go.
 struct Pair {
     static constexpr int of_row = larger(width, value_width) / 2 / pack;
     static constexpr int count = (held_rows + 2 * tokens) * of_row;
 
-    const Half *source = nullptr;  // null where the block needs none
-    Half *kept;
-    Half *cached = nullptr;
+    const Half *source = nullptr;  // null where the block needs no such pair
+    Half *staged;  // in shared memory
+    Half *cached = nullptr;  // in the cache, for a new row
     int half;  // elements from a pack to its partner
     int dim;
-    int angle = -1;  // the query whose angles turn it
+    int angle = -1;  // the query by whose angles it is rotated, -1 for values
     Pack<Half, pack> low, high;
 
     // The `number`-th pair of the queries, the new keys and the new values of a block.
     template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value>
     __device__ __forceinline__ void find(
-        int number, const Early &early, Scratch &scratch, const Item &item, const Half *q, const NewKey *key_source,
+        int number, const Prefetched &prefetched, Scratch &scratch, const Item &item, const Half *q, const NewKey *key_source,
         const NewValue *value_source, Key *k, Value *v
     ) {
         const int held = number / of_row;
@@ -208,14 +219,14 @@ struct Pair {
             if (row < rows && dim < half) {
                 source = q + item.batch * Unrotated::stride(0) + head * Unrotated::stride(1)
                     + row / sharing * Unrotated::stride(2) + dim;
-                kept = &scratch.q[held][dim];
+                staged = &scratch.q[held][dim];
                 angle = row / sharing;
             }
             return;
         }
         if constexpr (Indices::present) {
             const int token = (held - held_rows) % tokens;
-            const int key = number < count ? early.token_keys[token] : -1;
+            const int key = number < count ? prefetched.token_keys[token] : -1;
             if (!item.has(key)) {
                 return;
             }
@@ -224,7 +235,7 @@ struct Pair {
                 if (dim < half) {
                     source = key_source + item.batch * Key_source::stride(0) + item.kv_head * Key_source::stride(1)
                         + token * Key_source::stride(2) + dim;
-                    kept = &scratch.new_keys[token][dim];
+                    staged = &scratch.new_keys[token][dim];
                     cached = k + item.batch * K::stride(0) + item.kv_head * K::stride(1) + key * K::stride(2) + dim;
                     angle = token;
                 }
@@ -233,21 +244,21 @@ struct Pair {
                 if (dim < half) {
                     source = value_source + item.batch * Value_source::stride(0)
                         + item.kv_head * Value_source::stride(1) + token * Value_source::stride(2) + dim;
-                    kept = &scratch.new_values[token][dim];
+                    staged = &scratch.new_values[token][dim];
                     cached = v + item.batch * V::stride(0) + item.kv_head * V::stride(1) + key * V::stride(2) + dim;
                 }
             }
         }
     }
 
-    // Whether it was there.
-    template <typename Sent>
-    __device__ __forceinline__ bool load(const Grid &grid, const Sent *sent) {
+    // Reads the pair; returns whether it has been written. Messages have the order of `message`, the result of the step before.
+    template <typename Result>
+    __device__ __forceinline__ bool load(const Grid &grid, const Result *message) {
         if (source == nullptr) {
             return true;
         }
-        if constexpr (mailed) {
-            const int index = source - sent;
+        if constexpr (from_mailbox) {
+            const int index = source - message;
             const bool first = grid.receive(low, index);
             return grid.receive(high, index + half) && first;
         } else {
@@ -257,7 +268,8 @@ struct Pair {
         }
     }
 
-    __device__ __forceinline__ void place(const Early &early) {
+    // Rotates the pair, and stores it in shared memory and in the cache.
+    __device__ __forceinline__ void store(const Prefetched &prefetched) {
         if (source == nullptr) {
             return;
         }
@@ -265,18 +277,18 @@ struct Pair {
             float first[pack], second[pack], cosines[2][pack], sines[2][pack];
             to_floats(first, low);
             to_floats(second, high);
-            load_floats(cosines[0], &early.cosines[angle][dim]);
-            load_floats(cosines[1], &early.cosines[angle][dim + half]);
-            load_floats(sines[0], &early.sines[angle][dim]);
-            load_floats(sines[1], &early.sines[angle][dim + half]);
+            load_floats(cosines[0], &prefetched.cosines[angle][dim]);
+            load_floats(cosines[1], &prefetched.cosines[angle][dim + half]);
+            load_floats(sines[0], &prefetched.sines[angle][dim]);
+            load_floats(sines[1], &prefetched.sines[angle][dim + half]);
 #pragma unroll
             for (int i = 0; i < pack; i++) {
                 low.item[i] = from<Half>(first[i] * cosines[0][i] - second[i] * sines[0][i]);
                 high.item[i] = from<Half>(second[i] * cosines[1][i] + first[i] * sines[1][i]);
             }
         }
-        store_pack(kept, low);
-        store_pack(kept + half, high);
+        store_pack(staged, low);
+        store_pack(staged + half, high);
         if (cached != nullptr) {
             store_pack(cached, low);
             store_pack(cached + half, high);
@@ -284,13 +296,13 @@ struct Pair {
     }
 };
 
-// Puts the new rows into a tile that was loaded without them.
-__device__ __forceinline__ void renew(
-    KeyWords &key_words, ValueWords &values, const Early &early, const Scratch &scratch, int first
+// Replaces the new rows of a tile that was loaded before they were there, or while they were written (I20).
+__device__ __forceinline__ void insert_new_rows(
+    KeyWords &key_words, ValueWords &values, const Prefetched &prefetched, const Scratch &scratch, int first
 ) {
 #pragma unroll 1
     for (int token = 0; token < tokens; token++) {
-        const int place = early.token_keys[token] - first;
+        const int place = prefetched.token_keys[token] - first;
         if (place < 0 || place >= block_keys) {
             continue;
         }
@@ -307,21 +319,21 @@ __device__ __forceinline__ void renew(
     }
 }
 
-// Letters of the splits of a row, [row of a problem, split]: its maximum and its total, and behind all of these its sums,
-// [row of a problem, split, dimension].
-constexpr int all_parts = int(K::size(0)) * kv_heads * rows * splits;
+// The tagged sums: a split's maximum and total for a row, [row of a problem, split, 2], and after all of these its weighted sums
+// of values, [row of a problem, split, dimension].
+constexpr int all_partials = int(K::size(0)) * kv_heads * rows * splits;
 
-__device__ __forceinline__ unsigned long long *stats_of(int *parts, int part) {
-    return reinterpret_cast<unsigned long long *>(parts) + 2 * part;
+__device__ __forceinline__ unsigned long long *stats_of(int *partials, int part) {
+    return reinterpret_cast<unsigned long long *>(partials) + 2 * part;
 }
 
-__device__ __forceinline__ unsigned long long *sums_of(int *parts, int part, int dim) {
-    return reinterpret_cast<unsigned long long *>(parts) + 2 * all_parts + part * value_width + dim;
+__device__ __forceinline__ unsigned long long *sums_of(int *partials, int part, int dim) {
+    return reinterpret_cast<unsigned long long *>(partials) + 2 * all_partials + part * value_width + dim;
 }
 
-struct SendParts {
+struct SendPartials {
     const Grid &grid;
-    int *parts;
+    int *partials;
     int split;
 
     __device__ __forceinline__ void operator()(
@@ -329,11 +341,11 @@ struct SendParts {
     ) const {
         const int part = (int(problem.batch * kv_heads + problem.kv_head) * rows + row) * splits + split;
         if (total != 0.0f) {
-            grid.send(sums_of(parts, part, dim), found[0], found[1]);
-            grid.send(sums_of(parts, part, dim + 2), found[2], found[3]);
+            grid.send_tagged(sums_of(partials, part, dim), found[0], found[1]);
+            grid.send_tagged(sums_of(partials, part, dim + 2), found[2], found[3]);
         }
         if (dim == 0) {
-            grid.send(stats_of(parts, part), largest, total);
+            grid.send_tagged(stats_of(partials, part), largest, total);
         }
     }
 };
@@ -346,12 +358,13 @@ __device__ __forceinline__ constexpr int lanes_for(int splits) {
     return lanes;
 }
 
-// This block's share of the results, four dimensions at a time: lanes side by side receive what the splits found of them.
-__device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *out) {
+// This block's share of the results, four dimensions at a time: neighbouring lanes read the splits' tagged sums for them (I16)
+// and combine these with each other.
+__device__ __forceinline__ void combine_partials(const Grid &grid, int *partials, Out::type *out) {
     constexpr int lanes = lanes_for(splits);
     constexpr int own = (splits + lanes - 1) / lanes;
     constexpr int pieces = value_width / 4;
-    constexpr int results = all_parts / splits * pieces;
+    constexpr int results = all_partials / splits * pieces;
     const int lane = threadIdx.x % lanes;
     for (int first = 0; first < results; first += THREADS / lanes * gridDim.x) {
         const int number = first + threadIdx.x / lanes * gridDim.x + blockIdx.x;
@@ -370,9 +383,9 @@ __device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *
                     continue;
                 }
                 const int part = row * splits + split;
-                const bool known = grid.receive(stats_of(parts, part), largest[i], total[i]);
-                const bool low = grid.receive(sums_of(parts, part, dim), sums[i][0], sums[i][1]);
-                const bool high = grid.receive(sums_of(parts, part, dim + 2), sums[i][2], sums[i][3]);
+                const bool known = grid.receive_tagged(stats_of(partials, part), largest[i], total[i]);
+                const bool low = grid.receive_tagged(sums_of(partials, part, dim), sums[i][0], sums[i][1]);
+                const bool high = grid.receive_tagged(sums_of(partials, part, dim + 2), sums[i][2], sums[i][3]);
                 // A split without keys sends no sums.
                 complete &= known && (total[i] == 0.0f || (low && high));
             }
@@ -417,7 +430,7 @@ __device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *
             // A query that attends to no key at all gets zeros, as in PyTorch.
             values[j] = from<Out::type>(whole == 0.0f ? 0.0f : result[j] / whole);
         }
-        if constexpr (mails) {
+        if constexpr (to_mailbox) {
             grid.send(place + dim, values);
         }
 #pragma unroll
@@ -427,32 +440,32 @@ __device__ __forceinline__ void add_up(const Grid &grid, int *parts, Out::type *
     }
 }
 
-LOOK_AHEAD {
+PREFETCH {
     if (blockIdx.x < items) {
-        begin(*reinterpret_cast<Early *>(ahead.now()), Item(blockIdx.x), k, v, mask, cos, sin, index, 0, 1);
+        prefetch_item(*reinterpret_cast<Prefetched *>(queue.current_memory()), Item(blockIdx.x), k, v, mask, cos, sin, index, 0, 1);
     }
 }
 
 PHASE(attend_keys) {
-    ahead.wait();
-    Early &early = *reinterpret_cast<Early *>(ahead.now());
+    queue.wait();
+    Prefetched &prefetched = *reinterpret_cast<Prefetched *>(queue.current_memory());
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
     const int warp = threadIdx.x / WARP;
-    if constexpr (!mailed) {
-        grid.wait();
+    if constexpr (!from_mailbox) {
+        grid.wait();  // I11, I17
     }
     bool idle = true;
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
         const Item item(number);
         Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
-        const SendParts send{grid, parts, item.split};
-        if (number >= gridDim.x) {
-            sync_block();
-            begin(early, item, k, v, mask, cos, sin, index, warp, warps);
+        const SendPartials send{grid, partials, item.split};
+        if (number >= gridDim.x) {  // what was prefetched is for the block's first item
+            sync_block();  // I22
+            prefetch_item(prefetched, item, k, v, mask, cos, sin, index, warp, warps);
             sync_block();
         }
-        const int used = warps_with_keys(early);
-        if (used == 0 && !has_new_keys(early, item)) {
+        const int used = warps_with_keys(prefetched);
+        if (used == 0 && !has_new_keys(prefetched, item)) {
             const int row = item.first_row + threadIdx.x;
             if (threadIdx.x < held_rows && row < rows) {
                 send(problem, row, 0, -FLOAT_MAX, 0.0f, {});
@@ -460,10 +473,10 @@ PHASE(attend_keys) {
             continue;
         }
         idle = false;
-        // All that comes from memory is asked for at once.
-        const Begun &begun = early.begun[warp];
-        int key = begun.key;
-        int next = begun.next;
+        // All loads from memory start together.
+        const FirstTiles &first_tiles = prefetched.first_tiles[warp];
+        int key = first_tiles.key;
+        int next = first_tiles.next;
         KeyWords key_words;
         ValueWords values;
         float bias[2][2 * halves];
@@ -476,7 +489,7 @@ PHASE(attend_keys) {
 #pragma unroll
         for (int i = 0; i < int(sizeof(pairs) / sizeof(Pair)); i++) {
             pairs[i].find<Index>(
-                i * THREADS + threadIdx.x, early, scratch, item, unrotated, key_source, value_source, k, v
+                i * THREADS + threadIdx.x, prefetched, scratch, item, unrotated, key_source, value_source, k, v
             );
         }
         bool complete;
@@ -484,20 +497,20 @@ PHASE(attend_keys) {
             complete = true;
 #pragma unroll
             for (Pair &pair : pairs) {
-                complete &= pair.load(grid, sent);
+                complete &= pair.load(grid, message);
             }
         } while (!complete);
 #pragma unroll
         for (Pair &pair : pairs) {
-            pair.place(early);
+            pair.store(prefetched);
         }
         sync_block();
-        renew(key_words, values, early, scratch, key);
+        insert_new_rows(key_words, values, prefetched, scratch, key);
         Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
-        turns.turn = begun.turn;
-        turns.found = begun.found;
-        turns.looked = begun.looked;
-        turns.lowest_counts = begun.lowest_counts;
+        turns.turn = first_tiles.turn;
+        turns.found = first_tiles.found;
+        turns.looked = first_tiles.looked;
+        turns.lowest_counts = first_tiles.lowest_counts;
         problem.q = &scratch.q[0][0] - item.first_row * Q::row;
         State state;
         state.start(problem, item.first_row);
@@ -517,11 +530,12 @@ PHASE(attend_keys) {
         }
         combine_warps(problem, item.first_row, state, scratch.memory, send, used);
     }
-    if constexpr (mailed) {
-        grid.wait();
+    if constexpr (from_mailbox) {
+        grid.wait();  // I11
     }
     if (idle) {
-        __nanosleep(patience);
+        // Polling slows down the blocks that still have keys to attend to.
+        __nanosleep(backoff_ns);
     }
-    add_up(grid, parts, out);
+    combine_partials(grid, partials, out);
 }

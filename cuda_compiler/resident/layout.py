@@ -1,0 +1,44 @@
+"""How a block's threads are divided among jobs, and its shared memory among their needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cuda_compiler.resident.phases import Phase
+from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.sizes import groups
+
+THREADS = 256  # of a block that compute
+ALL_THREADS = THREADS + 4 * WARP  # with a warp each that fetches weights, runs the grid barrier, prefetches, and idles
+WARPS = THREADS // WARP
+UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
+LINE_BYTES = 128  # of each row that a warp takes at a time
+SLOT_BYTES = UNIT_ROWS * 3072
+PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
+IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
+MAX_IN_FLIGHT = 4  # while a block goes through a long weight
+LIMIT_BARRIER_BYTES = 16  # after the ring
+LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
+
+
+def scratch_bytes(phases: Sequence[Phase]) -> int:
+    """Shared memory before the ring: the prefetch queue, and the largest phase's scratch memory."""
+    return prefetch_queue_bytes(phases) + max(phase.scratch for phase in phases)
+
+
+def prefetch_queue_bytes(phases: Sequence[Phase]) -> int:
+    return PREFETCH_DEPTH * prefetched_bytes(phases) + whole_lines(16 * PREFETCH_DEPTH)
+
+
+def prefetched_bytes(phases: Sequence[Phase]) -> int:
+    """What is prefetched for one step."""
+    return whole_lines(max(phase.prefetched_bytes for phase in phases))
+
+
+def least_shared(phases: Sequence[Phase]) -> int:
+    """Shared memory that a block needs at least: all before the ring, and a ring of the fewest slots."""
+    return scratch_bytes(phases) + IN_FLIGHT * (SLOT_BYTES + 16) + LIMIT_BARRIER_BYTES
+
+
+def whole_lines(size: int) -> int:
+    return groups(size, 128) * 128

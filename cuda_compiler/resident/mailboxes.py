@@ -1,0 +1,76 @@
+"""Which steps of a resident kernel pass their result to the next one through a mailbox, ahead of the grid barrier.
+
+The numbers I6, I11, … are those of the invariants at the top of the files in `templates/resident`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cuda_compiler.resident.phases import BACKOFF_NS, Phase
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.views import View
+
+
+def connect_mailboxes(phases: Sequence[Phase]) -> tuple[list[Phase], int]:
+    """The phases, with a mailbox from one to the next where that is possible, and the most values that one holds."""
+    result, size = list(phases), 0
+    for index, after in enumerate(phases[1:], 1):
+        before = result[index - 1]
+        if not _can_connect(before, after):
+            continue
+        out = before.outputs["out"]
+        assert out is not None
+        inputs = after.inputs if after.stream else {**after.inputs, "message": out}
+        result[index - 1] = replace(before, constants={**before.constants, "to_mailbox": True})
+        constants = {**after.constants, "from_mailbox": True}
+        if before.stream and after.stream and before.stream.is_long:
+            constants["backoff_ns"] = BACKOFF_NS
+        result[index] = replace(after, inputs=inputs, constants=constants)
+        size = max(size, out.numel)
+    return result, size
+
+
+def _can_connect(before: Phase, after: Phase) -> bool:
+    """Whether a phase may read the result of the one before it from a mailbox, and do so ahead of the barrier (I11)."""
+    out = before.outputs["out"]
+    assert out is not None
+    names = ("x",) if after.stream else ("unrotated", "key_source", "value_source")
+    received = [view for name in names if (view := after.inputs[name]) is not None]
+    if not _fits_mailbox(out) or not all(_is_part(view, out) for view in received):
+        return False
+    if after.stream:
+        (x,) = received
+        if not x.is_contiguous or (x.numel, x.offset) != (out.numel, out.offset):
+            return False
+    # The other operands are read before the barrier (I19, I21).
+    written = {view.buffer for view in before.outputs.values() if view is not None}
+    if any(view is not None and view.buffer in written for name, view in after.inputs.items() if name not in names):
+        return False
+    # So are caches updated (I21), and tagged sums written (I17).
+    updated = {view.buffer for name, view in after.outputs.items() if view is not None and name != "out"}
+    used = {view.buffer for view in before.operands.values()}
+    return updated.isdisjoint(used) and not (before.partials and after.partials)
+
+
+def _fits_mailbox(out: View) -> bool:
+    """Whether the elements are of 16 bits and contiguous, in whatever order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return out.dtype in HALF_DTYPES and out.strides[-1] == 1
+
+
+def _is_part(view: View, out: View) -> bool:
+    """Whether a view is a part of a result that can be read eight values at a time."""
+    eight = all(size == 1 or stride % 8 == 0 for size, stride in zip(view.shape[:-1], view.strides, strict=False))
+    return (
+        (view.buffer, view.dtype) == (out.buffer, out.dtype)
+        and eight
+        and view.strides[-1] == 1
+        and view.shape[-1] % 16 == 0
+        and (view.offset - out.offset) % 8 == 0
+    )

@@ -1,0 +1,95 @@
+"""The product phase: which products a resident kernel can do, and how their weights are divided among the blocks."""
+
+from __future__ import annotations
+
+from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, UNIT_ROWS, WARPS, whole_lines
+from cuda_compiler.resident.phases import Phase, Stream
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS
+from cuda_compiler.specialization.sizes import groups, vector_width
+from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+
+PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
+_MAX_ROWS = 8
+_MAX_STAGED_BYTES = 48 * 1024  # of a product's input
+_CONSTANT = ("gain", "weight", "bias")
+_NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
+
+
+def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
+    """A product of a few rows, with the RMSNorm before it; None where its weight cannot be streamed."""
+    decl = KERNELS[call.kernel]
+    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
+    x, weight = bound["x"], bound["weight"]
+    assert x is not None and weight is not None
+    gain, constants = None, dict(_NOT_NORMED)
+    if norm is not None:
+        x, gain = KERNELS[norm.kernel].bind(norm)[:2]
+        assert x is not None
+        offset = norm.params["weight_offset"]
+        constants = {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": offset}
+    m, n, k = (call.params[name] for name in "mnk")
+    gated = call.kernel == "gated_matmul_vec_kernel"
+    pack = 16 // itemsize(weight.dtype)
+    constant = plan.buffers[weight.buffer].is_constant
+    if (
+        m > _MAX_ROWS
+        or m * k * itemsize(x.dtype) > _MAX_STAGED_BYTES
+        or not constant
+        or weight.dtype not in HALF_DTYPES
+        or x.dtype != weight.dtype
+        or k % pack
+        or min(vector_width(weight), pack) < pack
+        or vector_width(x) < pack
+        or weight.strides[0] != k
+        or (gain is not None and vector_width(gain) < pack)
+    ):
+        return None
+    row_bytes = k * itemsize(weight.dtype)
+    own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
+    unit_rows = 2 * own if gated else own
+    chunk = _chunk_bytes(row_bytes, unit_rows)
+    batch = max(_MAX_ROWS // m, 2)  # a block takes units in pairs
+    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
+    inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
+    constants |= {
+        "gated": gated,
+        "units": stream.units,
+        "is_long": stream.is_long,
+        "unit_rows": unit_rows,
+        "chunk_packs": chunk // 16,
+        "batch": batch,
+        "from_mailbox": False,
+        "to_mailbox": False,
+        "backoff_ns": 0,
+    }
+    sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
+    scratch = m * (groups(row_bytes, LINE_BYTES) * LINE_BYTES + 4 * WARPS) + sums
+    return Phase(
+        call,
+        "resident/product.cu",
+        "product",
+        inputs,
+        {"out": call.outputs[0]},
+        constants,
+        whole_lines(scratch),
+        _CONSTANT,
+        stream=stream,
+    )
+
+
+def own_rows(rows: int, most: int) -> int:
+    """Rows of a weight that a block takes at a time: as many as leave the busiest multiprocessor the fewest."""
+
+    def busiest(own: int) -> int:
+        return groups(groups(rows, own), MULTIPROCESSORS) * own
+
+    return min(range(most, most // 2, -1), key=busiest)
+
+
+def _chunk_bytes(row_bytes: int, unit_rows: int) -> int:
+    """Bytes of a row that a slot takes: as many as fit, in chunks as equal as whole groups for all warps allow."""
+    group = WARPS * LINE_BYTES
+    needed = groups(row_bytes, group)
+    return groups(needed, groups(needed, SLOT_BYTES // unit_rows // group)) * group

@@ -1,0 +1,73 @@
+"""The CUDA source of a resident kernel: `templates/resident/kernel.cu` with the tables and the phases of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from string import Template
+
+from cuda_compiler.resident import layout
+from cuda_compiler.resident.phases import Phase
+from cuda_compiler.specialization.c_text import TYPES, index_type
+from cuda_compiler.specialization.template_files import template_text
+from npu_compiler.program.views import View
+
+RESIDENT = "resident"
+
+
+def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: View, mailbox_size: int) -> str:
+    """The source for a program's steps, one for each phase in order.
+
+    Args:
+        place: Operand → its number in the kernel's arguments.
+        memory: The operand that holds the grid barrier's counter and the mailboxes.
+        mailbox_size: Values that a mailbox holds.
+    """
+    numbers: dict[str, int] = {}
+    streams: dict[str, int] = {}
+    steps = []
+    computes: dict[int, str] = {}
+    prefetches: dict[int, str] = {}
+    for phase in phases:
+        number = numbers.setdefault(phase.text(), len(numbers))
+        stream, weight = -1, 0
+        if phase.stream is not None:
+            stream = streams.setdefault(str(phase.stream), len(streams))
+            weight = place[phase.operands["weight"]]
+        operands = ", ".join(str(place[view]) for view in phase.operands.values())
+        steps.append(f"    {{{number}, {stream}, {weight}, {{{operands}}}}},")
+        arguments = "".join(
+            f", static_cast<{TYPES[view.dtype]} *>(operands.at[step.operand[{index}]])"
+            for index, view in enumerate(phase.operands.values())
+        )
+        call = f"phase{number}::{phase.function}(ring, grid, queue, shared + PREFETCH_QUEUE_BYTES{arguments})"
+        computes[number] = f"            case {number}: {call}; break;"
+        prefetches[number] = f"            case {number}: phase{number}::prefetch(queue{arguments}); break;"
+    constants = {
+        "THREADS": layout.THREADS,
+        "ALL_THREADS": layout.ALL_THREADS,
+        "UNIT_ROWS": layout.UNIT_ROWS,
+        "SLOT_BYTES": layout.SLOT_BYTES,
+        "SCRATCH_BYTES": layout.scratch_bytes(phases),
+        "PREFETCHED_BYTES": layout.prefetched_bytes(phases),
+        "PREFETCH_QUEUE_BYTES": layout.prefetch_queue_bytes(phases),
+        "PREFETCH_DEPTH": layout.PREFETCH_DEPTH,
+        "IN_FLIGHT": layout.IN_FLIGHT,
+        "MAX_IN_FLIGHT": layout.MAX_IN_FLIGHT,
+        "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
+        "MAILBOX_SIZE": mailbox_size,
+        "GRID_MEMORY": place[memory],
+        "MAX_OPERANDS": max(len(phase.operands) for phase in phases),
+        "OPERANDS": len(place),
+        "STEPS": len(phases),
+    }
+    return Template(template_text("resident/kernel.cu")).substitute(
+        name=RESIDENT,
+        threads=layout.THREADS,
+        index_type=index_type([view for phase in phases for view in phase.operands.values()]).rstrip(),
+        constants="\n".join(f"constexpr int {name} = {value};" for name, value in constants.items()),
+        streams=", ".join(streams),
+        steps="\n".join(steps),
+        phases="\n".join(f"namespace phase{number} {{\n{text}}}" for text, number in numbers.items()),
+        compute_cases="\n".join(computes.values()),
+        prefetch_cases="\n".join(prefetches.values()),
+    )

@@ -1,0 +1,71 @@
+// A resident kernel: one block on every multiprocessor goes through the steps of a program. `resident/source.py` fills in what
+// has a dollar sign: the program's tables, the code of its phases, and the calls of these by number.
+
+#define COMPUTING_THREADS ${threads}
+${index_type}
+#include "common/common.cuh"
+
+${constants}
+
+#include "resident/tables.cuh"
+
+__constant__ Stream streams[] = {${streams}};
+__constant__ Step steps[] = {
+${steps}
+};
+
+#include "resident/ring.cuh"
+#include "resident/prefetch.cuh"
+#include "resident/grid.cuh"
+
+${phases}
+
+// The job of the computing warps.
+__device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
+    Grid grid(operands.at[GRID_MEMORY]);
+    for (; grid.step < STEPS; grid.step++) {
+        const Step &step = steps[grid.step];
+        switch (step.phase) {
+${compute_cases}
+        }
+        queue.release();
+        grid.end_step();
+    }
+    grid.end_run();
+}
+
+// The job of the prefetching warp.
+__device__ __forceinline__ void prefetch(PrefetchQueue &queue, const Operands &operands) {
+    for (int index = 0; index < STEPS; index++) {
+        const Step &step = steps[index];
+        queue.claim();
+        switch (step.phase) {
+${prefetch_cases}
+        }
+        queue.publish();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __grid_constant__ Operands operands) {
+    extern __shared__ __align__(128) char shared[];
+#if __CUDA_ARCH__ >= 800
+    Ring ring(shared);
+    PrefetchQueue queue(shared);
+    ring.initialize();
+    queue.initialize();
+    __syncthreads();
+    if (threadIdx.x < THREADS) {
+        take_registers<232>();
+        compute(ring, queue, operands, shared);
+        return;
+    }
+    give_registers<40>();
+    switch (threadIdx.x / WARP - warps) {
+        case 0: ring.fill(operands); break;
+        case 1: run_barrier_warp(operands.at[GRID_MEMORY]); break;
+        case 2: prefetch(queue, operands); break;
+    }
+#else
+    __trap();  // no GPU before sm_80 has the shared memory to be given this kernel
+#endif
+}
