@@ -19,7 +19,7 @@ Sampler = Callable[[Logits], int]
 # 2e-22, below the rounding error of the sum. They are most of a large vocabulary, and sorting them would take longer
 # than a step of the model.
 _NEGLIGIBLE = 50.0
-_LIKELY = 64  # `draw` first sorts this many tokens, which nearly always include the sampled one
+_FIRST_SORTED = 64  # `draw` first sorts this many tokens, which nearly always include the sampled one
 NOT_FINITE = "the model's logits are not finite; try another compute dtype, such as float32"
 
 
@@ -95,7 +95,7 @@ def probabilities(
     kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
     scores = logits[kept].astype(np.float64) / temperature
     weights = np.exp(scores - scores.max())
-    order = np.arange(len(kept)) if top_k is None else _likeliest(scores, top_k)
+    order = np.arange(len(kept)) if top_k is None else _most_probable(scores, top_k)
     if top_p is not None:
         order = order[np.argsort(-scores[order], kind="stable")]
         share = weights[order] / weights[order].sum()
@@ -105,7 +105,7 @@ def probabilities(
     return result
 
 
-def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+def _most_probable(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
     """The indices of the `count` highest scores in descending order; on ties, lower indices are kept and come first."""
     if count < len(scores):
         candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
@@ -124,14 +124,14 @@ def draw(weights: NDArray[np.float64], uniform: float) -> int:
     """
     possible = np.flatnonzero(weights)
     weights = weights[possible]
-    goal, count = uniform * weights.sum(), _LIKELY
+    goal, count = uniform * weights.sum(), _FIRST_SORTED
     while True:
-        order = _likeliest(weights, count)
+        order = _most_probable(weights, count)
         reached = np.cumsum(weights[order])
         if reached[-1] > goal or len(order) == len(weights):
             place = np.searchsorted(reached, goal, side="right")
             return int(possible[order[min(place, len(order) - 1)]])
-        count *= _LIKELY
+        count *= _FIRST_SORTED
 
 
 def _check(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -38,6 +38,10 @@ class RecordingBackend(Backend):
         self._tensors = {(node.name, out): graph.tensors[out] for node in graph.nodes for out in node.outputs}
 
     @property
+    def runs_targets(self) -> tuple[str, ...]:
+        return self.inner.runs_targets
+
+    @property
     def device(self) -> str:
         return self.inner.device
 
