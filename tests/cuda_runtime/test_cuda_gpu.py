@@ -158,7 +158,7 @@ def test_kernels_that_cannot_be_had_are_device_errors(backend: CUDABackend) -> N
     operands = [Operand(backend.allocate_zeros((32,), "float32"), view(name, (32,)), 0, False) for name in ("x", "out")]
     with pytest.raises(DeviceError, match="contains no source 'absent' for kernel 'twice'"):
         backend.compile([twice(source="absent")], {"twice": TWICE})
-    with pytest.raises(DeviceError, match="two programs give different kernel sources the name 'twice'"):
+    with pytest.raises(DeviceError, match="two programs have different kernel sources with the name 'twice'"):
         backend.compile([twice()], {"twice": TWICE + "// another"})
     with pytest.raises(DeviceError, match=r"(?s)'broken' does not compile.*broken\.cu\(1\): error"):
         backend.compile([twice(source="broken")], {"broken": "nonsense"})
