@@ -449,7 +449,7 @@ PREFETCH {
 PHASE(attend_keys) {
     queue.wait();
     Prefetched &prefetched = *reinterpret_cast<Prefetched *>(queue.current_memory());
-    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
+    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = threadIdx.x / WARP;
     if constexpr (!from_mailbox) {
         grid.wait();  // I11, I17
@@ -492,7 +492,7 @@ PHASE(attend_keys) {
                 i * THREADS + threadIdx.x, prefetched, scratch, item, unrotated, key_source, value_source, k, v
             );
         }
-        bool complete;
+        bool complete;  // before the barrier and the update of the caches (I8, I21)
         do {
             complete = true;
 #pragma unroll
@@ -534,7 +534,7 @@ PHASE(attend_keys) {
         grid.wait();  // I11
     }
     if (idle) {
-        // Polling slows down the blocks that still have keys to attend to.
+        // Polling (I8) slows down the blocks that still have keys to attend to.
         __nanosleep(backoff_ns);
     }
     combine_partials(grid, partials, out);

@@ -2,8 +2,8 @@
 // step passes its result to the next one ahead of that barrier, and tagged partial sums between the blocks of one step.
 //
 // A message is a 16-bit value in a zero-initialized mailbox, stored as its complement: zero means "not yet written". A tagged
-// sum is 8 bytes: a float and the number of the step that wrote it. In both cases a reader polls the value's own place: no fence,
-// no flag, no second round trip.
+// sum is 8 bytes: a float and the number of the step that wrote it. In both cases a reader polls the value's own place: no
+// fence, no flag, no second round trip.
 //
 // Invariants
 // I8.  All blocks run at the same time (a cooperative launch), so a block may poll for what another one writes.
@@ -17,8 +17,8 @@
 // I12. At the end of a step the computing warps of a block wait for each other, so the next step may reuse the scratch memory.
 // I13. Step s fills mailbox s mod 3 and empties mailbox s + 1 mod 3, both after the barrier of step s - 1, and reads mailbox
 //      s - 1 mod 3, before or after it. The emptied one was filled in step s - 2 and read in step s - 1, which all blocks have
-//      ended (I11). Its next readers are in step s + 2, and come there after the barrier of step s. So a reader
-//      finds zero or the value of the step before.
+//      ended (I11). Its next readers are in step s + 2, and come there after the barrier of step s. So a reader finds zero or
+//      the value of the step before.
 // I14. No message is 0: only the complement of 0xffff is, a NaN with a sign, and no result is one.
 // I15. Steps are counted on from run to run, in the tags and in the order of the mailboxes; between runs the kernel's end takes
 //      the barrier's place. The last step stores the number of steps so far and the mailbox that it emptied, after a barrier

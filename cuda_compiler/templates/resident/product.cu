@@ -60,7 +60,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
             }
         }
     }
-    // Polling slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
+    // Polling (I8) slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
     if constexpr (backoff_ns > 0) {
         __nanosleep(backoff_ns);
     }
@@ -306,7 +306,7 @@ PREFETCH {
 }
 
 PHASE(product) {
-    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);
+    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
     const int warp = threadIdx.x / WARP;
     if constexpr (!from_mailbox) {
         grid.wait();  // I11

@@ -1,0 +1,130 @@
+"""What the phases of the resident kernel mean, in NumPy, and in which order a block accesses what blocks share.
+
+Arithmetic is in float32. Where a phase rounds to its 16-bit dtype, so does its twin: after the RMSNorm, after the
+rotary embedding, and in the result. Tests compare twins with op-level kernels, and phases with twins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuda_compiler.rules.attention import BLOCK_KEYS
+
+Array: TypeAlias = NDArray[Any]
+
+_LOWEST = np.float32(-3.402823466e38)
+
+
+def rms_norm(x: Array, gain: Array | None, eps: float, gain_offset: float) -> Array:
+    """x / sqrt(mean(x²) + eps) · (gain + gain_offset) over rows. Shapes: x [M, K]; gain [K]."""
+    wide = x.astype(np.float32)
+    result: Array = wide / np.sqrt(np.mean(wide * wide, -1, keepdims=True) + np.float32(eps))
+    if gain is not None:
+        result *= gain.astype(np.float32) + np.float32(gain_offset)
+    return result.astype(x.dtype)
+
+
+def product(
+    x: Array,
+    weight: Array,
+    activate: Callable[[Array], Array],
+    bias: Array | None = None,
+    residual: Array | None = None,
+) -> Array:
+    """act(x · weightᵀ + bias) + residual. Shapes: x [M, K]; weight [N, K]; bias [N]; residual and result [M, N]."""
+    result = activate(_sums(x, weight, bias))
+    if residual is not None:
+        result = result + residual.astype(np.float32)
+    return result.astype(x.dtype)
+
+
+def gated_product(x: Array, weight: Array, activate: Callable[[Array], Array], bias: Array | None = None) -> Array:
+    """act(gate) · up with [gate, up] = x · weightᵀ + bias.
+
+    Shapes: x [M, K]; weight [2N, K]; bias [2N]; result [M, N].
+    """
+    gate, up = np.split(_sums(x, weight, bias), 2, -1)
+    result: Array = activate(gate) * up
+    return result.astype(x.dtype)
+
+
+def _sums(x: Array, weight: Array, bias: Array | None) -> Array:
+    sums: Array = x.astype(np.float32) @ weight.astype(np.float32).T
+    return sums if bias is None else sums + bias.astype(np.float32)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """The rotary embedding of x [B, H, T, D] by angles [B, 1, T, D]."""
+    wide = x.astype(np.float32)
+    first, second = np.split(wide, 2, -1)
+    turned = np.concatenate((-second, first), -1)
+    result: Array = wide * cos.astype(np.float32) + turned * sin.astype(np.float32)
+    return result.astype(x.dtype)
+
+
+def update_cache(cache: Array, index: Array, rows: Array) -> Array:
+    """The cache [B, KV, S, D] with rows [B, KV, T, D] in places index [T]; a row whose place is outside is dropped."""
+    result = cache.copy()
+    for token, key in enumerate(index):
+        if 0 <= key < cache.shape[2]:
+            result[:, :, key] = rows[:, :, token]
+    return result
+
+
+def attend_split(
+    q: Array, k: Array, v: Array, bias: Array, scale: float, split: int, splits: int
+) -> tuple[Array, Array, Array]:
+    """The partial sums of one split, which has every `splits`-th tile of keys.
+
+    Shapes: q [B, H, T, D]; k [B, KV, S, D]; v [B, KV, S, Dv]; bias [B, H, T, S], -inf for a key not attended to.
+    Returns each row's largest score and the total of its weights [B, H, T, 1], and its weighted values [B, H, T, Dv].
+    """
+    own = np.arange(k.shape[2]) // BLOCK_KEYS % splits == split
+    k, v = (np.repeat(cache[:, :, own].astype(np.float32), q.shape[1] // k.shape[1], 1) for cache in (k, v))
+    scores = q.astype(np.float32) @ k.swapaxes(2, 3) * np.float32(scale) + bias[..., own]
+    largest = scores.max(-1, keepdims=True, initial=_LOWEST)
+    weights = np.exp(scores - largest)
+    return largest, weights.sum(-1, keepdims=True), weights @ v
+
+
+def combine_partials(largest: Array, total: Array, sums: Array) -> Array:
+    """The result [B, H, T, Dv] of the splits' partial sums, stacked; 0 for a row that attends to no key."""
+    shares = np.where(total == 0, 0, np.exp(largest - largest.max(0)))
+    whole: Array = (shares * total).sum(0)
+    result: Array = (shares * sums).sum(0) / np.where(whole == 0, 1, whole)
+    return result
+
+
+def attend_keys(q: Array, k: Array, v: Array, bias: Array, scale: float, splits: int) -> Array:
+    """Attention over splits of the keys; shapes as in `attend_split`, result [B, H, T, Dv]."""
+    parts = [attend_split(q, k, v, bias, scale, split, splits) for split in range(splits)]
+    return combine_partials(*(np.stack(part) for part in zip(*parts, strict=True))).astype(q.dtype)
+
+
+def accesses(
+    step: int, from_mailbox: bool, to_mailbox: bool, exchanges: bool, mailboxes: int = 3
+) -> Iterator[tuple[str, int]]:
+    """A block's accesses in a step to what the blocks share, each with the number of a mailbox or of a step.
+
+    Args:
+        from_mailbox, to_mailbox: Whether a mailbox connects the step with the one before, and with the one after.
+        exchanges: Whether the blocks exchange tagged partial sums, as in attention.
+    """
+    if from_mailbox:
+        yield "receive", (step - 1) % mailboxes
+    else:
+        yield "wait", step - 1
+    if exchanges:
+        yield "send tagged", step
+    if from_mailbox:
+        yield "wait", step - 1
+    if exchanges:
+        yield "receive tagged", step
+    if to_mailbox:
+        yield "send", step % mailboxes
+    yield "empty", (step + 1) % mailboxes
+    yield "arrive", step

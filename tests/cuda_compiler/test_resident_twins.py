@@ -1,0 +1,124 @@
+"""The twins of the resident kernel's phases agree with the op-level calls, and the phases agree with their twins."""
+
+from __future__ import annotations
+
+import cuda_gpu
+import cuda_toolchain
+import numpy as np
+import pytest
+from cuda_phases import Phases, resident, run_reference, run_resident
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuda_compiler.resident import twins
+from npu_compiler.program.elementwise import ACTIVATIONS
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(
+    seed=SEEDS,
+    dtype=st.sampled_from(sorted(TOLERANCE)),
+    rows=st.integers(1, 8),
+    n=st.integers(1, 40),
+    k=st.integers(1, 70),
+    activation=st.sampled_from(["none", *ACTIVATIONS]),
+    flags=st.tuples(*[st.booleans()] * 4),
+)
+def test_a_product_means_what_its_calls_do(
+    seed: int, dtype: str, rows: int, n: int, k: int, activation: str, flags: tuple[bool, ...]
+) -> None:
+    phases = Phases(dtype, np.random.default_rng(seed))
+    normed, gated, bias, residual = flags
+    phases.product(phases.operand("x", rows, k), "out", n, activation, normed, gated, bias, residual and not gated)
+    phases.check(run_reference(phases), TOLERANCE[dtype])
+
+
+@given(
+    seed=SEEDS,
+    dtype=st.sampled_from(sorted(TOLERANCE)),
+    sharing=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    queries=st.integers(1, 8),
+    keys=st.integers(8, 100),
+    half_width=st.integers(1, 20),
+    splits=st.integers(1, 8),
+    data=st.data(),
+)
+def test_attention_over_splits_means_what_its_calls_do(
+    seed: int,
+    dtype: str,
+    sharing: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    half_width: int,
+    splits: int,
+    data: st.DataObject,
+) -> None:
+    phases = Phases(dtype, np.random.default_rng(seed))
+    start = data.draw(st.integers(0, keys - queries))
+    phases.attention(sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits)
+    phases.check(run_reference(phases), TOLERANCE[dtype])
+
+
+def test_a_row_that_attends_to_no_key_gets_zeros() -> None:
+    q, cache, bias = np.ones((1, 1, 1, 4)), np.ones((1, 1, 40, 4)), np.full((1, 1, 1, 40), -np.inf)
+    assert not twins.attend_keys(q, cache, cache, bias, 1.0, splits=2).any()
+
+
+def test_rows_outside_the_cache_are_dropped() -> None:
+    rows = np.arange(1.0, 5.0).reshape(1, 1, 4, 1)
+    found = twins.update_cache(np.zeros((1, 1, 3, 1)), np.array([2, -1, 3, 0]), rows)
+    assert found.ravel().tolist() == [4, 0, 1]
+
+
+def products(dtype: str, seed: int, rows: int) -> Phases:
+    """A chain that has each form of the product; all but the first read a mailbox."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.product(phases.operand("x", rows, 256), "first", 320, "gelu", normed=True, bias=True)
+    if rows == 1:
+        h = phases.product(h, "gated", 336, "silu", normed=True, gated=True, bias=True)
+    phases.product(h, "second", 9_000, "relu", bias=True, residual=True)
+    return phases
+
+
+def attention(dtype: str, seed: int, queries: int) -> Phases:
+    """Attention and a product of its result, which comes through the mailbox; some splits have no keys."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    phases.product(phases.attention(6, 2, queries, 500, 64, 201, splits=8), "out", 96, normed=True)
+    return phases
+
+
+PHASES = {"products": products, "attention": attention}
+needs_gpu = pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("kind", PHASES)
+def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: int, seed: int) -> None:
+    phases = PHASES[kind]("bfloat16", seed, rows)
+    phases.check(run_reference(phases), TOLERANCE["bfloat16"])
+    call, make = resident(phases)
+    text = make.sources[call.source]
+    assert text.count("constexpr bool from_mailbox = true;") == text.count("namespace phase") - 1 > 0
+
+
+@pytest.mark.parametrize("kind", PHASES)
+def test_the_phases_compile(kind: str) -> None:
+    cuda_toolchain.compile_sources(resident(PHASES[kind]("float16", 0, 1))[1].sources)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("kind", PHASES)
+def test_the_phases_do_what_their_twins_say(kind: str, rows: int, dtype: str, seed: int) -> None:
+    phases = PHASES[kind](dtype, seed, rows)
+    runs = run_resident(phases, cuda_gpu.cuda_backends()[0])
+    for found in runs:
+        phases.check(found, TOLERANCE[dtype])
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, runs[0][name])

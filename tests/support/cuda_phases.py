@@ -1,0 +1,181 @@
+"""Phases of the resident kernel as the op-level calls that they stand for, with random operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from cuda_compiler.resident import twins
+from cuda_compiler.resident.kernel import find_runs, resident_call
+from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
+from npu_compiler.program.views import View, contiguous_strides
+from npu_runtime import Backend, Operand
+from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.cpu.kernels.matmul import activated
+from npu_runtime.torch_arrays import numpy_to_tensor
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Phases:
+    """A list of calls, the operands' first values by buffer, and what the buffers hold after the calls by the twins."""
+
+    dtype: str
+    rng: np.random.Generator
+    calls: list[KernelCall] = field(default_factory=list)
+    data: dict[str, Array] = field(default_factory=dict)
+    kinds: dict[str, BufferKind] = field(default_factory=dict)
+    expected: dict[str, Array] = field(default_factory=dict)
+
+    def operand(self, name: str, *shape: int, kind: BufferKind = "input", values: Any = None) -> View:
+        """A row-major operand in a buffer of its own; standard normal values by default."""
+        drawn = self.rng.standard_normal(shape) if values is None else values
+        dtype = "int32" if name == "index" else self.dtype
+        self.data[name] = np.asarray(drawn).astype(numpy_dtype(dtype)).reshape(shape)
+        self.kinds[name] = kind
+        return View(name, shape, contiguous_strides(shape), 0, dtype)
+
+    def call(self, kernel: str, inputs: Sequence[View], outputs: Sequence[View], **params: Any) -> None:
+        self.calls.append(KernelCall(kernel, "", tuple(inputs), tuple(outputs), params, kernel))
+
+    def product(
+        self,
+        x: View,
+        name: str,
+        n: int,
+        activation: str = "none",
+        normed: bool = False,
+        gated: bool = False,
+        bias: bool = False,
+        residual: bool = False,
+    ) -> View:
+        """Appends a product of x [M, K], with the RMSNorm before it, and returns its result [M, N]."""
+        m, k = x.shape
+        value = self.expected.get(x.buffer, self.data[x.buffer]).reshape(m, k)
+        if normed:
+            gain = self.operand(f"{name}.gain", k, kind="weight")
+            normal = self.operand(f"{name}.normal", m, k, kind="arena")
+            self.call("rmsnorm_kernel", [x, gain], [normal], rows=m, width=k, eps=1e-5, weight_offset=1.0)
+            value = self.expected[normal.buffer] = twins.rms_norm(value, self.data[gain.buffer], 1e-5, 1.0)
+            x = normal
+        rows = 2 * n if gated else n
+        weight = self.operand(
+            f"{name}.weight", rows, k, kind="weight", values=self.rng.standard_normal((rows, k)) / k**0.5
+        )
+        inputs = [x, weight]
+        options: dict[str, Array] = {}
+        if bias:
+            inputs.append(self.operand(f"{name}.bias", rows, kind="weight"))
+            options["bias"] = self.data[inputs[-1].buffer]
+        if residual:
+            inputs.append(self.operand(f"{name}.residual", m, n))
+            options["residual"] = self.data[inputs[-1].buffer]
+        out = self.operand(name, m, n, kind="output", values=np.full((m, n), np.nan))
+        params = {"m": m, "n": n, "k": k, "activation": activation, "has_bias": int(bias)}
+        params["has_residual"] = int(residual)
+        kernel = "gated_matmul_vec_kernel" if gated else "matmul_vec_kernel" if m == 1 else "matmul_kernel"
+        self.call(kernel, inputs, [out], **params)
+        twin = twins.gated_product if gated else twins.product
+        self.expected[name] = twin(value, self.data[weight.buffer], _activate(activation), **options)
+        return out
+
+    def attention(
+        self, heads: int, kv_heads: int, queries: int, keys: int, width: int, start: int, splits: int
+    ) -> View:
+        """Appends rotary embedding, cache update and attention up to each query's own key; returns [T, H · D]."""
+        d, tokens = self.data, range(start, start + queries)
+        x = self.operand("x", 1, heads + kv_heads, queries, width)
+        values = self.operand("values", 1, kv_heads, queries, width)
+        cos, sin = (self.operand(name, 1, 1, queries, width) for name in ("cos", "sin"))
+        turned = self.operand("turned", *x.shape, kind="arena")
+        index = self.operand("index", queries, values=tokens)
+        k, v = (self.operand(name, 1, kv_heads, keys, width) for name in "kv")
+        reached = np.arange(keys) <= np.array(tokens)[:, None]
+        mask = self.operand("mask", 1, 1, queries, keys, values=np.where(reached, 0.0, -np.inf))
+        whole = self.operand(
+            "attended", queries, heads * width, kind="output", values=np.full((queries, heads * width), np.nan)
+        )
+        out = View("attended", (1, heads, queries, width), (0, width, heads * width, 1), 0, self.dtype)
+        angles = [cos.expand(x.shape), sin.expand(x.shape)]
+        q, new_keys = turned.slice(1, 0, heads), turned.slice(1, heads, heads + kv_heads)
+        scale = width**-0.5
+        self.call("rope_kernel", [x, *angles], [turned], rotary_dim=width)
+        self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=2, checked=1)
+        inputs = [q, k, v, mask.expand((1, heads, queries, keys))]
+        self.call("attention_kernel", inputs, [out], scale=scale, causal=0, has_mask=1)
+        rotated = self.expected["turned"] = twins.rotate(d["x"], d["cos"], d["sin"])
+        new = {"k": rotated[:, heads:], "v": d["values"]}
+        caches = {name: twins.update_cache(d[name], d["index"], rows) for name, rows in new.items()}
+        bias = np.broadcast_to(d["mask"].astype(np.float32), (1, heads, queries, keys))
+        result = twins.attend_keys(rotated[:, :heads], caches["k"], caches["v"], bias, scale, splits)
+        self.expected |= {**caches, "attended": result.swapaxes(1, 2).reshape(whole.shape)}
+        return whole
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        buffers = {
+            name: BufferAllocation(name, self.kinds[name], array.shape, "int32" if name == "index" else self.dtype)
+            for name, array in self.data.items()
+        }
+        return ExecutionPlan([], self.calls, buffers, [], [], {}, {}, {}, {})
+
+    def check(self, found: Mapping[str, Array], tolerance: float) -> None:
+        """Compares what buffers hold after the calls with the twins' results."""
+        for name, array in found.items():
+            wanted = self.expected[name].astype(np.float32)
+            error = np.abs(array.astype(np.float32).reshape(wanted.shape) - wanted)
+            assert (error <= tolerance * (1 + np.abs(wanted))).all(), (name, float(np.nanmax(error)))
+
+
+def _activate(name: str) -> Callable[[Array], Array]:
+    return lambda x: np.asarray(activated(torch.from_numpy(x), name))
+
+
+def run_reference(phases: Phases) -> dict[str, Array]:
+    """What the buffers hold after the CPU device's reference kernels, for those whose contents the twins say."""
+    data = {name: array.copy() for name, array in phases.data.items()}
+    tensors = {name: numpy_to_tensor(array) for name, array in data.items()}
+
+    def window(view: View) -> torch.Tensor:
+        return tensors[view.buffer].as_strided(view.shape, view.strides, view.offset)
+
+    for call in phases.calls:
+        reference_launch(call, [*map(window, call.inputs)], [*map(window, call.outputs)])()
+    return {name: data[name] for name in phases.expected}
+
+
+def resident(phases: Phases) -> tuple[KernelCall, Specializer]:
+    """The calls as one resident kernel."""
+    make = Specializer(frozenset(phases.data))
+    (run,) = find_runs(phases.plan)
+    return resident_call(run, make), make
+
+
+def run_resident(phases: Phases, backend: Backend, times: int = 3) -> list[dict[str, Array]]:
+    """What the buffers that the resident kernel writes hold after each of some runs, from the same memory on."""
+    call, make = resident(phases)
+    memory = {name: backend.allocate_buffer(array) for name, array in phases.data.items()}
+    for name, buffer in make.temporaries.items():
+        memory[name] = backend.allocate_zeros(buffer.alloc_shape, buffer.dtype)
+    backend.compile([call], make.sources)
+    inputs, outputs = (
+        [Operand(memory[view.buffer], view, 0, False) for view in views] for views in (call.inputs, call.outputs)
+    )
+    launch = backend.prepare(call, inputs, outputs)
+    written = [view.buffer for view in call.outputs if view.buffer in phases.expected]
+    results = []
+    for _ in range(times):
+        for name in written:
+            memory[name].write(phases.data[name])
+        launch()
+        backend.synchronize()
+        results.append({name: memory[name].to_numpy() for name in written})
+    return results
