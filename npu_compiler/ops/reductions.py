@@ -1,7 +1,8 @@
-"""Reductions over any dimensions, softmax, and norms over dimensions."""
+"""Reductions over any dimensions, running sums, softmax, and norms over dimensions."""
 
 from __future__ import annotations
 
+from npu_compiler.graph.dtypes import is_float
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
@@ -20,6 +21,7 @@ for _name in REDUCTIONS:
         correction="f",
         order="f",
     )
+declare_kernel("cumsum_kernel", Family.REDUCTION, "x -> out", source="cumsum.metal", grid=Grid.ROW_ELEMENTS)
 declare_kernel("softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
 declare_kernel("log_softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
 declare_kernel(
@@ -58,7 +60,16 @@ def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 def lower_reduction(ctx: Lowering, node: OpNode) -> None:
     name = node.base.removeprefix("aten.")
     op = {"amax": "max", "amin": "min"}.get(name, name)
-    reduce(ctx, op, ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output())
+    out = ctx.output()
+    reduce(ctx, op, _as_dtype_says(ctx, node, out), node.attrs.get("dim"), out)
+
+
+def _as_dtype_says(ctx: Lowering, node: OpNode, out: View) -> View:
+    """The input; where `dtype` makes integers of floats, or floats of integers, each element is converted first."""
+    view = ctx.view(node.inputs[0])
+    if not node.attrs.get("dtype") or is_float(view.dtype) == is_float(out.dtype):
+        return view
+    return ctx.cast(view, "float32" if is_float(out.dtype) else out.dtype)
 
 
 @register_op("aten.var aten.std", unsupported=_empty_unsupported)
@@ -123,6 +134,18 @@ def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
     scale = ctx.temp(g.shape, "float32")
     ctx.elementwise("true_divide", [g, norm], scale)
     ctx.elementwise("mul", [v, scale], ctx.output())
+
+
+@register_op("aten.cumsum")
+def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
+    """Along `dim`, which a transposed view makes the last dimension."""
+    out = ctx.output()
+    view = _as_dtype_says(ctx, node, out)
+    if view.rank == 0:
+        ctx.copy(view, out)
+        return
+    dim, last = view.dim(node.attrs["dim"]), view.rank - 1
+    ctx.emit("cumsum_kernel", [view.transpose(dim, last)], [out.transpose(dim, last)])
 
 
 @register_op("aten.softmax aten._softmax aten.log_softmax aten._log_softmax aten.special_softmax")

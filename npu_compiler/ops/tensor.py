@@ -9,7 +9,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.program.kernels import Family, Grid, declare_kernel
+from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import View
 
 declare_kernel("fill_kernel", Family.TENSOR, "-> out", source="tensor_ops.metal", value="f", int_value="i")
@@ -34,7 +34,6 @@ declare_kernel(
     int_value="i",
 )
 declare_kernel("triangle_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", upper="?", diagonal="i")
-declare_kernel("cumsum_kernel", Family.REDUCTION, "x -> out", source="cumsum.metal", grid=Grid.ROW_ELEMENTS)
 declare_kernel("flip_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", dims="8I")
 
 
@@ -247,17 +246,6 @@ def lower_linspace(ctx: Lowering, node: OpNode) -> None:
 def lower_triangle(ctx: Lowering, node: OpNode) -> None:
     params = {"upper": int("triu" in node.base), "diagonal": node.attrs.get("diagonal", 0)}
     ctx.emit("triangle_kernel", [ctx.view(node.inputs[0])], [ctx.output()], params)
-
-
-@register_op("aten.cumsum")
-def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
-    view, out = ctx.view(node.inputs[0]), ctx.output()
-    if view.rank == 0:
-        ctx.copy(view, out)
-        return
-    dim = view.dim(node.attrs["dim"])
-    last = view.rank - 1
-    ctx.emit("cumsum_kernel", [view.transpose(dim, last)], [out.transpose(dim, last)])
 
 
 @register_op(

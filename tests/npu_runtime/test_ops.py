@@ -71,6 +71,11 @@ def whole(*shape: int) -> Arg:
     return Arg(shape, lambda s: torch.randint(-2, 3, s).float())
 
 
+def halves(*shape: int) -> Arg:
+    """Numbers with a fraction that 16 bits hold; rounding each is another thing than rounding their sum."""
+    return Arg(shape, lambda s: torch.randint(-7, 8, s) / 2)
+
+
 def distinct(*shape: int) -> Arg:
     """Floats of which no two are equal, in 16 bits either."""
     return Arg(shape, lambda s: torch.randperm(math.prod(s)).reshape(s) - 60.0)
@@ -849,7 +854,14 @@ case(
 case("sum-int", lambda x: (x.sum(), x.sum(1), x.prod(), x.cumsum(0)), i(3, 4, low=1))
 case("sum-bool", lambda x: (x.sum(), x.sum(1), x.cumsum(1)), b(3, 4))
 case("sum-dtype", lambda x: (x.sum(1, dtype=torch.float32), x.mean(dtype=torch.float32)), i(3, 4))
-case("sum-float-to-int", lambda x: x.sum(1, dtype=torch.int64), whole(3, 4))
+case("sum-float-to-int", lambda x: x.sum(1, dtype=torch.int64), halves(3, 4))
+case("prod-float-to-int", lambda x: x.prod(1, dtype=torch.int64), halves(3, 4))
+case("cumsum-float-to-int", lambda x: x.cumsum(1, dtype=torch.int64), halves(3, 4))
+case(
+    "sum-large-int-to-float",
+    lambda x: (x.sum(1, dtype=torch.float32), x.cumsum(1, dtype=torch.float32)),
+    i(3, 4, low=2**29, high=2**30),
+)
 case("mean-strided", lambda x: x.transpose(0, 2)[1:].mean((0, 1)), f(3, 4, 5), spread=1)
 case("reduce-0d", lambda x: (x.sum(), x.mean(), x.max(), x.sum(0), x.argmax(), x.softmax(0)), f(), spread=1)
 case("reduce-size-1", lambda x: (x.sum(1), x.var(1, correction=0), x.amax(1)), f(3, 1, 4), spread=1)

@@ -54,3 +54,9 @@ def masked_softmax(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     """softmax(scale · scores + mask)."""
     scores, mask = (to_float(t).float() for t in inputs)
     outputs[0].copy_(torch.softmax(scores * params["scale"] + mask, -1))
+
+
+@cpu_kernel("cumsum_kernel")
+def cumsum(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """Running sum along the last dimension."""
+    outputs[0].copy_(to_float(inputs[0]).cumsum(-1))

@@ -48,12 +48,6 @@ def triangle(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(keep(inputs[0], params["diagonal"]))
 
 
-@cpu_kernel("cumsum_kernel")
-def cumsum(inputs: Tensors, outputs: Tensors, params: Params) -> None:
-    """Running sum along the last dimension."""
-    outputs[0].copy_(to_float(inputs[0]).cumsum(-1))
-
-
 @cpu_kernel("flip_kernel")
 def flip(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(inputs[0].flip([dim for dim, flag in enumerate(params["dims"]) if flag]))
