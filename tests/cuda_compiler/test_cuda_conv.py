@@ -102,7 +102,7 @@ CONVOLUTIONAL = [
 
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_the_layout_changes_no_result(name: str, seed: int) -> None:
-    model, samples = build(name), draw(name, seed)[:2]
+    model, samples = build(name), draw(name, seed)
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.float16, samples)
     check(run_compiled(extracted(name), weights_of(model), samples, ReferenceBackend()), reference, half, seed)
 

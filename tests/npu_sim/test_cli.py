@@ -23,6 +23,7 @@ import pytest
 import torch
 from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
+from numerics import MIN_DRAWS
 from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -35,6 +36,7 @@ from npu_sim.arrays import read_weights
 from npu_sim.cli import app
 
 ROOT = Path(__file__).parents[2]
+DRAWS = ("--samples", str(MIN_DRAWS))  # what `verify` judges over
 COMMANDS = [
     "extract",
     "compile",
@@ -300,7 +302,7 @@ def test_stages_print_the_graph_after_each(folder: Path) -> None:
 
 def test_verify_passes_and_fails_with_exit_code_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_SIM_NATIVE", "0")
-    good = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--json", "--seed", "5")
+    good = invoke(folder, "verify", "tiny.json", "-w", "tiny.safetensors", "--json", "--seed", "5", *DRAWS)
     assert good.exit_code == 0
     assert json.loads(good.stdout)["passed"] is True
     original = CPU_KERNELS["softmax_kernel"]
@@ -324,7 +326,7 @@ def test_every_command_that_runs_something_takes_a_device(folder: Path, tmp_path
     assert ran["device"] == device and ran["outputs"][0]["not_finite"] == 0
     profiled = json.loads(invoke(folder, "profile", program, *options, "--runs", "2").stdout)
     assert profiled["runs"] == 2 and all(0 < row["ms"] < profiled["total_ms"] for row in profiled["kernels"])
-    assert json.loads(invoke(folder, "verify", "tiny.json", *options).stdout)["passed"] is True
+    assert json.loads(invoke(folder, "verify", "tiny.json", *options, *DRAWS).stdout)["passed"] is True
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -377,7 +379,7 @@ def test_metal_elsewhere_than_on_a_mac_is_one_sentence(folder: Path, command: st
 
 def test_verify_finds_a_wrong_metal_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["verify", "tiny.json", "-w", "tiny.safetensors", "--seed", "5", "--device", "metal-emulator"]
-    assert invoke(folder, *arguments).exit_code == 0
+    assert invoke(folder, *arguments, *DRAWS).exit_code == 0
 
     def wrong(filename: str) -> str:
         return shader_source(filename).replace("form.of(", "1.5f * form.of(")
@@ -404,7 +406,7 @@ def test_extract_then_verify(folder: Path, tmp_path: Path) -> None:
     source = str(folder / "model_for_cli_test.py")
     made = invoke(folder, "extract", f"{source}:make", "-o", ir, "--weights", weights, "--json")
     assert json.loads(made.stdout)["name"] == "Scaled", made.output
-    assert invoke(folder, "verify", ir, "-w", weights).exit_code == 0
+    assert invoke(folder, "verify", ir, "-w", weights, *DRAWS).exit_code == 0
     again = invoke(folder, "extract", f"{source}:bare", "-o", ir, "-i", "float32[5, 4]")
     assert again.exit_code == 0
     described = json.loads(invoke(folder, "describe", ir, "--json").stdout)

@@ -14,6 +14,7 @@ import torch
 from cuda_gpu import DEVICES, PROBLEM
 from cuda_toolchain import compile_sources
 from metal_harness import METAL_DEVICE
+from numerics import assert_design6
 from safetensors.torch import load_file, save_file
 from torch_ir import extract_ir
 
@@ -49,6 +50,7 @@ transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
 CHUNK, CACHE, VOCAB = 8, 24, 160
+PROMPTS = 32  # over which errors are judged: 8 of these tiny ones still make a ratio of 0.78 to 0.99
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -95,9 +97,15 @@ def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def reference_logits(folder: Path, dtype: torch.dtype, ids: list[int]) -> np.ndarray:
     """Hugging Face's logits [tokens, vocab] after each token, computed in `dtype`."""
+    (logits,) = reference_logits_of_prompts(folder, dtype, [ids])
+    return logits
+
+
+def reference_logits_of_prompts(folder: Path, dtype: torch.dtype, prompts: list[list[int]]) -> np.ndarray:
+    """The same for prompts of one length, each by itself: [prompts, tokens, vocab]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float().numpy()
+        return np.stack([model(torch.tensor([ids])).logits[0].float().numpy() for ids in prompts])
 
 
 def assert_greedy(tokens: list[int], start: int, ref: np.ndarray, half: np.ndarray) -> None:
@@ -131,21 +139,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @EVERY_DEVICE
-def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str], device: str) -> None:
+def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str], device: str, seed: int) -> None:
     folder, dtype = tiny
     model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
     assert model.decode_program.compute_dtype == dtype
-    ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
-    ref, half = reference_logits(folder, torch.float32, ids), reference_logits(folder, DTYPES[dtype], ids)
-    ours = []
-    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, CACHE - 1, CACHE):
+    prompts = np.random.default_rng(seed).integers(0, VOCAB, (PROMPTS, CACHE)).tolist()
+    ref, half = (reference_logits_of_prompts(folder, wanted, prompts) for wanted in (torch.float32, DTYPES[dtype]))
+    lengths = (1, CHUNK - 1, CHUNK, CHUNK + 1, CACHE - 1, CACHE)
+
+    def prefilled(ids: list[int]) -> np.ndarray:
         model.reset()
-        ours.append((length, model.prefill(ids[:length])))
-    rows = [length - 1 for length, _ in ours]
-    error = np.sqrt(np.mean([np.square(logits - ref[row]) for row, (_, logits) in zip(rows, ours, strict=True)]))
-    allowed = np.sqrt(np.mean(np.square(half[rows] - ref[rows])))
-    assert error <= 1.25 * allowed
-    assert np.corrcoef(np.stack([logits for _, logits in ours]).ravel(), ref[rows].ravel())[0, 1] > 0.999
+        return model.prefill(ids)
+
+    ours = np.stack([[prefilled(ids[:length]) for length in lengths] for ids in prompts])
+    rows = [length - 1 for length in lengths]
+    assert_design6(ours, ref[:, rows], half[:, rows], seed=seed)
 
 
 @EVERY_DEVICE

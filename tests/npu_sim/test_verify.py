@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
+from numerics import MIN_DRAWS
 
 from cuda_compiler.rules.table import RULES as CUDA_RULES
 from npu_compiler.errors import DeviceError, InputError, WeightError
@@ -58,7 +59,7 @@ def device() -> Iterator[Device]:
 def check(device: Device, **options: Any) -> Any:
     ir, weights = model()
     specs = input_specs(read_ir(ir), options.get("compute_dtype"))
-    return verify(ir, weights, [random_inputs(specs, SEED + i) for i in range(2)], device, **options)
+    return verify(ir, weights, [random_inputs(specs, SEED + i) for i in range(MIN_DRAWS)], device, **options)
 
 
 def break_kernel(

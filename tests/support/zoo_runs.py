@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_ir
-from numerics import assert_design6
+from numerics import MIN_DRAWS, assert_design6
 from torch import Tensor, nn
 from zoo import ZOO
 
@@ -19,7 +19,6 @@ from npu_compiler import PartitionPlan
 from npu_runtime import Backend, DAGExecutor, Executor, NPUBuffer
 from npu_runtime.weight_loader import load_weights, to_numpy
 
-SAMPLES = 5
 IN_BFLOAT16 = [
     "ResNet",
     "MobileNet",
@@ -97,13 +96,13 @@ def run_torch(model: nn.Module, dtype: torch.dtype, samples: Samples) -> list[Ar
 
 def draw(name: str, seed: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
-    return [[spec.sample(generator) for spec in ZOO[name].inputs] for _ in range(SAMPLES)]
+    return [[spec.sample(generator) for spec in ZOO[name].inputs] for _ in range(MIN_DRAWS)]
 
 
 def check(ours: list[Arrays], reference: list[Arrays], half: list[Arrays], seed: int) -> None:
-    """Design 6 for each output, over all samples at once; a sample is a row, unless it is a batch of class scores."""
+    """Section 6 of the architecture for each output, over all samples; a sample is one row, unless it is a batch of class scores."""
     for results in zip(*(zip(*runs, strict=True) for runs in (ours, reference, half)), strict=True):
-        a, b, c = (np.concatenate([_rows(value) for value in values]) for values in results)
+        a, b, c = (np.stack([_rows(value) for value in values]) for values in results)
         if np.array_equal(b, c):
             np.testing.assert_array_equal(a, b, err_msg=f"seed {seed}")
         else:
