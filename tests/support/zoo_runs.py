@@ -100,7 +100,10 @@ def draw(name: str, seed: int) -> list[list[Tensor]]:
 
 
 def check(ours: list[Arrays], reference: list[Arrays], half: list[Arrays], seed: int) -> None:
-    """Section 6 of the architecture for each output, over all samples; a sample is one row, unless it is a batch of class scores."""
+    """Section 6 of the architecture for each output, over all samples.
+
+    A sample is one row, unless it is a batch of class scores.
+    """
     for results in zip(*(zip(*runs, strict=True) for runs in (ours, reference, half)), strict=True):
         a, b, c = (np.stack([_rows(value) for value in values]) for values in results)
         if np.array_equal(b, c):
