@@ -6,11 +6,13 @@ import pytest
 from metal_mutants import cases_by_file, judge
 
 FILES = cases_by_file()
+# Every thread of these has an element of its own, and none too many run.
+WITHOUT_MUTANTS = {"add_relu.metal", "elementwise.metal", "elementwise_extended.metal"}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_barrier_and_guard_is_missed(name: str) -> None:
     verdicts = list(judge(FILES[name]))
-    assert verdicts or name.startswith(("elementwise", "add_relu")), "no barrier and no guard was found"
+    assert (not verdicts) == (name in WITHOUT_MUTANTS), f"{len(verdicts)} barriers and guards were found"
     survivors = [v.mutant for v in verdicts if v.killer is None]
     assert [f"{m.file}:{m.line} {m.function}: {m.kind} {m.text}" for m in survivors] == []

@@ -450,7 +450,9 @@ def node_inputs(graph: IRGraph, rng: np.random.Generator) -> Arrays:
 def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(
     op: str, backends: tuple[Backend, ...], seed: int
 ) -> None:
+    """Six draws of arguments; an op of which none suits both PyTorch and the table skips, and says so."""
     r = random.Random(seed)
+    compared = 0
     for _ in range(6):
         ir = random_node(op, r)
         if ir is None:
@@ -472,3 +474,6 @@ def test_a_node_that_the_op_table_accepts_compiles_and_equals_pytorch(
                 np.testing.assert_allclose(
                     got, want, rtol=tolerance, atol=tolerance, err_msg=print_graph(graph) + str(inputs)
                 )
+                compared += 1
+    if not compared:
+        pytest.skip("no arguments were drawn that both PyTorch's CPU kernel and the op table take")
