@@ -234,6 +234,8 @@ def _batch_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
         return "batch normalization without running statistics"
     if _reads_statistics(node, graph):
         return "batch normalization that returns its statistics"
+    if any(len(graph.tensors[name].shape) != 1 for name in node.inputs[1:]):
+        return "batch normalization by parameters that are no vectors"
     return None
 
 

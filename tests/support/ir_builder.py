@@ -61,6 +61,7 @@ class IRBuilder:
     def __call__(
         self,
         op_type: str,
+        /,  # ops have an argument called `self`
         *args: Any,
         name: str | None = None,
         out: OutSpec | list[OutSpec] | None = None,
@@ -83,7 +84,7 @@ class IRBuilder:
                 "op_type": op_type,
                 "inputs": [self.metas[x] for x in tensors],
                 "outputs": [self._bare(x) for x in made],
-                "attrs": _attributes(given),
+                "attrs": _attributes(given, _required(schema)),
             }
         )
         return made[0] if len(made) == 1 else made
@@ -169,7 +170,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _attributes(given: list[tuple[str, Any]]) -> dict[str, Any]:
+def _required(schema: Any) -> set[str]:
+    """The arguments without a default that are no tensors: `torch_ir` records them even if they are None."""
+    arguments = schema.arguments if schema is not None else ()
+    return {x.name for x in arguments if not x.has_default_value() and "Tensor" not in str(x.type)}
+
+
+def _attributes(given: list[tuple[str, Any]], required: set[str]) -> dict[str, Any]:
     attrs: dict[str, Any] = {}
     sizes, masks = [], []
     for name, value in given:
@@ -177,7 +184,7 @@ def _attributes(given: list[tuple[str, Any]]) -> dict[str, Any]:
         if isinstance(value, (list, tuple)) and tensors:
             sizes.append(len(tensors))
             masks += [[x is None for x in value]] if None in value else []
-        elif not tensors and value is not None:
+        elif not tensors and (value is not None or name in required):
             attrs[name] = list(value) if isinstance(value, tuple) else value
     if sizes:
         attrs["_tensor_list_sizes"] = sizes
