@@ -136,7 +136,7 @@ def test_forms(name: str, wanted: str) -> None:
     # cuDNN does not know how the weights of depthwise convolutions lie.
     assert isinstance(launch, ConvolutionLaunch) == (name != "depthwise")
     if isinstance(launch, ConvolutionLaunch):
-        assert {form.kernel for form in launch.alternatives} == {wanted}
+        assert {form.kernel for form in launch.alternatives} <= {wanted}
 
 
 def forms(call: KernelCall) -> list[KernelLaunch]:
