@@ -142,7 +142,7 @@ def test_prefill_of_any_length_agrees_with_hugging_face(tiny: tuple[Path, str], 
     folder, dtype = tiny
     model = LanguageModel(load_checkpoint(folder), cache_length=CACHE, chunk=CHUNK, device=device)
     assert model.decode_program.compute_dtype == dtype
-    prompts = np.random.default_rng(seed).integers(0, VOCAB, (MIN_DRAWS, CACHE)).tolist()
+    prompts = np.random.default_rng(seed).integers(0, VOCAB, (2 * MIN_DRAWS, CACHE)).tolist()
     ref, half = (reference_logits_of_prompts(folder, wanted, prompts) for wanted in (torch.float32, DTYPES[dtype]))
     lengths = (1, CHUNK - 1, CHUNK, CHUNK + 1, CACHE - 1, CACHE)
 
