@@ -400,7 +400,7 @@ KNOWN_GAPS = {
     "aten.addmm.default": FRACTIONS,
     "aten.flip.default": "a scalar",
     "aten.hardtanh.default": "a least value above the largest",
-    "aten.lerp.Tensor": "weights of another dtype",
+    "aten.lerp.Tensor": "integers with a weight of fractions",
     "aten.max.dim": "indices of booleans",
     "aten.min.dim": "indices of booleans",
     "aten.movedim.intlist": "a scalar",
