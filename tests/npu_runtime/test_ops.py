@@ -1443,22 +1443,22 @@ UNTOLD: list[tuple[str, Callable[..., torch.Tensor], tuple[Arg, ...], str]] = [
         "group_norm-weight",
         lambda x, g: F.group_norm(x, 3, g),
         (f(2, 6, 4), w(6)),
-        "does not tell whether it is the weight or the bias",
+        "does not record whether it is the weight or the bias",
     ),
     (
         "group_norm-bias",
         lambda x, c: F.group_norm(x, 3, None, c),
         (f(2, 6, 4), w(6)),
-        "does not tell whether it is the weight or the bias",
+        "does not record whether it is the weight or the bias",
     ),
     (
         "instance_norm-bias",
         lambda x, c: F.instance_norm(x, bias=c),
         (f(2, 3, 4), w(3)),
-        "does not tell whether it is the weight or the bias",
+        "does not record whether it is the weight or the bias",
     ),
-    ("clamp-min", lambda x, lo: x.clamp(min=lo), (f(3, 4), f(4)), "does not tell"),
-    ("clip-max", lambda x, hi: x.clip(max=hi), (f(3, 4), f(4)), "does not tell"),
+    ("clamp-min", lambda x, lo: x.clamp(min=lo), (f(3, 4), f(4)), "does not record"),
+    ("clip-max", lambda x, hi: x.clip(max=hi), (f(3, 4), f(4)), "does not record"),
 ]
 
 
