@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 import threading
@@ -133,6 +134,25 @@ def _plain(value: Any) -> Any:
 def note(message: str) -> None:
     """Print a remark to stderr, where it does not mix with results."""
     print(message, file=sys.stderr)
+
+
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+@contextmanager
+def log_as_notes(name: str) -> Iterator[None]:
+    """Print to stderr what that module logs, from level INFO on."""
+    logger, handler = logging.getLogger(name), _Notes(logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 @contextmanager

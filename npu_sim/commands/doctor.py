@@ -65,12 +65,24 @@ def _cuda() -> list[dict[str, Any]]:
 
 
 def _native() -> dict[str, Any]:
-    from npu_runtime.cpu import native
-    from npu_runtime.cpu.native.build import find_compiler
+    from npu_compiler.errors import NPUError
+    from npu_runtime.cpu.native import levels
+    from npu_runtime.cpu.native.build import compiled_library, failure_reason, find_compiler
 
-    built = native.available()
-    reason = None if built else native.failure_reason() or "not built"
-    return {"built": built, "compiler": find_compiler(), "reason": reason}
+    facts = {
+        "cpu": levels.this_cpu().model,
+        "runs": [level.name for level in levels.this_cpu().levels() if level is not levels.GENERIC],
+        "detected_level": levels.detected_level().name,
+        "forced_level": os.environ.get(levels.VARIABLE) or None,
+        "compiler": find_compiler(),
+    }
+    try:
+        library, reason = compiled_library(), failure_reason()
+    except NPUError as error:  # a level that cannot be had
+        library, reason = None, str(error)
+    if library is None:
+        return facts | {"built": False, "level": None, "seconds": None, "reason": reason}
+    return facts | {"built": True, "level": library.level.name, "seconds": library.seconds, "reason": None}
 
 
 def _cache() -> dict[str, Any]:
@@ -98,6 +110,13 @@ def report(facts: dict[str, Any]) -> str:
     lines.append("CUDA")
     lines += [f"  {part['name']}: {part['version'] or 'missing: ' + part['problem']}" for part in facts["cuda"]]
     native, cache = facts["native_kernels"], facts["cache"]
-    lines.append(f"native kernels: {'built with ' + str(native['compiler']) if native['built'] else native['reason']}")
+    lines.append("native CPU kernels")
+    forced = f", {native['forced_level']} forced" if native["forced_level"] else ""
+    lines.append(f"  {native['cpu']}: level {native['detected_level']} detected{forced}")
+    if native["built"]:
+        when = "from the cache" if native["seconds"] is None else f"built in {native['seconds']:.1f} s"
+        lines.append(f"  level {native['level']} in use, compiled with {native['compiler']}, {when}")
+    else:
+        lines.append(f"  not in use: {native['reason']}")
     lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, Seed, Weights
 from npu_sim.commands.resources import open_device
 
 
@@ -119,6 +119,7 @@ def verify(
     inputs: Inputs = None,
     dtype: Dtype = None,
     device: DeviceName = None,
+    cpu_level: CPULevel = None,
     fast: Fast = False,
     samples: Annotated[
         int, typer.Option("--samples", min=1, metavar="INTEGER", help="Number of sets of random inputs.")

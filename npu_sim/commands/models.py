@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.console import note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Seed
+from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Seed
 from npu_sim.commands.resources import open_device, open_in_background
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def generate(
     ] = False,
     dtype: Dtype = None,
     device: DeviceName = None,
+    cpu_level: CPULevel = None,
     fast: Fast = False,
     json: AsJSON = False,
 ) -> None:
@@ -152,6 +153,7 @@ def classify(
     top: Annotated[int, typer.Option("--top", metavar="INTEGER", help="Number of classes to show.")] = 5,
     dtype: Dtype = None,
     device: DeviceName = None,
+    cpu_level: CPULevel = None,
     fast: Fast = False,
     json: AsJSON = False,
 ) -> None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def _force_cpu_level(level: str | None) -> str | None:
+    """Through the environment: the kernels are compiled and loaded once a process, and its children agree with it."""
+    if level is not None:
+        os.environ["NPU_SIM_CPU_LEVEL"] = level
+    return level
+
 
 IRFile = Annotated[Path, typer.Argument(metavar="IR", help="IR file (JSON), from `npu-sim extract` or torch_ir.")]
 ProgramFile = Annotated[Path, typer.Argument(metavar="PROGRAM", help="Compiled program (.npubin).")]
@@ -38,6 +47,15 @@ DeviceName = Annotated[
         "--device",
         metavar="NAME",
         help="cpu, metal, metal-emulator, cuda or cuda:N. Default: the best one on this machine.",
+    ),
+]
+CPULevel = Annotated[
+    str | None,
+    typer.Option(
+        "--cpu-level",
+        metavar="LEVEL",
+        callback=_force_cpu_level,
+        help="Instruction set of the CPU kernels, such as x86-64-v3. Default: the best one of this machine.",
     ),
 ]
 Fast = Annotated[bool, typer.Option("--fast", help="Run --device metal-emulator without its memory checks.")]

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.console import print_json, progress, step
-from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, ProgramFile, Seed, Weights
+from npu_sim.commands.options import (
+    AsJSON,
+    CPULevel,
+    DeviceName,
+    Dtype,
+    Fast,
+    Inputs,
+    IRFile,
+    ProgramFile,
+    Seed,
+    Weights,
+)
 from npu_sim.commands.resources import find_target, inputs_for, load_onto, open_device
 
 if TYPE_CHECKING:
@@ -136,6 +147,7 @@ def run(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this .npz file.")
     ] = None,
     device: DeviceName = None,
+    cpu_level: CPULevel = None,
     fast: Fast = False,
     seed: Seed = None,
     json: AsJSON = False,
@@ -190,6 +202,7 @@ def profile(
     weights: Weights = None,
     inputs: Inputs = None,
     device: DeviceName = None,
+    cpu_level: CPULevel = None,
     fast: Fast = False,
     runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     seed: Seed = None,

@@ -1,25 +1,32 @@
-"""Compiles the C++ kernels of this folder into one shared library, once per machine and source version."""
+"""Compiles the C++ kernels of this folder into one shared library, once per machine, CPU level and source version."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
+import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from npu_compiler.errors import DeviceError
 from npu_runtime.cache_folder import cache_folder
+from npu_runtime.cpu.native.levels import VARIABLE, Level, forced_level, this_cpu
 
 SOURCE_FOLDER = Path(__file__).parent
 # Contraction to fused multiply-adds is wanted; the rest of -ffast-math is not: masks rely on infinities.
 FLAGS = (
     "-std=c++20",
-    "-O3",
-    "-march=native",
+    "-O2",
     "-fPIC",
     "-pthread",
     "-ffp-contract=fast",
@@ -30,24 +37,67 @@ FLAGS = (
     "-Wno-ignored-attributes",
     "-Wno-maybe-uninitialized",
 )
+# The files that take the compiler the longest come first, so that none of them runs alone in the end.
+_SLOWEST = ("attention", "pool2d", "pointwise", "linear")
+_UNFINISHED = "unfinished-"
 
-_failure: str | None = None
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The compiled kernels.
+
+    Attributes:
+        path: The shared library.
+        level: What it was compiled for.
+        compiler: The path of the compiler.
+        seconds: How long compiling took, or None where the library was in the cache.
+    """
+
+    path: Path
+    level: Level
+    compiler: str
+    seconds: float | None
+
+
+def library_path() -> Path | None:
+    """The compiled library, built now if it is not cached; None when it cannot be had (see `failure_reason`)."""
+    library = compiled_library()
+    return None if library is None else library.path
 
 
 def failure_reason() -> str | None:
     """Why `library_path` returned None, or None when it did not."""
-    return _failure
+    outcome = _outcome()
+    return None if isinstance(outcome, Library) else outcome
+
+
+def compiled_library() -> Library | None:
+    """The library of `library_path`, and how it was made.
+
+    Raises:
+        InputError: `NPU_SIM_CPU_LEVEL` names no level.
+        DeviceError: it names one that this machine cannot run or its compiler cannot build.
+    """
+    outcome = _outcome()
+    return outcome if isinstance(outcome, Library) else None
 
 
 @functools.cache
-def library_path() -> Path | None:
-    """The compiled library, built now if it is not cached; None when it cannot be had (see `failure_reason`)."""
-    global _failure
+def _outcome() -> Library | str:
+    """The library, or why there is none."""
+    if os.environ.get("NPU_SIM_NATIVE") == "0":
+        return "disabled by NPU_SIM_NATIVE=0"
+    forced, compiler = forced_level(), find_compiler()
+    if compiler is None:
+        return "no C++ compiler found (looked for $CXX, c++, g++ and clang++)"
     try:
-        return _build()
+        return build(compiler, forced) if forced else _build_best(compiler)
     except (OSError, RuntimeError) as error:
-        _failure = str(error)
-        return None
+        if forced:
+            raise DeviceError(f"CPU level {forced.name}, which {VARIABLE} asks for, cannot be built: {error}") from None
+        return str(error)
 
 
 def find_compiler() -> str | None:
@@ -59,40 +109,115 @@ def find_compiler() -> str | None:
     return None
 
 
-def _build() -> Path:
-    if os.environ.get("NPU_SIM_NATIVE") == "0":
-        raise RuntimeError("disabled by NPU_SIM_NATIVE=0")
-    compiler = find_compiler()
-    if compiler is None:
-        raise RuntimeError("no C++ compiler found (looked for $CXX, c++, g++ and clang++)")
-    target = "\n".join((_run([compiler, "--version"]), _cpu_description(), *FLAGS))
+def _build_best(compiler: str) -> Library:
+    """The library for the highest level that this machine runs and the compiler can build; OSError or RuntimeError."""
+    failures: list[tuple[Level, RuntimeError]] = []
+    for level in reversed(this_cpu().levels()):
+        try:
+            library = build(compiler, level)
+        except RuntimeError as error:
+            failures.append((level, error))
+            continue
+        if failures:
+            names = " and ".join(failed.name for failed, _ in failures)
+            warnings.warn(
+                f"{compiler} cannot build the native kernels for CPU level {names}, so they are built for the slower "
+                f"{level.name}; a newer compiler (in $CXX) may help. {failures[0][1]}",
+                stacklevel=2,
+            )
+        return library
+    raise failures[0][1]
+
+
+def build(compiler: str, level: Level) -> Library:
+    """The library for that level, which need not be one that this machine runs; from the cache if it is there.
+
+    Raises:
+        RuntimeError: the compiler fails.
+        OSError: it cannot be started, or there is no folder to write to.
+    """
+    flags = [*FLAGS, *level.flags]
+    if level.flags and level in this_cpu().levels():
+        flags.append("-mtune=native")
+    target = "\n".join((_run([compiler, "--version"]), *flags))
     headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.glob("*.h")))
     objects = {
-        source: _digest(target.encode(), headers, source.name.encode(), source.read_bytes())
-        for source in sorted(SOURCE_FOLDER.glob("*.cpp"))
+        source: f"{source.stem}-{_digest(target.encode(), headers, source.name.encode(), source.read_bytes())}.o"
+        for source in sorted(SOURCE_FOLDER.glob("*.cpp"), key=_by_build_time)
     }
+    name = f"kernels-{level.name}-{_digest(*(path.encode() for path in sorted(objects.values())))}.so"
+    if (cache_folder() / name).exists():
+        return Library(cache_folder() / name, level, compiler, None)
+    folder = _writable_folder()
+    path = folder / name
+    with _alone_in(folder):
+        if path.exists():  # another process has just built it, or the cache folder is read-only
+            return Library(path, level, compiler, None)
+        _log.info("compiling the CPU kernels for %s, once on this machine", level.name)
+        start = time.perf_counter()
+        pool = ThreadPoolExecutor(_usable_cores())
+        try:
+            jobs = [
+                pool.submit(_make, folder / file, [compiler, *flags, "-c", str(source)])
+                for source, file in objects.items()
+            ]
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        for job in jobs:
+            if not job.cancelled():
+                job.result()
+        _make(path, [compiler, "-shared", "-pthread", *(str(folder / file) for file in objects.values())])
+    return Library(path, level, compiler, time.perf_counter() - start)
+
+
+def _by_build_time(source: Path) -> tuple[int, str]:
+    """Sorts the files that take longest first."""
+    return _SLOWEST.index(source.stem) if source.stem in _SLOWEST else len(_SLOWEST), source.stem
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _writable_folder() -> Path:
+    """The cache folder or, where that is read-only, one of the user's own among the temporary files."""
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"kernels-{_digest(*(digest.encode() for digest in objects.values()))}.so"
-    if library.exists():
-        return library
-
-    def compile_object(item: tuple[Path, str]) -> Path:
-        source, digest = item
-        path = folder / f"{source.stem}-{digest}.o"
-        if not path.exists():
-            _write_atomically(path, [compiler, *FLAGS, "-c", str(source)])
-        return path
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        paths = list(pool.map(compile_object, objects.items()))
-    _write_atomically(library, [compiler, "-shared", "-pthread", *map(str, paths)])
-    return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return folder
+    except OSError:
+        instead = Path(tempfile.gettempdir()) / f"npu-simulation-{os.getuid()}"
+        instead.mkdir(mode=0o700, exist_ok=True)
+        owner = instead.lstat()
+        # Whoever can write there can make this process run their code.
+        if owner.st_uid != os.getuid() or owner.st_mode & 0o022 or instead.is_symlink():
+            raise
+        return instead
 
 
-def _write_atomically(path: Path, command: list[str]) -> None:
-    """Runs `command -o path` such that other processes see the whole file or none."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other processes from building in the folder meanwhile; removes what interrupted ones left there."""
+    with (folder / "kernels.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # some network folders have no locks: the work may then be done twice
+            yield
+            return
+        for leftover in folder.glob(f"{_UNFINISHED}*"):
+            leftover.unlink(missing_ok=True)
+        yield
+
+
+def _make(path: Path, command: list[str]) -> None:
+    """Runs `command -o path`, unless the file is there, such that other processes see the whole file or none."""
+    if path.exists():
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED, suffix=path.suffix)
     os.close(handle)
     try:
         _run([*command, "-o", temporary])
@@ -106,16 +231,6 @@ def _run(command: list[str]) -> str:
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-4000:]}")
     return result.stdout
-
-
-def _cpu_description() -> str:
-    """What -march=native depends on: a cache on a shared home folder may serve several kinds of machine."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    fields = ("flags", "Features", "model name", "CPU part")
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(fields)}))
 
 
 def _digest(*parts: bytes) -> str:
