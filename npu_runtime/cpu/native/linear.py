@@ -52,7 +52,7 @@ def pack_linear_weight(weight: torch.Tensor) -> PackedWeight | None:
     step = 2 if weight.dtype is torch.bfloat16 else 1
     size = -(-n // _PANEL) * _PANEL * -(-k // step) * step * weight.element_size()
     data = _aligned_bytes(size)
-    launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight)()
+    launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)
 
 

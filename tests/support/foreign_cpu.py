@@ -1,0 +1,202 @@
+"""A pytest plugin that runs the native kernels' tests on another CPU: compiled for it, under qemu's user emulation.
+
+    FOREIGN_CPU_LEVEL=aarch64 PYTHONPATH=tests/support pytest -p foreign_cpu tests/npu_runtime/test_native.py
+
+The tests stay as they are. A library that stands in for the loaded one sends each launch, with the memory that it
+points into, to a process of the other architecture (`foreign_runner.cpp`), and copies what the kernel wrote back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from npu_runtime.cpu.native import bindings, build
+from npu_runtime.cpu.native.levels import Level, find_level, this_cpu
+
+_RUNNER = Path(__file__).with_name("foreign_runner.cpp")
+# Models that have what a level needs and nothing beyond it, so that an instruction of a higher level is a crash.
+_EMULATED_CPUS = {"aarch64": "cortex-a53", "aarch64-bf16": "max", "x86-64-v2": "Nehalem", "x86-64-v3": "max"}
+
+
+def missing_tool(level: Level) -> str | None:
+    """What is not installed here but needed to build for that level and to run it, or None."""
+    if _compiler(level) is None:
+        return f"{level.machine}-linux-gnu-g++"
+    if level not in this_cpu().levels() and (level.name not in _EMULATED_CPUS or _emulator(level) is None):
+        return f"an emulator of {level.name} (qemu-user)"
+    return None
+
+
+def _compiler(level: Level) -> str | None:
+    if level.machine == this_cpu().machine:
+        return build.find_compiler()
+    return shutil.which(f"{level.machine}-linux-gnu-g++")
+
+
+def _emulator(level: Level) -> str | None:
+    return shutil.which(f"qemu-{level.machine}") or shutil.which(f"qemu-{level.machine}-static")
+
+
+class ForeignLibrary:
+    """The kernels of a level in a process that can run them; it looks like the `ctypes.CDLL` that it replaces.
+
+    Raises:
+        RuntimeError: a needed tool is missing, or compiling failed.
+    """
+
+    def __init__(self, level: Level) -> None:
+        missing = missing_tool(level)
+        compiler = _compiler(level)
+        if missing is not None or compiler is None:
+            raise RuntimeError(f"{missing} is not installed")
+        library = build.build(compiler, level)
+        runner = library.path.with_name(f"runner-{level.machine}-{int(_RUNNER.stat().st_mtime)}")
+        if not runner.exists():
+            own = runner.with_name(f"{runner.name}-{os.getpid()}")
+            subprocess.run([compiler, "-std=c++20", "-O1", str(_RUNNER), "-ldl", "-o", str(own)], check=True)
+            own.replace(runner)
+        command = [str(runner), str(library.path)]
+        if level not in this_cpu().levels():
+            command = [
+                _emulator(level) or "",
+                "-L",
+                _system_root(compiler),
+                "-cpu",
+                _EMULATED_CPUS[level.name],
+                *command,
+            ]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._turn = threading.Lock()
+
+    def __getattr__(self, name: str) -> _Function:
+        if not self._ask("f", name, lambda: self._numbers(1))[0]:
+            raise AttributeError(f"the library has no {name}")
+        return _Function(self, name)
+
+    def number(self, name: str) -> int:
+        """What a function without parameters returns."""
+        return self._ask("n", name, lambda: self._numbers(1))[0]
+
+    def text(self, name: str) -> bytes:
+        """The string that a function without parameters returns."""
+        return self._ask("s", name, lambda: self._read(self._numbers(1)[0]))
+
+    def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> None:
+        """Runs a kernel on its argument block and the memory of the tensors that its launch keeps."""
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _tensors(kept)) if s.nbytes()}
+        begins, pointers = list(storages), []
+        for offset, address in _pointers(args):
+            region = next((i for i, b in enumerate(begins) if b <= address < b + storages[b]), None)
+            if region is None:
+                raise AssertionError(f"{name} points, at offset {offset}, into no tensor that its launch keeps")
+            pointers += [offset, region, address - begins[region]]
+        parts = [struct.pack("<q", ctypes.sizeof(args)), bytes(args), struct.pack("<q", len(storages))]
+        for begin, size in storages.items():
+            parts += [struct.pack("<2q", size, begin % 64), ctypes.string_at(begin, size)]
+        parts.append(struct.pack(f"<{1 + len(pointers)}q", len(pointers) // 3, *pointers))
+
+        def copy_back() -> None:
+            for begin, size in storages.items():
+                ctypes.memmove(begin, self._read(size), size)
+
+        self._ask("l", name, copy_back, b"".join(parts))
+
+    def _ask(self, kind: str, name: str, read_answer: Any, rest: bytes = b"") -> Any:
+        assert self._process.stdin is not None
+        with self._turn:
+            try:
+                self._process.stdin.write(struct.pack("<2q", ord(kind), len(name)) + name.encode() + rest)
+                self._process.stdin.flush()
+                return read_answer()
+            except (BrokenPipeError, EOFError):
+                raise RuntimeError(f"the process ended in {name}, with status {self._process.wait()}") from None
+
+    def _numbers(self, count: int) -> tuple[int, ...]:
+        return struct.unpack(f"<{count}q", self._read(8 * count))
+
+    def _read(self, count: int) -> bytes:
+        assert self._process.stdout is not None
+        data = self._process.stdout.read(count)
+        if len(data) < count:
+            raise EOFError
+        return data
+
+
+class _Function:
+    """A function of the foreign library; like those of ctypes, it takes a result type and argument types."""
+
+    def __init__(self, library: ForeignLibrary, name: str) -> None:
+        self.library, self.name = library, name
+        self.restype: Any = ctypes.c_int
+        self.argtypes: Any = None
+
+    def __call__(self) -> int | bytes:
+        return self.library.text(self.name) if self.restype is ctypes.c_char_p else self.library.number(self.name)
+
+
+def _tensors(kept: object) -> Iterator[torch.Tensor]:
+    """The tensors among what a launch keeps, and in dataclasses among it (packed weights)."""
+    if isinstance(kept, torch.Tensor):
+        yield kept
+    elif isinstance(kept, (tuple, list)):
+        for item in kept:
+            yield from _tensors(item)
+    elif is_dataclass(kept):
+        yield from _tensors([getattr(kept, field.name) for field in fields(kept)])
+
+
+def _pointers(block: Any, at: int = 0) -> Iterator[tuple[int, int]]:
+    """Offset and value of each pointer of an argument block that is not null."""
+    if isinstance(block, ctypes.Structure):
+        for name, kind, *_ in type(block)._fields_:
+            offset = at + getattr(type(block), name).offset
+            value = getattr(block, name)
+            if kind is ctypes.c_void_p and value:
+                yield offset, value
+            elif issubclass(kind, (ctypes.Structure, ctypes.Array)):
+                yield from _pointers(value, offset)
+    elif issubclass(block._type_, (ctypes.Structure, ctypes.c_void_p)):
+        size = ctypes.sizeof(block._type_)
+        for i, item in enumerate(block):
+            if isinstance(item, int):
+                yield at + i * size, item
+            elif item is not None:
+                yield from _pointers(item, at + i * size)
+
+
+def _system_root(compiler: str) -> str:
+    """Where the cross compiler's own libc is: the emulated program's `/`."""
+    asked = subprocess.run([compiler, "-print-file-name=libc.so.6"], capture_output=True, text=True, check=True)
+    return str(Path(asked.stdout.strip()).resolve().parents[1])
+
+
+def install(level: Level) -> None:
+    """Lets this process's native kernels run on the other CPU from now on."""
+    foreign = ForeignLibrary(level)
+    # `library` is imported by name into the modules that ask the kernels something.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("npu_runtime.cpu.native") and hasattr(module, "library"):
+            module.library = lambda: foreign  # type: ignore[attr-defined]
+    launch, sequence = bindings.NativeLaunch, bindings.NativeSequence
+    launch.__call__ = lambda self: foreign.launch(f"npu_{self.name}", self.args, self._keep)  # type: ignore[method-assign]
+    launch.addresses = lambda self: (0, 0)  # type: ignore[method-assign]
+    sequence.__call__ = lambda self: [one() for one in self.launches] and None  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Before any test file asks whether there are native kernels."""
+    install(find_level(os.environ["FOREIGN_CPU_LEVEL"]))
