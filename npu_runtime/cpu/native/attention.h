@@ -28,7 +28,7 @@ struct AttentionArgs {
   int64_t rows() const { return heads() / kv_heads() * queries(); }
 };
 
-constexpr float kNoWeight = -std::numeric_limits<float>::infinity();
+inline constexpr float kNoWeight = -std::numeric_limits<float>::infinity();
 
 // One query row: where its data is and which keys it may see.
 template <class T>
@@ -54,14 +54,13 @@ QueryRow<T> query_row(const AttentionArgs& a, int64_t batch, int64_t kv_head, in
   };
 }
 
-// What is added to the scores of keys [key, key + 16): kNoWeight for those that the row does not attend.
+// What is added to the scores of keys [key, key + kLanes): kNoWeight for those that the row does not attend.
 template <class T>
 NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_t key, float floor) {
   const int64_t count = row.keys - key;
   Vec bias{};
   if (count > 0) {
     if (a.mask_kind == MaskKind::boolean) {
-      typedef uint8_t Bytes __attribute__((vector_size(16)));
       Bytes bytes{};
       if (count >= kLanes) std::memcpy(&bytes, row.mask + key, kLanes);
       else std::memcpy(&bytes, row.mask + key, count);
@@ -76,14 +75,7 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
 }
 
 // Whether some lane is anything but `value`; NaN is.
-NPU_INLINE bool differs_any(Vec lanes, float value) {
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(lanes, splat(value), _CMP_NEQ_UQ) != 0;
-#else
-  const IVec differs = lanes != splat(value);
-  return max_lanes(bit_cast<Vec>(differs & bit_cast<IVec>(splat(1.0f)))) > 0;
-#endif
-}
+NPU_INLINE bool differs_any(Vec lanes, float value) { return any(lanes != splat(value)); }
 
 template <class T>
 void store_attention(const AttentionArgs& a, const QueryRow<T>& row, const float* sums, float total) {

@@ -6,31 +6,25 @@
 
 namespace npu {
 
-constexpr int64_t kTileKeys = 256;  // keys per tile of prefill: 12 rows of scores, and the panels they meet, stay in L2
-constexpr int64_t kTilePanels = kTileKeys / kPanel;
+inline constexpr int64_t kTilePanels = 8;  // a block's scores of a tile, and the panels that they meet, stay in L2
+inline constexpr int64_t kTileKeys = kTilePanels * kPanel;
+static_assert(kTileKeys == kRowStride);
 
 // One bit for each panel of a tile. Of several rows together, both are the union.
 struct TilePanels {
   uint8_t seen = 0;    // some key is attended
   uint8_t biased = 0;  // the mask adds something to the score of some key, or hides it
-  static_assert(kTilePanels == 8);
 
   TilePanels operator|(TilePanels other) const {
     return {static_cast<uint8_t>(seen | other.seen), static_cast<uint8_t>(biased | other.biased)};
   }
 };
 
-// Whether all of 256 bytes are zero.
+// Whether all of a tile's bytes are zero.
 inline bool all_zero(const char* bytes) {
-  IVec any{};
-  for (int i = 0; i < kTileKeys; i += sizeof(IVec)) any |= load_bits<IVec>(bytes + i);
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(bit_cast<__m512i>(any), bit_cast<__m512i>(any)) == 0;
-#else
-  int32_t folded = 0;
-  for (int i = 0; i < kLanes; ++i) folded |= any[i];
-  return folded == 0;
-#endif
+  IVec seen{};
+  for (int64_t i = 0; i < kTileKeys; i += sizeof(IVec)) seen |= load_bits<IVec>(bytes + i);
+  return !any(seen);
 }
 
 // The panels of the tile that begins at `key`, of which `row` may see some.

@@ -8,18 +8,18 @@
 
 namespace npu {
 
-constexpr int64_t kRowChunk = 16;   // query rows that pass over the keys together
-constexpr int64_t kKeyBlock = 64;   // keys between two updates of the softmax
-constexpr int64_t kMaxWidth = 512;  // of a query: bounds its copy on the stack
-constexpr int64_t kPartialHead = 16;  // floats before a partial's sums: the maximum and the total, then padding
+inline constexpr int64_t kRowChunk = 16;   // query rows that pass over the keys together
+inline constexpr int64_t kKeyBlock = 64;   // keys between two updates of the softmax
+inline constexpr int64_t kMaxWidth = 512;  // of a query: bounds its copy on the stack
+inline constexpr int64_t kPartialHead = 16;  // floats before a partial's sums: the maximum and the total, then padding
 
 // A partial result of one row: {maximum score, total weight, ..., weighted sum of values}.
 inline int64_t partial_size(const AttentionArgs& a) { return kPartialHead + round_up(a.value_width(), kLanes); }
 
 template <class T>
-constexpr int64_t kDotWidth = kLanes * Step<T>::kWidth;
+inline constexpr int64_t kDotWidth = kLanes * Step<T>::kWidth;
 
-// The dot products of one query with `count` keys (1 to 16), `stride` apart; lanes beyond repeat the last key. kVecs is
+// The dot products of one query with `count` keys (1 to kLanes), `stride` apart; lanes beyond repeat the last key. kVecs is
 // the number of whole vectors per key, or 0 to take it from `width`.
 template <class T, int kVecs>
 NPU_INLINE Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t stride, int64_t count, int64_t width) {
@@ -33,7 +33,7 @@ NPU_INLINE Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t str
     Vec sum{};
 #pragma GCC unroll 4
     for (int64_t i = 0; i < vecs; ++i)
-      sum = S::multiply_add(sum, Q::load_weights(q + i * kDotWidth<T>), S::load_weights(key + i * kDotWidth<T>));
+      sum = S::multiply_add(sum, Q::load_panel(q + i * kDotWidth<T>), S::load_panel(key + i * kDotWidth<T>));
     sums[j] = sum;
     if (j + 1 < count) key += stride;
   }
@@ -41,7 +41,7 @@ NPU_INLINE Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t str
     for (int j = 0; j < kLanes; ++j) {
       T tail[kDotWidth<T>] = {};
       std::memcpy(tail, keys + std::min<int64_t>(j, count - 1) * stride + whole, (width - whole) * sizeof(T));
-      sums[j] = S::multiply_add(sums[j], Q::load_weights(q + whole), S::load_weights(tail));
+      sums[j] = S::multiply_add(sums[j], Q::load_panel(q + whole), S::load_panel(tail));
     }
   }
   return sum_rows(sums);
@@ -49,11 +49,9 @@ NPU_INLINE Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t str
 
 template <class T>
 Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t stride, int64_t count, int64_t width) {
-  switch (width / kDotWidth<T>) {
-    case 2: return dot_keys<T, 2>(q, keys, stride, count, width);
-    case 4: return dot_keys<T, 4>(q, keys, stride, count, width);
-    default: return dot_keys<T, 0>(q, keys, stride, count, width);
-  }
+  if (width == 64) return dot_keys<T, 64 / kDotWidth<T>>(q, keys, stride, count, width);
+  if (width == 128) return dot_keys<T, 128 / kDotWidth<T>>(q, keys, stride, count, width);
+  return dot_keys<T, 0>(q, keys, stride, count, width);
 }
 
 // For kRows rows, sums[0, 16 kVecs) += weights · values over `count` rows of values. Weights and sums of different rows
@@ -99,10 +97,9 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
   int64_t furthest = 0;
   for (int64_t r = 0; r < rows; ++r) {
     query[r] = query_row<T>(a, batch, kv_head, row + r);
-    for (int64_t d = 0; d < q_size; ++d) {
-      if (d < a.width()) convert(query[r].q + d, q + r * q_size + d);
-      else q[r * q_size + d] = X{};
-    }
+    std::fill(q + r * q_size, q + (r + 1) * q_size, X{});
+    for (int64_t d = 0; d < a.width(); d += kLanes)
+      store_n(q + r * q_size + d, load_n(query[r].q + d, a.width() - d), a.width() - d);
     float* partial = partials + r * size;
     std::fill(partial, partial + size, 0.0f);
     partial[0] = kNoWeight;

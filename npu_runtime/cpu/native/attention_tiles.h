@@ -11,7 +11,7 @@
 
 namespace npu {
 
-constexpr int64_t kTaskBlocks = 4;  // row blocks that pass over a tile's panels together
+inline constexpr int64_t kTaskBlocks = 4;  // row blocks that pass over a tile's panels together
 
 // The packed keys and values of one key head, in elements of X.
 struct PanelLayout {
@@ -25,20 +25,20 @@ struct PanelLayout {
   int64_t size() const { return values_at() + value_panels * value_panel_size; }
 };
 
-// Packs keys [32 panel, 32 panel + 32) and their values.
+// Packs one panel of keys and their values.
 template <class T, class X>
 void pack_keys(const AttentionArgs& a, const PanelLayout& layout, int64_t batch, int64_t kv_head, int64_t panel,
                X* packed) {
   constexpr int kWidth = Step<T>::kWidth;
   const int64_t key = panel * kPanel, count = std::min(kPanel, a.keys() - key);
   const T* keys = reinterpret_cast<const T*>(a.k.data) + offset(a.k, batch, kv_head, key);
-  pack_panel<X, kWidth>(keys, a.k.stride[2], 1, count, a.width(), packed + panel * layout.key_panel_size);
+  pack_panel<T, X, kWidth>(keys, a.k.stride[2], 1, count, a.width(), packed + panel * layout.key_panel_size);
   const T* values = reinterpret_cast<const T*>(a.v.data) + offset(a.v, batch, kv_head, key);
   for (int64_t p = 0; p < layout.value_panels; ++p) {
     X* out = packed + layout.values_at() + p * layout.value_panel_size + key * kPanel;
     // Weights of keys beyond the last are zero, and so must the values be: zero times leftovers could be NaN.
     if (count < kPanel) std::fill(out, out + kPanel * kPanel, X{});
-    pack_panel<X, kWidth>(values + p * kPanel, 1, a.v.stride[2], std::min(kPanel, a.value_width() - p * kPanel), count,
+    pack_panel<T, X, kWidth>(values + p * kPanel, 1, a.v.stride[2], std::min(kPanel, a.value_width() - p * kPanel), count,
                           out);
   }
 }
@@ -53,7 +53,7 @@ struct RowBlock {
   const TilePanels* mask[kMaxRows];  // what the mask's row leaves visible, if there is a mask
   float highest[kMaxRows], total[kMaxRows];
   X* q;         // packed
-  float* sums;  // one [rows][32] tile per value panel
+  float* sums;  // one [rows][kPanel] tile per value panel
 
   // What the rows together see of the tile that begins at `key`, and where scores need a bias.
   TilePanels visible(bool masked, int64_t key) const {
@@ -83,11 +83,12 @@ void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch,
     block.highest[r] = kNoWeight;
     block.total[r] = 0;
   }
-  pack_rows<typename Step<T>::X, kWidth>([&](int64_t r) { return block.query[r].q; }, block.rows, a.width(), block.q);
+  const auto row_at = [&](int64_t r) { return block.query[r].q; };
+  pack_rows<T, typename Step<T>::X, kWidth>(row_at, block.rows, block.rows, a.width(), block.q);
   std::fill(block.sums, block.sums + value_panels * block.rows * kPanel, 0.0f);
 }
 
-// Attends a block to what it sees of keys [key, key + 256).
+// Attends a block to what it sees of one tile of keys, [key, key + kTileKeys).
 template <class T>
 void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typename Step<T>::X* packed, int64_t key,
                  RowBlock<T>& block, float* scores, typename Step<T>::X* weights) {
@@ -95,7 +96,7 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
   constexpr int kWidth = Step<T>::kWidth;
   const TilePanels visible = block.visible(a.mask_kind != MaskKind::none, key);
   if (visible.seen == 0) return;
-  // The panels that are seen, side by side: row r's scores of the c-th are scores[r * kTileKeys + c * 32 ...].
+  // The panels that are seen, side by side: row r's scores of the c-th are scores[r * kTileKeys + c * kPanel ...].
   int64_t panels[kTilePanels], count = 0;
   for (int64_t p = 0; p < kTilePanels; ++p)
     if (visible.seen >> p & 1) panels[count++] = key / kPanel + p;
@@ -107,7 +108,7 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
   for (int64_t c = 0; c < count; ++c) {
     const int64_t first = panels[c] * kPanel;
     const bool biased = visible.biased >> (panels[c] % kTilePanels) & 1;
-    multiply<X>(rows, block.q, packed + panels[c] * layout.key_panel_size, divide_up(a.width(), kWidth), tile, false);
+    multiply<X>(rows, block.q, packed + panels[c] * layout.key_panel_size, divide_up(a.width(), kWidth), {tile}, false);
     for (int64_t r = 0; r < rows; ++r)
       for (int v = 0; v < 2; ++v) {
         Vec score = load(tile + r * kPanel + v * kLanes) * a.scale;
@@ -142,8 +143,8 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
     for (next = c + 1; next < count && panels[next] == panels[next - 1] + 1;) ++next;
     for (int64_t p = 0; p < layout.value_panels; ++p) {
       const X* values = packed + layout.values_at() + p * layout.value_panel_size + panels[c] * kPanel * kPanel;
-      multiply<X, kTileKeys>(rows, weights + c * kPanel, values, (next - c) * kPanel / kWidth,
-                             block.sums + p * rows * kPanel, true);
+      multiply_unpacked<X>(rows, weights + c * kPanel, values, (next - c) * kPanel / kWidth,
+                           {block.sums + p * rows * kPanel}, true);
     }
   }
 }

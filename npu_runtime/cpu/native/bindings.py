@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +42,43 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that packed operands follow; they depend on the instruction set that the library was compiled for.
+
+    Attributes:
+        lanes: Floats in a vector.
+        max_rows: Rows that the product of gemm.h handles at once.
+        has_pairs: Whether bfloat16 is multiplied in pairs.
+    """
+
+    lanes: int
+    max_rows: int
+    has_pairs: bool
+
+    @property
+    def panel(self) -> int:
+        """Columns of a panel (kPanel in gemm.h)."""
+        return 2 * self.lanes
+
+
+@functools.cache
+def layout() -> Layout:
+    """The layout of the loaded library."""
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("there are no native kernels in this process")
+    lanes, max_rows, has_pairs = (_integer(loaded, name) for name in ("npu_lanes", "npu_max_rows", "npu_has_pairs"))
+    return Layout(lanes, max_rows, bool(has_pairs))
+
+
+def _integer(loaded: ctypes.CDLL, name: str) -> int:
+    function = getattr(loaded, name)
+    function.restype = ctypes.c_int64
+    value: int = function()
+    return value
+
+
 def available() -> bool:
     """Whether native kernels can be prepared in this process."""
     return library() is not None
@@ -49,9 +87,7 @@ def available() -> bool:
 @functools.cache
 def _kernel(name: str, args_type: type[ctypes.Structure]) -> Any:
     loaded = library()
-    size = getattr(loaded, f"npu_{name}_args_size")
-    size.restype = ctypes.c_int64
-    if size() != ctypes.sizeof(args_type):
+    if loaded is None or _integer(loaded, f"npu_{name}_args_size") != ctypes.sizeof(args_type):
         raise TypeError(f"{args_type.__name__} does not match the argument block of kernel {name!r}")
     function = getattr(loaded, f"npu_{name}")
     function.argtypes = [ctypes.c_void_p]

@@ -1,9 +1,9 @@
 // Convolution as a product of the weights with columns of pixels that are gathered tile by tile, never all at once.
 //
 // Large maps keep pixels in the vector lanes. Small ones, 7x7 say, would leave lanes idle, so there output channels
-// take the lanes and each result tile is transposed on its way out.
+// take the lanes and results are transposed on their way out.
 #include "conv_epilogue.h"
-#include "conv_gemm.h"
+#include "gemm.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -12,12 +12,10 @@ namespace {
 
 enum class Lanes : int64_t { pixels, channels };
 
-// Part of one output row: `count` pixels whose first input element lies `source` into the plane.
-struct Segment {
-  int64_t source;
-  int64_t target;
-  int64_t count;
-};
+// With pixels in the lanes: what a task's columns may be, so that they stay in L2.
+constexpr int64_t kMostPanels = 8, kColumnBytes = 128 << 10;
+// With channels in the lanes: blocks of pixels whose results are transposed and finished together.
+constexpr int64_t kMostBlocks = 8, kMostPixels = round_up(kMostBlocks * kMaxRows, kLanes);
 
 // Where the columns of one batch item come from: the input itself, or a zero-padded copy of it.
 template <class T>
@@ -37,11 +35,15 @@ bool reads_padding(const ConvArgs& a) {
   return a.pad_top || a.pad_left || padded_h(a) > a.in_h || padded_w(a) > a.in_w;
 }
 
-// Elements of the packed operands along the depth: one value of it each, or a pair.
-template <bool kPairs>
+// W is the type of both packed operands: floats, or bfloat16 in pairs of consecutive depth, the first in the low half.
+// An element of either is four bytes, so everything that moves elements treats them as floats.
+template <class W>
 int64_t steps(const ConvArgs& a) {
-  const int64_t depth = a.in_channels * a.kernel_h * a.kernel_w;
-  return kPairs ? (depth + 1) / 2 : depth;
+  return divide_up(a.in_channels * a.kernel_h * a.kernel_w, Step<W>::kWidth);
+}
+template <class W>
+const W* as_operand(const float* elements) {
+  return reinterpret_cast<const W*>(elements);
 }
 
 template <class T, class Copy>
@@ -56,46 +58,49 @@ void copy_padded(const ConvArgs& a, const T* item, Copy* to) {
       if (y < 0 || y >= a.in_h) continue;
       const T* source = item + (row / height * a.in_h + y) * a.in_w;
       for (int64_t x = 0; x < inside; x += kLanes)
-        store_first(target + a.pad_left + x, load_first(source + x, inside - x), inside - x);
+        store_n(target + a.pad_left + x, load_n(source + x, inside - x), inside - x);
     }
   });
 }
 
+// Up to kLanes neighbouring pixels of one output row: the first reads `source` elements into a plane, and goes to
+// element `target` of a step. Whole vectors are written: what a move writes beyond its pixels the following move, or the
+// next step, overwrites, and packed operands have room for a vector after their last element.
+struct Move {
+  int64_t source, target, count;
+};
+
+// The moves of `count` pixels from `pixel` on into tiles of `width` pixels, `tile_stride` elements apart.
 template <class T>
-int find_segments(const ConvArgs& a, const Planes<T>& planes, int64_t pixel, int64_t count, Segment* segments) {
+int find_moves(const ConvArgs& a, const Planes<T>& planes, int64_t pixel, int64_t count, int64_t width,
+               int64_t tile_stride, Move* moves) {
   int found = 0;
-  for (int64_t done = 0; done < count; ++found) {
+  for (int64_t done = 0; done < count; done += moves[found++].count) {
     const int64_t y = (pixel + done) / a.out_w, x = (pixel + done) % a.out_w;
-    const int64_t length = std::min(a.out_w - x, count - done);
-    segments[found] = {y * a.stride_h * planes.pitch + x * a.stride_w, done, length};
-    done += length;
+    const int64_t length = std::min({a.out_w - x, count - done, width - done % width, int64_t(kLanes)});
+    moves[found] = {y * a.stride_h * planes.pitch + x * a.stride_w, done / width * tile_stride + done % width, length};
   }
   return found;
 }
 
-// Writes `width` elements per (input channel, kernel row, kernel column), the order of the packed weights, or per two
-// of these.
-template <bool kPairs, int kStride, class T>
-void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, int64_t pixel, int64_t count,
-                  int64_t width, float* to) {
-  Segment segments[kPixelVecs * kLanes];
-  const int found = find_segments(a, planes, pixel, count, segments);
+// Gathers a step per (input channel, kernel row, kernel column), the order of the packed weights, or per two of these.
+template <class W, int kStride, class T>
+void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, const Move* moves, int found,
+                  int64_t step_size, float* to) {
+  constexpr bool kPairs = Step<W>::kWidth == 2;
   const T* plane = planes.data + group * a.in_channels * planes.size;
   const T* first = nullptr;  // of a pair that lacks its second value
   const auto write = [&](const T* corner, const T* second) __attribute__((always_inline)) {
     for (int i = 0; i < found; ++i) {
-      const Segment& s = segments[i];
-      for (int64_t x = 0; x < s.count; x += kLanes) {
-        const int64_t from = s.source + x * a.stride_w;
-        Vec v = load_strided<kStride>(corner + from, a.stride_w, s.count - x);
-        if constexpr (kPairs) {
-          const Vec w = second ? load_strided<kStride>(second + from, a.stride_w, s.count - x) : Vec{};
-          v = bit_cast<Vec>(bit_cast<UVec>(v) >> 16 | bit_cast<UVec>(w));
-        }
-        store_first(to + s.target + x, v, s.count - x);
+      const Move& move = moves[i];
+      Vec v = load_strided<kStride>(corner + move.source, a.stride_w, move.count);
+      if constexpr (kPairs) {
+        const Vec w = second ? load_strided<kStride>(second + move.source, a.stride_w, move.count) : Vec{};
+        v = bit_cast<Vec>(bit_cast<UVec>(v) >> 16 | bit_cast<UVec>(w));
       }
+      store(to + move.target, v);
     }
-    to += width;
+    to += step_size;
   };
   for (int64_t channel = 0; channel < a.in_channels; ++channel, plane += planes.size)
     for (int64_t ky = 0; ky < a.kernel_h; ++ky)
@@ -111,123 +116,119 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, int
   if (first) write(first, nullptr);
 }
 
-template <bool kPairs, class T>
-void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, int64_t pixel, int64_t count,
-                  int64_t width, float* to) {
-  if (a.stride_w == 1) pack_columns<kPairs, 1>(a, planes, group, pixel, count, width, to);
-  else if (a.stride_w == 2) pack_columns<kPairs, 2>(a, planes, group, pixel, count, width, to);
-  else pack_columns<kPairs, 0>(a, planes, group, pixel, count, width, to);
+template <class W, class T>
+void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, const Move* moves, int found,
+                  int64_t step_size, float* to) {
+  if (a.stride_w == 1) pack_columns<W, 1>(a, planes, group, moves, found, step_size, to);
+  else if (a.stride_w == 2) pack_columns<W, 2>(a, planes, group, moves, found, step_size, to);
+  else pack_columns<W, 0>(a, planes, group, moves, found, step_size, to);
 }
 
-template <bool kPairs, class T>
+// A task is some panels of pixels, over which all channels pass, in blocks of rows.
+template <class W, class T>
 void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
-  const int64_t depth = steps<kPairs>(a), pixels = a.out_h * a.out_w;
-  constexpr int64_t kPanel = kPixelVecs * kLanes;
-  // Threads that take turns on the same cache lines of the output slow each other down, hence blocks of whole lines.
-  constexpr int64_t kPanels = 2, kBlock = kPanels * kPanel;
-  const int64_t blocks = (pixels + kBlock - 1) / kBlock;
-  const int64_t grain = std::max<int64_t>(1, a.groups * blocks / (8 * num_threads()));
-  parallel_for(a.groups * blocks, grain, [&](int64_t begin, int64_t end, int) {
-    float* columns = thread_scratch().get<float>(depth * kBlock * sizeof(float));
-    float tile[kPixelRows * kPanel];
+  const int64_t depth = steps<W>(a), pixels = a.out_h * a.out_w, panel_size = depth * kPanel + kLanes;
+  const int64_t fitting = std::clamp<int64_t>(kColumnBytes / (panel_size * sizeof(float)), 1, kMostPanels);
+  const int64_t for_balance = std::max<int64_t>(1, a.groups * pixels / (kPanel * 8 * num_threads()));
+  const int64_t panels = std::min(fitting, for_balance), block = panels * kPanel;
+  const int64_t blocks = divide_up(pixels, block);
+  const RowBlocks channels(a.out_channels);
+  parallel_for(a.groups * blocks, 1, [&](int64_t begin, int64_t end, int) {
+    float* columns = thread_scratch().get<float>(panels * panel_size * sizeof(float));
+    float tile[kMaxRows * kMostPanels * kPanel];
+    Move moves[kMostPanels * kPanel];
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t group = task / blocks, pixel = task % blocks * kBlock;
-      const int64_t count = std::min(kBlock, pixels - pixel);
-      for (int64_t done = 0; done < count; done += kPanel) {
-        const int64_t part = std::min(kPanel, count - done), width = (part + kLanes - 1) / kLanes * kLanes;
-        pack_columns<kPairs>(a, planes, group, pixel + done, part, width, columns + done * depth);
-      }
+      const int64_t group = task / blocks, pixel = task % blocks * block, count = std::min(block, pixels - pixel);
+      const int found = find_moves(a, planes, pixel, count, kPanel, panel_size, moves);
+      pack_columns<W>(a, planes, group, moves, found, kPanel, columns);
       const float* weight = a.weight + group * a.weight_group_stride;
-      for (int64_t channel = 0; channel < a.out_channels; channel += kPixelRows, weight += kPixelRows * depth) {
-        const int64_t rows = std::min<int64_t>(kPixelRows, a.out_channels - channel);
-        for (int64_t done = 0; done < count; done += kPanel) {
-          const int64_t part = std::min(kPanel, count - done);
-          const Multiply kernel = part > 2 * kLanes ? multiply<kPixelRows, 3, kPairs>
-                                  : part > kLanes   ? multiply<kPixelRows, 2, kPairs>
-                                                    : multiply<kPixelRows, 1, kPairs>;
-          kernel(weight, columns + done * depth, depth, tile, kPanel, kLanes);
-          finish(a, item, {tile, kPanel, rows, part, group * a.out_channels + channel, pixel + done});
-        }
+      for (int64_t b = 0; b < channels.count; ++b) {
+        const int64_t rows = channels.size(b);
+        for (int64_t p = 0; p * kPanel < count; ++p)
+          multiply<W>(rows, as_operand<W>(weight), as_operand<W>(columns + p * panel_size), depth,
+                      {tile + p * kPanel, block}, false, count - p * kPanel > kLanes ? 2 : 1);
+        finish(a, item, {tile, block, rows, count, group * a.out_channels + channels.begin(b), pixel});
+        weight += rows * depth;
       }
     }
   });
 }
 
-template <bool kPairs, class T>
+template <class W, class T>
 void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
-  const int64_t depth = steps<kPairs>(a), pixels = a.out_h * a.out_w;
-  const int64_t blocks = (pixels + kChannelRows - 1) / kChannelRows;
-  const auto first_pixel = [&](int64_t block) { return block * pixels / blocks; };  // blocks of even sizes
-  constexpr int64_t kWide = kChannelVecs * kLanes;
-  const int64_t wides = (a.out_channels + kWide - 1) / kWide;
+  const int64_t depth = steps<W>(a), pixels = a.out_h * a.out_w;
+  const int64_t panels = divide_up(a.out_channels, kPanel);
+  const RowBlocks blocks(pixels);
+  const auto block_at = [&](int64_t block) { return memory + blocks.begin(block) * depth + block * kLanes; };
   // A few tasks per thread even out the ends; more would only reload weights.
-  const int64_t parts = std::min(blocks, std::max<int64_t>(1, 4 * num_threads() / wides));
+  const int64_t parts = std::min(blocks.count, std::max<int64_t>(1, 4 * num_threads() / panels));
   for (int64_t group = 0; group < a.groups; ++group) {
-    parallel_for(blocks, 1, [&](int64_t begin, int64_t end, int) {
+    parallel_for(blocks.count, 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t block = begin; block < end; ++block) {
-        const int64_t pixel = first_pixel(block), count = first_pixel(block + 1) - pixel;
-        pack_columns<kPairs>(a, planes, group, pixel, count, count, memory + pixel * depth);
+        const int64_t count = blocks.size(block);
+        Move moves[kMaxRows];
+        const int found = find_moves(a, planes, blocks.begin(block), count, count, 0, moves);
+        pack_columns<W>(a, planes, group, moves, found, count, block_at(block));
       }
     });
-    parallel_for(wides * parts, 1, [&](int64_t begin, int64_t end, int) {
-      float tile[kLanes * kWide], turned[kLanes * kWide];
+    parallel_for(panels * parts, 1, [&](int64_t begin, int64_t end, int) {
+      float tile[kMostPixels * kPanel], turned[kPanel * kMostPixels];
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t channel = task / parts * kWide, part = task % parts;
-        const int64_t channels = std::min(kWide, a.out_channels - channel);
-        const int64_t vecs = channels > kLanes ? 2 : 1;
+        const int64_t channel = task / parts * kPanel, part = task % parts;
+        const int64_t channels = std::min(kPanel, a.out_channels - channel);
         const float* weight = a.weight + group * a.weight_group_stride + channel * depth;
-        for (int64_t block = part * blocks / parts; block < (part + 1) * blocks / parts; ++block) {
-          const int64_t pixel = first_pixel(block), count = first_pixel(block + 1) - pixel;
-          channel_kernel(count, vecs, kPairs)(memory + pixel * depth, weight, depth, tile, kWide, kLanes);
-          for (int64_t v = 0; v < vecs; ++v) transpose(tile + v * kLanes, kWide, turned + v * kLanes * kLanes, kLanes);
-          finish(a, item, {turned, kLanes, channels, count, group * a.out_channels + channel, pixel});
+        const int64_t last = (part + 1) * blocks.count / parts;
+        for (int64_t first = part * blocks.count / parts; first < last; first += kMostBlocks) {
+          const int64_t next = std::min(first + kMostBlocks, last), pixel = blocks.begin(first);
+          for (int64_t b = first; b < next; ++b)
+            multiply<W>(blocks.size(b), as_operand<W>(block_at(b)), as_operand<W>(weight), depth,
+                        {tile + (blocks.begin(b) - pixel) * kPanel}, false, channels > kLanes ? 2 : 1);
+          const int64_t count = blocks.begin(next) - pixel;
+          for (int64_t x = 0; x < count; x += kLanes)
+            for (int64_t c = 0; c < channels; c += kLanes)
+              transpose_floats(tile + x * kPanel + c, kPanel, turned + c * kMostPixels + x, kMostPixels);
+          finish(a, item, {turned, kMostPixels, channels, count, group * a.out_channels + channel, pixel});
         }
       }
     });
   }
 }
 
-template <bool kPairs, class T>
+template <class W, class T>
 void run_planes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
-  if (static_cast<Lanes>(a.variant) == Lanes::pixels) run_pixel_lanes<kPairs>(a, planes, item);
-  else run_channel_lanes<kPairs>(a, planes, item, memory);
+  if (static_cast<Lanes>(a.variant) == Lanes::pixels) run_pixel_lanes<W>(a, planes, item);
+  else run_channel_lanes<W>(a, planes, item, memory);
 }
 
-template <bool kPairs, class T>
+template <class W, class T>
 void run_items(const ConvArgs& a) {
-  using Copy = std::conditional_t<kPairs, bf16, float>;
-  const int64_t columns = static_cast<Lanes>(a.variant) == Lanes::channels ? a.out_h * a.out_w * steps<kPairs>(a) : 0;
+  const RowBlocks blocks(a.out_h * a.out_w);
+  const bool pixel_lanes = static_cast<Lanes>(a.variant) == Lanes::pixels;
+  const int64_t columns = pixel_lanes ? 0 : blocks.rows * steps<W>(a) + blocks.count * kLanes;
   const bool pads = reads_padding(a);
   const int64_t plane = padded_h(a) * padded_w(a);
   const int64_t copied = pads ? a.groups * a.in_channels * plane : 0;
-  float* memory = shared_scratch().get<float>(columns * sizeof(float) + copied * sizeof(Copy));
-  Copy* copy = reinterpret_cast<Copy*>(memory + columns);
+  float* memory = shared_scratch().get<float>(columns * sizeof(float) + copied * sizeof(W));
+  W* copy = reinterpret_cast<W*>(memory + columns);
   for (int64_t item = 0; item < a.batch; ++item) {
     const T* x = reinterpret_cast<const T*>(a.x) + item * a.x_batch_stride;
     if (pads) {
       copy_padded(a, x, copy);
-      run_planes<kPairs>(a, Planes<Copy>{copy, padded_w(a), plane}, item, memory);
+      run_planes<W>(a, Planes<W>{copy, padded_w(a), plane}, item, memory);
     } else {
-      run_planes<kPairs>(a, Planes<T>{x, a.in_w, a.in_h * a.in_w}, item, memory);
+      run_planes<W>(a, Planes<T>{x, a.in_w, a.in_h * a.in_w}, item, memory);
     }
   }
 }
 
 void run(const ConvArgs& a) {
-  if (a.pairs) return run_items<true, bf16>(a);
-  with_type(a.x_type, [&](auto* type) { run_items<false, std::remove_pointer_t<decltype(type)>>(a); });
+  if constexpr (kHasPairs) {
+    if (a.pairs) return run_items<bf16, bf16>(a);
+  }
+  with_type(a.x_type, [&](auto* type) { run_items<float, std::remove_pointer_t<decltype(type)>>(a); });
 }
 
 }  // namespace
 }  // namespace npu::conv
-
-// Whether this machine multiplies pairs of bfloat16 in one instruction; without it pairs would only lose time.
-extern "C" int64_t npu_conv2d_prefers_pairs() {
-#if defined(__AVX512BF16__)
-  return 1;
-#else
-  return 0;
-#endif
-}
 
 NPU_KERNEL(conv2d, npu::conv::ConvArgs, npu::conv::run)

@@ -8,7 +8,6 @@ read when a launch is prepared; the other operands whenever it runs. `out` may b
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,14 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, library
+from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, layout
 
 ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
-
-# The shapes of the kernels' tiles, from conv_gemm.h.
-_LANES = 16
-_PIXEL_ROWS = 8
-_WIDE = 2 * _LANES
 
 _MOST_TAPS = 1024  # kMostTaps in taps.h
 _VARIANTS = {"pixels": 0, "channels": 1, "winograd2": 2, "winograd4": 4, "depthwise": 0}
@@ -165,27 +159,24 @@ def conv2d(
     if groups != packed.groups or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(f"weight {tuple(weight.shape)} of {packed.groups} groups does not fit x {tuple(x.shape)}")
     # A float32 weight (that of a folded batch norm, say) keeps its precision.
-    pairs = x.dtype == weight.dtype == torch.bfloat16 and _prefers_pairs()
+    pairs = x.dtype == weight.dtype == torch.bfloat16 and available() and layout().has_pairs
     if algorithm is None:
         algorithm = _choose(weight, window, groups, out, pairs)
     if algorithm == "depthwise" and kernel_h * kernel_w > _MOST_TAPS:
         return None
 
     pairs = pairs and algorithm in ("pixels", "channels")
-    layout = packed.layout(algorithm, pairs)
-    # The kernels read whole vectors of bias.
-    padded_bias = torch.zeros(weight.shape[0] + _WIDE)
-    if bias is not None:
-        padded_bias[: weight.shape[0]] = bias.detach()
-    args = _args(x, layout, padded_bias, residual, out, window)
+    packed_weight = packed.layout(algorithm, pairs)
+    bias = torch.zeros(weight.shape[0]) if bias is None else bias.detach().to(torch.float32, copy=True)
+    args = _args(x, packed_weight, bias, residual, out, window)
     args.activation = ACTIVATIONS.index(activation)
     args.residual_before_activation = residual_before_activation
     args.groups, args.in_channels, args.out_channels = groups, weight.shape[1], weight.shape[0] // groups
-    args.weight_group_stride, args.variant, args.pairs = layout.stride(0), _VARIANTS[algorithm], pairs
+    args.weight_group_stride, args.variant, args.pairs = packed_weight.stride(0), _VARIANTS[algorithm], pairs
     if window.is_pointwise:  # rows may then run together
         args.in_h, args.in_w = args.out_h, args.out_w = 1, args.in_h * args.in_w
     name = {"depthwise": "conv2d_depthwise", "pixels": "conv2d", "channels": "conv2d"}.get(algorithm, "conv2d_winograd")
-    return NativeLaunch(name, args, (x, layout, padded_bias, residual, out))
+    return NativeLaunch(name, args, (x, packed_weight, bias, residual, out))
 
 
 def max_pool2d(
@@ -228,7 +219,7 @@ def avg_pool2d(
         )
         divisor = rows[:, None] * columns
     # The kernel reads whole vectors.
-    scale = F.pad(1 / divisor.flatten(), (0, _LANES))
+    scale = F.pad(1 / divisor.flatten(), (0, layout().lanes))
     return _pool("avg_pool2d", x, window, scale, out)
 
 
@@ -320,42 +311,40 @@ def _is_handled(tensor: Tensor) -> bool:
     return all(size == 1 or step == expected for size, step, expected in steps)
 
 
-@functools.cache
-def _prefers_pairs() -> bool:
-    """Whether the machine multiplies pairs of bfloat16 at once."""
-    loaded = library()
-    return loaded is not None and bool(loaded.npu_conv2d_prefers_pairs())
-
-
 def _pair_depth(weight: Tensor) -> Tensor:
     """A bfloat16 weight[Co, ...] as [Co, pairs of successive values], a zero after an odd last one."""
     flat = weight.flatten(1)
     return F.pad(flat, (0, flat.shape[1] % 2)).contiguous().view(torch.int32)
 
 
-def _pack_blocks(weight: Tensor, rows: int) -> Tensor:
-    """Blocks of `rows` output channels, each block with the channels innermost; zeros fill the last block."""
+def _row_blocks(rows: int) -> list[slice]:
+    """The split of rows into blocks (RowBlocks in gemm.h)."""
+    count = -(-rows // layout().max_rows)
+    return [slice(rows * block // count, rows * (block + 1) // count) for block in range(count)]
+
+
+def _pack_pixel_lanes(weight: Tensor) -> Tensor:
+    """Blocks of output channels, each with the channels innermost."""
     flat = weight.flatten(1)
-    flat = F.pad(flat, (0, 0, 0, -len(flat) % rows))
-    return flat.reshape(-1, rows, flat.shape[1]).transpose(1, 2).flatten()
+    return torch.cat([flat[block].t().flatten() for block in _row_blocks(len(flat))])
 
 
 def _pack_channel_lanes(weight: Tensor) -> Tensor:
-    """Blocks of 32 channels, the last of 16 where that is enough."""
-    wide = (len(weight) + _LANES - 1) // _WIDE * _WIDE
-    parts = [(weight[:wide], _WIDE), (weight[wide:], _LANES)]
-    return torch.cat([_pack_blocks(part, rows) for part, rows in parts if len(part)])
+    """Panels of output channels, each with the channels innermost; zeros fill the last panel."""
+    flat, panel = weight.flatten(1), layout().panel
+    flat = F.pad(flat, (0, 0, 0, -len(flat) % panel))
+    return flat.reshape(-1, panel, flat.shape[1]).transpose(1, 2).flatten()
 
 
 def _pack_winograd(weight: Tensor, tile: int) -> Tensor:
-    """As with channels in the lanes, with each block's transformed points one after the other."""
+    """Blocks of output channels, each with the transformed points one after the other and the channels innermost."""
     transform = torch.tensor(_WINOGRAD_WEIGHTS[tile], dtype=torch.float64)
-    points = torch.einsum("py,oiyx,qx->opqi", transform, weight.double(), transform).float().flatten(1, 2)
-    return torch.cat([_pack_channel_lanes(point) for block in points.split(_WIDE) for point in block.unbind(1)])
+    points = torch.einsum("py,oiyx,qx->pqio", transform, weight.double(), transform).float().flatten(0, 1)
+    return torch.cat([points[..., block].flatten() for block in _row_blocks(points.shape[-1])])
 
 
 _PACKERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "pixels": lambda weight: _pack_blocks(weight, _PIXEL_ROWS),
+    "pixels": _pack_pixel_lanes,
     "channels": _pack_channel_lanes,
     "winograd2": lambda weight: _pack_winograd(weight, 2),
     "winograd4": lambda weight: _pack_winograd(weight, 4),

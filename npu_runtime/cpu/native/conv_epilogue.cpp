@@ -1,7 +1,6 @@
 #include "conv_epilogue.h"
 
 #include "activation.h"
-#include "conv_vec.h"
 
 namespace npu::conv {
 namespace {
@@ -22,7 +21,7 @@ NPU_INLINE Vec activate(Vec x) {
   return x;
 }
 
-template <class Out, class Residual, Activation kind>
+template <class Out, Activation kind>
 void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
   const int64_t plane = args.out_h * args.out_w;
   const bool before = args.residual && args.residual_before_activation;
@@ -33,41 +32,36 @@ void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
     const Vec bias = splat(args.bias[channel]);
     const float* sums = tile.data + row * tile.row_stride;
     Out* out = reinterpret_cast<Out*>(args.out) + item * args.out_batch_stride + index;
-    const Residual* residual =
-        reinterpret_cast<const Residual*>(args.residual) + item * args.residual_batch_stride + index;
+    const int64_t residual = item * args.residual_batch_stride + index;
     for (int64_t column = 0; column < tile.columns; column += kLanes) {
       const int64_t count = tile.columns - column;
       Vec v = load(sums + column) + bias;
-      if (before) v += load_first(residual + column, count);
+      if (before) v += load_any(args.residual, args.residual_type, residual + column, count);
       v = activate<kind>(v);
-      if (after) v += load_first(residual + column, count);
-      store_first(out + column, v, count);
+      if (after) v += load_any(args.residual, args.residual_type, residual + column, count);
+      store_n(out + column, v, count);
     }
   }
 }
 
-template <class Out, class Residual>
+template <class Out>
 void finish_to(const ConvArgs& args, int64_t item, const Tile& tile) {
   switch (args.activation) {
-    case Activation::none: return finish_as<Out, Residual, Activation::none>(args, item, tile);
-    case Activation::relu: return finish_as<Out, Residual, Activation::relu>(args, item, tile);
-    case Activation::relu6: return finish_as<Out, Residual, Activation::relu6>(args, item, tile);
-    case Activation::hardswish: return finish_as<Out, Residual, Activation::hardswish>(args, item, tile);
-    case Activation::silu: return finish_as<Out, Residual, Activation::silu>(args, item, tile);
-    case Activation::gelu: return finish_as<Out, Residual, Activation::gelu>(args, item, tile);
-    case Activation::hardsigmoid: return finish_as<Out, Residual, Activation::hardsigmoid>(args, item, tile);
-    case Activation::sigmoid: return finish_as<Out, Residual, Activation::sigmoid>(args, item, tile);
+    case Activation::none: return finish_as<Out, Activation::none>(args, item, tile);
+    case Activation::relu: return finish_as<Out, Activation::relu>(args, item, tile);
+    case Activation::relu6: return finish_as<Out, Activation::relu6>(args, item, tile);
+    case Activation::hardswish: return finish_as<Out, Activation::hardswish>(args, item, tile);
+    case Activation::silu: return finish_as<Out, Activation::silu>(args, item, tile);
+    case Activation::gelu: return finish_as<Out, Activation::gelu>(args, item, tile);
+    case Activation::hardsigmoid: return finish_as<Out, Activation::hardsigmoid>(args, item, tile);
+    case Activation::sigmoid: return finish_as<Out, Activation::sigmoid>(args, item, tile);
   }
 }
 
 }  // namespace
 
 void finish(const ConvArgs& args, int64_t item, const Tile& tile) {
-  with_type(args.out_type, [&](auto* out) {
-    with_type(args.residual_type, [&](auto* residual) {
-      finish_to<std::remove_pointer_t<decltype(out)>, std::remove_pointer_t<decltype(residual)>>(args, item, tile);
-    });
-  });
+  with_type(args.out_type, [&](auto* out) { finish_to<std::remove_pointer_t<decltype(out)>>(args, item, tile); });
 }
 
 }  // namespace npu::conv

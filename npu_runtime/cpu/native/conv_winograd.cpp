@@ -1,11 +1,8 @@
-// 3x3 convolution with stride 1 by Winograd's minimal filtering, F(4x4, 3x3) or F(2x2, 3x3): overlapping input tiles
-// and the weights are transformed, multiplied point by point (one matrix product per point), and transformed back.
-//
-// The input transform has tiles in the lanes, which writes the products' operand as it wants it. The products have
-// output channels in the lanes, and so has the transform back.
+// 3x3 convolution with stride 1 by Winograd's minimal filtering, F(4x4, 3x3) or F(2x2, 3x3) (Lavin and Gray, "Fast
+// Algorithms for Convolutional Neural Networks", 2015): overlapping input tiles and the weights are transformed,
+// multiplied point by point (one matrix product per point), and transformed back. Tiles are in the lanes throughout.
 #include "conv_epilogue.h"
-#include "conv_gemm.h"
-#include "planes.h"
+#include "gemm.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -58,213 +55,208 @@ struct Winograd<4> {
   }
 };
 
-// How a band of tile rows is cut into blocks of at most kChannelRows tiles: several whole rows, or part of one.
-struct Blocks {
-  int64_t rows, columns;           // tiles of the band
-  int64_t row_blocks, row_splits;  // row_splits > 1 only where a block is less than a row
-
-  Blocks(int64_t rows, int64_t columns, int64_t pitch) : rows(rows), columns(columns) {
-    const int64_t fitting = std::min(kChannelRows / columns, (kLanes - columns) / pitch + 1);
-    row_splits = (columns + kChannelRows - 1) / kChannelRows;
-    row_blocks = row_splits > 1 ? rows : (rows + fitting - 1) / fitting;
-  }
-  int64_t count() const { return row_blocks * row_splits; }
-};
-
-struct Block {
-  int64_t row, column, rows, columns;
-  int64_t start;  // tiles in the blocks before
-
-  Block(const Blocks& all, int64_t index) {
-    const int64_t r = index / all.row_splits, c = index % all.row_splits;
-    row = r * all.rows / all.row_blocks;
-    rows = (r + 1) * all.rows / all.row_blocks - row;
-    column = c * all.columns / all.row_splits;
-    columns = (c + 1) * all.columns / all.row_splits - column;
-    start = row * all.columns + column;
-  }
-  int64_t tiles() const { return rows * columns; }
-};
-
-// Keeps the lanes of a block's tiles: `columns` of every `pitch` lanes, `rows` times.
-struct Compaction {
-  int64_t tiles;
-#if defined(NPU_HAS_MASKS)
-  __mmask16 mask = 0;
-  Compaction(const Block& block, int64_t pitch) : tiles(block.tiles()) {
-    for (int64_t row = 0; row < block.rows; ++row) mask |= ((1u << block.columns) - 1) << (row * pitch);
-  }
-  NPU_INLINE void store(float* to, Vec v) const { store_first(to, _mm512_maskz_compress_ps(mask, v), tiles); }
-#else
-  int lane[kLanes];
-  Compaction(const Block& block, int64_t pitch) : tiles(block.tiles()) {
-    for (int64_t i = 0; i < tiles; ++i) lane[i] = i / block.columns * pitch + i % block.columns;
-  }
-  NPU_INLINE void store(float* to, Vec v) const {
-    for (int64_t i = 0; i < tiles; ++i) to[i] = v[lane[i]];
-  }
-#endif
-};
-
-// Transforms one channel of a block of tiles; point p of it goes to to[p * point_stride].
+// Pixels of kTile vectors of tiles, one after the other.
 template <int kTile>
-void transform_input(const float* phases, const PhaseShape& shape, const Block& block, float* to,
-                     int64_t point_stride) {
-  constexpr int kPoints = Winograd<kTile>::kPoints;
-  const Compaction compact(block, shape.pitch);
-  const float* corner = phases + block.row * shape.pitch + block.column;
-  Vec v[kPoints * kPoints];
-#pragma GCC unroll 6
-  for (int y = 0; y < kPoints; ++y) {
-#pragma GCC unroll 6
-    for (int x = 0; x < kPoints; ++x) v[y * kPoints + x] = load(corner + shape.offset(y, x));
-    Winograd<kTile>::input(v + y * kPoints, 1);
-  }
-#pragma GCC unroll 6
-  for (int x = 0; x < kPoints; ++x) {
-    Winograd<kTile>::input(v + x, kPoints);
-#pragma GCC unroll 6
-    for (int y = 0; y < kPoints; ++y) compact.store(to + (y * kPoints + x) * point_stride, v[y * kPoints + x]);
+NPU_INLINE void store_pixels(float* to, const Vec* x) {
+  if constexpr (kTile == 2) {
+    store(to, zip_low(x[0], x[1]));
+    store(to + kLanes, zip_high(x[0], x[1]));
+  } else {
+    const Vec even[] = {zip_low(x[0], x[2]), zip_high(x[0], x[2])}, odd[] = {zip_low(x[1], x[3]), zip_high(x[1], x[3])};
+    for (int half = 0; half < 2; ++half) {
+      store(to + 2 * half * kLanes, zip_low(even[half], odd[half]));
+      store(to + (2 * half + 1) * kLanes, zip_high(even[half], odd[half]));
+    }
   }
 }
 
-// Transforms sixteen channels of one tile back and puts pixel (y, x) at to[y * row_stride + x * kLanes].
-template <int kTile>
-void transform_output(const float* products, float* to, int64_t row_stride) {
-  constexpr int kPoints = Winograd<kTile>::kPoints;
-  Vec v[kPoints * kPoints];
-#pragma GCC unroll 6
-  for (int x = 0; x < kPoints; ++x) {
-#pragma GCC unroll 6
-    for (int y = 0; y < kPoints; ++y) v[y * kPoints + x] = load(products + (y * kPoints + x) * kLanes);
-    Winograd<kTile>::output(v + x, kPoints);
-  }
-#pragma GCC unroll 4
-  for (int y = 0; y < kTile; ++y) {
-    Winograd<kTile>::output(v + y * kPoints, 1);
-#pragma GCC unroll 4
-    for (int x = 0; x < kTile; ++x) store(to + y * row_stride + x * kLanes, v[y * kPoints + x]);
-  }
-}
-
-template <int kTile>
-class Band {
+// The output is cut into strips of whole tile rows. Tiles of a strip are numbered row by row, and its last vector of
+// them may be partly empty. Strips are processed in bands whose transformed inputs fit the last-level cache together.
+template <int kTile, class T>
+class Convolution {
  public:
   static constexpr int kPoints = Winograd<kTile>::kPoints, kProducts = kPoints * kPoints;
-  static constexpr int64_t kWide = kChannelVecs * kLanes;
-  static constexpr int64_t kTilesPerTask = 42;  // their products stay in the second-level cache
+  static constexpr int64_t kBandBytes = 4 << 20;
+  static constexpr int64_t kTaskPanels = divide_up(48, kPanel), kTaskBlocks = divide_up(32, kMaxRows);  // of products
 
-  Band(const ConvArgs& args, int64_t item, int64_t first_tile_row, int64_t tile_rows)
-      : a(args), item(item), first(first_tile_row), columns((a.out_w + kTile - 1) / kTile),
-        shape{kTile, kTile, tile_rows + 1, columns + 1}, blocks(tile_rows, columns, shape.pitch) {}
-
-  template <class T>
-  void transform(const T* x, float* transformed) const {
-    const int64_t grain = std::clamp<int64_t>(a.in_channels / (4 * num_threads()), 1, 16);
-    parallel_for(a.in_channels, grain, [&](int64_t begin, int64_t end, int) {
-      float* memory = thread_scratch().get<float>(shape.floats() * sizeof(float));
-      PhasePlanes planes(shape, {a.in_h, a.in_w, a.pad_top, a.pad_left, first * kTile}, 0.0f, memory);
-      for (int64_t channel = begin; channel < end; ++channel) {
-        planes.set(x + channel * a.in_h * a.in_w);
-        for (int64_t i = 0; i < blocks.count(); ++i) {
-          const Block block(blocks, i);
-          float* to = transformed + block.start * kProducts * a.in_channels + channel * block.tiles();
-          transform_input<kTile>(planes.data(), shape, block, to, a.in_channels * block.tiles());
-        }
-      }
-    });
+  explicit Convolution(const ConvArgs& args)
+      : a(args), columns(divide_up(a.out_w, kTile)), rows(divide_up(a.out_h, kTile)), blocks(a.out_channels) {
+    const int64_t row_bytes = columns * kProducts * a.in_channels * int64_t(sizeof(float));
+    item_strips = std::min(rows, divide_up(rows * row_bytes, kBandBytes));
+    strip_vecs = divide_up(divide_up(rows, item_strips) * columns, kLanes);
+    const int64_t strip_bytes = strip_vecs * kLanes * kProducts * a.in_channels * int64_t(sizeof(float));
+    band_strips = std::clamp<int64_t>(kBandBytes / strip_bytes, 1, a.batch * item_strips);
   }
 
-  void multiply(const float* transformed) const {
-    const int64_t wides = (a.out_channels + kWide - 1) / kWide;
-    const int64_t tiles = blocks.rows * columns;
-    const int64_t parts = std::min(blocks.count(), (tiles + kTilesPerTask - 1) / kTilesPerTask);
-    parallel_for(wides * parts, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t part = task % parts;
-        multiply_part(transformed, task / parts * kWide, part * blocks.count() / parts,
-                      (part + 1) * blocks.count() / parts);
-      }
-    });
-  }
-
- private:
-  void multiply_part(const float* transformed, int64_t channel, int64_t first_block, int64_t end_block) const {
-    const int64_t channels = std::min(kWide, a.out_channels - channel), vecs = channels > kLanes ? 2 : 1;
-    const Block from(blocks, first_block), last(blocks, end_block - 1);
-    const int64_t tiles = last.start + last.tiles() - from.start;
-    const int64_t tile_floats = vecs * kProducts * kLanes;
-    const int64_t row_stride = (columns * kTile + kLanes) * kLanes;
-    float* products = thread_scratch().get<float>((tiles * tile_floats + 2 * kTile * row_stride) * sizeof(float));
-    const float* weight = a.weight + channel * kProducts * a.in_channels;
-    for (int64_t point = 0; point < kProducts; ++point, weight += vecs * kLanes * a.in_channels)
-      for (int64_t i = first_block; i < end_block; ++i) {
-        const Block block(blocks, i);
-        const float* rows = transformed + (block.start * kProducts + point * block.tiles()) * a.in_channels;
-        channel_kernel(block.tiles(), vecs)(rows, weight, a.in_channels,
-                                            products + (block.start - from.start) * tile_floats + point * kLanes,
-                                            tile_floats, kProducts * kLanes);
-      }
-    float* pixels = products + tiles * tile_floats;
-    for (int64_t i = first_block; i < end_block; ++i) {
-      const Block block(blocks, i);
-      for (int64_t row = 0; row < block.rows; ++row)
-        for (int64_t v = 0; v < vecs; ++v) {
-          const int64_t start = block.start - from.start + row * block.columns;
-          for (int64_t x = 0; x < block.columns; ++x)
-            transform_output<kTile>(products + (start + x) * tile_floats + v * kProducts * kLanes,
-                                    pixels + x * kTile * kLanes, row_stride);
-          write_rows(pixels, row_stride, channel + v * kLanes, first + block.row + row, block);
-        }
+  void run() const {
+    const int64_t panels = divide_up(band_strips * strip_vecs, 2);
+    float* transformed = shared_scratch().get<float>(panels * panel_floats() * sizeof(float));
+    for (int64_t first = 0; first < a.batch * item_strips; first += band_strips) {
+      const int64_t strips = std::min(band_strips, a.batch * item_strips - first);
+      transform(first, strips, transformed);
+      multiply_band(first, strips, transformed);
     }
   }
 
-  // Turns kTile rows of pixels, sixteen channels each, into rows of channels.
-  void write_rows(const float* pixels, int64_t row_stride, int64_t channel, int64_t tile_row,
-                  const Block& block) const {
-    const int64_t x = block.column * kTile, count = std::min(block.columns * kTile, a.out_w - x);
-    const int64_t height = std::min<int64_t>(kTile, a.out_h - tile_row * kTile);
-    const int64_t channels = std::min<int64_t>(kLanes, a.out_channels - channel);
-    float turned[kLanes * kChannelRows * kTile + kLanes * kLanes];
-    const int64_t turned_stride = (count + kLanes - 1) / kLanes * kLanes;
-    for (int64_t y = 0; y < height; ++y) {
-      for (int64_t i = 0; i < count; i += kLanes)
-        transpose(pixels + y * row_stride + i * kLanes, kLanes, turned + i, turned_stride);
-      finish(a, item, {turned, turned_stride, channels, count, channel, (tile_row * kTile + y) * a.out_w + x});
+ private:
+  struct Strip {
+    int64_t item, first, rows;  // of tiles
+  };
+  Strip strip_at(int64_t index) const {
+    const int64_t part = index % item_strips, first = part * rows / item_strips;
+    return {index / item_strips, first, (part + 1) * rows / item_strips - first};
+  }
+  int64_t panel_floats() const { return kProducts * a.in_channels * kPanel; }
+
+  // A task is one channel of one strip: a padded copy of it is split into planes, one for each row of a tile and column
+  // of its window, in which tiles that follow each other are neighbours; from these all points are computed.
+  void transform(int64_t first, int64_t strips, float* transformed) const {
+    const int64_t channels = a.in_channels, tasks = strips * channels;
+    const int64_t grain = std::clamp<int64_t>(tasks / (4 * num_threads()), 1, 16);
+    parallel_for(tasks, grain, [&](int64_t begin, int64_t end, int) {
+      const int64_t most_rows = divide_up(rows, item_strips);
+      const int64_t pitch = columns * kTile + 2 + kTile * kLanes, plane = (most_rows + 1) * columns + kLanes;
+      const int64_t height = most_rows * kTile + 2;
+      float* padded = thread_scratch().get<float>((height * pitch + kTile * kPoints * plane) * sizeof(float));
+      float* planes = padded + height * pitch;
+      std::fill(padded, planes + kTile * kPoints * plane, 0.0f);
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t index = task / channels, channel = task % channels;
+        const Strip strip = strip_at(first + index);
+        copy_padded(strip, channel, padded, pitch);
+        for (int64_t y = 0; y < strip.rows * kTile + 2; ++y)
+          for (int64_t x = 0; x < kPoints; ++x) {
+            float* to = planes + (y % kTile * kPoints + x) * plane + y / kTile * columns;
+            const float* from = padded + y * pitch + x;
+            for (int64_t c = 0; c < columns; c += kLanes)  // what is written beyond a row, the next row overwrites
+              store(to + c, load_strided<kTile>(from + c * kTile, kTile, kLanes));
+          }
+        for (int64_t v = 0; v * kLanes < strip.rows * columns; ++v) {
+          const int64_t vec = index * strip_vecs + v;
+          transform_tiles(planes + v * kLanes, plane,
+                          transformed + vec / 2 * panel_floats() + channel * kPanel + vec % 2 * kLanes);
+        }
+      }
+    });
+  }
+
+  void copy_padded(const Strip& strip, int64_t channel, float* padded, int64_t pitch) const {
+    const T* input = reinterpret_cast<const T*>(a.x) + strip.item * a.x_batch_stride + channel * a.in_h * a.in_w;
+    const int64_t inside = std::min(a.in_w, columns * kTile + 2 - a.pad_left);
+    for (int64_t row = 0; row < strip.rows * kTile + 2; ++row) {
+      const int64_t y = strip.first * kTile + row - a.pad_top;
+      float* to = padded + row * pitch;
+      if (y < 0 || y >= a.in_h) {
+        std::fill(to, to + pitch, 0.0f);
+        continue;
+      }
+      const T* from = input + y * a.in_w;
+      for (int64_t x = 0; x < inside; x += kLanes) store(to + a.pad_left + x, load_n(from + x, inside - x));
+    }
+  }
+
+  // Transforms kLanes tiles; point p goes to to[p * in_channels * kPanel].
+  void transform_tiles(const float* planes, int64_t plane, float* to) const {
+    Vec v[kProducts];
+#pragma GCC unroll 6
+    for (int y = 0; y < kPoints; ++y) {
+#pragma GCC unroll 6
+      for (int x = 0; x < kPoints; ++x)
+        v[y * kPoints + x] = load(planes + (y % kTile * kPoints + x) * plane + y / kTile * columns);
+      Winograd<kTile>::input(v + y * kPoints, 1);
+    }
+#pragma GCC unroll 6
+    for (int x = 0; x < kPoints; ++x) {
+      Winograd<kTile>::input(v + x, kPoints);
+#pragma GCC unroll 6
+      for (int y = 0; y < kPoints; ++y) store(to + (y * kPoints + x) * a.in_channels * kPanel, v[y * kPoints + x]);
+    }
+  }
+
+  // A task is some panels of tiles and some blocks of output channels.
+  void multiply_band(int64_t first, int64_t strips, const float* transformed) const {
+    const int64_t panels = divide_up(strips * strip_vecs, 2), panel_tasks = divide_up(panels, kTaskPanels);
+    const int64_t for_balance = divide_up(8 * num_threads(), panel_tasks);
+    const int64_t block_tasks = std::min(blocks.count, std::max(divide_up(blocks.count, kTaskBlocks), for_balance));
+    parallel_for(panel_tasks * block_tasks, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t p = task % panel_tasks, b = task / panel_tasks;
+        multiply_part(first, strips, transformed, p * panels / panel_tasks, (p + 1) * panels / panel_tasks,
+                      b * blocks.count / block_tasks, (b + 1) * blocks.count / block_tasks);
+      }
+    });
+  }
+
+  void multiply_part(int64_t first, int64_t strips, const float* transformed, int64_t panel, int64_t end_panel,
+                     int64_t block, int64_t end_block) const {
+    const int64_t channel = blocks.begin(block), channels = blocks.begin(end_block) - channel;
+    const int64_t tiles = (end_panel - panel) * kPanel, row_stride = kTile * tiles * kTile;
+    const int64_t product_floats = kProducts * channels * tiles, pixel_floats = kMaxRows * row_stride + kLanes;
+    float* products = thread_scratch().get<float>((product_floats + pixel_floats) * sizeof(float));
+    float* pixels = products + product_floats;
+    for (int64_t point = 0; point < kProducts; ++point)
+      for (int64_t b = block; b < end_block; ++b) {
+        const float* weight = a.weight + (blocks.begin(b) * kProducts + point * blocks.size(b)) * a.in_channels;
+        float* sums = products + (point * channels + blocks.begin(b) - channel) * tiles;
+        for (int64_t p = panel; p < end_panel; ++p)
+          multiply<float>(blocks.size(b), weight, transformed + p * panel_floats() + point * a.in_channels * kPanel,
+                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, false);
+      }
+    const int64_t first_vec = panel * 2, end_vec = std::min(end_panel * 2, strips * strip_vecs);
+    for (int64_t b = block; b < end_block; ++b) {
+      for (int64_t row = 0; row < blocks.size(b); ++row)
+        for (int64_t v = 0; v < end_vec - first_vec; ++v)
+          transform_back(products + (blocks.begin(b) - channel + row) * tiles + v * kLanes, channels * tiles,
+                         pixels + row * row_stride + v * kLanes * kTile, tiles * kTile);
+      for (int64_t s = first_vec / strip_vecs; s * strip_vecs < end_vec; ++s)
+        write_strip(strip_at(first + s), s * strip_vecs - first_vec, end_vec - first_vec, pixels, tiles * kTile, b);
+    }
+  }
+
+  // Transforms kLanes tiles of one channel back; pixel row y of them goes to to[y * row_stride].
+  void transform_back(const float* products, int64_t point_stride, float* to, int64_t row_stride) const {
+    Vec v[kProducts];
+#pragma GCC unroll 6
+    for (int x = 0; x < kPoints; ++x) {
+#pragma GCC unroll 6
+      for (int y = 0; y < kPoints; ++y) v[y * kPoints + x] = load(products + (y * kPoints + x) * point_stride);
+      Winograd<kTile>::output(v + x, kPoints);
+    }
+#pragma GCC unroll 4
+    for (int y = 0; y < kTile; ++y) {
+      Winograd<kTile>::output(v + y * kPoints, 1);
+      store_pixels<kTile>(to + y * row_stride, v + y * kPoints);
+    }
+  }
+
+  // Writes what the vectors [0, vecs) of `pixels` hold of a strip whose first vector is number `strip_vec`, which may be
+  // negative, for one block of channels.
+  void write_strip(const Strip& strip, int64_t strip_vec, int64_t vecs, const float* pixels, int64_t pitch,
+                   int64_t block) const {
+    const int64_t origin = strip_vec * kLanes, from = std::max<int64_t>(0, -origin);
+    const int64_t end = std::min(strip.rows * columns, vecs * kLanes - origin);
+    for (int64_t tile = from; tile < end;) {
+      const int64_t row = tile / columns, column = tile % columns, count = std::min(columns - column, end - tile);
+      const int64_t x = column * kTile, width = std::min(count * kTile, a.out_w - x);
+      for (int64_t y = 0; y < kTile && (strip.first + row) * kTile + y < a.out_h; ++y)
+        finish(a, strip.item,
+               {pixels + y * pitch + (origin + tile) * kTile, kTile * pitch, blocks.size(block), width,
+                blocks.begin(block), ((strip.first + row) * kTile + y) * a.out_w + x});
+      tile += count;
     }
   }
 
   const ConvArgs& a;
-  const int64_t item, first, columns;
-  const PhaseShape shape;
-  const Blocks blocks;
+  const int64_t columns, rows;  // of tiles
+  const RowBlocks blocks;       // of output channels
+  int64_t item_strips, strip_vecs, band_strips;
 };
-
-template <int kTile, class T>
-void run_items(const ConvArgs& a) {
-  constexpr int64_t kBandBytes = 4 << 20;  // of transformed input, so that it stays in the last-level cache
-  constexpr int64_t kProducts = Winograd<kTile>::kPoints * Winograd<kTile>::kPoints;
-  const int64_t tile_rows = (a.out_h + kTile - 1) / kTile, tile_columns = (a.out_w + kTile - 1) / kTile;
-  const int64_t row_bytes = tile_columns * kProducts * a.in_channels * sizeof(float);
-  const int64_t bands = std::min(tile_rows, (tile_rows * row_bytes + kBandBytes - 1) / kBandBytes);
-  const int64_t most_rows = (tile_rows + bands - 1) / bands;
-  float* transformed = shared_scratch().get<float>(most_rows * row_bytes);
-  for (int64_t item = 0; item < a.batch; ++item) {
-    const T* x = reinterpret_cast<const T*>(a.x) + item * a.x_batch_stride;
-    for (int64_t i = 0; i < bands; ++i) {
-      const int64_t begin = i * tile_rows / bands, end = (i + 1) * tile_rows / bands;
-      const Band<kTile> band(a, item, begin, end - begin);
-      band.transform(x, transformed);
-      band.multiply(transformed);
-    }
-  }
-}
 
 void run(const ConvArgs& a) {
   with_type(a.x_type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (a.variant == 2) run_items<2, T>(a);
-    else run_items<4, T>(a);
+    if (a.variant == 2) Convolution<2, T>(a).run();
+    else Convolution<4, T>(a).run();
   });
 }
 

@@ -14,10 +14,10 @@ struct LinearArgs {
   Activation activation;
 };
 
-// A slice of K such that a panel's slice (128 KiB of the register kernel's type) stays in L2 while every row block of a
-// task passes over it.
+// A slice of K such that a panel's slice of the micro-kernel's type stays in the cache nearest to it that can hold it
+// beside a block of x, while every row block of a task passes over it.
 template <class W>
-constexpr int64_t kSliceSteps = (128 << 10) / (kPanel * Step<W>::kWidth * sizeof(typename Step<W>::X));
+constexpr int64_t kSliceSteps = kSliceBytes / (kPanel * Step<W>::kWidth * sizeof(typename Step<W>::X));
 // Bounds a task's accumulators: they wait in L2 from one slice of K to the next.
 constexpr int64_t kMaxTaskRows = 384;
 
@@ -60,12 +60,16 @@ const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks
     if (blocks.rows == 1 && a.k == steps * kWidth) return x;
   }
   X* packed = shared_scratch().get<X>(blocks.rows * steps * kWidth * sizeof(X));
+  if (blocks.rows == 1 && kWidth == 1) {
+    for (int64_t k = 0; k < a.k; k += kLanes) store_n(packed + k, load_n(x + k, a.k - k), a.k - k);
+    return packed;
+  }
   const int64_t grain = std::max<int64_t>(1, 32768 / (kMaxRows * a.k));
   parallel_for(blocks.count, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t b = begin; b < end; ++b) {
       const W* first = x + blocks.begin(b) * a.x.stride[2];
       const auto row_at = [&](int64_t r) { return first + r * a.x.stride[2]; };
-      pack_rows<X, kWidth>(row_at, blocks.size(b), a.k, packed + blocks.begin(b) * steps * kWidth);
+      pack_rows<W, X, kWidth>(row_at, blocks.size(b), blocks.size(b), a.k, packed + blocks.begin(b) * steps * kWidth);
     }
   });
   return packed;
@@ -86,7 +90,7 @@ void run_stream(const LinearArgs& a, const typename Step<W>::X* x, int64_t rows,
   parallel_for(panels, grain, [&](int64_t begin, int64_t end, int) {
     alignas(64) float tile[kMaxRows * kPanel];
     for (int64_t p = begin; p < end; ++p) {
-      multiply<W>(rows, x, weight + p * panel_size, steps, tile, false);
+      multiply<W>(rows, x, weight + p * panel_size, steps, {tile}, false);
       finish(a, tile, 0, rows, p * kPanel);
     }
   });
@@ -126,7 +130,7 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
-          multiply<X>(rows, x + (row * steps + s0 * rows) * kWidth, slice, count, tile, s0 > 0);
+          multiply<X>(rows, x + (row * steps + s0 * rows) * kWidth, slice, count, {tile}, s0 > 0);
           if (is_last) finish(a, tile, row, rows, panel * kPanel);
         }
       }
@@ -180,8 +184,8 @@ void pack_weight(const PackArgs& a) {
       for (int64_t p = begin; p < end; ++p) {
         const int64_t column = p * kPanel;
         const W* w = reinterpret_cast<const W*>(a.weight.data) + column * a.weight.stride[2];
-        pack_panel<W, kWidth>(w, a.weight.stride[2], a.weight.stride[3], std::min(kPanel, n - column), k,
-                              static_cast<W*>(a.packed) + p * panel_size);
+        pack_panel<W, W, kWidth>(w, a.weight.stride[2], a.weight.stride[3], std::min(kPanel, n - column), k,
+                                 static_cast<W*>(a.packed) + p * panel_size);
       }
     });
   });

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
+from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, layout, operand
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-_PANEL = 32
 _ALIGNMENT = 64
 _HUGE_PAGE = 2 << 20
 
@@ -49,8 +48,8 @@ def pack_linear_weight(weight: torch.Tensor) -> PackedWeight | None:
     if not available() or weight.dim() != 2 or weight.dtype not in DTYPES or weight.numel() == 0:
         return None
     n, k = weight.shape
-    step = 2 if weight.dtype is torch.bfloat16 else 1
-    size = -(-n // _PANEL) * _PANEL * -(-k // step) * step * weight.element_size()
+    panel, step = layout().panel, 2 if weight.dtype is torch.bfloat16 and layout().has_pairs else 1
+    size = -(-n // panel) * panel * -(-k // step) * step * weight.element_size()
     data = _aligned_bytes(size)
     launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)

@@ -24,7 +24,8 @@ void run(const MatmulArgs& args) {
       const int64_t matrix = i / blocks.count, block = i % blocks.count, row = blocks.begin(block);
       const W* x = reinterpret_cast<const W*>(a.data) + offset(a, matrix / a.size[1], matrix % a.size[1], row);
       const auto row_at = [&](int64_t r) { return x + r * a.stride[2]; };
-      pack_rows<X, kWidth>(row_at, blocks.size(block), k, packed + (matrix * blocks.rows + row) * packed_k);
+      pack_rows<W, X, kWidth>(row_at, blocks.size(block), blocks.size(block), k,
+                              packed + (matrix * blocks.rows + row) * packed_k);
     }
   });
   // A task packs one panel of b and passes all rows over it.
@@ -36,10 +37,10 @@ void run(const MatmulArgs& args) {
       const int64_t matrix = i / panels, column = i % panels * kPanel, columns = std::min(kPanel, n - column);
       const int64_t m0 = matrix / a.size[1], m1 = matrix % a.size[1];
       const W* w = reinterpret_cast<const W*>(b.data) + offset(b, m0, m1, 0) + column * b.stride[3];
-      pack_panel<X, kWidth>(w, b.stride[3], b.stride[2], columns, k, panel);
+      pack_panel<W, X, kWidth>(w, b.stride[3], b.stride[2], columns, k, panel);
       for (int64_t block = 0; block < blocks.count; ++block) {
         const int64_t row = blocks.begin(block), rows = blocks.size(block);
-        multiply<X>(rows, packed + (matrix * blocks.rows + row) * packed_k, panel, steps, tile, false);
+        multiply<X>(rows, packed + (matrix * blocks.rows + row) * packed_k, panel, steps, {tile}, false);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t c = 0; c < columns; c += kLanes)
             store_any(out.data, out.dtype, offset(out, m0, m1, row + r) + column + c, load(tile + r * kPanel + c),

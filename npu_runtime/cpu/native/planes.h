@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "conv_vec.h"
+#include "vec.h"
 
 namespace npu::conv {
 
@@ -58,7 +58,7 @@ class PhasePlanes {
         const int64_t count = (inside - phase + step - 1) / step;
         float* to = planes + shape.offset(y, place.pad_left + phase);
         for (int64_t x = 0; x < count; x += kLanes)
-          store_first(to + x, load_strided<kStep>(row + phase + x * step, step, count - x), count - x);
+          store_n(to + x, load_strided<kStep>(row + phase + x * step, step, count - x), count - x);
       }
     }
   }

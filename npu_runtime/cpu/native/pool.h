@@ -13,6 +13,8 @@
 #include <mutex>
 #include <thread>
 
+#include "vec.h"
+
 #if defined(__linux__)
 #include <sched.h>
 #endif
@@ -21,14 +23,6 @@
 #endif
 
 namespace npu {
-
-inline void cpu_relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 inline int usable_cores() {
   if (const char* text = std::getenv("NPU_SIM_THREADS")) {

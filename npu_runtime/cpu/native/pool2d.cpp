@@ -25,7 +25,7 @@ float sum_of(const T* x, int64_t count) {
   int64_t i = 0;
   for (; i + 4 * kLanes <= count; i += 4 * kLanes)
     for (int v = 0; v < 4; ++v) sum[v] += load(x + i + v * kLanes);
-  for (; i < count; i += kLanes) sum[0] += load_first(x + i, count - i);
+  for (; i < count; i += kLanes) sum[0] += load_n(x + i, count - i);
   return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
@@ -53,7 +53,7 @@ void average(const ConvArgs& a) {
       for (int64_t x = 0; x < a.out_w; x += kLanes) {
         float* at = sums + row * pitch + x;
         const int64_t count = a.out_w - x;
-        store_first(at, load(at) * load(a.weight + (first + row) * a.out_w + x), count);
+        store_n(at, load(at) * load(a.weight + (first + row) * a.out_w + x), count);
       }
   });
 }

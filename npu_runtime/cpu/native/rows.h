@@ -7,7 +7,7 @@
 namespace npu {
 
 // Elements that one thread gets through in about the time that a second one needs to join.
-constexpr int64_t kSerialElements = 16384;
+inline constexpr int64_t kSerialElements = 16384;
 
 // Calls body(i, j, k, begin, end) such that the runs [begin, end) of the last dimension cover the whole index space.
 // Runs end on multiples of 16 or at the dimension's end.

@@ -16,7 +16,7 @@ inline PhaseShape window_phases(const ConvArgs& a) {
           a.out_w + (a.kernel_w - 1) * a.dilation_w / a.stride_w};
 }
 
-constexpr int64_t kMostTaps = 1024;
+inline constexpr int64_t kMostTaps = 1024;
 
 // to[i] = the reduction over taps t of from[i + offset[t]], for kVecs vectors.
 template <class Reduce, int kTaps, int kVecs>

@@ -1,5 +1,8 @@
-// Sixteen floats at a time, on any compiler with GNU vector extensions. Intrinsics appear only where the extensions
-// have no efficient spelling; the portable branches give the same bits.
+// Vectors of floats as wide as the instruction set has them, and the storage types that convert to and from them.
+//
+// This is the only file that knows instruction sets: everything else is written in kLanes, kRegisters and the functions
+// below. GNU vector extensions (g++, clang++) express what they can; intrinsics stand where the extensions have no
+// efficient spelling, and the portable branches beside them give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -7,47 +10,84 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "kernel.h"
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define NPU_AVX512 1
+#define NPU_X86(name) _mm512_##name
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define NPU_AVX2 1
+#define NPU_X86(name) _mm256_##name
+#elif defined(__SSE4_1__)
+#define NPU_X86(name) _mm_##name
 #endif
 
 #define NPU_INLINE inline __attribute__((always_inline))
 
 namespace npu {
 
-// Storage types. bf16 is a struct so that it is no arithmetic type and cannot be mistaken for an integer.
+#if defined(NPU_AVX512)
+inline constexpr int kLanes = 16, kRegisters = 32;
+#elif defined(NPU_AVX2)
+inline constexpr int kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+inline constexpr int kLanes = 4, kRegisters = 32;
+#else
+inline constexpr int kLanes = 4, kRegisters = 16;
+#endif
+
+// The instruction sets that this was compiled for, by the name of the level (levels.py).
+inline const char* level_name() {
+#if defined(NPU_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__)
+  return "amx";
+#elif defined(NPU_AVX512) && defined(__AVX512BF16__)
+  return "avx512-bf16";
+#elif defined(NPU_AVX512)
+  return "x86-64-v4";
+#elif defined(NPU_AVX2)
+  return "x86-64-v3";
+#elif defined(__SSE4_1__)
+  return "x86-64-v2";
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return "aarch64-bf16";
+#elif defined(__aarch64__)
+  return "aarch64";
+#else
+  return "portable";
+#endif
+}
+
+// Tells the core that the thread waits in a loop.
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Storage types: structs, so that neither is taken for an arithmetic type by mistake.
 struct bf16 {
   uint16_t bits;
 };
-using f16 = _Float16;
+struct f16 {
+  uint16_t bits;
+};
 
-constexpr int kLanes = 16;
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IVec __attribute__((vector_size(64)));
-typedef uint32_t UVec __attribute__((vector_size(64)));
-typedef uint16_t HalfBits __attribute__((vector_size(32)));
-typedef f16 Halves __attribute__((vector_size(32)));
-
-NPU_INLINE Vec splat(float value) { return Vec{} + value; }
-NPU_INLINE Vec lane_numbers() { return Vec{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
-// The second operand where they do not compare: max(limit, x) passes NaN on, max(x, limit) replaces it.
-NPU_INLINE Vec max(Vec a, Vec b) {
-#if defined(__AVX512F__)
-  return _mm512_max_ps(a, b);
-#else
-  return a > b ? a : b;
-#endif
-}
-NPU_INLINE Vec min(Vec a, Vec b) {
-#if defined(__AVX512F__)
-  return _mm512_min_ps(a, b);
-#else
-  return a < b ? a : b;
-#endif
-}
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HalfBits __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <class To, class From>
 NPU_INLINE To bit_cast(From value) {
@@ -64,44 +104,155 @@ NPU_INLINE T load_bits(const void* p) {
   return value;
 }
 
-// Conversions of one vector; the memory need not be aligned.
+NPU_INLINE Vec abs(Vec x) { return bit_cast<Vec>(bit_cast<UVec>(x) & 0x7fffffffu); }
 
-NPU_INLINE Vec load(const float* p) { return load_bits<Vec>(p); }
-NPU_INLINE Vec load(const bf16* p) {
-  return bit_cast<Vec>(__builtin_convertvector(load_bits<HalfBits>(p), UVec) << 16);
+using LaneSequence = std::make_integer_sequence<int, kLanes>;
+template <int... i>
+NPU_INLINE Vec splat(float value, std::integer_sequence<int, i...>) {
+  return Vec{(void(i), value)...};
 }
-NPU_INLINE Vec load(const f16* p) {
-#if defined(__AVX512F__)
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+NPU_INLINE Vec splat(float value) { return splat(value, LaneSequence()); }
+template <int... i>
+NPU_INLINE Vec lane_numbers(std::integer_sequence<int, i...>) {
+  return Vec{float(i)...};
+}
+NPU_INLINE Vec lane_numbers() { return lane_numbers(LaneSequence()); }
+
+// Lane i of the result is lane index(i) of a, or lane index(i) - kLanes of b. `index` is a lambda without captures.
+template <class Index, int... i>
+NPU_INLINE Vec shuffle(Vec a, Vec b, Index, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, Index{}(i)...);
+}
+template <class Index>
+NPU_INLINE Vec shuffle(Vec a, Vec b, Index index) {
+  return shuffle(a, b, index, LaneSequence());
+}
+
+// The second operand where they do not compare: max(limit, x) passes NaN on, max(x, limit) replaces it.
+NPU_INLINE Vec max(Vec a, Vec b) {
+#if defined(NPU_X86)
+  return NPU_X86(max_ps)(a, b);
 #else
-  return __builtin_convertvector(load_bits<Halves>(p), Vec);
+  return a > b ? a : b;
+#endif
+}
+NPU_INLINE Vec min(Vec a, Vec b) {
+#if defined(NPU_X86)
+  return NPU_X86(min_ps)(a, b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
-NPU_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
-NPU_INLINE void store(bf16* p, Vec v) {
-  // Round to nearest even on the integer image. AVX-512's own conversion would flush subnormals to zero.
+// Whether some lane's condition, all ones or zero as comparisons give it, holds.
+NPU_INLINE bool any(IVec condition) {
+#if defined(NPU_AVX512)
+  return _mm512_test_epi32_mask(bit_cast<__m512i>(condition), bit_cast<__m512i>(condition)) != 0;
+#elif defined(NPU_AVX2)
+  return !_mm256_testz_si256(bit_cast<__m256i>(condition), bit_cast<__m256i>(condition));
+#elif defined(NPU_X86)
+  return !_mm_testz_si128(bit_cast<__m128i>(condition), bit_cast<__m128i>(condition));
+#else
+  int32_t folded = 0;
+  for (int i = 0; i < kLanes; ++i) folded |= condition[i];
+  return folded != 0;
+#endif
+}
+
+// Conversions of one vector; the memory need not be aligned.
+
+NPU_INLINE Vec widen(HalfBits bits, bf16) { return bit_cast<Vec>(__builtin_convertvector(bits, UVec) << 16); }
+NPU_INLINE Vec widen(HalfBits bits, f16) {
+#if defined(NPU_AVX512)
+  return _mm512_cvtph_ps(bit_cast<__m256i>(bits));
+#elif defined(NPU_AVX2)
+  return _mm256_cvtph_ps(bit_cast<__m128i>(bits));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(bit_cast<float16x4_t>(bits));
+#else
+  // The exponent moves from a bias of 15 to one of 127 by a multiplication, which is exact for subnormals too.
+  const UVec h = __builtin_convertvector(bits, UVec), magnitude = (h & 0x7fffu) << 13;
+  const UVec special = bit_cast<UVec>(magnitude >= (0x7c00u << 13)) & 0x7f800000u;
+  return bit_cast<Vec>(bit_cast<UVec>(bit_cast<Vec>(magnitude) * 0x1p112f) | special | (h & 0x8000u) << 16);
+#endif
+}
+
+// Rounds to nearest even.
+NPU_INLINE HalfBits narrow(Vec v, bf16) {
+  // On the integer image: AVX-512's own conversion would flush subnormals to zero.
   const UVec bits = bit_cast<UVec>(v);
   const UVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const UVec quiet_nan = (bits >> 16) | 0x40u;
-  const HalfBits result = __builtin_convertvector(v == v ? rounded : quiet_nan, HalfBits);
-  std::memcpy(p, &result, sizeof(result));
-}
-NPU_INLINE void store(f16* p, Vec v) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  const UVec result = v == v ? rounded : quiet_nan;
+#if defined(NPU_AVX2)
+  const __m256i packed = _mm256_packus_epi32(bit_cast<__m256i>(result), __m256i{});
+  return bit_cast<HalfBits>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else
-  const Halves result = __builtin_convertvector(v, Halves);
-  std::memcpy(p, &result, sizeof(result));
+  return __builtin_convertvector(result, HalfBits);
+#endif
+}
+NPU_INLINE HalfBits narrow(Vec v, f16) {
+#if defined(NPU_AVX512)
+  return bit_cast<HalfBits>(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(NPU_AVX2)
+  return bit_cast<HalfBits>(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  return bit_cast<HalfBits>(vcvt_f16_f32(v));
+#else
+  const UVec bits = bit_cast<UVec>(v), magnitude = bits & 0x7fffffffu;
+  const UVec normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  // A sum with 0.5 has its last fraction bit where a subnormal's is, and rounds there.
+  const UVec subnormal = bit_cast<UVec>(bit_cast<Vec>(magnitude) + 0.5f) - 0x3f000000u;
+  UVec result = magnitude < (113u << 23) ? subnormal : normal;
+  result = magnitude >= 0x477ff000u ? UVec{} + 0x7c00u : result;
+  result = magnitude > 0x7f800000u ? (magnitude >> 13 & 0x3ffu) | 0x7e00u : result;
+  return __builtin_convertvector(result | (bits >> 16 & 0x8000u), HalfBits);
 #endif
 }
 
-// The first `count` (0 to 16) elements only; the other lanes load as zero.
+NPU_INLINE Vec load(const float* p) { return load_bits<Vec>(p); }
+NPU_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+template <class T>
+NPU_INLINE Vec load(const T* p) {
+  return widen(load_bits<HalfBits>(p), T());
+}
+template <class T>
+NPU_INLINE void store(T* p, Vec v) {
+  const HalfBits bits = narrow(v, T());
+  std::memcpy(p, &bits, sizeof(bits));
+}
+
+// The first `count` elements only; the other lanes load as zero. A count beyond kLanes means all.
+#if defined(NPU_AVX512)
+NPU_INLINE __mmask16 first_lanes(int64_t count) { return (1u << count) - 1; }
+template <class T>
+NPU_INLINE Vec load_n(const T* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps(first_lanes(count), p);
+  else return widen(bit_cast<HalfBits>(_mm256_maskz_loadu_epi16(first_lanes(count), p)), T());
+}
+template <class T>
+NPU_INLINE void store_n(T* p, Vec v, int64_t count) {
+  if (count >= kLanes) return store(p, v);
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, first_lanes(count), v);
+  else _mm256_mask_storeu_epi16(p, first_lanes(count), bit_cast<__m256i>(narrow(v, T())));
+}
+#else
+template <class T>
+NPU_INLINE void copy_first(const T* from, T* to, int64_t count) {
+#pragma GCC unroll 4
+  for (int piece = kLanes / 2; piece; piece /= 2)
+    if (count & piece) {
+      std::memcpy(to, from, piece * sizeof(T));
+      from += piece;
+      to += piece;
+    }
+}
 template <class T>
 NPU_INLINE Vec load_n(const T* p, int64_t count) {
   if (count >= kLanes) return load(p);
   T buffer[kLanes] = {};
-  for (int64_t i = 0; i < count; ++i) buffer[i] = p[i];
+  copy_first(p, buffer, count);
   return load(buffer);
 }
 template <class T>
@@ -109,8 +260,39 @@ NPU_INLINE void store_n(T* p, Vec v, int64_t count) {
   if (count >= kLanes) return store(p, v);
   T buffer[kLanes];
   store(buffer, v);
-  for (int64_t i = 0; i < count; ++i) p[i] = buffer[i];
+  copy_first(buffer, p, count);
 }
+#endif
+
+// Pairs of bfloat16, one in each half of a lane: sum + a.low * b.low + a.high * b.high in one instruction, where
+// kHasPairs.
+#if defined(NPU_AVX512) && defined(__AVX512BF16__)
+inline constexpr bool kHasPairs = true;
+NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
+  return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+inline constexpr bool kHasPairs = true;
+NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
+  return vbfdotq_f32(sum, bit_cast<bfloat16x8_t>(a), bit_cast<bfloat16x8_t>(b));
+}
+#else
+inline constexpr bool kHasPairs = false;
+Vec add_pairs(Vec sum, Vec a, Vec b);
+#endif
+
+// p * 2^k for an integral k, right below the normal range too.
+NPU_INLINE Vec scale_by_power(Vec p, Vec k) {
+#if defined(NPU_AVX512)
+  return _mm512_scalef_ps(p, k);
+#else
+  // Two exact steps: 2^k itself may be out of range.
+  const IVec exponent = __builtin_convertvector(k, IVec), half = exponent >> 1;
+  return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((exponent - half + 127) << 23);
+#endif
+}
+
+// Everything below is written in the functions above.
 
 // Calls body with a null pointer of the storage type that `dtype` names.
 template <class F>
@@ -138,15 +320,32 @@ NPU_INLINE void store_any(char* data, Dtype dtype, int64_t index, Vec v, int64_t
   }
 }
 
+// Elements 0, kStride, 2 * kStride, ...: `count` of them, kLanes at most; nothing after the last of them is touched.
+// kStride 0 stands for a `stride` known only at run time.
+template <int kStride, class T>
+NPU_INLINE Vec load_strided(const T* p, int64_t stride, int64_t count) {
+  if constexpr (kStride == 1) return load_n(p, count);
+  if constexpr (kStride == 2 || kStride == 4) {
+    if (count >= kLanes) {
+      // The second vector begins one element early, so that it ends at the last one needed.
+      constexpr int kHalf = kStride / 2;
+      const Vec low = load_strided<kHalf>(p, kHalf, kLanes);
+      const Vec high = load_strided<kHalf>(p + (kLanes - 1) * kHalf, kHalf, kLanes);
+      return shuffle(low, high, [](int i) { return 2 * i < kLanes ? 2 * i : 2 * i + 1; });
+    }
+  }
+  T picked[kLanes] = {};
+  for (int64_t i = 0; i < std::min<int64_t>(count, kLanes); ++i) picked[i] = p[i * stride];
+  return load(picked);
+}
+
 // Reductions over the lanes, in a fixed order.
 
-template <class F>
+template <int kDistance = kLanes / 2, class F>
 NPU_INLINE float fold_lanes(Vec v, const F& combine) {
-  v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  v = combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-  return v[0];
+  v = combine(v, shuffle(v, v, [](int i) { return i ^ kDistance; }));
+  if constexpr (kDistance > 1) return fold_lanes<kDistance / 2>(v, combine);
+  else return v[0];
 }
 NPU_INLINE float sum_lanes(Vec v) {
   return fold_lanes(v, [](Vec a, Vec b) __attribute__((always_inline)) { return a + b; });
@@ -155,37 +354,48 @@ NPU_INLINE float max_lanes(Vec v) {
   return fold_lanes(v, [](Vec a, Vec b) __attribute__((always_inline)) { return max(a, b); });
 }
 
-// Lane i of the result is the sum of rows[i]'s lanes: sixteen horizontal sums for 45 operations instead of 16 times 8.
-NPU_INLINE Vec sum_rows(Vec (&rows)[kLanes]) {
-  Vec eight[8], four[4], two[2];
-  for (int i = 0; i < 8; ++i) {
-    const Vec a = rows[i], b = rows[i + 8];
-    eight[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+// Lane i of the result is the sum of rows[i]'s lanes, for about three operations a row.
+template <int kDistance = kLanes / 2>
+NPU_INLINE Vec sum_rows(Vec* rows) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kDistance; ++i) {
+    const Vec a = rows[i], b = rows[i + kDistance];
+    rows[i] = shuffle(a, b, [](int lane) { return lane & kDistance ? kLanes + (lane ^ kDistance) : lane; }) +
+              shuffle(a, b, [](int lane) { return lane & kDistance ? kLanes + lane : lane ^ kDistance; });
   }
-  for (int i = 0; i < 4; ++i) {
-    const Vec a = eight[i], b = eight[i + 4];
-    four[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-              __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  }
-  for (int i = 0; i < 2; ++i) {
-    const Vec a = four[i], b = four[i + 2];
-    two[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-             __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  }
-  return __builtin_shufflevector(two[0], two[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-         __builtin_shufflevector(two[0], two[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  if constexpr (kDistance > 1) return sum_rows<kDistance / 2>(rows);
+  else return rows[0];
 }
 
-// p * 2^k for an integral k, right below the normal range too.
-NPU_INLINE Vec scale_by_power(Vec p, Vec k) {
-#if defined(__AVX512F__)
-  return _mm512_scalef_ps(p, k);
-#else
-  // Two exact steps: 2^k itself may be out of range.
-  const IVec exponent = __builtin_convertvector(k, IVec), half = exponent >> 1;
-  return p * bit_cast<Vec>((half + 127) << 23) * bit_cast<Vec>((exponent - half + 127) << 23);
-#endif
+// The lanes of two vectors in turns: a0 b0 a1 b1 ... of their first halves and of their second ones.
+NPU_INLINE Vec zip_low(Vec a, Vec b) {
+  return shuffle(a, b, [](int i) { return i / 2 + (i % 2 ? kLanes : 0); });
+}
+NPU_INLINE Vec zip_high(Vec a, Vec b) {
+  return shuffle(a, b, [](int i) { return kLanes / 2 + i / 2 + (i % 2 ? kLanes : 0); });
+}
+
+// Turns kLanes rows into columns, in place.
+template <int kDistance = kLanes / 2>
+NPU_INLINE void transpose(Vec* rows) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & kDistance) continue;
+    const Vec a = rows[i], b = rows[i + kDistance];
+    rows[i] = shuffle(a, b, [](int lane) { return lane & kDistance ? kLanes + (lane ^ kDistance) : lane; });
+    rows[i + kDistance] = shuffle(a, b, [](int lane) { return lane & kDistance ? kLanes + lane : lane ^ kDistance; });
+  }
+  if constexpr (kDistance > 1) transpose<kDistance / 2>(rows);
+}
+
+// Turns a square of kLanes rows, `from_stride` apart, into columns `to_stride` apart.
+NPU_INLINE void transpose_floats(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  Vec rows[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) rows[i] = load(from + i * from_stride);
+  transpose(rows);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) store(to + i * to_stride, rows[i]);
 }
 
 // e^x within about 1 ulp: x = k ln2 + r and a degree-6 polynomial in r. NaN stays NaN.
@@ -215,8 +425,6 @@ NPU_INLINE Vec tanh(Vec x) {
   const Vec large = 1.0f - 2.0f / (exp(x + x) + 1.0f);
   return square < 0.390625f ? small : large;
 }
-
-NPU_INLINE Vec abs(Vec x) { return bit_cast<Vec>(bit_cast<UVec>(x) & 0x7fffffffu); }
 
 // The error function within about 1 ulp: an odd polynomial near zero, 1 - e^q(|x|) elsewhere.
 NPU_INLINE Vec erf(Vec x) {
