@@ -71,7 +71,7 @@ def _native() -> dict[str, Any]:
 
     facts = {
         "cpu": levels.this_cpu().model,
-        "runs": [level.name for level in levels.this_cpu().levels() if level is not levels.GENERIC],
+        "runs": [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE],
         "detected_level": levels.detected_level().name,
         "forced_level": os.environ.get(levels.VARIABLE) or None,
         "compiler": find_compiler(),

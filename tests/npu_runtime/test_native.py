@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional
 
 from npu_runtime.cpu import native
-from npu_runtime.cpu.native import build
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 
@@ -482,22 +481,3 @@ def test_a_forked_child_gets_its_own_pool() -> None:
         os._exit(0 if torch.equal(out, expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     sequence()
-
-
-def test_build_reports_why_there_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
-    build_library = build.library_path.__wrapped__
-    monkeypatch.setattr(build, "_failure", None)
-    monkeypatch.setenv("NPU_SIM_NATIVE", "0")
-    assert build_library() is None and "NPU_SIM_NATIVE" in (build.failure_reason() or "")
-    monkeypatch.delenv("NPU_SIM_NATIVE")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert build_library() is None and "no C++ compiler" in (build.failure_reason() or "")
-    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
-    failing = tmp_path / "c++"
-    failing.write_text("#!/bin/sh\n[ \"$1\" = --version ] || { echo 'out of order' >&2; exit 3; }\n")
-    failing.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
-    monkeypatch.setattr(build, "find_compiler", lambda: str(failing))
-    assert build_library() is None and "out of order" in (build.failure_reason() or "")
-    assert not list(tmp_path.glob("*.o")) and not list(tmp_path.glob("*.so"))

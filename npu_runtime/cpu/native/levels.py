@@ -67,7 +67,7 @@ LEVELS = (
     ),
 )
 # What a compiler assumes without options: for CPUs that have none of the levels.
-GENERIC = Level("generic", "", (), frozenset())
+PORTABLE = Level("portable", "", (), frozenset())
 
 # macOS has no /proc/cpuinfo; these are the names under which sysctl lists the same features.
 _SYSCTL_FEATURES = {
@@ -88,8 +88,8 @@ class CPU:
     features: frozenset[str]
 
     def levels(self) -> tuple[Level, ...]:
-        """The levels that it runs, in ascending order; at least `GENERIC`."""
-        return GENERIC, *(x for x in LEVELS if x.machine == self.machine and x.features <= self.features)
+        """The levels that it runs, in ascending order; at least `PORTABLE`."""
+        return PORTABLE, *(x for x in LEVELS if x.machine == self.machine and x.features <= self.features)
 
 
 def find_level(name: str) -> Level:
