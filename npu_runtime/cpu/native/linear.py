@@ -51,7 +51,7 @@ def pack_linear_weight(weight: torch.Tensor) -> PackedWeight | None:
     panel, step = layout().panel, 2 if weight.dtype is torch.bfloat16 and layout().has_pairs else 1
     size = -(-n // panel) * panel * -(-k // step) * step * weight.element_size()
     data = _aligned_bytes(size)
-    launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight)()
+    launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)
 
 
