@@ -145,10 +145,34 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
   });
 }
 
+// Many rows on the matrix unit, which reads x where it is. A task is one panel and a range of row blocks; the last block
+// begins early enough to be whole, and leaves out the rows that another has finished.
+void run_tiles(const LinearArgs& a, int64_t steps) {
+  const bf16 *x = reinterpret_cast<const bf16*>(a.x.data), *weight = static_cast<const bf16*>(a.weight);
+  const int64_t rows = a.x.size[2], blocks = divide_up(rows, kTileRows), panels = divide_up(a.n, kPanel);
+  const int64_t row_tasks = std::clamp<int64_t>(divide_up(8 * num_threads(), panels), divide_up(rows, kMaxTaskRows), blocks);
+  const Finish finish = finish_for(a);
+  parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
+    [[maybe_unused]] const TileState state;
+    alignas(64) float sums[kTileRows * kPanel];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task % panels, row_task = task / panels;
+      for (int64_t b = blocks * row_task / row_tasks; b < blocks * (row_task + 1) / row_tasks; ++b) {
+        const int64_t row = b * kTileRows, first = std::min(row, rows - kTileRows);
+        multiply_tiles(x + first * a.x.stride[2], a.x.stride[2], weight + panel * steps * 2 * kPanel, steps, sums);
+        finish(a, sums + (row - first) * kPanel, row, first + kTileRows - row, panel * kPanel);
+      }
+    }
+  });
+}
+
 void linear(const LinearArgs& a) {
   with_type(a.weight_dtype, [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;
     const int64_t steps = divide_up(a.k, Step<W>::kWidth);
+    if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
+      if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) return run_tiles(a, steps);
+    }
     const RowBlocks blocks(a.x.size[2]);
     const auto* x = packed_x<W>(a, blocks, steps);
     if (blocks.count == 1) run_stream<W>(a, x, blocks.rows, steps);

@@ -8,15 +8,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <mutex>
 #include <thread>
 
 #include "vec.h"
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #endif
@@ -24,17 +20,7 @@
 namespace npu {
 namespace {
 
-int usable_cores() {
-  if (const char* text = std::getenv("NPU_SIM_THREADS")) {
-    int wanted = std::atoi(text);
-    if (wanted > 0) return std::min(wanted, 256);
-  }
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
-#endif
-  return std::max(1u, std::thread::hardware_concurrency());
-}
+std::atomic<int> wanted_threads{1};
 
 class Pool {
  public:
@@ -103,7 +89,7 @@ class Pool {
       registered = true;
     }
 #endif
-    Pool* pool = new Pool(usable_cores());
+    Pool* pool = new Pool(wanted_threads.load());
     current().store(pool, std::memory_order_release);
     return *pool;
   }
@@ -177,3 +163,8 @@ void run_parallel(int64_t n, int64_t grain, Body body, const void* context) {
 }
 
 }  // namespace npu
+
+// The number of threads of a pool that has yet to start.
+extern "C" void npu_set_threads(int64_t threads) {
+  npu::wanted_threads.store(static_cast<int>(std::clamp<int64_t>(threads, 1, 1024)));
+}
