@@ -1,190 +1,211 @@
-"""The CPU device against PyTorch: SmolLM2 decode and prefill, ResNet-50.
+"""The CPU device against PyTorch, ONNX Runtime, OpenVINO and llama.cpp: SmolLM2-135M and six networks.
 
-    python -m benchmarks.cpu [--quick] [--json results.json] [--only decode,prefill,resnet50]
+    python -m benchmarks.cpu [--only decode,bert,…] [--contenders npu-sim,onnx] [--batch 1] [--quick] [--json FILE]
 
-Each task times all contenders in turns in one run, with the same weights: the CPU device in 16 bits, PyTorch eager and
-`torch.compile` in float32 and bfloat16. The floor is a lower bound of the time: a decode step must read every weight
-once from memory; prefill and ResNet-50 are compared with the speed of PyTorch's own float32 matrix multiplication.
+All contenders of a row are timed in turns in one process, on the same weights and the same number of threads. Each task
+has a process of its own, so that memory stays bounded and one library's threads are gone before the next task. The
+output of every contender is compared with that of eager PyTorch in float32.
+
+The floor is a lower bound of the time: a decode step must read every weight once, at the bandwidth that PyTorch's sum
+reads; the rest must do their FLOP, at the rate of PyTorch's float32 matrix product. Both are measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers import generation_step, language_model, module_step
-from benchmarks.timing import Result, interleave, matrix_rate, read_bandwidth
+from benchmarks.cpu_machine import Rates, describe, limit_threads, measure_rates
+from benchmarks.figures import EAGER, OURS, Figure, Run, load_run
 
-POSITION = 128
-PROMPT = 128
+LANGUAGE_TASKS = ("decode", "prefill")
+NETWORK_TASKS = ("resnet50", "bert", "vit", "mobilenet-v2", "efficientnet-lite0", "convnext")
+WRONG = 0.1  # relative error
+
+T = TypeVar("T")
 
 
-@dataclass
-class Task:
-    """The measurements of one task.
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
 
     Attributes:
-        results: By contender, ours first.
-        floor: A lower bound in seconds.
-        floor_says: How the floor is derived.
+        contenders: Lower-case beginnings of the names of contenders to time; empty for all.
+        leave_out: The same for contenders not to time.
+        rounds: At most this many per task; fewer when `limit` seconds have passed.
     """
 
-    name: str
-    results: dict[str, Result]
-    floor: float
-    floor_says: str
+    threads: int
+    contenders: tuple[str, ...]
+    leave_out: tuple[str, ...]
+    rounds: int
+    limit: float
 
-    @property
-    def ours(self) -> Result:
-        return min((r for name, r in self.results.items() if name.startswith("npu-sim")), key=lambda r: r.median)
-
-    @property
-    def best_peer(self) -> tuple[str, Result]:
-        peers = {name: result for name, result in self.results.items() if not name.startswith("npu-sim")}
-        return min(peers.items(), key=lambda item: item[1].median)
+    def wants(self, name: str) -> bool:
+        name = name.lower()
+        return (not self.contenders or name.startswith(self.contenders)) and not name.startswith(self.leave_out)
 
 
-def measure_language_model(cache_length: int, rounds: int, compiled: bool, only: set[str]) -> list[Task]:
-    """Decode of one token at position 128, and prefill of 128 tokens; all compute the last token's logits only."""
-    from npu_sim.llm import LanguageModel, load_checkpoint
+def start_libraries(threads: int) -> None:
+    import torch
+    import transformers
 
-    checkpoint = load_checkpoint("smollm2", "bfloat16")
-    model = LanguageModel(checkpoint, device="cpu", cache_length=cache_length, chunk=PROMPT)
-    prompt = list(np.random.default_rng(0).integers(0, model.vocab_size, PROMPT))
-
-    def prefill() -> None:
-        model.reset()
-        model.prefill(prompt)
-
-    def decode() -> None:
-        del model.tokens[POSITION:]
-        model.decode(1)
-
-    prefill()
-    contenders: dict[str, dict[str, Callable[[], object]]] = {
-        "decode": {"npu-sim bfloat16": decode},
-        "prefill": {"npu-sim bfloat16": prefill},
-    }
-    for dtype in (torch.bfloat16, torch.float32):
-        peer = language_model(checkpoint.config, checkpoint.state, dtype)
-        for mode in (False, True) if compiled else (False,):
-            name = f"torch {'compile' if mode else 'eager'} {str(dtype).removeprefix('torch.')}"
-            contenders["decode"][name] = generation_step(peer, 1, POSITION, cache_length, mode)
-            contenders["prefill"][name] = generation_step(peer, PROMPT, 0, cache_length, mode)
-    plan = model.decode_program.plan
-    weight_bytes = sum(b.size_bytes for b in plan.buffers.values() if b.kind == "weight")
-    bandwidth = read_bandwidth()
-    assert model.prefill_program is not None
-    flops = sum(call.flops for call in model.prefill_program.kernels if "matmul" in call.kernel)
-    floors = {
-        "decode": (weight_bytes / bandwidth, f"{weight_bytes / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s"),
-        "prefill": (
-            flops / (2 * matrix_rate()),
-            f"{flops / 1e9:.1f} GFLOP at twice PyTorch's float32 rate, for bfloat16",
-        ),
-    }
-    return [
-        Task(f"SmolLM2-135M {name}", interleave(contenders[name], rounds), *floors[name])
-        for name in contenders
-        if name in only
-    ]
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "npu-sim-inductor"))
 
 
-def measure_resnet50(rounds: int, compiled: bool) -> list[Task]:
-    """Classification of one 224 × 224 image, with random weights."""
-    import npu_compiler
-    from npu_runtime import Device, Executor, NPUBuffer, load_weights
-    from npu_sim.vision import extract_model_ir, find_model
-    from npu_sim.vision.resnet import random_images, resnet50, seed_weights
+def measure_language_model(tasks: Sequence[str], settings: Settings, rates: Rates) -> list[Figure]:
+    from benchmarks.cpu_llm import CACHE_LENGTH, NAME, PROMPT, LanguageContenders
 
-    model = resnet50().eval()
-    seed_weights(model, 0)
-    x = random_images(1, 0)
-    device = Device("cpu")
-    ir = extract_model_ir(find_model("resnet50"))
-
-    def ours(compute_dtype: str) -> Callable[[], object]:
-        program = npu_compiler.compile(ir, compute_dtype=compute_dtype)
-        executor, weights = Executor(program, device), load_weights(model.state_dict(), program, device)
-        spec = program.input_specs[0]
-        inputs = {spec.name: NPUBuffer.from_numpy(x.numpy(), device, spec=spec)}
-        return lambda: executor.run(inputs, weights)
-
-    contenders = {f"npu-sim {dtype}": ours(dtype) for dtype in ("bfloat16", "float16")}
-    for dtype in (torch.float32, torch.bfloat16):
-        peer = resnet50().eval()
-        peer.load_state_dict(model.state_dict())
-        for mode in (False, True) if compiled else (False,):
-            name = f"torch {'compile' if mode else 'eager'} {str(dtype).removeprefix('torch.')}"
-            contenders[name] = module_step(peer.to(dtype), x.to(dtype), mode)
-    flops = sum(call.flops for call in npu_compiler.compile(ir).kernels)
-    floor = flops / matrix_rate()
-    return [
-        Task("ResNet-50", interleave(contenders, rounds), floor, f"{flops / 1e9:.1f} GFLOP at PyTorch's float32 rate")
-    ]
+    start_libraries(settings.threads)
+    cases = {"decode": {"cache": CACHE_LENGTH, "position": PROMPT}, "prefill": {"tokens": PROMPT}}
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = LanguageContenders(settings.threads, Path(folder))
+        floors = {"decode": contenders.weight_bytes, "prefill": contenders.flops}
+        return [
+            measure(
+                task,
+                NAME,
+                cases[task],
+                contenders.factories(task),
+                contenders.reference(task),
+                settings,
+                *(byte_floor(floors[task](), rates) if task == "decode" else flop_floor(floors[task](), rates)),
+            )
+            for task in tasks
+        ]
 
 
-def print_task(task: Task, console: Console) -> None:
-    table = Table(title=f"{task.name}: floor {1e3 * task.floor:.1f} ms ({task.floor_says})")
-    for heading in ("contender", "median ms", "best ms", "× ours", "× floor"):
+def measure_network(task: str, batch: int, settings: Settings, rates: Rates) -> list[Figure]:
+    from benchmarks.cpu_models import NETWORKS
+    from benchmarks.cpu_peers import NetworkContenders
+
+    start_libraries(settings.threads)
+    network = NETWORKS[task]
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = NetworkContenders(network.build(), network.inputs(batch), settings.threads, Path(folder))
+        floor = flop_floor(contenders.flops(), rates)
+        reference = contenders.reference()
+        return [measure(task, network.name, {"batch": batch}, contenders.factories(), reference, settings, *floor)]
+
+
+def byte_floor(size: int, rates: Rates) -> tuple[float, str]:
+    """Seconds, and how they are derived."""
+    return size / rates.bandwidth, f"{size / 1e6:.0f} MB of weights at {rates.bandwidth / 1e9:.1f} GB/s"
+
+
+def flop_floor(flops: int, rates: Rates) -> tuple[float, str]:
+    """Seconds, and how they are derived."""
+    return flops / rates.matrix, f"{flops / 1e9:.1f} GFLOP at {rates.matrix / 1e9:.0f} GFLOP/s"
+
+
+def measure(
+    task: str,
+    model: str,
+    case: dict[str, int],
+    factories: Any,
+    reference: Any,
+    settings: Settings,
+    floor: float,
+    says: str,
+) -> Figure:
+    import numpy as np
+
+    from benchmarks.cpu_peers import prepare
+    from benchmarks.timing import interleave
+
+    contenders = prepare(factories, settings.wants)
+    results = interleave(
+        {name: contender.seconds for name, contender in contenders.items()}, settings.rounds, 1, settings.limit
+    )
+    scale = float(np.linalg.norm(reference))
+    errors = {name: float(np.linalg.norm(c.output() - reference)) / scale for name, c in contenders.items()}
+    ms = {name: 1e3 * result.median for name, result in results.items()}
+    return Figure(task, model, case, ms, 1e3 * floor, says, errors=errors)
+
+
+def alone(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def print_figure(figure: Figure, console: Console) -> None:
+    case = ", ".join(f"{name} {value}" for name, value in figure.case.items())
+    table = Table(title=f"{figure.model} {figure.task} ({case}): floor {figure.floor_ms:.1f} ms ({figure.floor})")
+    best = min((ms for name, ms in figure.ms.items() if name.startswith(OURS)), default=None)
+    for heading in ("contender", "median ms", "× ours", "× floor", "relative error"):
         table.add_column(heading, justify="left" if heading == "contender" else "right")
-    for name, result in task.results.items():
-        ratio, above = result.median / task.ours.median, result.median / task.floor
-        table.add_row(name, f"{1e3 * result.median:.1f}", f"{1e3 * result.best:.1f}", f"{ratio:.2f}", f"{above:.2f}")
+    for name, ms in figure.ms.items():
+        error = figure.errors[name]
+        ratio = "" if best is None else f"{ms / best:.2f}"
+        mark = "" if error <= WRONG else " WRONG"
+        table.add_row(name, f"{ms:.2f}", ratio, f"{ms / figure.floor_ms:.2f}", f"{error:.1e}{mark}")
     console.print(table)
-    name, best = task.best_peer
-    console.print(f"{task.name}: {best.median / task.ours.median:.2f} × as fast as the best of PyTorch ({name})\n")
-
-
-def to_json(task: Task) -> dict[str, Any]:
-    return {
-        "name": task.name,
-        "floor_ms": 1e3 * task.floor,
-        "floor": task.floor_says,
-        "median_ms": {name: 1e3 * result.median for name, result in task.results.items()},
-        "best_ms": {name: 1e3 * result.best for name, result in task.results.items()},
-        "speedup_over_best_peer": task.best_peer[1].median / task.ours.median,
-    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tasks = (*LANGUAGE_TASKS, *NETWORK_TASKS)
+    parser.add_argument("--only", default=",".join(tasks), help="comma-separated tasks, or none (default: %(default)s)")
+    parser.add_argument(
+        "--contenders", default="", help="comma-separated beginnings of contenders' names (default: all)"
+    )
+    parser.add_argument(
+        "--batch", default="1,8", help="comma-separated batch sizes of the networks (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="skip torch.compile and time fewer rounds")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument(
-        "--only", default="decode,prefill,resnet50", help="comma-separated tasks (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--cache-length", type=int, default=512, help="capacity of the KV cache in tokens (default: %(default)s)"
-    )
     parser.add_argument("--rounds", type=int, default=0, help="rounds per task (default: 15, with --quick 5)")
+    parser.add_argument("--limit", type=float, default=120, help="seconds per task after which no further round begins")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all usable cores")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--merge", action="store_true", help="keep the other results in the file")
     arguments = parser.parse_args()
-    only = set(arguments.only.split(","))
-    compiled, rounds = not arguments.quick, arguments.rounds or (5 if arguments.quick else 15)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "npu-sim-inductor"))
-    tasks: list[Task] = []
-    if only & {"decode", "prefill"}:
-        tasks += measure_language_model(arguments.cache_length, rounds, compiled, only)
-    if "resnet50" in only:
-        tasks += measure_resnet50(rounds, compiled)
-    console = Console()
-    for task in tasks:
-        print_task(task, console)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([to_json(task) for task in tasks], indent=2) + "\n", encoding="utf-8")
-    return 0
+    only = set(arguments.only.split(",")) - {"none"}
+    if unknown := only - set(tasks):
+        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(tasks)}")
+    found = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
+    settings = Settings(
+        arguments.threads,
+        tuple(arguments.contenders.lower().split(",")) if arguments.contenders else (),
+        ("torch.compile",) if arguments.quick else (),
+        arguments.rounds or (5 if arguments.quick else 15),
+        arguments.limit,
+    )
+    limit_threads(settings.threads)
+    rates = alone(measure_rates, settings.threads)
+    run, console, status = Run(describe(settings.threads, rates)), Console(), 0
+    console.print(run.machine)
+    jobs: list[tuple[Any, ...]] = []
+    if language := [task for task in LANGUAGE_TASKS if task in only]:
+        jobs.append((measure_language_model, language))
+    batches = [int(batch) for batch in arguments.batch.split(",")]
+    jobs += [(measure_network, task, batch) for task in NETWORK_TASKS if task in only for batch in batches]
+    for function, *job in jobs:
+        try:
+            figures = alone(function, *job, settings, rates)
+        except Exception as error:
+            console.print(f"{job}: {type(error).__name__}: {error}")
+            status = 1
+            continue
+        run.figures += figures
+        for figure in figures:
+            print_figure(figure, console)
+        if arguments.json:
+            (found.merged(run) if found else run).save(arguments.json)
+    return status
 
 
 if __name__ == "__main__":
