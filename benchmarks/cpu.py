@@ -1,139 +1,35 @@
 """The CPU device against PyTorch, ONNX Runtime, OpenVINO and llama.cpp: SmolLM2-135M and six networks.
 
-    python -m benchmarks.cpu [--only decode,bert,…] [--contenders npu-sim,onnx] [--batch 1] [--quick] [--json FILE]
+    python -m benchmarks.cpu [--only decode,bert] [--contenders npu-sim,onnx] [--batch 1] [--quick] [--json FILE]
+    python -m benchmarks.cpu --profile bert [--dtype float32]
+    python -m benchmarks.cpu --pages-from docs/cpu-*.json --document docs/cpu.md --chart docs/cpu.svg
 
-All contenders of a row are timed in turns in one process, on the same weights and the same number of threads. Each task
-has a process of its own, so that memory stays bounded and one library's threads are gone before the next task. The
-output of every contender is compared with that of eager PyTorch in float32.
-
-The floor is a lower bound of the time: a decode step must read every weight once, at the bandwidth that PyTorch's sum
-reads; the rest must do their FLOP, at the rate of PyTorch's float32 matrix product. Both are measured in the same run.
+The contenders of a row are timed in turns in one process, on the same weights and the same number of threads, and their
+outputs are compared with that of eager PyTorch in float32. Each task has a process of its own, so that memory stays
+bounded and one library's threads are gone before the next task. The floors are from rates measured in the same run.
+A long run can be split into parts: `--merge` keeps the results that the file already holds.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.cpu_machine import Rates, describe, limit_threads, measure_rates
-from benchmarks.figures import EAGER, OURS, Figure, Run, load_run
+from benchmarks.cpu_machine import describe, limit_threads, usable_cores
+from benchmarks.cpu_page import LANGUAGE_TASKS, document, draw, terminal_table
+from benchmarks.figures import Run, load_run
 
-LANGUAGE_TASKS = ("decode", "prefill")
 NETWORK_TASKS = ("resnet50", "bert", "vit", "mobilenet-v2", "efficientnet-lite0", "convnext")
-WRONG = 0.1  # relative error
+TASKS = (*LANGUAGE_TASKS, *NETWORK_TASKS)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure.
-
-    Attributes:
-        contenders: Lower-case beginnings of the names of contenders to time; empty for all.
-        leave_out: The same for contenders not to time.
-        rounds: At most this many per task; fewer when `limit` seconds have passed.
-    """
-
-    threads: int
-    contenders: tuple[str, ...]
-    leave_out: tuple[str, ...]
-    rounds: int
-    limit: float
-
-    def wants(self, name: str) -> bool:
-        name = name.lower()
-        return (not self.contenders or name.startswith(self.contenders)) and not name.startswith(self.leave_out)
-
-
-def start_libraries(threads: int) -> None:
-    import torch
-    import transformers
-
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "npu-sim-inductor"))
-
-
-def measure_language_model(tasks: Sequence[str], settings: Settings, rates: Rates) -> list[Figure]:
-    from benchmarks.cpu_llm import CACHE_LENGTH, NAME, PROMPT, LanguageContenders
-
-    start_libraries(settings.threads)
-    cases = {"decode": {"cache": CACHE_LENGTH, "position": PROMPT}, "prefill": {"tokens": PROMPT}}
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = LanguageContenders(settings.threads, Path(folder))
-        floors = {"decode": contenders.weight_bytes, "prefill": contenders.flops}
-        return [
-            measure(
-                task,
-                NAME,
-                cases[task],
-                contenders.factories(task),
-                contenders.reference(task),
-                settings,
-                *(byte_floor(floors[task](), rates) if task == "decode" else flop_floor(floors[task](), rates)),
-            )
-            for task in tasks
-        ]
-
-
-def measure_network(task: str, batch: int, settings: Settings, rates: Rates) -> list[Figure]:
-    from benchmarks.cpu_models import NETWORKS
-    from benchmarks.cpu_peers import NetworkContenders
-
-    start_libraries(settings.threads)
-    network = NETWORKS[task]
-    with tempfile.TemporaryDirectory() as folder:
-        contenders = NetworkContenders(network.build(), network.inputs(batch), settings.threads, Path(folder))
-        floor = flop_floor(contenders.flops(), rates)
-        reference = contenders.reference()
-        return [measure(task, network.name, {"batch": batch}, contenders.factories(), reference, settings, *floor)]
-
-
-def byte_floor(size: int, rates: Rates) -> tuple[float, str]:
-    """Seconds, and how they are derived."""
-    return size / rates.bandwidth, f"{size / 1e6:.0f} MB of weights at {rates.bandwidth / 1e9:.1f} GB/s"
-
-
-def flop_floor(flops: int, rates: Rates) -> tuple[float, str]:
-    """Seconds, and how they are derived."""
-    return flops / rates.matrix, f"{flops / 1e9:.1f} GFLOP at {rates.matrix / 1e9:.0f} GFLOP/s"
-
-
-def measure(
-    task: str,
-    model: str,
-    case: dict[str, int],
-    factories: Any,
-    reference: Any,
-    settings: Settings,
-    floor: float,
-    says: str,
-) -> Figure:
-    import numpy as np
-
-    from benchmarks.cpu_peers import prepare
-    from benchmarks.timing import interleave
-
-    contenders = prepare(factories, settings.wants)
-    results = interleave(
-        {name: contender.seconds for name, contender in contenders.items()}, settings.rounds, 1, settings.limit
-    )
-    scale = float(np.linalg.norm(reference))
-    errors = {name: float(np.linalg.norm(c.output() - reference)) / scale for name, c in contenders.items()}
-    ms = {name: 1e3 * result.median for name, result in results.items()}
-    return Figure(task, model, case, ms, 1e3 * floor, says, errors=errors)
 
 
 def alone(function: Callable[..., T], *arguments: Any) -> T:
@@ -142,41 +38,14 @@ def alone(function: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(function, *arguments).result()
 
 
-def print_figure(figure: Figure, console: Console) -> None:
-    case = ", ".join(f"{name} {value}" for name, value in figure.case.items())
-    table = Table(title=f"{figure.model} {figure.task} ({case}): floor {figure.floor_ms:.1f} ms ({figure.floor})")
-    best = min((ms for name, ms in figure.ms.items() if name.startswith(OURS)), default=None)
-    for heading in ("contender", "median ms", "× ours", "× floor", "relative error"):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
-    for name, ms in figure.ms.items():
-        error = figure.errors[name]
-        ratio = "" if best is None else f"{ms / best:.2f}"
-        mark = "" if error <= WRONG else " WRONG"
-        table.add_row(name, f"{ms:.2f}", ratio, f"{ms / figure.floor_ms:.2f}", f"{error:.1e}{mark}")
-    console.print(table)
+def run_all(arguments: argparse.Namespace, only: set[str], found: Run | None, console: Console) -> tuple[Run, int]:
+    """Measure, printing and saving each result at once; a task that fails does not stop the others.
 
+    Returns:
+        The results, merged with those found, and the exit status.
+    """
+    from benchmarks.cpu_measure import Settings, measure_language_model, measure_network, measure_rates
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tasks = (*LANGUAGE_TASKS, *NETWORK_TASKS)
-    parser.add_argument("--only", default=",".join(tasks), help="comma-separated tasks, or none (default: %(default)s)")
-    parser.add_argument(
-        "--contenders", default="", help="comma-separated beginnings of contenders' names (default: all)"
-    )
-    parser.add_argument(
-        "--batch", default="1,8", help="comma-separated batch sizes of the networks (default: %(default)s)"
-    )
-    parser.add_argument("--quick", action="store_true", help="skip torch.compile and time fewer rounds")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds per task (default: 15, with --quick 5)")
-    parser.add_argument("--limit", type=float, default=120, help="seconds per task after which no further round begins")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all usable cores")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--merge", action="store_true", help="keep the other results in the file")
-    arguments = parser.parse_args()
-    only = set(arguments.only.split(",")) - {"none"}
-    if unknown := only - set(tasks):
-        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(tasks)}")
-    found = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
     settings = Settings(
         arguments.threads,
         tuple(arguments.contenders.lower().split(",")) if arguments.contenders else (),
@@ -184,27 +53,87 @@ def main() -> int:
         arguments.rounds or (5 if arguments.quick else 15),
         arguments.limit,
     )
-    limit_threads(settings.threads)
     rates = alone(measure_rates, settings.threads)
-    run, console, status = Run(describe(settings.threads, rates)), Console(), 0
+    run, status = Run(describe(settings.threads, rates)), 0
     console.print(run.machine)
-    jobs: list[tuple[Any, ...]] = []
-    if language := [task for task in LANGUAGE_TASKS if task in only]:
-        jobs.append((measure_language_model, language))
-    batches = [int(batch) for batch in arguments.batch.split(",")]
-    jobs += [(measure_network, task, batch) for task in NETWORK_TASKS if task in only for batch in batches]
+    merged = found.merged(run) if found else run  # before measuring, so that another machine's are refused at once
+    language = [task for task in LANGUAGE_TASKS if task in only]
+    networks = [(task, batch) for task in NETWORK_TASKS if task in only for batch in arguments.batch]
+    jobs: list[tuple[Any, ...]] = [(measure_language_model, language)] if language else []
+    jobs += [(measure_network, task, batch) for task, batch in networks]
     for function, *job in jobs:
         try:
             figures = alone(function, *job, settings, rates)
         except Exception as error:
-            console.print(f"{job}: {type(error).__name__}: {error}")
+            console.print(f"{job} failed: {type(error).__name__}: {error}", markup=False)
             status = 1
             continue
-        run.figures += figures
         for figure in figures:
-            print_figure(figure, console)
+            console.print(terminal_table(figure))
+        run.figures += figures
+        merged = found.merged(run) if found else run
         if arguments.json:
-            (found.merged(run) if found else run).save(arguments.json)
+            merged.save(arguments.json)
+    return merged, status
+
+
+def batches(text: str) -> list[int]:
+    return [int(batch) for batch in text.split(",")]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--only", default=",".join(TASKS), help="comma-separated tasks (default: %(default)s)")
+    add("--contenders", default="", help="comma-separated beginnings of contenders' names (default: all)")
+    add(
+        "--batch",
+        type=batches,
+        default="1,8",
+        help="comma-separated batch sizes of the networks (default: %(default)s)",
+    )
+    add("--quick", action="store_true", help="skip torch.compile and time fewer rounds")
+    add("--rounds", type=int, default=0, help="maximum number of rounds per task (default: 15, with --quick 5)")
+    add("--limit", type=float, default=120, help="begin no round after this many seconds (default: %(default)s)")
+    add("--threads", type=int, default=usable_cores(), help="default: all usable cores")
+    add("--json", type=Path, help="write the results to this file")
+    add("--merge", action="store_true", help="keep the other results in the file")
+    add(
+        "--profile", choices=TASKS, help="print the time of each distinct kernel call of ours, and measure nothing else"
+    )
+    add("--dtype", default="bfloat16", help="compute dtype to profile (default: %(default)s)")
+    add("--pages-from", type=Path, nargs="+", help="measure nothing; draw from these files, one per machine")
+    add("--document", type=Path, help="write a Markdown page of tables")
+    add("--chart", type=Path, help="draw a chart, as .svg or .png")
+    return parser
+
+
+def main() -> int:
+    parser, console = make_parser(), Console()
+    arguments = parser.parse_args()
+    only = set(arguments.only.split(","))
+    if unknown := only - set(TASKS):
+        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(TASKS)}")
+    try:
+        limit_threads(arguments.threads)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.profile:
+        from benchmarks.cpu_profile import profile
+
+        console.print(profile(arguments.profile, arguments.batch[0], arguments.dtype, arguments.threads))
+        return 0
+    if arguments.pages_from:
+        runs, status = [load_run(path) for path in arguments.pages_from], 0
+    else:
+        found = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
+        run, status = run_all(arguments, only, found, console)
+        runs = [run]
+    if arguments.chart:
+        draw(runs, arguments.chart)
+    if arguments.document:
+        chart = arguments.chart.name if arguments.chart else "cpu.svg"
+        arguments.document.write_text(document(runs, chart), encoding="utf-8")
     return status
 
 

@@ -86,6 +86,6 @@ class LlamaServer:
 
         def seconds() -> float:
             timings = self._complete(prompt, 1 + DECODED, reuse=True)["timings"]
-            return float(timings["predicted_ms"]) / 1e3 / (timings["predicted_n"] - 1)
+            return float(timings["predicted_ms"]) / 1e3 / (int(timings["predicted_n"]) - 1)
 
         return Contender(seconds, lambda: self._logits([*prompt, token], True, vocabulary))

@@ -23,32 +23,47 @@ LEVELS = {  # the most capable first; a level has all of its flags
 
 
 @dataclass(frozen=True)
+class Floor:
+    """A lower bound of a time, and how it is derived."""
+
+    seconds: float
+    says: str
+
+
+@dataclass(frozen=True)
 class Rates:
     """Measured peak rates: bytes read per second by PyTorch's sum, FLOP/s of its float32 matrix product."""
 
     bandwidth: float
     matrix: float
 
+    def reading(self, size: int) -> Floor:
+        """The floor of a step that must read `size` bytes of weights."""
+        return Floor(size / self.bandwidth, f"{size / 1e6:.0f} MB of weights at {self.bandwidth / 1e9:.1f} GB/s")
+
+    def multiplying(self, flops: int) -> Floor:
+        """The floor of a step that must do so many FLOP."""
+        return Floor(flops / self.matrix, f"{flops / 1e9:.1f} GFLOP at {self.matrix / 1e9:.0f} GFLOP/s")
+
+
+def usable_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
 
 def limit_threads(threads: int) -> None:
     """Restrict this process, and those that it starts, to the first `threads` of the cores that it may use.
 
     Raises:
-        ValueError: there are fewer cores.
+        ValueError: there are fewer cores, or this system cannot restrict a process to some of them.
     """
-    usable = sorted(os.sched_getaffinity(0))
-    if not 0 < threads <= len(usable):
-        raise ValueError(f"cannot use {threads} threads: this process may use {len(usable)} cores")
-    os.sched_setaffinity(0, usable[:threads])
-
-
-def measure_rates(threads: int) -> Rates:
-    import torch
-
-    from benchmarks.timing import matrix_rate, read_bandwidth
-
-    torch.set_num_threads(threads)
-    return Rates(read_bandwidth(), matrix_rate())
+    cores = usable_cores()
+    if not 0 < threads <= cores:
+        raise ValueError(f"cannot use {threads} threads: this process may use {cores} cores")
+    if threads < cores:
+        if not hasattr(os, "sched_setaffinity"):
+            raise ValueError("this system cannot restrict a process to some cores; leave --threads out")
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
 
 
 def level(flags: set[str]) -> str:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.cpu_machine import Floor, Rates
 from benchmarks.figures import OURS
 from benchmarks.peers import compiled
 from benchmarks.timing import Timer, wall_time
+
+if TYPE_CHECKING:
+    from npu_compiler import CompiledProgram
 
 DTYPES = ("bfloat16", "float16", "float32")
 NEEDED = {
@@ -45,10 +49,12 @@ class Contender:
 Factory = Callable[[], Contender]
 
 
-def prepare(factories: Mapping[str, Factory], wanted: Callable[[str], bool]) -> dict[str, Contender]:
-    """Make the wanted contenders; one whose packages are not installed, or that cannot run the task, is left out with
-    a printed word."""
-    made: dict[str, Contender] = {}
+def prepare(factories: Mapping[str, Factory], wanted: Callable[[str], bool]) -> dict[str, tuple[Contender, Array]]:
+    """Make the wanted contenders, each with its output.
+
+    One whose packages are not installed, or that cannot run the task, is left out with a printed word.
+    """
+    made: dict[str, tuple[Contender, Array]] = {}
     for name, factory in factories.items():
         if not wanted(name):
             continue
@@ -58,12 +64,10 @@ def prepare(factories: Mapping[str, Factory], wanted: Callable[[str], bool]) -> 
             continue
         try:
             contender = factory()
-            contender.output()
+            made[name] = contender, contender.output()
         except Exception as error:  # of any of five libraries; the others can still be compared
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"{name} is left out: {reason[:300]}", flush=True)
-            continue
-        made[name] = contender
     return made
 
 
@@ -79,14 +83,13 @@ class NetworkContenders:
 
     def factories(self) -> dict[str, Factory]:
         """By the contender's name."""
-        found: dict[str, Factory] = {f"{OURS} {dtype}": lambda dtype=dtype: self.ours(dtype) for dtype in DTYPES}  # type: ignore[misc]
         return {
-            **found,
+            **{f"{OURS} {dtype}": partial(self.ours, dtype) for dtype in DTYPES},
             "PyTorch eager float32": self.eager,
             "torch.compile float32": self.compiled,
             "ONNX Runtime float32": self.onnx_runtime,
-            "OpenVINO float32": lambda: self.openvino("f32"),
-            "OpenVINO default": lambda: self.openvino(None),
+            "OpenVINO float32": partial(self.openvino, "f32"),
+            "OpenVINO default": partial(self.openvino, None),
         }
 
     def reference(self) -> Array:
@@ -99,19 +102,24 @@ class NetworkContenders:
 
         return extract_ir(self.module, (self.x,))
 
-    def flops(self) -> int:
+    def program(self, compute_dtype: str) -> CompiledProgram:
+        """Ours."""
         import npu_compiler
 
-        return sum(call.flops for call in npu_compiler.compile(self.ir).kernels)
+        return npu_compiler.compile(self.ir, compute_dtype=compute_dtype)
+
+    def state(self) -> dict[str, Tensor]:
+        both = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers())
+        return {name: value.detach() for name, value in both}
+
+    def floor(self, rates: Rates) -> Floor:
+        return rates.multiplying(sum(call.flops for call in self.program("float32").kernels))
 
     def ours(self, compute_dtype: str) -> Contender:
-        import npu_compiler
         from npu_runtime import Device, Executor, NPUBuffer, load_weights
 
-        program, device = npu_compiler.compile(self.ir, compute_dtype=compute_dtype), Device("cpu")
-        both = (*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers())
-        state = {name: value.detach() for name, value in both}
-        executor, weights = Executor(program, device), load_weights(state, program, device, strict=False)
+        program, device = self.program(compute_dtype), Device("cpu")
+        executor, weights = Executor(program, device), load_weights(self.state(), program, device, strict=False)
         (spec,), (result,) = program.input_specs, program.output_specs
         inputs = {spec.name: NPUBuffer.from_numpy(self.x.numpy(), device, spec=spec)}
         return Contender(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 PAUSE = 0.05
 LEAST_ROUNDS = 3
+LONG = 0.5  # seconds
 
 Timer = Callable[[], float]  # runs once and returns the seconds that it took
 
@@ -38,7 +39,7 @@ def interleave(
     """Time each contender once per round, after `warmup` unmeasured rounds.
 
     Before each timed run there are a pause and an untimed run of the same contender, because the worker threads of
-    the previous contender keep spinning for a while after its last run.
+    the previous contender keep spinning for a while after its last run. Runs that take long need no untimed one.
 
     Args:
         limit: Seconds after which no further round begins, if there have been `LEAST_ROUNDS`.
@@ -50,8 +51,9 @@ def interleave(
             break
         for name, timer in timers.items():
             time.sleep(PAUSE)
-            timer()
             elapsed = timer()
+            if elapsed < LONG:
+                elapsed = timer()
             if index >= warmup:
                 seconds[name].append(elapsed)
     return {name: Result(statistics.median(values), min(values)) for name, values in seconds.items()}
