@@ -121,7 +121,7 @@ def main() -> int:
     if arguments.profile:
         from benchmarks.cpu_profile import profile
 
-        console.print(profile(arguments.profile, arguments.batch[0], arguments.dtype, arguments.threads))
+        print(profile(arguments.profile, arguments.batch[0], arguments.dtype, arguments.threads))
         return 0
     if arguments.pages_from:
         runs, status = [load_run(path) for path in arguments.pages_from], 0

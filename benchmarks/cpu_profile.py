@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from benchmarks.cpu_llm import CASES, PROMPT, LanguageContenders
 from benchmarks.cpu_measure import start_libraries
@@ -37,8 +36,8 @@ class CallProfiler(Profiler):
         self.calls.append(seconds)
 
 
-def profile(task: str, batch: int, dtype: str, threads: int) -> Table:
-    """The distinct kernel calls of a task's program as a table, the most expensive first; times are medians."""
+def profile(task: str, batch: int, dtype: str, threads: int) -> str:
+    """The distinct kernel calls of a task's program as text, the most expensive first; times are medians."""
     start_libraries(threads)
     with tempfile.TemporaryDirectory() as folder:
         if task in CASES:
@@ -49,7 +48,7 @@ def profile(task: str, batch: int, dtype: str, threads: int) -> Table:
             network = NetworkContenders(NETWORKS[task].build(), NETWORKS[task].inputs(batch), threads, Path(folder))
             program, state = network.program(dtype), network.state()
             values = {program.input_specs[0].name: network.x.numpy()}
-        return _table(program, _seconds(program, state, values))
+        return _report(program, _seconds(program, state, values))
 
 
 def _seconds(program: CompiledProgram, state: Mapping[str, Any], values: Mapping[str, Any]) -> list[float]:
@@ -71,31 +70,29 @@ def _seconds(program: CompiledProgram, state: Mapping[str, Any], values: Mapping
     return [float(seconds) for seconds in np.median(runs, axis=0)]
 
 
-def _table(program: CompiledProgram, seconds: Sequence[float]) -> Table:
+def _report(program: CompiledProgram, seconds: Sequence[float]) -> str:
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, call in enumerate(program.kernels):
-        groups[call.kernel, _signature(call)].append(index)
-    whole = sum(seconds)
-    table = Table(
-        title=f"{program.name} in {program.compute_dtype}: {1e3 * whole:.2f} ms in {len(seconds)} kernel calls"
-    )
-    for heading in ("kernel", "inputs → outputs"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("calls", "ms", "share", "GFLOP/s", "GB/s"):
-        table.add_column(heading, justify="right")
+        groups[call.kernel, _signature(call, program.compute_dtype)].append(index)
     spent = {key: sum(seconds[index] for index in indices) for key, indices in groups.items()}
+    whole = sum(seconds)
+    lines = [
+        f"{program.name} in {program.compute_dtype}: {1e3 * whole:.2f} ms in {len(seconds)} kernel calls; shapes of "
+        "another dtype are marked with it",
+        f"{'ms':>9} {'share':>6} {'calls':>5} {'GFLOP/s':>8} {'GB/s':>6}  {'kernel':28} inputs → outputs",
+    ]
     for key in sorted(groups, key=lambda key: -spent[key]):
         calls, time = [program.kernels[index] for index in groups[key]], spent[key]
         flops, moved = (sum(getattr(call, name) for call in calls) / time / 1e9 for name in ("flops", "bytes_moved"))
-        figures = (f"{1e3 * time:.3f}", f"{time / whole:.1%}", f"{flops:.1f}", f"{moved:.1f}")
-        table.add_row(key[0], key[1], str(len(calls)), *figures)
-    return table
+        figures = f"{1e3 * time:9.3f} {time / whole:6.1%} {len(calls):5} {flops:8.1f} {moved:6.1f}"
+        lines.append(f"{figures}  {key[0]:28} {key[1]}")
+    return "\n".join(lines)
 
 
-def _signature(call: KernelCall) -> str:
-    sides = (" ".join(_tensor(view) for view in views) for views in (call.inputs, call.outputs))
+def _signature(call: KernelCall, dtype: str) -> str:
+    sides = (" ".join(_tensor(view, dtype) for view in views) for views in (call.inputs, call.outputs))
     return " → ".join(sides)
 
 
-def _tensor(view: View) -> str:
-    return f"{view.dtype}[{'×'.join(map(str, view.shape))}]"
+def _tensor(view: View, dtype: str) -> str:
+    return f"{'' if view.dtype == dtype else view.dtype}[{'×'.join(map(str, view.shape))}]"
