@@ -1,4 +1,4 @@
-"""The results of the CUDA benchmarks: saving them as JSON, and merging runs that each measured a part."""
+"""The results of a benchmark: saving them as JSON, and merging runs that each measured a part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Figure:
         task: `decode`, `prefill` or `vision`.
         case: The parameters: cache length and position, prompt tokens, or batch size.
         ms: Contender → median milliseconds per step.
-        floor_ms: The lower bound that this GPU's memory bandwidth or matrix rate sets; `floor` says how it is derived.
+        floor_ms: The lower bound that the machine's bandwidth or matrix rate sets; `floor` says how it is derived.
         steady: Counters of one step of ours: kernels, CUDA graph launches, allocations, copies.
         errors: Contender → ‖logits - reference‖ / ‖reference‖, with PyTorch in float32 as the reference.
         notes: Anything else, such as which variant of a peer was the fastest.
@@ -65,7 +65,7 @@ class Account:
         return _key(self.task, self.model, self.case)
 
 
-_SAME = ("gpu", "torch", "cuda")  # must be equal in runs that are merged
+_SAME = ("gpu", "cuda", "cpu", "level", "threads", "torch", "versions")  # must be equal in runs that are merged
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Run:
     """The results of one run, or of several on the same kind of machine.
 
     Attributes:
-        machine: The GPU, versions, measured peak rates, and the date.
+        machine: The GPU or CPU, versions, measured peak rates, and the date.
         other: Results that are not compared with peers, such as start-up times, by name.
     """
 
@@ -92,9 +92,11 @@ class Run:
         The machine is the later run's if that has figures, whose floors depend on its peak rates.
 
         Raises:
-            ValueError: the runs used different GPUs or versions.
+            ValueError: the runs used different machines or versions.
         """
-        if other := [f"{key} {self.machine[key]}" for key in _SAME if self.machine[key] != later.machine[key]]:
+        if other := [
+            f"{key} {self.machine.get(key)}" for key in _SAME if self.machine.get(key) != later.machine.get(key)
+        ]:
             raise ValueError(f"the results to merge with were measured with another {', '.join(other)}")
         figures = {figure.key: figure for figure in (*self.figures, *later.figures)}
         accounts = {account.key: account for account in (*self.accounts, *later.accounts)}

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Step = Callable[[], object]
-
 
 def language_model(config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.nn.Module:
     """The Hugging Face module with a checkpoint's weights, cast to `dtype`."""
@@ -24,16 +22,19 @@ def language_model(config: Any, state: Mapping[str, torch.Tensor], dtype: torch.
     return evaluated
 
 
-def generation_step(model: Any, tokens: int, position: int, cache_length: int, compiled: bool) -> Step:
-    """A forward pass of `tokens` tokens from `position` on, with a static cache and only the last token's logits."""
+def generation_steps(
+    model: Any, prompt: Sequence[int], token: int, cache_length: int, compiled: bool
+) -> dict[str, Callable[[], Tensor]]:
+    """Prefill of a prompt, and decode of a token after it, with a static cache and only the last token's logits.
+
+    Each returns the logits [1, 1, vocab] and can be called any number of times.
+    """
     from transformers import StaticCache
 
     cache: Any = StaticCache(config=model.config, max_cache_len=cache_length)
-    positions = torch.arange(position, position + tokens)
-    ids = torch.ones(1, tokens, dtype=torch.long)
 
-    def forward(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = model(
+    def forward(ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = model(
             input_ids=ids,
             position_ids=positions[None],
             cache_position=positions,
@@ -41,29 +42,23 @@ def generation_step(model: Any, tokens: int, position: int, cache_length: int, c
             use_cache=True,
             logits_to_keep=1,
         ).logits
-        return hidden
+        return logits
 
-    with torch.no_grad():
-        forward(ids, positions)  # the first call allocates the cache, which must happen in eager mode
-    call = torch.compile(forward) if compiled else forward
+    def step(tokens: Sequence[int], position: int) -> Callable[[], Tensor]:
+        ids, positions = torch.tensor([tokens]), torch.arange(position, position + len(tokens))
+        call = torch.compile(forward, dynamic=False) if compiled else forward
 
-    def step() -> object:
-        with torch.no_grad():
+        @torch.no_grad()
+        def run() -> Tensor:
             for layer in cache.layers:
                 layer.cumulative_length.fill_(position)
             return call(ids, positions)
 
-    return step
+        return run
 
-
-def module_step(model: torch.nn.Module, x: torch.Tensor, compiled: bool) -> Step:
-    call = torch.compile(model) if compiled else model
-
-    def step() -> object:
-        with torch.no_grad():
-            return call(x)
-
-    return step
+    with torch.no_grad():
+        forward(torch.tensor([prompt]), torch.arange(len(prompt)))  # allocates the cache, which must happen eagerly
+    return {"decode": step([token], len(prompt)), "prefill": step(prompt, 0)}
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -73,14 +73,14 @@ def _table(figures: Sequence[Figure], heading: str, label: Callable[[Figure], An
     ]
     for figure in figures:
         ours = figure.ms[OURS]
-        peers = " | ".join(_milliseconds(figure.ms.get(name)) for name in (COMPILED, EAGER))
+        peers = " | ".join(milliseconds(figure.ms.get(name)) for name in (COMPILED, EAGER))
         speedup = "" if figure.speedup is None else f"{figure.speedup:.2f}"
-        floor = f"{_milliseconds(figure.floor_ms)} | {figure.floor_ms / ours:.0%}"
-        lines.append(f"| {label(figure)} | **{_milliseconds(ours)}** | {floor} | {peers} | {speedup} |")
+        floor = f"{milliseconds(figure.floor_ms)} | {figure.floor_ms / ours:.0%}"
+        lines.append(f"| {label(figure)} | **{milliseconds(ours)}** | {floor} | {peers} | {speedup} |")
     return "\n".join(lines) + "\n"
 
 
-def _milliseconds(value: float | None) -> str:
+def milliseconds(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
@@ -111,7 +111,7 @@ def _title(entry: Figure | Account) -> str:
 def _account_table(account: Account) -> str:
     busy = sum(ms for _, ms, _ in account.rows)
     lines = [
-        f"### {_title(account)}: {_milliseconds(account.step_ms)} ms, of which {_milliseconds(busy)} ms in kernels\n",
+        f"### {_title(account)}: {milliseconds(account.step_ms)} ms, of which {milliseconds(busy)} ms in kernels\n",
         "| kernel | launches | µs | share |",
         "|---|--:|--:|--:|",
     ]
@@ -163,7 +163,7 @@ def _draw_decode(axes: Any, figures: Sequence[Figure]) -> None:
     axes.set_yscale("log")
     axes.set_title("Qwen2.5-1.5B bfloat16, decode of a token, by position")
     axes.set_xlabel("position in the cache")
-    _plain_ticks(axes)
+    plain_ticks(axes)
     if figures:
         axes.legend(fontsize=7, ncols=2)
 
@@ -173,7 +173,7 @@ def _draw_bars(axes: Any, figures: Sequence[Figure], label: Callable[[Figure], s
     for offset, (name, colour) in enumerate(COLOURS.items()):
         places = [index + (offset - 1) * width for index in range(len(figures))]
         bars = axes.bar(places, [figure.ms.get(name, 0) for figure in figures], width, color=colour, label=name)
-        axes.bar_label(bars, [_milliseconds(figure.ms.get(name)) for figure in figures], fontsize=6, padding=1)
+        axes.bar_label(bars, [milliseconds(figure.ms.get(name)) for figure in figures], fontsize=6, padding=1)
     for index, figure in enumerate(figures):
         known = "floor" if index == 0 else None
         axes.plot([index - 0.45, index + 0.45], [figure.floor_ms] * 2, color="black", linewidth=1, label=known)
@@ -181,12 +181,12 @@ def _draw_bars(axes: Any, figures: Sequence[Figure], label: Callable[[Figure], s
     axes.set_yscale("log")
     axes.set_ylim(0.7 * min((figure.floor_ms for figure in figures), default=1))
     axes.set_title(title)
-    _plain_ticks(axes)
+    plain_ticks(axes)
     if figures:
         axes.legend(fontsize=7)
 
 
-def _plain_ticks(axes: Any) -> None:
+def plain_ticks(axes: Any) -> None:
     """Use ticks at 1, 2, 5, 10, …; powers of ten alone are too few on a log axis of one or two decades."""
     from matplotlib.ticker import LogLocator, NullFormatter
 

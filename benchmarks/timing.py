@@ -8,6 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 PAUSE = 0.05
+LEAST_ROUNDS = 3
+LONG = 0.5  # seconds
+
+Timer = Callable[[], float]  # runs once and returns the seconds that it took
 
 
 @dataclass(frozen=True)
@@ -18,20 +22,38 @@ class Result:
     best: float
 
 
-def interleave(contenders: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, Result]:
+def wall_time(run: Callable[[], object]) -> Timer:
+    """A timer of a function's runs by the clock of this process."""
+
+    def timer() -> float:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    return timer
+
+
+def interleave(
+    timers: Mapping[str, Timer], rounds: int, warmup: int = 2, limit: float = float("inf")
+) -> dict[str, Result]:
     """Time each contender once per round, after `warmup` unmeasured rounds.
 
-    Before each timed call there are a pause and an untimed call of the same contender, because the worker threads of
-    the previous contender keep spinning for a while after its last call.
+    Before each timed run there are a pause and an untimed run of the same contender, because the worker threads of
+    the previous contender keep spinning for a while after its last run. Runs that take long need no untimed one.
+
+    Args:
+        limit: Seconds after which no further round begins, if there have been `LEAST_ROUNDS`.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[str, list[float]] = {name: [] for name in timers}
+    end = time.perf_counter() + limit
     for index in range(warmup + rounds):
-        for name, run in contenders.items():
+        if index >= warmup + LEAST_ROUNDS and time.perf_counter() > end:
+            break
+        for name, timer in timers.items():
             time.sleep(PAUSE)
-            run()
-            start = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - start
+            elapsed = timer()
+            if elapsed < LONG:
+                elapsed = timer()
             if index >= warmup:
                 seconds[name].append(elapsed)
     return {name: Result(statistics.median(values), min(values)) for name, values in seconds.items()}
@@ -42,7 +64,7 @@ def read_bandwidth(gigabytes: float = 0.5, rounds: int = 5) -> float:
     import torch
 
     data = torch.ones(int(gigabytes * 1e9 / 8), dtype=torch.int64)
-    best = min(interleave({"read": lambda: data.sum()}, rounds)["read"].best for _ in range(2))
+    best = min(interleave({"read": wall_time(data.sum)}, rounds)["read"].best for _ in range(2))
     return data.numel() * data.element_size() / best
 
 
@@ -51,4 +73,4 @@ def matrix_rate(size: int = 2048, rounds: int = 4) -> float:
     import torch
 
     a, b = torch.randn(size, size), torch.randn(size, size)
-    return 2 * size**3 / interleave({"matmul": lambda: a @ b}, rounds)["matmul"].best
+    return 2 * size**3 / interleave({"matmul": wall_time(lambda: a @ b)}, rounds)["matmul"].best

@@ -29,16 +29,15 @@ struct PanelLayout {
 template <class T, class X>
 void pack_keys(const AttentionArgs& a, const PanelLayout& layout, int64_t batch, int64_t kv_head, int64_t panel,
                X* packed) {
-  constexpr int kWidth = Step<T>::kWidth;
   const int64_t key = panel * kPanel, count = std::min(kPanel, a.keys() - key);
   const T* keys = reinterpret_cast<const T*>(a.k.data) + offset(a.k, batch, kv_head, key);
-  pack_panel<T, X, kWidth>(keys, a.k.stride[2], 1, count, a.width(), packed + panel * layout.key_panel_size);
+  pack_panel(keys, a.k.stride[2], 1, count, a.width(), packed + panel * layout.key_panel_size);
   const T* values = reinterpret_cast<const T*>(a.v.data) + offset(a.v, batch, kv_head, key);
   for (int64_t p = 0; p < layout.value_panels; ++p) {
     X* out = packed + layout.values_at() + p * layout.value_panel_size + key * kPanel;
     // Weights of keys beyond the last are zero, and so must the values be: zero times leftovers could be NaN.
     if (count < kPanel) std::fill(out, out + kPanel * kPanel, X{});
-    pack_panel<T, X, kWidth>(values + p * kPanel, 1, a.v.stride[2], std::min(kPanel, a.value_width() - p * kPanel), count,
+    pack_panel(values + p * kPanel, 1, a.v.stride[2], std::min(kPanel, a.value_width() - p * kPanel), count,
                           out);
   }
 }
@@ -71,20 +70,20 @@ struct RowBlock {
 template <class T>
 void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch, int64_t kv_head, RowBlock<T>& block,
                  int64_t value_panels) {
-  constexpr int kWidth = Step<T>::kWidth;
+  const T* row[kMaxRows];
   block.keys = 0;
   block.shared_keys = a.keys();
   for (int64_t r = 0; r < block.rows; ++r) {
-    const int64_t row = block.first + r, head = kv_head * (a.heads() / a.kv_heads()) + row / a.queries();
-    block.query[r] = query_row<T>(a, batch, kv_head, row);
-    if (mask.planes) block.mask[r] = mask.row(batch, head, row % a.queries());
+    const int64_t index = block.first + r, head = kv_head * (a.heads() / a.kv_heads()) + index / a.queries();
+    block.query[r] = query_row<T>(a, batch, kv_head, index);
+    row[r] = block.query[r].q;
+    if (mask.planes) block.mask[r] = mask.row(batch, head, index % a.queries());
     block.keys = std::max(block.keys, block.query[r].keys);
     block.shared_keys = std::min(block.shared_keys, block.query[r].keys);
     block.highest[r] = kNoWeight;
     block.total[r] = 0;
   }
-  const auto row_at = [&](int64_t r) { return block.query[r].q; };
-  pack_rows<T, typename Step<T>::X, kWidth>(row_at, block.rows, block.rows, a.width(), block.q);
+  pack_rows(row, block.rows, block.rows, a.width(), block.q);
   std::fill(block.sums, block.sums + value_panels * block.rows * kPanel, 0.0f);
 }
 
@@ -182,7 +181,7 @@ void attention_by_tiles(const AttentionArgs& a) {
   const RowBlocks blocks(a.rows());
   const int64_t task_blocks = heads * blocks.count >= 8 * num_threads() * kTaskBlocks ? kTaskBlocks : 1;
   const int64_t tasks = divide_up(blocks.count, task_blocks);
-  const int64_t q_size = round_up(a.width(), Step<T>::kWidth) * kMaxRows;
+  const int64_t q_size = round_up(a.width(), Step<T>::kWidth) * kMaxRows + kLanes * Step<T>::kWidth;
   const int64_t sums_size = layout.value_panels * kPanel * kMaxRows;
   parallel_for(heads * tasks, 1, [&](int64_t begin, int64_t end, int) {
     float* sums = thread_scratch().get<float>(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from npu_runtime.cpu.native.build import library_path
+from npu_runtime.cpu.native.threads import usable_threads
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -39,6 +40,9 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.npu_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.npu_run.restype = None
+    loaded.npu_set_threads.argtypes = [ctypes.c_int64]
+    loaded.npu_set_threads.restype = None
+    loaded.npu_set_threads(usable_threads())
     return loaded
 
 

@@ -124,7 +124,8 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, con
   else pack_columns<W, 0>(a, planes, group, moves, found, step_size, to);
 }
 
-// A task is some panels of pixels, over which all channels pass, in blocks of rows.
+// A task is some panels of pixels, over which all channels pass in blocks of rows, or a part of them where there are few
+// panels.
 template <class W, class T>
 void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
   const int64_t depth = steps<W>(a), pixels = a.out_h * a.out_w, panel_size = depth * kPanel + kLanes;
@@ -133,22 +134,23 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
   const int64_t panels = std::min(fitting, for_balance), block = panels * kPanel;
   const int64_t blocks = divide_up(pixels, block);
   const RowBlocks channels(a.out_channels);
-  parallel_for(a.groups * blocks, 1, [&](int64_t begin, int64_t end, int) {
+  const int64_t parts = std::min(channels.count, divide_up(2 * num_threads(), a.groups * blocks));
+  parallel_for(a.groups * blocks * parts, 1, [&](int64_t begin, int64_t end, int) {
     float* columns = thread_scratch().get<float>(panels * panel_size * sizeof(float));
     float tile[kMaxRows * kMostPanels * kPanel];
     Move moves[kMostPanels * kPanel];
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t group = task / blocks, pixel = task % blocks * block, count = std::min(block, pixels - pixel);
+      const int64_t part = task % parts, group = task / parts / blocks, pixel = task / parts % blocks * block;
+      const int64_t count = std::min(block, pixels - pixel);
       const int found = find_moves(a, planes, pixel, count, kPanel, panel_size, moves);
       pack_columns<W>(a, planes, group, moves, found, kPanel, columns);
-      const float* weight = a.weight + group * a.weight_group_stride;
-      for (int64_t b = 0; b < channels.count; ++b) {
+      for (int64_t b = channels.count * part / parts; b < channels.count * (part + 1) / parts; ++b) {
         const int64_t rows = channels.size(b);
+        const float* weight = a.weight + group * a.weight_group_stride + channels.begin(b) * depth;
         for (int64_t p = 0; p * kPanel < count; ++p)
           multiply<W>(rows, as_operand<W>(weight), as_operand<W>(columns + p * panel_size), depth,
                       {tile + p * kPanel, block}, false, count - p * kPanel > kLanes ? 2 : 1);
         finish(a, item, {tile, block, rows, count, group * a.out_channels + channels.begin(b), pixel});
-        weight += rows * depth;
       }
     }
   });

@@ -65,7 +65,70 @@ constexpr Table<W> make_table(std::integer_sequence<int, i...>) {
 template <class W>
 constexpr Table<W> kTable = make_table<W>(std::make_integer_sequence<int, kMaxRows>());
 
+// out[c * pitch + r] = row[r][c], with zeros for rows from `rows` to `pitch`.
+template <class From, class To>
+void interleave(const From* const* row, int64_t rows, int64_t pitch, int64_t columns, To* out) {
+  const auto turn = [&](int64_t c0, int64_t count) __attribute__((always_inline)) {
+    Vec block[divide_up(std::max<int64_t>(kMaxRows, kPanel), kLanes)][kLanes];
+    const int64_t groups = divide_up(pitch, kLanes);
+    for (int64_t g = 0; g < groups; ++g) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t r = g * kLanes + i;
+        block[g][i] = r < rows ? load_n(row[r] + c0, count) : Vec{};
+      }
+      transpose(block[g]);
+    }
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t g = 0; g < groups; ++g) store(out + (c0 + c) * pitch + g * kLanes, block[g][c]);
+  };
+  int64_t c = 0;
+  for (; c + kLanes <= columns; c += kLanes) turn(c, kLanes);
+  if (c < columns) turn(c, columns - c);
+}
+
 }  // namespace
+
+template <class From, class To>
+void pack_rows(const From* const* row, int64_t rows, int64_t pitch, int64_t k, To* out) {
+  if constexpr (Step<To>::kWidth == 1) return interleave(row, rows, pitch, k, out);
+  interleave(reinterpret_cast<const float* const*>(row), rows, pitch, k / 2, reinterpret_cast<float*>(out));
+  if (k % 2 == 0) return;
+  for (int64_t r = 0; r < pitch; ++r) {
+    out[(k - 1) * pitch + 2 * r] = r < rows ? load_bits<To>(row[r] + k - 1) : To{};
+    out[(k - 1) * pitch + 2 * r + 1] = To{};
+  }
+}
+
+template <class From, class To>
+void pack_panel(const From* w, int64_t n_stride, int64_t k_stride, int64_t columns, int64_t k, To* panel) {
+  constexpr int kWidth = Step<To>::kWidth;
+  if (k_stride == 1) {
+    const From* row[kPanel];
+    for (int64_t n = 0; n < columns; ++n) row[n] = w + n * n_stride;
+    return pack_rows(row, columns, kPanel, k, panel);
+  }
+  for (int64_t k0 = 0; k0 < k; k0 += kWidth, w += kWidth * k_stride)
+    for (int64_t n = 0; n < kPanel; n += kLanes, panel += kLanes * kWidth) {
+      const auto values = [&](int64_t i) __attribute__((always_inline)) {
+        if (n >= columns || k0 + i >= k) return Vec{};
+        const From* first = w + n * n_stride + i * k_stride;
+        return n_stride == 1 ? load_n(first, columns - n) : load_strided<0>(first, n_stride, columns - n);
+      };
+      if constexpr (kWidth == 1) store(panel, values(0));
+      else store(reinterpret_cast<float*>(panel),
+                 bit_cast<Vec>(bit_cast<UVec>(values(0)) >> 16 | bit_cast<UVec>(values(1))));
+    }
+}
+
+#define NPU_PACK(From, To)                                                                      \
+  template void pack_rows<From, To>(const From* const*, int64_t, int64_t, int64_t, To*);        \
+  template void pack_panel<From, To>(const From*, int64_t, int64_t, int64_t, int64_t, To*);
+NPU_PACK(float, float)
+NPU_PACK(bf16, float)
+NPU_PACK(f16, float)
+NPU_PACK(bf16, bf16)
+NPU_PACK(f16, f16)
 
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, bool accumulate,

@@ -6,7 +6,8 @@
 // for bfloat16 where the machine multiplies pairs of them, and one otherwise. N and K are padded with zeros to whole
 // panels and steps.
 //
-// x is stored in blocks of up to kMaxRows rows, step by step within the block.
+// x is stored in blocks of up to kMaxRows rows, step by step within the block; packing one writes up to a vector beyond
+// its end.
 #pragma once
 
 #include "vec.h"
@@ -69,56 +70,13 @@ struct RowBlocks {
   int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
 };
 
-// out[c * pitch + r] = row_at(r)[c] for rows below `rows`, and zero for those from there to `pitch`.
-template <class From, class To, class RowAt>
-void interleave(const RowAt& row_at, int64_t rows, int64_t pitch, int64_t columns, To* out) {
-  const auto turn = [&](int64_t c0, int64_t count) __attribute__((always_inline)) {
-    for (int64_t r0 = 0; r0 < pitch; r0 += kLanes) {
-      Vec block[kLanes];
-#pragma GCC unroll 16
-      for (int64_t r = 0; r < kLanes; ++r) block[r] = r0 + r < rows ? load_n(row_at(r0 + r) + c0, count) : Vec{};
-      transpose(block);
-#pragma GCC unroll 16
-      for (int64_t c = 0; c < kLanes; ++c)
-        if (c < count) store_n(out + (c0 + c) * pitch + r0, block[c], pitch - r0);
-    }
-  };
-  int64_t c = 0;
-  for (; c + kLanes <= columns; c += kLanes) turn(c, kLanes);
-  if (c < columns) turn(c, columns - c);
-}
-
-// Packs rows of k values for `multiply`, each beginning at row_at(r), and as many rows of zeros as make `pitch` rows.
-template <class From, class To, int kWidth, class RowAt>
-void pack_rows(const RowAt& row_at, int64_t rows, int64_t pitch, int64_t k, To* out) {
-  if constexpr (kWidth == 1) return interleave<From>(row_at, rows, pitch, k, out);
-  const auto pairs_at = [&](int64_t r) { return reinterpret_cast<const float*>(row_at(r)); };
-  interleave<float>(pairs_at, rows, pitch, k / 2, reinterpret_cast<float*>(out));
-  if (k % 2 == 0) return;
-  for (int64_t r = 0; r < pitch; ++r) {
-    out[(k - 1) * pitch + 2 * r] = r < rows ? load_bits<To>(row_at(r) + k - 1) : To{};
-    out[(k - 1) * pitch + 2 * r + 1] = To{};
-  }
-}
+// Packs rows of k values for `multiply`, and as many rows of zeros as make `pitch` rows, at most kMaxRows or kPanel. Whole
+// vectors are written: up to one beyond the end, unless `pitch` is a multiple of kLanes.
+template <class From, class To>
+void pack_rows(const From* const* row, int64_t rows, int64_t pitch, int64_t k, To* out);
 
 // Packs outputs [0, columns) of w, element (n, k) at w[n * n_stride + k * k_stride], as one panel.
-template <class From, class To, int kWidth>
-void pack_panel(const From* w, int64_t n_stride, int64_t k_stride, int64_t columns, int64_t k, To* panel) {
-  if (k_stride == 1) {
-    const auto row_at = [&](int64_t n) { return w + n * n_stride; };
-    return pack_rows<From, To, kWidth>(row_at, columns, kPanel, k, panel);
-  }
-  for (int64_t k0 = 0; k0 < k; k0 += kWidth, w += kWidth * k_stride)
-    for (int64_t n = 0; n < kPanel; n += kLanes, panel += kLanes * kWidth) {
-      const auto values = [&](int64_t i) __attribute__((always_inline)) {
-        if (n >= columns || k0 + i >= k) return Vec{};
-        const From* first = w + n * n_stride + i * k_stride;
-        return n_stride == 1 ? load_n(first, columns - n) : load_strided<0>(first, n_stride, columns - n);
-      };
-      if constexpr (kWidth == 1) store(panel, values(0));
-      else store(reinterpret_cast<float*>(panel),
-                 bit_cast<Vec>(bit_cast<UVec>(values(0)) >> 16 | bit_cast<UVec>(values(1))));
-    }
-}
+template <class From, class To>
+void pack_panel(const From* w, int64_t n_stride, int64_t k_stride, int64_t columns, int64_t k, To* panel);
 
 }  // namespace npu

@@ -50,6 +50,12 @@ Finish finish_for(const LinearArgs& a) {
   return result;
 }
 
+// Where a block of packed rows begins.
+template <class W>
+int64_t block_begin(const RowBlocks& blocks, int64_t block, int64_t steps) {
+  return blocks.begin(block) * steps * Step<W>::kWidth + block * kLanes * Step<W>::kWidth;
+}
+
 // The packed form of x: x itself where that already is one.
 template <class W>
 const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks, int64_t steps) {
@@ -59,7 +65,7 @@ const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks
   if constexpr (std::is_same_v<X, W>) {
     if (blocks.rows == 1 && a.k == steps * kWidth) return x;
   }
-  X* packed = shared_scratch().get<X>(blocks.rows * steps * kWidth * sizeof(X));
+  X* packed = shared_scratch().get<X>(block_begin<W>(blocks, blocks.count, steps) * sizeof(X));
   if (blocks.rows == 1 && kWidth == 1) {
     for (int64_t k = 0; k < a.k; k += kLanes) store_n(packed + k, load_n(x + k, a.k - k), a.k - k);
     return packed;
@@ -68,8 +74,9 @@ const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks
   parallel_for(blocks.count, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t b = begin; b < end; ++b) {
       const W* first = x + blocks.begin(b) * a.x.stride[2];
-      const auto row_at = [&](int64_t r) { return first + r * a.x.stride[2]; };
-      pack_rows<W, X, kWidth>(row_at, blocks.size(b), blocks.size(b), a.k, packed + blocks.begin(b) * steps * kWidth);
+      const W* row[kMaxRows];
+      for (int64_t r = 0; r < blocks.size(b); ++r) row[r] = first + r * a.x.stride[2];
+      pack_rows(row, blocks.size(b), blocks.size(b), a.k, packed + block_begin<W>(blocks, b, steps));
     }
   });
   return packed;
@@ -130,9 +137,30 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
-          multiply<X>(rows, x + (row * steps + s0 * rows) * kWidth, slice, count, {tile}, s0 > 0);
+          multiply<X>(rows, x + block_begin<W>(blocks, b, steps) + s0 * rows * kWidth, slice, count, {tile}, s0 > 0);
           if (is_last) finish(a, tile, row, rows, panel * kPanel);
         }
+      }
+    }
+  });
+}
+
+// Many rows on the matrix unit, which reads x where it is. A task is one panel and a range of row blocks; the last block
+// begins early enough to be whole, and leaves out the rows that another has finished.
+void run_tiles(const LinearArgs& a, int64_t steps) {
+  const bf16 *x = reinterpret_cast<const bf16*>(a.x.data), *weight = static_cast<const bf16*>(a.weight);
+  const int64_t rows = a.x.size[2], blocks = divide_up(rows, kTileRows), panels = divide_up(a.n, kPanel);
+  const int64_t row_tasks = std::clamp<int64_t>(divide_up(8 * num_threads(), panels), divide_up(rows, kMaxTaskRows), blocks);
+  const Finish finish = finish_for(a);
+  parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
+    [[maybe_unused]] const TileState state;
+    alignas(64) float sums[kTileRows * kPanel];
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t panel = task % panels, row_task = task / panels;
+      for (int64_t b = blocks * row_task / row_tasks; b < blocks * (row_task + 1) / row_tasks; ++b) {
+        const int64_t row = b * kTileRows, first = std::min(row, rows - kTileRows);
+        multiply_tiles(x + first * a.x.stride[2], a.x.stride[2], weight + panel * steps * 2 * kPanel, steps, sums);
+        finish(a, sums + (row - first) * kPanel, row, first + kTileRows - row, panel * kPanel);
       }
     }
   });
@@ -142,6 +170,9 @@ void linear(const LinearArgs& a) {
   with_type(a.weight_dtype, [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;
     const int64_t steps = divide_up(a.k, Step<W>::kWidth);
+    if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
+      if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) return run_tiles(a, steps);
+    }
     const RowBlocks blocks(a.x.size[2]);
     const auto* x = packed_x<W>(a, blocks, steps);
     if (blocks.count == 1) run_stream<W>(a, x, blocks.rows, steps);
@@ -184,8 +215,8 @@ void pack_weight(const PackArgs& a) {
       for (int64_t p = begin; p < end; ++p) {
         const int64_t column = p * kPanel;
         const W* w = reinterpret_cast<const W*>(a.weight.data) + column * a.weight.stride[2];
-        pack_panel<W, W, kWidth>(w, a.weight.stride[2], a.weight.stride[3], std::min(kPanel, n - column), k,
-                                 static_cast<W*>(a.packed) + p * panel_size);
+        pack_panel(w, a.weight.stride[2], a.weight.stride[3], std::min(kPanel, n - column), k,
+                   static_cast<W*>(a.packed) + p * panel_size);
       }
     });
   });

@@ -18,14 +18,18 @@ void run(const MatmulArgs& args) {
   const int64_t k = a.size[3], n = b.size[3], steps = divide_up(k, kWidth), packed_k = steps * kWidth;
   const int64_t matrices = a.size[0] * a.size[1], panels = divide_up(n, kPanel);
   const RowBlocks blocks(a.size[2]);
-  X* packed = shared_scratch().get<X>(matrices * blocks.rows * packed_k * sizeof(X));
+  const int64_t block_slack = kLanes * kWidth, matrix_size = blocks.rows * packed_k + blocks.count * block_slack;
+  const auto block_at = [&](int64_t matrix, int64_t block) {
+    return matrix * matrix_size + blocks.begin(block) * packed_k + block * block_slack;
+  };
+  X* packed = shared_scratch().get<X>(matrices * matrix_size * sizeof(X));
   parallel_for(matrices * blocks.count, divide_up(16384, kMaxRows * packed_k), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t matrix = i / blocks.count, block = i % blocks.count, row = blocks.begin(block);
       const W* x = reinterpret_cast<const W*>(a.data) + offset(a, matrix / a.size[1], matrix % a.size[1], row);
-      const auto row_at = [&](int64_t r) { return x + r * a.stride[2]; };
-      pack_rows<W, X, kWidth>(row_at, blocks.size(block), blocks.size(block), k,
-                              packed + (matrix * blocks.rows + row) * packed_k);
+      const W* rows[kMaxRows];
+      for (int64_t r = 0; r < blocks.size(block); ++r) rows[r] = x + r * a.stride[2];
+      pack_rows(rows, blocks.size(block), blocks.size(block), k, packed + block_at(matrix, block));
     }
   });
   // A task packs one panel of b and passes all rows over it.
@@ -37,10 +41,10 @@ void run(const MatmulArgs& args) {
       const int64_t matrix = i / panels, column = i % panels * kPanel, columns = std::min(kPanel, n - column);
       const int64_t m0 = matrix / a.size[1], m1 = matrix % a.size[1];
       const W* w = reinterpret_cast<const W*>(b.data) + offset(b, m0, m1, 0) + column * b.stride[3];
-      pack_panel<W, X, kWidth>(w, b.stride[3], b.stride[2], columns, k, panel);
+      pack_panel(w, b.stride[3], b.stride[2], columns, k, panel);
       for (int64_t block = 0; block < blocks.count; ++block) {
         const int64_t row = blocks.begin(block), rows = blocks.size(block);
-        multiply<X>(rows, packed + (matrix * blocks.rows + row) * packed_k, panel, steps, {tile}, false);
+        multiply<X>(rows, packed + block_at(matrix, block), panel, steps, {tile}, false);
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t c = 0; c < columns; c += kLanes)
             store_any(out.data, out.dtype, offset(out, m0, m1, row + r) + column + c, load(tile + r * kPanel + c),

@@ -38,15 +38,15 @@ NPU_INLINE Vec read_run(const View& view, int64_t row, int64_t i, int64_t count)
   return Access::read(view, row + i, count);
 }
 
-template <class Access, Activation activation, Combine combine>
+template <class Access, Activation activation>
 void run(const PointwiseArgs& args) {
   const View &a = args.a, &b = args.b, &out = args.out;
   for_runs(out.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
     const int64_t row_a = offset(a, i, j, k), row_b = offset(b, i, j, k), row_out = offset(out, i, j, k);
     const auto step = [&](int64_t x, int64_t count) __attribute__((always_inline)) {
       Vec value = activate<activation>(read_run<Access>(a, row_a, x, count));
-      if constexpr (combine == Combine::add) value += read_run<Access>(b, row_b, x, count);
-      if constexpr (combine == Combine::multiply) value *= read_run<Access>(b, row_b, x, count);
+      if (args.combine == Combine::add) value += read_run<Access>(b, row_b, x, count);
+      if (args.combine == Combine::multiply) value *= read_run<Access>(b, row_b, x, count);
       Access::write(out, row_out + x, value, count);
     };
     int64_t x = begin;
@@ -57,14 +57,7 @@ void run(const PointwiseArgs& args) {
 
 template <class Access>
 void dispatch(const PointwiseArgs& args) {
-  with_activation(args.activation, [&](auto tag) {
-    constexpr Activation activation = decltype(tag)::value;
-    switch (args.combine) {
-      case Combine::none: return run<Access, activation, Combine::none>(args);
-      case Combine::add: return run<Access, activation, Combine::add>(args);
-      case Combine::multiply: return run<Access, activation, Combine::multiply>(args);
-    }
-  });
+  with_activation(args.activation, [&](auto tag) { run<Access, decltype(tag)::value>(args); });
 }
 
 void pointwise(const PointwiseArgs& args) {

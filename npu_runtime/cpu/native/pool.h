@@ -1,184 +1,23 @@
-// A persistent thread pool: parallel_for(n, grain, body) and nothing else.
-//
-// The calling thread works too, and chunks are claimed one by one, so a worker that is late (asleep, or preempted by
-// another process) costs its share of the work and never the whole call. That is also why a lost or slow wake-up cannot
-// hang a caller: it simply claims every chunk itself.
+// The threads of the native kernels: parallel_for(n, grain, body) and nothing else.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <cstdlib>
-#include <mutex>
-#include <thread>
-
-#include "vec.h"
-
-#if defined(__linux__)
-#include <sched.h>
-#endif
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
 
 namespace npu {
 
-inline int usable_cores() {
-  if (const char* text = std::getenv("NPU_SIM_THREADS")) {
-    int wanted = std::atoi(text);
-    if (wanted > 0) return std::min(wanted, 256);
-  }
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
-#endif
-  return std::max(1u, std::thread::hardware_concurrency());
-}
-
-class Pool {
- public:
-  using Body = void (*)(const void* context, int64_t begin, int64_t end, int thread_index);
-
-  // The process's pool. It is never destroyed, so workers need no shutdown at exit; a forked child, which inherits no
-  // worker thread, starts a new one at its first use.
-  static Pool& get() {
-    Pool* pool = current().load(std::memory_order_acquire);
-    return pool ? *pool : create();
-  }
-
-  int threads() const { return threads_; }
-
-  void run(int64_t n, int64_t grain, Body body, const void* context) {
-    if (n <= 0) return;
-    grain = std::max<int64_t>(grain, 1);
-    // The count of chunks left shares a 64-bit word with the job's number, so it must fit 32 bits.
-    while ((n + grain - 1) / grain > INT32_MAX) grain *= 2;
-    const uint32_t chunks = static_cast<uint32_t>((n + grain - 1) / grain);
-    if (thread_index() >= 0) return body(context, 0, n, thread_index());  // nested: this thread already is a worker
-    if (chunks == 1 || threads_ == 1) return body(context, 0, n, 0);
-
-    std::lock_guard<std::mutex> one_job_at_a_time(submit_);
-    thread_index() = 0;
-    body_.store(body, std::memory_order_relaxed);
-    context_.store(context, std::memory_order_relaxed);
-    n_.store(n, std::memory_order_relaxed);
-    grain_.store(grain, std::memory_order_relaxed);
-    pending_.store(chunks, std::memory_order_relaxed);
-    const uint32_t number = job_.load(std::memory_order_relaxed) + 1;
-    ticket_.store(uint64_t(number) << 32 | chunks, std::memory_order_release);
-    job_.store(number);
-    job_.notify_all();
-
-    while (claim_and_run(0)) {
-    }
-    for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
-      if (spins < 4000) cpu_relax();
-      else std::this_thread::yield();
-    }
-    thread_index() = -1;
-  }
-
- private:
-  explicit Pool(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; ++i) std::thread([this, i] { work(i); }).detach();
-  }
-
-  static std::atomic<Pool*>& current() {
-    static std::atomic<Pool*> pool{nullptr};
-    return pool;
-  }
-
-  static Pool& create() {
-    static std::mutex* creating = new std::mutex;
-    std::lock_guard<std::mutex> lock(*creating);
-    if (Pool* pool = current().load()) return *pool;
-#if defined(__unix__) || defined(__APPLE__)
-    static bool registered = false;
-    if (!registered) {
-      // The parent's pool is leaked in the child on purpose: its locks may have been held at the fork.
-      pthread_atfork(nullptr, nullptr, [] {
-        current().store(nullptr);
-        thread_index() = -1;
-        creating = new std::mutex;
-      });
-      registered = true;
-    }
-#endif
-    Pool* pool = new Pool(usable_cores());
-    current().store(pool, std::memory_order_release);
-    return *pool;
-  }
-
-  // Which of the pool's threads this is while it runs a body, else -1.
-  static int& thread_index() {
-    static thread_local int index = -1;
-    return index;
-  }
-
-  // Claims one chunk and runs it; false when none is left. A job's fields change only once all its chunks are claimed,
-  // and its number is part of the ticket, so a successful exchange proves that the fields read before belong to it.
-  bool claim_and_run(int index) {
-    uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    for (;;) {
-      const uint32_t left = static_cast<uint32_t>(ticket);
-      if (left == 0) return false;
-      const Body body = body_.load(std::memory_order_relaxed);
-      const void* context = context_.load(std::memory_order_relaxed);
-      const int64_t n = n_.load(std::memory_order_relaxed);
-      const int64_t grain = grain_.load(std::memory_order_relaxed);
-      if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
-      const int64_t begin = ((n + grain - 1) / grain - left) * grain;
-      body(context, begin, std::min(n, begin + grain), index);
-      pending_.fetch_sub(1, std::memory_order_release);
-      return true;
-    }
-  }
-
-  void work(int index) {
-    thread_index() = index;
-    uint32_t seen = 0;
-    for (;;) {
-      wait_for_job(seen);
-      seen = job_.load(std::memory_order_acquire);
-      while (claim_and_run(index)) {
-      }
-    }
-  }
-
-  // Spins before it sleeps: waking a sleeper costs ~5-50 us, and the kernels of a sequence follow each other faster.
-  void wait_for_job(uint32_t seen) {
-    using clock = std::chrono::steady_clock;
-    const auto deadline = clock::now() + std::chrono::microseconds(50);
-    do {
-      for (int i = 0; i < 32; ++i) {
-        if (job_.load(std::memory_order_acquire) != seen) return;
-        cpu_relax();
-      }
-    } while (clock::now() < deadline);
-    job_.wait(seen, std::memory_order_acquire);
-  }
-
-  const int threads_;
-  std::mutex submit_;
-  // Workers write ticket_ and pending_ while others read the rest, hence the separate cache lines.
-  alignas(64) std::atomic<uint32_t> job_{0};
-  std::atomic<Body> body_{nullptr};
-  std::atomic<const void*> context_{nullptr};
-  std::atomic<int64_t> n_{0}, grain_{1};
-  alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<uint32_t> pending_{0};
-};
+using Body = void (*)(const void* context, int64_t begin, int64_t end, int thread_index);
 
 // How many distinct values thread_index takes: size per-thread scratch with it.
-inline int num_threads() { return Pool::get().threads(); }
+int num_threads();
+
+void run_parallel(int64_t n, int64_t grain, Body body, const void* context);
 
 // Calls body(begin, end, thread_index) over chunks of `grain` items (the last one may be shorter) that cover [0, n),
 // and returns when all are done. With one chunk, or inside another body, it runs in place on the calling thread and
 // then gets all of [0, n) at once. Callers of several Python threads take turns.
 template <class F>
-inline void parallel_for(int64_t n, int64_t grain, const F& body) {
-  Pool::get().run(
+void parallel_for(int64_t n, int64_t grain, const F& body) {
+  run_parallel(
       n, grain,
       [](const void* context, int64_t begin, int64_t end, int thread) {
         (*static_cast<const F*>(context))(begin, end, thread);

@@ -20,6 +20,10 @@
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define NPU_AVX512 1
@@ -279,6 +283,55 @@ NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
 #else
 inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
+#endif
+
+// Tiles: products of 32 rows by 32 columns of bfloat16 pairs in a matrix unit, where kHasTiles. A thread may multiply
+// while it has a TileState, and the process only if tiles_allowed().
+inline constexpr int64_t kTileRows = 32, kTileSteps = 16;
+#if defined(NPU_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+inline constexpr bool kHasTiles = true;
+inline bool tiles_allowed() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl: the kernel saves tiles only on request
+  static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return allowed;
+}
+struct TileState {
+  TileState() {
+    struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } config;
+    _tile_loadconfig(&config);
+  }
+  ~TileState() { _tile_release(); }
+};
+// sums[32][32] = x · panel over a multiple of kTileSteps steps; x is a plain matrix with rows x_stride values apart.
+inline void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t s = 0; s < steps; s += kTileSteps, x += 2 * kTileSteps, panel += 64 * kTileSteps) {
+    _tile_loadd(4, x, 2 * x_stride);
+    _tile_loadd(5, x + 16 * x_stride, 2 * x_stride);
+    _tile_loadd(6, panel, 128);
+    _tile_loadd(7, panel + 32, 128);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
+#else
+inline constexpr bool kHasTiles = false;
+inline bool tiles_allowed() { return false; }
+struct TileState {};
+void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums);
 #endif
 
 // p * 2^k for an integral k, right below the normal range too.

@@ -1,0 +1,157 @@
+"""The contenders of the CPU benchmark for SmolLM2-135M: decode of one token and prefill of a prompt.
+
+All have the weights of the shipped file in bfloat16, but for llama.cpp's quantized files. The logits are compared less
+their mean, because llama.cpp returns them up to a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.cpu_llama import LlamaServer, write_gguf
+from benchmarks.cpu_machine import Floor, Rates
+from benchmarks.cpu_peers import DTYPES, Array, Contender, Factory, torch_contender
+from benchmarks.figures import OURS
+from benchmarks.peers import generation_steps, language_model
+from benchmarks.timing import wall_time
+
+if TYPE_CHECKING:
+    from npu_compiler import CompiledProgram
+    from npu_sim.llm import LanguageModel
+    from npu_sim.llm.checkpoint import Checkpoint
+
+NAME = "SmolLM2-135M"
+PROMPT = 128
+CACHE_LENGTH = 512
+CASES = {"decode": {"cache": CACHE_LENGTH, "position": PROMPT}, "prefill": {"tokens": PROMPT}}
+
+Pair = dict[str, Contender]  # by task
+
+
+class LanguageContenders:
+    """The contenders for one prompt of `PROMPT` tokens and one more token, which is decoded at position `PROMPT`.
+
+    Args:
+        folder: Where GGUF files may be written.
+    """
+
+    def __init__(self, threads: int, folder: Path) -> None:
+        from npu_sim.llm import load_checkpoint
+        from npu_sim.llm.loading import SHORTHANDS
+
+        self.threads, self.folder = threads, folder
+        self.checkpoint = load_checkpoint("smollm2", "bfloat16")
+        package, file, _ = SHORTHANDS["smollm2"]
+        spec = find_spec(package)
+        assert spec is not None and spec.submodule_search_locations  # load_checkpoint has found it
+        self.file = Path(spec.submodule_search_locations[0]) / file
+        self.state: dict[str, Tensor] = dict(self.checkpoint.state)
+        self.vocabulary = int(self.checkpoint.config.vocab_size)
+        *prompt, self.token = np.random.default_rng(0).integers(0, self.vocabulary, PROMPT + 1).tolist()
+        self.prompt: list[int] = prompt
+        self._pair: Callable[[str], Pair] = cache(self._make)
+        self._model: Callable[[str], LanguageModel] = cache(self._load)
+
+    def factories(self, task: str) -> dict[str, Factory]:
+        """By the contender's name; both tasks share what a contender loads."""
+        names = [f"{OURS} {dtype}" for dtype in DTYPES]
+        for kind in ("PyTorch eager", "torch.compile"):
+            names += [f"{kind} float32", f"{kind} bfloat16"]
+        names += ["llama.cpp BF16", "llama.cpp Q8_0", "llama.cpp Q4_1"]
+        return {name: partial(self._contender, name, task) for name in names}
+
+    def _contender(self, name: str, task: str) -> Contender:
+        return self._pair(name)[task]
+
+    def reference(self, task: str) -> Array:
+        return self._pair("PyTorch eager float32")[task].output()
+
+    def floor(self, task: str, rates: Rates) -> Floor:
+        """Of a step of ours in bfloat16."""
+        if task == "decode":
+            buffers = self._model("bfloat16").decode_program.plan.buffers.values()
+            return rates.reading(sum(buffer.size_bytes for buffer in buffers if buffer.kind == "weight"))
+        return rates.multiplying(sum(call.flops for call in self.program("prefill", "bfloat16").kernels))
+
+    def program(self, task: str, dtype: str) -> CompiledProgram:
+        """Ours for a task."""
+        model = self._model(dtype)
+        found = model.decode_program if task == "decode" else model.prefill_program
+        assert found is not None  # there is a prefill program for chunks of more than one token
+        return found
+
+    def _make(self, name: str) -> Pair:
+        kind, _, dtype = name.rpartition(" ")
+        if kind == OURS:
+            return self._ours(dtype)
+        if kind == "llama.cpp":
+            return self._llama(dtype)
+        return self._torch(getattr(torch, dtype), kind == "torch.compile")
+
+    def weights(self, dtype: str) -> Mapping[str, Any]:
+        """What `load_weights` needs for our programs."""
+        from npu_sim.llm.graph import state_with_buffers
+
+        return state_with_buffers(self._checkpoint_in(dtype))
+
+    def _checkpoint_in(self, dtype: str) -> Checkpoint:
+        """The bfloat16 weights as values of another dtype."""
+        state = {key: value.to(getattr(torch, dtype)) for key, value in self.state.items()}
+        return replace(self.checkpoint, state=state, dtype=dtype)
+
+    def _load(self, dtype: str) -> LanguageModel:
+        from npu_sim.llm import LanguageModel
+
+        checkpoint = self._checkpoint_in(dtype)
+        return LanguageModel(checkpoint, device="cpu", cache_length=CACHE_LENGTH, chunk=PROMPT)
+
+    def _ours(self, dtype: str) -> Pair:
+        model = self._model(dtype)
+        model.prefill(self.prompt)
+
+        def prefill() -> Array:
+            model.reset()
+            return model.prefill(self.prompt)
+
+        def decode() -> Array:
+            del model.tokens[PROMPT:]
+            return model.decode(self.token)
+
+        return _pair(decode=Contender(wall_time(decode), decode), prefill=Contender(wall_time(prefill), prefill))
+
+    @cached_property
+    def _eager_models(self) -> dict[torch.dtype, Any]:
+        dtypes = (torch.float32, torch.bfloat16)
+        return {dtype: language_model(self.checkpoint.config, self.state, dtype) for dtype in dtypes}
+
+    def _torch(self, dtype: torch.dtype, compiled: bool) -> Pair:
+        model = self._eager_models[dtype]
+        steps = generation_steps(model, self.prompt, self.token, CACHE_LENGTH, compiled)
+        return _pair(**{task: torch_contender(step) for task, step in steps.items()})
+
+    def _llama(self, kind: str) -> Pair:
+        path = self.file if kind == "Q4_1" else write_gguf(self.file, kind, self.folder / f"{kind}.gguf")
+        server = LlamaServer(path, CACHE_LENGTH, self.threads)
+        return _pair(
+            decode=server.decode(self.prompt, self.token, self.vocabulary),
+            prefill=server.prefill(self.prompt, self.vocabulary),
+        )
+
+
+def _pair(**contenders: Contender) -> Pair:
+    return {task: replace(c, output=partial(_centred, c.output)) for task, c in contenders.items()}
+
+
+def _centred(output: Callable[[], Array]) -> Array:
+    logits = output().reshape(-1)
+    centred: Array = logits - logits.mean()
+    return centred
