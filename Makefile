@@ -1,9 +1,10 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KERNEL_TESTS := tests/npu_runtime/test_native.py tests/npu_runtime/test_native_conv.py
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
 
-.PHONY: venv demo test lint mutants cuda-sources cuda-sanitize bench clean
+.PHONY: venv demo test test-levels test-aarch64 lint mutants cuda-sources cuda-sanitize bench clean
 
 venv: $(STAMP)
 
@@ -19,6 +20,23 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
+
+# The native CPU kernels at each level that this machine runs.
+test-levels: venv
+	for level in $$($(BIN)/python -c 'from npu_runtime.cpu.native.levels import this_cpu; \
+	    print(*(level.name for level in this_cpu().levels()[1:]))'); do \
+	    echo "CPU level $$level"; \
+	    NPU_SIM_CPU_LEVEL=$$level $(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal \
+	        $(KERNEL_TESTS) tests/npu_runtime/test_ops.py -k 'not cuda' || exit 1; \
+	done
+
+# The same kernels compiled for AArch64, under qemu: needs g++-aarch64-linux-gnu and qemu-user.
+test-aarch64: venv
+	for level in aarch64 aarch64-bf16; do \
+	    echo "CPU level $$level"; \
+	    FOREIGN_CPU_LEVEL=$$level PYTHONPATH=tests/support $(BIN)/python -m pytest -q -n auto --maxprocesses=4 \
+	        --dist=worksteal -p foreign_cpu $(KERNEL_TESTS) || exit 1; \
+	done
 
 lint: venv
 	@status=0; set -x; \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -151,6 +152,27 @@ def test_the_command_refuses_a_level_in_one_sentence(tmp_path: Path) -> None:
     environment = os.environ | {levels.VARIABLE: "amx"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert "amx forced\n  not in use: this machine cannot run CPU level amx" in done.stdout, done.stderr
+
+
+def level_checks() -> list[tuple[str, str]]:
+    """(compiler, level) for what no other test here compiles: the levels that this machine does not run, and clang."""
+    if COMPILER is None or not RUNNABLE:
+        return []
+    here = [level.name for level in levels.LEVELS if level.machine == levels.this_cpu().machine]
+    checks = [(COMPILER, name) for name in here if name not in RUNNABLE]
+    clang = shutil.which("clang++")
+    return checks + ([(clang, RUNNABLE[-1]), (clang, here[-1])] if clang else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compiler", "name"), level_checks())
+def test_the_sources_are_valid_at_every_level(compiler: str, name: str) -> None:
+    flags = [*build.FLAGS, *levels.find_level(name).flags, "-w", "-fsyntax-only", "-x", "c++", "-"]
+    for unit in build._units():
+        checked = subprocess.run(
+            [compiler, *flags], input=build._source(unit), capture_output=True, text=True, check=False
+        )
+        assert checked.returncode == 0, checked.stderr[-4000:]
 
 
 # The build, with a compiler that takes no time.

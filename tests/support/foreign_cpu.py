@@ -25,6 +25,7 @@ import torch
 
 from npu_runtime.cpu.native import bindings, build
 from npu_runtime.cpu.native.levels import Level, find_level, this_cpu
+from npu_runtime.cpu.native.threads import usable_threads
 
 _RUNNER = Path(__file__).with_name("foreign_runner.cpp")
 # Models that have what a level needs and nothing beyond it, so that an instruction of a higher level is a crash.
@@ -80,6 +81,7 @@ class ForeignLibrary:
             ]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._turn = threading.Lock()
+        self._ask("t", "npu_set_threads", lambda: None, struct.pack("<q", usable_threads()))
 
     def __getattr__(self, name: str) -> _Function:
         if not self._ask("f", name, lambda: self._numbers(1))[0]:

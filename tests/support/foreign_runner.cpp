@@ -101,7 +101,9 @@ int main(int count, char** arguments) {
       continue;
     }
     if (function == nullptr) fail(dlerror());
-    if (kind == 'n') {
+    if (kind == 't') {
+      reinterpret_cast<void (*)(int64_t)>(function)(read_number());
+    } else if (kind == 'n') {
       write_number(reinterpret_cast<int64_t (*)()>(function)());
     } else if (kind == 's') {
       const char* text = reinterpret_cast<const char* (*)()>(function)();

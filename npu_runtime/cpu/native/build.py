@@ -21,6 +21,7 @@ from pathlib import Path
 from npu_compiler.errors import DeviceError
 from npu_runtime.cache_folder import cache_folder
 from npu_runtime.cpu.native.levels import VARIABLE, Level, forced_level, this_cpu
+from npu_runtime.cpu.native.threads import usable_threads
 
 SOURCE_FOLDER = Path(__file__).parent
 # Contraction to fused multiply-adds is wanted; the rest of -ffast-math is not: masks rely on infinities. The kernels
@@ -50,7 +51,7 @@ _UNITS = (
     ("attention", "rope"),
     ("pointwise", "conv"),
     ("linear", "norm", "pool2d", "conv_depthwise"),
-    ("conv_winograd", "conv_epilogue", "gemm", "matmul", "movement", "runtime"),
+    ("conv_winograd", "conv_epilogue", "gemm", "matmul", "movement", "pool", "runtime"),
 )
 _UNFINISHED = "unfinished-"
 
@@ -168,7 +169,7 @@ def build(compiler: str, level: Level) -> Library:
             return Library(path, level, compiler, None)
         _log.info("compiling the CPU kernels for %s, once on this machine", level.name)
         start = time.perf_counter()
-        pool = ThreadPoolExecutor(_usable_cores())
+        pool = ThreadPoolExecutor(usable_threads())
         try:
             jobs = [
                 pool.submit(_make, folder / file, [compiler, *flags, "-x", "c++", "-c", "-"], _source(unit))
@@ -193,12 +194,6 @@ def _units() -> list[tuple[Path, ...]]:
 
 def _source(unit: tuple[Path, ...]) -> str:
     return "".join(f'#include "{path}"\n' for path in unit)
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _writable_folder() -> Path:
