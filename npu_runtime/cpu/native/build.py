@@ -65,7 +65,7 @@ def _build() -> Path:
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler found (looked for $CXX, c++, g++ and clang++)")
-    target = "\n".join((_run([compiler, "--version"]), _cpu_description(), *FLAGS))
+    target = "\n".join((_run([compiler, "--version"]), cpu_description(), *FLAGS))
     headers = b"".join(path.read_bytes() for path in sorted(SOURCE_FOLDER.glob("*.h")))
     objects = {
         source: _digest(target.encode(), headers, source.name.encode(), source.read_bytes())
@@ -108,7 +108,7 @@ def _run(command: list[str]) -> str:
     return result.stdout
 
 
-def _cpu_description() -> str:
+def cpu_description() -> str:
     """What -march=native depends on: a cache on a shared home folder may serve several kinds of machine."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,0 +1,155 @@
+"""Timing implementations of a kernel call against each other, on memory of their own.
+
+A trial must not change memory that the program keeps: a cache that is updated in place, an arena that other values live
+in. So it runs on stand-ins of the same shapes, strides and dtypes. Only constant operands, which are never written, are
+the real ones. What is prepared from them for a trial is freed with it.
+
+A run of a program reads each weight once, from memory, while small activations come from the cache, where the call
+before left them. So before each measurement a buffer larger than the caches is read, then the small activations.
+That reading also takes the time in which the threads of PyTorch's or our pool, whichever ran last, stop spinning.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from npu_runtime.cpu.kernels.bound_call import BoundCall
+from npu_runtime.hardware import Launch, Operand
+from npu_runtime.pieces import in_pieces
+
+_ROUNDS = 5
+_MOST_SECONDS = 0.12  # for the rounds of a call after the first two
+_FEWEST_ROUNDS = 2
+_HOPELESS = 3.0  # a candidate this many times slower than the best in a round is not measured further
+_SETTING_UP = 0.01  # seconds that a first launch may take longer than the later ones
+_WARM_BYTES = 2**20
+_PATTERN = 2**16  # elements
+_PIECE = 2**20  # elements of eight bytes
+_LEAST_EVICTED, _MOST_EVICTED = 64 * 2**20, 256 * 2**20  # bytes
+
+
+def stand_in(call: BoundCall) -> BoundCall:
+    """The same call on memory of its own, filled with random numbers; constant operands are shared."""
+    inputs = [
+        tensor if operand.is_constant else _random(tensor)
+        for tensor, operand in zip(call.inputs, call.operands, strict=True)
+    ]
+    if call.name == "attention_kernel" and len(inputs) > 3 and not call.is_constant(3):
+        _half_visible(inputs[3])
+    return replace(
+        call,
+        inputs=inputs,
+        outputs=[_random(tensor) for tensor in call.outputs],
+        operands=[_apart(operand) for operand in call.operands],
+    )
+
+
+def _apart(operand: Operand) -> Operand:
+    """The operand with a memory that remembers nothing of what is prepared from it."""
+    memory = copy.copy(operand.memory)
+    memory.prepared = {}
+    return replace(operand, memory=memory)
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    steps = ((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    flat = torch.zeros(1 + sum(steps) if like.numel() else 0, dtype=like.dtype)
+    if like.is_floating_point():
+        pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0)).to(like.dtype)
+        for start in range(0, flat.numel(), _PATTERN):
+            part = flat[start : start + _PATTERN]
+            part.copy_(pattern[: part.numel()])
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _half_visible(mask: torch.Tensor) -> None:
+    """Make it the mask of a half full cache: what hides more keys than another can be the faster for it."""
+    queries, keys = mask.shape[-2:] if mask.dim() > 1 else (1, mask.shape[-1])
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril((keys - queries) // 2)
+    mask.copy_(seen if mask.dtype == torch.bool else torch.where(seen, 0.0, -math.inf))
+
+
+def measure(call: BoundCall, launches: Mapping[str, Launch]) -> dict[str, float]:
+    """Name → seconds of one launch: the least of some interleaved rounds; infinite where a launch fails.
+
+    Args:
+        call: What `stand_in` returned; the launches were made for it.
+    """
+    first = {name: _first_seconds(launch) for name, launch in launches.items()}
+    limit = _HOPELESS * min(first.values()) + _SETTING_UP
+    running = [name for name, taken in first.items() if taken <= limit and math.isfinite(taken)]
+    # One that is given up already keeps the time of its first launch, which is in the report.
+    seconds = {name: math.inf if name in running else taken for name, taken in first.items()}
+    warm = [
+        _bytes(tensor) for tensor, operand in zip(call.inputs, call.operands, strict=True) if not operand.is_constant
+    ]
+    deadline = time.perf_counter() + _MOST_SECONDS
+    for number in range(_ROUNDS):
+        if (number and len(running) < 2) or (number >= _FEWEST_ROUNDS and time.perf_counter() > deadline):
+            break
+        for name in running:
+            _evict()
+            for data in warm:
+                data.max(initial=0)
+            start = time.perf_counter()
+            launches[name]()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+        best = min(seconds.values())
+        running = [name for name in running if seconds[name] <= _HOPELESS * best]
+    return seconds
+
+
+def _first_seconds(launch: Launch) -> float:
+    """Of the first launch, when a library also chooses its code and touches new memory; infinite where it fails."""
+    start = time.perf_counter()
+    try:
+        launch()
+    except Exception:  # whatever a library raises: this candidate cannot be used here
+        return math.inf
+    return time.perf_counter() - start
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """All memory from the tensor's first to its last element."""
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    array: np.ndarray = flat.view(torch.uint8).numpy()
+    return array
+
+
+def _evict() -> None:
+    buffer = _larger_than_caches()
+    in_pieces(lambda piece: buffer[piece].max(), buffer.size, _PIECE)
+
+
+@cache
+def _larger_than_caches() -> np.ndarray:
+    size = min(max(2 * _last_cache_bytes(), _LEAST_EVICTED), _MOST_EVICTED)
+    return np.ones(size // 8)
+
+
+def _last_cache_bytes() -> int:
+    """The size of the largest cache of the first core; 0 where the system does not tell."""
+    units = {"K": 2**10, "M": 2**20}
+    try:
+        texts = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        return max((int(text[:-1]) * units[text[-1]] for text in texts), default=0)
+    except (OSError, ValueError, KeyError, IndexError):
+        return 0
+
+
+def best_of(seconds: Mapping[str, float], order: Sequence[str], margin: float) -> str:
+    """The name to choose: a later one in the order has to be faster by `margin` than the best before it."""
+    best = order[0]
+    for name in order[1:]:
+        if seconds[name] < (1 - margin) * seconds[best]:
+            best = name
+    return best

@@ -1,0 +1,100 @@
+"""`Tuner`: prepares each call on the fastest of its candidates."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
+from npu_runtime.cpu.tuning.trials import best_of, measure, stand_in
+from npu_runtime.hardware import Launch
+
+_MOST_SECONDS = 2.5  # time limit of all trials of a start; the rest takes the default and is tried at a later start
+# What a call takes at the least on a slow machine, for leaving out those that are too short for a choice to matter.
+_FLOPS_PER_SECOND, _BYTES_PER_SECOND = 5e10, 2e10
+_SHORT = 20e-6  # seconds
+# Another candidate than those before it has to be this much faster: native launches in a row are one foreign call, and
+# the threads of a pool that has just worked are in the way of the other pool's for a while.
+_MARGIN = 0.1
+
+
+class Tuner:
+    """Chooses among candidates, by the table, else by a trial; without either, the first that handles the call.
+
+    A choice, once made, is kept, so that results are the same from run to run.
+
+    Attributes:
+        trials: How many calls were tried.
+    """
+
+    def __init__(self, table: ChoiceTable) -> None:
+        self._table = table
+        self._seconds_left = _MOST_SECONDS
+        self._without_choice: set[str] = set()
+        self.trials = 0
+
+    def launch(self, call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
+        """The call prepared on the fastest candidate; None where no candidate handles it."""
+        chosen = self._chosen(call, candidates) if len(candidates) > 1 and _is_worth_a_trial(call) else None
+        return default_launch(call, sorted(candidates, key=lambda candidate: candidate.name != chosen))
+
+    def _chosen(self, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
+        key = call_key(call)
+        known = self._table.choices.get(key)
+        if known is not None and known.chosen in {candidate.name for candidate in candidates}:
+            return known.chosen
+        if self._seconds_left <= 0 or key in self._without_choice:
+            return None
+        start = time.perf_counter()
+        choice = self._try(call, candidates)
+        self._seconds_left -= time.perf_counter() - start
+        if choice is None:
+            self._without_choice.add(key)
+            return None
+        self._table.keep(key, choice)
+        return choice.chosen
+
+    def _try(self, call: BoundCall, candidates: Sequence[Candidate]) -> Choice | None:
+        """The fastest by a trial; None where there is nothing to choose, or none of them works."""
+        stand = stand_in(call)
+        made = {candidate.name: candidate.make(stand) for candidate in candidates}
+        launches = {name: launch for name, launch in made.items() if launch is not None}
+        if len(launches) < 2:
+            return None
+        self.trials += 1
+        seconds = measure(stand, launches)
+        chosen = best_of(seconds, list(launches), _MARGIN)
+        finite = {name: round(1e6 * value, 1) for name, value in seconds.items() if math.isfinite(value)}
+        return Choice(chosen, finite) if chosen in finite else None
+
+
+def default_launch(call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
+    """The call prepared on the first candidate that handles it."""
+    for candidate in candidates:
+        launch = candidate.make(call)
+        if launch is not None:
+            return launch
+    return None
+
+
+def call_key(call: BoundCall) -> str:
+    """All that decides which candidate is the fastest for a call on a given machine, as text."""
+    views = [
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{list(tensor.stride())}{constant}"
+        for tensor, constant in (
+            *((x, " constant" * o.is_constant) for x, o in zip(call.inputs, call.operands, strict=True)),
+            *((x, "") for x in call.outputs),
+        )
+    ]
+    params = json.dumps(dict(sorted(call.params.items())), default=str)
+    return f"{call.call.kernel} {params} {'; '.join(views)}; {torch.get_num_threads()} threads"
+
+
+def _is_worth_a_trial(call: BoundCall) -> bool:
+    work = call.call
+    return work.flops / _FLOPS_PER_SECOND + work.bytes_moved / _BYTES_PER_SECOND >= _SHORT
