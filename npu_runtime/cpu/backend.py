@@ -76,6 +76,9 @@ class CPUBackend(Backend):
         native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`. Without them PyTorch's
             optimized kernels run on float32 copies of the weights.
         tune: Choose between native and PyTorch's kernels by measuring them; by default unless `NPU_SIM_TUNE=0`.
+
+    Attributes:
+        choices: The table of what was measured on this machine.
     """
 
     config: TargetConfig = OP_LEVEL
@@ -88,7 +91,8 @@ class CPUBackend(Backend):
         if wanted and not self.native:
             _warn_of_missing_kernels()
         self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
-        self._tuner = Tuner(ChoiceTable(machine(self.native)))
+        self.choices = ChoiceTable(machine(self.native))
+        self._tuner = Tuner(self.choices)
 
     @property
     def device(self) -> str:

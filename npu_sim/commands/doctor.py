@@ -34,6 +34,7 @@ def examine() -> dict[str, Any]:
         "devices": _devices(),
         "cuda": _cuda(),
         "native_kernels": _native(),
+        "cpu_choices": _cpu_choices(),
         "cache": _cache(),
     }
 
@@ -73,6 +74,13 @@ def _native() -> dict[str, Any]:
     return {"built": built, "compiler": find_compiler(), "reason": reason}
 
 
+def _cpu_choices() -> dict[str, Any]:
+    from npu_runtime import CPUBackend
+
+    table = CPUBackend().choices
+    return {"file": str(table.path), "calls": len(table.choices)}
+
+
 def _cache() -> dict[str, Any]:
     from npu_runtime.cache_folder import cache_folder
 
@@ -99,5 +107,7 @@ def report(facts: dict[str, Any]) -> str:
     lines += [f"  {part['name']}: {part['version'] or 'missing: ' + part['problem']}" for part in facts["cuda"]]
     native, cache = facts["native_kernels"], facts["cache"]
     lines.append(f"native kernels: {'built with ' + str(native['compiler']) if native['built'] else native['reason']}")
+    choices = facts["cpu_choices"]
+    lines.append(f"CPU kernels chosen by measuring: {choices['calls']}, in {choices['file']}")
     lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")
     return "\n".join(lines)

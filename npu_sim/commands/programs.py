@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.console import print_json, progress, step
-from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, ProgramFile, Seed, Weights
+from npu_sim.commands.options import AsJSON, DeviceName, Dtype, Fast, Inputs, IRFile, NoTune, ProgramFile, Seed, Weights
 from npu_sim.commands.resources import find_target, inputs_for, load_onto, open_device
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def run(
     ] = None,
     device: DeviceName = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
@@ -147,7 +148,7 @@ def run(
 
     program = CompiledProgram.load(program_file)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device, fast)
+    chosen = open_device(device, fast, no_tune)
     loaded = load_onto(chosen, program, weights)
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)
@@ -191,6 +192,7 @@ def profile(
     inputs: Inputs = None,
     device: DeviceName = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     seed: Seed = None,
     json: AsJSON = False,
@@ -203,7 +205,7 @@ def profile(
 
     program = CompiledProgram.load(program_file)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device, fast)
+    chosen = open_device(device, fast, no_tune)
     loaded = load_onto(chosen, program, weights)
     executor, profiler = Executor(program, chosen), Profiler()
     buffers = {spec.name: chosen.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}

@@ -15,7 +15,7 @@ import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -26,11 +26,12 @@ from npu_runtime.cpu.kernels.bound_call import BoundCall
 from npu_runtime.hardware import Launch, Operand
 from npu_runtime.pieces import in_pieces
 
-_ROUNDS = 5
-_MOST_SECONDS = 0.12  # for the rounds of a call after the first two
-_FEWEST_ROUNDS = 2
-_HOPELESS = 3.0  # a candidate this many times slower than the best in a round is not measured further
-_SETTING_UP = 0.01  # seconds that a first launch may take longer than the later ones
+_FEWEST_ROUNDS = 3
+_MOST_SECONDS = 0.25  # for the rounds of a call; reached only where they do not agree
+_AGREEMENT = 1.2  # ratio of the two shortest times of a candidate, up to which they say what it takes
+# A candidate that many times slower than the best is not measured further: already after one round, after two.
+_HOPELESS, _SLOW = 10.0, 3.0
+_SETTING_UP = 0.05  # seconds that a first launch may take longer than the later ones
 _WARM_BYTES = 2**20
 _PATTERN = 2**16  # elements
 _PIECE = 2**20  # elements of eight bytes
@@ -75,11 +76,27 @@ def _half_visible(mask: torch.Tensor) -> None:
     """Make it the mask of a half full cache: what hides more keys than another can be the faster for it."""
     queries, keys = mask.shape[-2:] if mask.dim() > 1 else (1, mask.shape[-1])
     seen = torch.ones(queries, keys, dtype=torch.bool).tril((keys - queries) // 2)
-    mask.copy_(seen if mask.dtype == torch.bool else torch.where(seen, 0.0, -math.inf))
+    values = seen if mask.dtype == torch.bool else torch.where(seen, 0.0, -math.inf)
+    repeated = [1 if stride == 0 else size for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    values = values.expand(mask.shape)
+    mask.as_strided(repeated, mask.stride()).copy_(values.as_strided(repeated, values.stride()))
 
 
-def measure(call: BoundCall, launches: Mapping[str, Launch]) -> dict[str, float]:
-    """Name → seconds of one launch: the least of some interleaved rounds; infinite where a launch fails.
+@dataclass(frozen=True)
+class Times:
+    """What a trial found.
+
+    Attributes:
+        seconds: Name → seconds of one launch, the least of all rounds; infinite where a launch fails.
+        agree: Whether the rounds agree; on a busy machine they do not, and another trial may find otherwise.
+    """
+
+    seconds: dict[str, float]
+    agree: bool
+
+
+def measure(call: BoundCall, launches: Mapping[str, Launch]) -> Times:
+    """Time launches in interleaved rounds.
 
     Args:
         call: What `stand_in` returned; the launches were made for it.
@@ -87,14 +104,13 @@ def measure(call: BoundCall, launches: Mapping[str, Launch]) -> dict[str, float]
     first = {name: _first_seconds(launch) for name, launch in launches.items()}
     limit = _HOPELESS * min(first.values()) + _SETTING_UP
     running = [name for name, taken in first.items() if taken <= limit and math.isfinite(taken)]
-    # One that is given up already keeps the time of its first launch, which is in the report.
-    seconds = {name: math.inf if name in running else taken for name, taken in first.items()}
-    warm = [
-        _bytes(tensor) for tensor, operand in zip(call.inputs, call.operands, strict=True) if not operand.is_constant
-    ]
+    taken = {name: [] if name in running else [first[name]] for name in launches}
+    changing = [x for x, operand in zip(call.inputs, call.operands, strict=True) if not operand.is_constant]
+    warm = [data for data in map(_bytes, changing) if data.nbytes <= _WARM_BYTES]
     deadline = time.perf_counter() + _MOST_SECONDS
-    for number in range(_ROUNDS):
-        if (number and len(running) < 2) or (number >= _FEWEST_ROUNDS and time.perf_counter() > deadline):
+    done = 0
+    while done == 0 or (len(running) > 1 and (done < _FEWEST_ROUNDS or not _agree(taken, running))):
+        if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
             break
         for name in running:
             _evict()
@@ -102,10 +118,20 @@ def measure(call: BoundCall, launches: Mapping[str, Launch]) -> dict[str, float]
                 data.max(initial=0)
             start = time.perf_counter()
             launches[name]()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-        best = min(seconds.values())
-        running = [name for name in running if seconds[name] <= _HOPELESS * best]
-    return seconds
+            taken[name].append(time.perf_counter() - start)
+        done += 1
+        best = min((min(taken[name]) for name in running), default=math.inf)
+        ratio = _HOPELESS if done == 1 else _SLOW
+        running = [name for name in running if min(taken[name]) <= ratio * best]
+    return Times({name: min(times) for name, times in taken.items()}, len(running) < 2 or _agree(taken, running))
+
+
+def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> bool:
+    for name in names:
+        least, second, *_ = sorted(taken[name])
+        if second > _AGREEMENT * least:
+            return False
+    return True
 
 
 def _first_seconds(launch: Launch) -> float:
@@ -146,10 +172,11 @@ def _last_cache_bytes() -> int:
         return 0
 
 
-def best_of(seconds: Mapping[str, float], order: Sequence[str], margin: float) -> str:
-    """The name to choose: a later one in the order has to be faster by `margin` than the best before it."""
-    best = order[0]
-    for name in order[1:]:
+def best_of(seconds: Mapping[str, float], margin: float) -> str:
+    """The name to choose: one has to be faster by `margin` than the best of those before it."""
+    names = iter(seconds)
+    best = next(names)
+    for name in names:
         if seconds[name] < (1 - margin) * seconds[best]:
             best = name
     return best

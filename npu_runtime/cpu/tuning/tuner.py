@@ -35,7 +35,7 @@ class Tuner:
     def __init__(self, table: ChoiceTable) -> None:
         self._table = table
         self._seconds_left = _MOST_SECONDS
-        self._without_choice: set[str] = set()
+        self._without_table: dict[str, str | None] = {}  # choices that hold for this start only
         self.trials = 0
 
     def launch(self, call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
@@ -48,29 +48,28 @@ class Tuner:
         known = self._table.choices.get(key)
         if known is not None and known.chosen in {candidate.name for candidate in candidates}:
             return known.chosen
-        if self._seconds_left <= 0 or key in self._without_choice:
-            return None
-        start = time.perf_counter()
-        choice = self._try(call, candidates)
-        self._seconds_left -= time.perf_counter() - start
-        if choice is None:
-            self._without_choice.add(key)
-            return None
-        self._table.keep(key, choice)
-        return choice.chosen
+        if key not in self._without_table and self._seconds_left > 0:
+            start = time.perf_counter()
+            self._without_table[key] = self._try(key, call, candidates)
+            self._seconds_left -= time.perf_counter() - start
+        return self._without_table.get(key)
 
-    def _try(self, call: BoundCall, candidates: Sequence[Candidate]) -> Choice | None:
-        """The fastest by a trial; None where there is nothing to choose, or none of them works."""
+    def _try(self, key: str, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
+        """The fastest by a trial, which goes into the table if it is certain; None where there is nothing to choose."""
         stand = stand_in(call)
         made = {candidate.name: candidate.make(stand) for candidate in candidates}
         launches = {name: launch for name, launch in made.items() if launch is not None}
         if len(launches) < 2:
             return None
         self.trials += 1
-        seconds = measure(stand, launches)
-        chosen = best_of(seconds, list(launches), _MARGIN)
-        finite = {name: round(1e6 * value, 1) for name, value in seconds.items() if math.isfinite(value)}
-        return Choice(chosen, finite) if chosen in finite else None
+        times = measure(stand, launches)
+        working = {name: seconds for name, seconds in times.seconds.items() if math.isfinite(seconds)}
+        if not working:
+            return None
+        chosen = best_of(working, _MARGIN)
+        if times.agree:
+            self._table.keep(key, Choice(chosen, {name: round(1e6 * value, 1) for name, value in working.items()}))
+        return chosen
 
 
 def default_launch(call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
