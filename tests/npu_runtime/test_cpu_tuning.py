@@ -24,7 +24,7 @@ from npu_runtime import CPUBackend, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import backend as cpu_backend
 from npu_runtime.cpu import native
 from npu_runtime.cpu.backend import CPUBuffer, bind
-from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.cpu.kernels import prepacked, reference_launch
 from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
 from npu_runtime.cpu.native import build
 from npu_runtime.cpu.tuning import Choice, ChoiceTable, Tuner, machine, trials, tuner
@@ -208,6 +208,14 @@ def test_candidates_refuse_what_is_not_floating_point(case: str) -> None:
     whole = bound(call.call.kernel, dict(call.params), inputs, call.out.to(torch.int32), (1, 2))
     for candidate in cpu_backend.candidates(whole, native.available()):
         assert candidate.name == "torch" or candidate.make(whole) is None
+
+
+@pytest.mark.parametrize("case", ["linear 1 none", "linear 6 none bias", "gated", "conv 1x1"])
+def test_weights_are_not_widened_where_memory_is_short(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = CASES[case]("bfloat16")
+    assert any(candidate.make(call) for candidate in cpu_backend.candidates(call, native=False))
+    monkeypatch.setattr(prepacked, "_available_bytes", lambda: 4.0 * call.inputs[1].numel())
+    assert not any(candidate.make(call) for candidate in cpu_backend.candidates(call, native=False))
 
 
 def test_a_residual_may_be_updated_in_place() -> None:

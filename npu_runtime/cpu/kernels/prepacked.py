@@ -9,8 +9,10 @@ Bias and weight are read when a launch is prepared, the other operands whenever 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +28,8 @@ Maker: TypeAlias = Callable[[BoundCall], Launch | None]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, *_HALVES)
+# A weight is widened while that many times its size is free: a large model must not run out of memory for being faster.
+_SPARE = 16
 _FEWEST_PACKED_ROWS = 4  # for fewer, a packed weight is no faster than a plain one, and takes memory of its own
 _LINEAR = ("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
 # Activations that oneDNN applies to a product or a convolution before it is stored: attribute, scalars, algorithm.
@@ -78,10 +82,22 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return _has_onednn() and hasattr(torch.ops.mkldnn, name) and bool(getattr(torch.ops.mkldnn, name)())
 
 
-def _has_constant_weight(call: BoundCall, bias: int | None) -> bool:
+def _can_prepare(call: BoundCall, bias: int | None) -> bool:
+    """Whether weight and bias are constant, all is floating point, and there is room for the weight in float32."""
     if any(t.dtype not in _FLOATS for t in (*call.inputs, call.out)):
         return False
-    return call.is_constant(1) and (bias is None or call.is_constant(bias))
+    if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
+        return False
+    return _SPARE * 4 * call.inputs[1].numel() <= _available_bytes()
+
+
+def _available_bytes() -> float:
+    """Memory that can be had without swapping; infinite where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)
+    except (OSError, ValueError, IndexError):
+        return math.inf
 
 
 def _float_weight(call: BoundCall) -> Tensor:
@@ -104,7 +120,7 @@ def _packed_linear_weight(call: BoundCall, dtype: torch.dtype) -> Tensor:
 @_candidate("onednn", *_LINEAR)
 def _packed_linear(call: BoundCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
-    if not _has_onednn() or not _has_constant_weight(call, bias) or call.out.shape[0] < _FEWEST_PACKED_ROWS:
+    if not _has_onednn() or not _can_prepare(call, bias) or call.out.shape[0] < _FEWEST_PACKED_ROWS:
         return None
     weight, shift = _packed_linear_weight(call, torch.float32), _float_bias(call, bias)
     x, out, added = call.inputs[0], call.out, call.at(residual)
@@ -122,7 +138,7 @@ def _packed_linear(call: BoundCall) -> Launch | None:
 @_candidate("sgemm", *_LINEAR)
 def _plain_linear(call: BoundCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
-    if not _has_constant_weight(call, bias):
+    if not _can_prepare(call, bias):
         return None
     weight, shift = _float_weight(call), _float_bias(call, bias)
     x, out, added, activation = call.inputs[0], call.out, call.at(residual), call.params["activation"]
@@ -147,7 +163,7 @@ def _half_linear(call: BoundCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     x, weight, out, shift, added = call.inputs[0], call.inputs[1], call.out, call.at(bias), call.at(residual)
     dtype, activation = out.dtype, call.params["activation"]
-    if dtype not in _HALVES or not _has_constant_weight(call, bias) or any(t.dtype != dtype for t in call.inputs):
+    if dtype not in _HALVES or not _can_prepare(call, bias) or any(t.dtype != dtype for t in call.inputs):
         return None
     if x.shape[0] == 1 and shift is None and added is None and activation == "none":
         transposed = weight.t()
@@ -173,7 +189,7 @@ def _half_linear(call: BoundCall) -> Launch | None:
 @_candidate("sgemm", "gated_matmul_vec_kernel")
 def _gated_linear(call: BoundCall) -> Launch | None:
     (bias,) = call.optional(("has_bias",), 2)
-    if not _has_constant_weight(call, bias):
+    if not _can_prepare(call, bias):
         return None
     weight, shift = _float_weight(call), _float_bias(call, bias)
     x, out, activation = call.inputs[0], call.out, call.params["activation"]
@@ -202,7 +218,7 @@ def _conv_epilogue(call: BoundCall, activation: str, residual: int | None) -> Ca
 @_candidate("onednn", "conv2d_kernel")
 def _packed_conv(call: BoundCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
-    if not _has_onednn() or not _has_constant_weight(call, bias):
+    if not _has_onednn() or not _can_prepare(call, bias):
         return None
     activation, groups = call.params["activation"], call.params["groups"]
     stride, dilation = list(call.params["stride"]), list(call.params["dilation"])
@@ -229,7 +245,7 @@ def _packed_conv(call: BoundCall) -> Launch | None:
 @_candidate("conv2d", "conv2d_kernel")
 def _plain_conv(call: BoundCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
-    if not _has_constant_weight(call, bias):
+    if not _can_prepare(call, bias):
         return None
     weight, shift = _float_weight(call), _float_bias(call, bias)
     stride, dilation, groups = tuple(call.params["stride"]), tuple(call.params["dilation"]), call.params["groups"]
@@ -248,7 +264,7 @@ def _pointwise_conv(call: BoundCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     params, x = call.params, call.inputs[0]
     window = (tuple(call.inputs[1].shape[2:]), tuple(params["stride"]), tuple(params["padding"]), params["groups"])
-    if window != ((1, 1), (1, 1), (0, 0, 0, 0), 1) or not _has_constant_weight(call, bias):
+    if window != ((1, 1), (1, 1), (0, 0, 0, 0), 1) or not _can_prepare(call, bias):
         return None
     weight, shift = _float_weight(call).flatten(1), _float_bias(call, bias)
     column = None if shift is None else shift[:, None]
