@@ -420,9 +420,26 @@ def test_a_measured_launch_that_is_alone_or_fails_is_no_error() -> None:
     def fail() -> None:
         raise RuntimeError("out of order")
 
-    times = trials.measure(call, {"good": lambda: None, "bad": fail})
+    good, bad, absent = (
+        Candidate("good", lambda _: lambda: None),
+        Candidate("bad", lambda _: fail),
+        Candidate("absent", lambda _: None),
+    )
+    times = trials.measure(call, [bad, good, absent])
     assert times.seconds["good"] < times.seconds["bad"] == float("inf") and times.agree
-    assert trials.measure(call, {"bad": fail, "worse": fail}).seconds == {"bad": float("inf"), "worse": float("inf")}
+    assert list(times.seconds) == ["bad", "good"]
+    assert trials.measure(call, [bad, absent]).seconds == {"bad": float("inf")}
+
+
+def test_variants_of_a_hopeless_kernel_are_not_tried() -> None:
+    call = trials.stand_in(linear("float32", 6, "none", False, False))
+    slow, variant, quick = (
+        Candidate("native", lambda _: lambda: time.sleep(6 * SLOW)),
+        Candidate("native other", lambda _: lambda: None, variant_of="native"),
+        Candidate("sgemm", lambda _: lambda: None),
+    )
+    assert list(trials.measure(call, [slow, variant, quick]).seconds) == ["native", "sgemm"]
+    assert list(trials.measure(call, [slow, variant]).seconds) == ["native", "native other"]
 
 
 def test_a_later_candidate_has_to_be_clearly_faster() -> None:

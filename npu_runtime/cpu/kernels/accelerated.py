@@ -204,7 +204,7 @@ def _conv_variants(call: BoundCall) -> list[Candidate]:
         params["groups"],
         call.out,
     )
-    return [Candidate(f"native {name}", partial(_conv2d_by, name)) for name in others]
+    return [Candidate(f"native {name}", partial(_conv2d_by, name), variant_of="native") for name in others]
 
 
 @_accelerates("max_pool2d_kernel")

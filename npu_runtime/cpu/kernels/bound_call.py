@@ -73,7 +73,9 @@ class Candidate:
     Attributes:
         name: Stands for it in the table of choices, so it must not change its meaning.
         make: Prepares it for a call; None where it does not handle the call.
+        variant_of: Name of the candidate that it is a variant of; where that one is far behind, it is not tried.
     """
 
     name: str
     make: Callable[[BoundCall], Launch | None]
+    variant_of: str = ""

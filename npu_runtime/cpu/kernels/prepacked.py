@@ -55,7 +55,10 @@ def prepacked_candidates(call: BoundCall) -> list[Candidate]:
 def _make(make: Maker, call: BoundCall) -> Launch | None:
     if any(t.numel() == 0 for t in (*call.inputs, *call.outputs)):
         return None
-    launch = make(call)
+    try:
+        launch = make(call)
+    except RuntimeError:  # oneDNN cannot pack this weight on this processor
+        return None
     return None if launch is None else reporting(call.call, launch)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from npu_runtime.cpu.kernels.bound_call import BoundCall
+from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
 from npu_runtime.hardware import Launch, Operand
 from npu_runtime.pieces import in_pieces
 
@@ -30,8 +30,8 @@ _FEWEST_ROUNDS = 3
 _MOST_SECONDS = 0.25  # for the rounds of a call; reached only where they do not agree
 _AGREEMENT = 1.2  # ratio of the two shortest times of a candidate, up to which they say what it takes
 # A candidate that many times slower than the best is not measured further: already after one round, after two.
-_HOPELESS, _SLOW = 10.0, 3.0
-_SETTING_UP = 0.05  # seconds that a first launch may take longer than the later ones
+_HOPELESS, _SLOW = 6.0, 3.0
+_SETTING_UP = 0.02  # seconds that a first launch may take longer than the later ones
 _WARM_BYTES = 2**20
 _PATTERN = 2**16  # elements
 _PIECE = 2**20  # elements of eight bytes
@@ -87,7 +87,8 @@ class Times:
     """What a trial found.
 
     Attributes:
-        seconds: Name → seconds of one launch, the least of all rounds; infinite where a launch fails.
+        seconds: Name → seconds of one launch, the least of all rounds; infinite where a launch fails. In the order of
+            the candidates, without those that do not handle the call or were not tried.
         agree: Whether the rounds agree; on a busy machine they do not, and another trial may find otherwise.
     """
 
@@ -95,21 +96,27 @@ class Times:
     agree: bool
 
 
-def measure(call: BoundCall, launches: Mapping[str, Launch]) -> Times:
-    """Time launches in interleaved rounds.
+def measure(call: BoundCall, candidates: Sequence[Candidate]) -> Times:
+    """Time the candidates that handle the call, in interleaved rounds.
 
     Args:
-        call: What `stand_in` returned; the launches were made for it.
+        call: What `stand_in` returned.
     """
-    first = {name: _first_seconds(launch) for name, launch in launches.items()}
-    limit = _HOPELESS * min(first.values()) + _SETTING_UP
-    running = [name for name, taken in first.items() if taken <= limit and math.isfinite(taken)]
-    taken = {name: [] if name in running else [first[name]] for name in launches}
+    launches: dict[str, Launch] = {}
+    first: dict[str, float] = {}
+    for candidate in sorted(candidates, key=lambda candidate: bool(candidate.variant_of)):
+        if first.get(candidate.variant_of, 0.0) > _bearable(first):
+            continue
+        launch = candidate.make(call)
+        if launch is not None:
+            launches[candidate.name], first[candidate.name] = launch, _first_seconds(launch)
+    running = [name for name, seconds in first.items() if math.isfinite(seconds) and seconds <= _bearable(first)]
+    taken = {x.name: [] if x.name in running else [first[x.name]] for x in candidates if x.name in first}
     changing = [x for x, operand in zip(call.inputs, call.operands, strict=True) if not operand.is_constant]
     warm = [data for data in map(_bytes, changing) if data.nbytes <= _WARM_BYTES]
     deadline = time.perf_counter() + _MOST_SECONDS
     done = 0
-    while done == 0 or (len(running) > 1 and (done < _FEWEST_ROUNDS or not _agree(taken, running))):
+    while (running and done == 0) or (len(running) > 1 and (done < _FEWEST_ROUNDS or not _agree(taken, running))):
         if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
             break
         for name in running:
@@ -120,10 +127,15 @@ def measure(call: BoundCall, launches: Mapping[str, Launch]) -> Times:
             launches[name]()
             taken[name].append(time.perf_counter() - start)
         done += 1
-        best = min((min(taken[name]) for name in running), default=math.inf)
+        best = min(min(taken[name]) for name in running)
         ratio = _HOPELESS if done == 1 else _SLOW
         running = [name for name in running if min(taken[name]) <= ratio * best]
     return Times({name: min(times) for name, times in taken.items()}, len(running) < 2 or _agree(taken, running))
+
+
+def _bearable(first: Mapping[str, float]) -> float:
+    """Seconds that a first launch may take without being given up."""
+    return _HOPELESS * min(first.values(), default=math.inf) + _SETTING_UP
 
 
 def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> bool:

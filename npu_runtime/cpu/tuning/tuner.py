@@ -56,13 +56,10 @@ class Tuner:
 
     def _try(self, key: str, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
         """The fastest by a trial, which goes into the table if it is certain; None where there is nothing to choose."""
-        stand = stand_in(call)
-        made = {candidate.name: candidate.make(stand) for candidate in candidates}
-        launches = {name: launch for name, launch in made.items() if launch is not None}
-        if len(launches) < 2:
-            return None
         self.trials += 1
-        times = measure(stand, launches)
+        times = measure(stand_in(call), candidates)
+        if len(times.seconds) < 2:
+            return None
         working = {name: seconds for name, seconds in times.seconds.items() if math.isfinite(seconds)}
         if not working:
             return None
