@@ -33,7 +33,7 @@ _AGREEMENT = 1.2  # ratio of the two shortest times of a candidate, up to which 
 _HOPELESS, _SLOW = 6.0, 3.0
 _SETTING_UP = 0.02  # seconds that a first launch may take longer than the later ones
 _WARM_BYTES = 2**20
-_PATTERN = 2**16  # elements
+_PATTERN = 2**15  # elements; PyTorch converts that many in one thread
 _PIECE = 2**20  # elements of eight bytes
 _LEAST_EVICTED, _MOST_EVICTED = 64 * 2**20, 256 * 2**20  # bytes
 
@@ -62,13 +62,19 @@ def _apart(operand: Operand) -> Operand:
 
 
 def _random(like: torch.Tensor) -> torch.Tensor:
+    """Normal numbers in the tensor's layout, zeros where it holds no floats.
+
+    By NumPy, since PyTorch's threads, where they lack cores, take longer for this than a trial should.
+    """
     steps = ((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    flat = torch.zeros(1 + sum(steps) if like.numel() else 0, dtype=like.dtype)
+    flat = torch.empty(1 + sum(steps) if like.numel() else 0, dtype=like.dtype)
+    data, pattern = flat.view(torch.uint8).numpy(), np.zeros(_PIECE, np.uint8)
     if like.is_floating_point():
-        pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0)).to(like.dtype)
-        for start in range(0, flat.numel(), _PATTERN):
-            part = flat[start : start + _PATTERN]
-            part.copy_(pattern[: part.numel()])
+        numbers = np.random.default_rng(0).standard_normal(_PATTERN, np.float32)
+        pattern = torch.from_numpy(numbers).to(like.dtype).view(torch.uint8).numpy()
+    for start in range(0, data.size, pattern.size):
+        part = data[start : start + pattern.size]
+        part[:] = pattern[: part.size]
     return flat.as_strided(like.shape, like.stride())
 
 
