@@ -297,6 +297,26 @@ def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bo
     return "pixels" if pixels >= 784 else "channels"
 
 
+def alternatives(
+    x: Tensor,
+    weight: Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    out: Tensor,
+) -> list[str]:
+    """The other values of `conv2d`'s `algorithm` for these operands, besides the one that it chooses itself."""
+    window = _Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    chosen = _choose(weight, window, groups, out, x.dtype == weight.dtype == torch.bfloat16 and _prefers_pairs())
+    if chosen == "depthwise":  # a matrix product with one input channel wastes most of a tile
+        return []
+    valid = ["pixels", "channels"]
+    if groups == 1 and window.kernel == (3, 3) and window.stride == window.dilation == (1, 1):
+        valid += ["winograd2", "winograd4"]
+    return [name for name in valid if name != chosen]
+
+
 def _all_handled(x: Tensor, residual: Tensor | None, out: Tensor) -> bool:
     tensors = [x, out] if residual is None else [x, out, residual]
     return available() and all(map(_is_handled, tensors))
