@@ -88,8 +88,7 @@ class CPUBackend(Backend):
         wanted = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
         # The first process on a machine compiles the native kernels; that belongs here, not in a run.
         self.native = wanted and native_available()
-        if wanted and not self.native:
-            _warn_of_missing_kernels()
+        self._is_slower_than_wanted = wanted and not self.native
         self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
         self.choices = ChoiceTable(machine(self.native))
         self._tuner = Tuner(self.choices)
@@ -109,6 +108,8 @@ class CPUBackend(Backend):
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         sources, targets = [bind(x) for x in inputs], [bind(x) for x in outputs]
+        if self._is_slower_than_wanted:
+            _warn_of_missing_kernels()
         bound = BoundCall(call, sources, targets, inputs)
         implementations = candidates(bound, self.native)
         choose = self._tuner.launch if self.tune else default_launch
@@ -148,9 +149,10 @@ def candidates(call: BoundCall, native: bool) -> list[Candidate]:
 
 @functools.cache
 def _warn_of_missing_kernels() -> None:
-    """Once, however many backends there are."""
+    """Once, however many backends there are, and only where something is about to run."""
+    reason = (failure_reason() or "no reason given").splitlines()[0]
     warnings.warn(
-        f"the native CPU kernels are not built ({failure_reason()}); PyTorch's kernels run on float32 copies of the "
+        f"the native CPU kernels are not built ({reason}); PyTorch's kernels run on float32 copies of the "
         "weights instead. With a C++ compiler (such as g++, or another in $CXX), 16-bit weights take half that memory "
         "and are read as they are, so language models answer faster",
         stacklevel=3,

@@ -563,7 +563,10 @@ def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
     cpu_backend._warn_of_missing_kernels.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        backends = [CPUBackend(native=True), CPUBackend(native=True), CPUBackend(native=False)]
+        backends = [CPUBackend(native=native) for native in (True, True, False)]
+        assert not caught, "nothing has been run"
+        for backend in backends:
+            run_mlp(backend)
     assert not any(backend.native for backend in backends)
     (message,) = [str(warning.message) for warning in caught]
     assert "no C++ compiler found" in message and "With a C++ compiler" in message
