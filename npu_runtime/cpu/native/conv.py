@@ -201,6 +201,8 @@ def avg_pool2d(
     divisor_override: int | None = None,
 ) -> NativeLaunch | None:
     """Prepares an average pooling; out's size decides about windows that leave the padded input (ceil_mode)."""
+    if not available():
+        return None
     window = _Window(kernel, stride, padding)
     if divisor_override is not None:
         divisor = torch.full(out.shape[2:], float(divisor_override))
