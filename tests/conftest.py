@@ -19,6 +19,9 @@ from npu_runtime.cpu import native
 # In the environment, since pytest's workers are processes that inherit it.
 SEED = int(os.environ.setdefault("TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
+# Results must not depend on measurements, nor tests wait for them.
+os.environ.setdefault("NPU_SIM_TUNE", "0")
+
 settings.register_profile("npu", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("npu")
 

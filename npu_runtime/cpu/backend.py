@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +16,12 @@ from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.cpu.kernels import reference_launch
-from npu_runtime.cpu.kernels.accelerated import native_launch
-from npu_runtime.cpu.native import NativeLaunch, NativeSequence
+from npu_runtime.cpu.kernels.accelerated import native_candidates
+from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
+from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
+from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.pieces import in_pieces
 from npu_runtime.torch_arrays import tensor_to_numpy
 
@@ -68,16 +73,25 @@ class CPUBackend(Backend):
     """Runs the op-level program on the CPU.
 
     Args:
-        native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`.
+        native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`. Without them PyTorch's
+            optimized kernels run on float32 copies of the weights.
+        tune: Choose between native and PyTorch's kernels by measuring them; by default unless `NPU_SIM_TUNE=0`.
+
+    Attributes:
+        choices: The table of what was measured on this machine.
     """
 
     config: TargetConfig = OP_LEVEL
     runs_targets = (OP_LEVEL.name, METAL_GPU.name)
 
-    def __init__(self, native: bool | None = None) -> None:
-        self.native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
+    def __init__(self, native: bool | None = None, tune: bool | None = None) -> None:
+        wanted = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
         # The first process on a machine compiles the native kernels; that belongs here, not in a run.
-        self.native = self.native and native_available()
+        self.native = wanted and native_available()
+        self._is_slower_than_wanted = wanted and not self.native
+        self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
+        self.choices = ChoiceTable(machine(self.native))
+        self._tuner = Tuner(self.choices)
 
     @property
     def device(self) -> str:
@@ -94,7 +108,12 @@ class CPUBackend(Backend):
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         sources, targets = [bind(x) for x in inputs], [bind(x) for x in outputs]
-        launch = native_launch(call, inputs, sources, targets) if self.native else None
+        if self._is_slower_than_wanted:
+            _warn_of_missing_kernels()
+        bound = BoundCall(call, sources, targets, inputs)
+        implementations = candidates(bound, self.native)
+        choose = self._tuner.launch if self.tune else default_launch
+        launch = choose(bound, implementations)
         return launch if launch is not None else reference_launch(call, sources, targets)
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
@@ -117,6 +136,27 @@ class CPUBackend(Backend):
                 step()
 
         return execute
+
+
+def candidates(call: BoundCall, native: bool) -> list[Candidate]:
+    """The implementations of a call besides the reference, the default first.
+
+    Args:
+        native: Whether native kernels are among them.
+    """
+    return [*(native_candidates(call) if native else ()), *prepacked_candidates(call)]
+
+
+@functools.cache
+def _warn_of_missing_kernels() -> None:
+    """Once, however many backends there are, and only where something is about to run."""
+    reason = (failure_reason() or "no reason given").splitlines()[0]
+    warnings.warn(
+        f"the native CPU kernels are not built ({reason}); PyTorch's kernels run on float32 copies of the "
+        "weights instead. With a C++ compiler (such as g++, or another in $CXX), 16-bit weights take half that memory "
+        "and are read as they are, so language models answer faster",
+        stacklevel=3,
+    )
 
 
 def _bytes(flat: torch.Tensor) -> np.ndarray:

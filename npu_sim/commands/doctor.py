@@ -34,6 +34,7 @@ def examine() -> dict[str, Any]:
         "devices": _devices(),
         "cuda": _cuda(),
         "native_kernels": _native(),
+        "cpu_choices": _cpu_choices(),
         "cache": _cache(),
     }
 
@@ -85,6 +86,13 @@ def _native() -> dict[str, Any]:
     return facts | {"built": True, "level": library.level.name, "seconds": library.seconds, "reason": None}
 
 
+def _cpu_choices() -> dict[str, Any]:
+    from npu_runtime import CPUBackend
+
+    table = CPUBackend().choices
+    return {"file": str(table.path), "calls": len(table.choices)}
+
+
 def _cache() -> dict[str, Any]:
     from npu_runtime.cache_folder import cache_folder
 
@@ -118,5 +126,7 @@ def report(facts: dict[str, Any]) -> str:
         lines.append(f"  level {native['level']} in use, compiled with {native['compiler']}, {when}")
     else:
         lines.append(f"  not in use: {native['reason']}")
+    choices = facts["cpu_choices"]
+    lines.append(f"CPU kernels chosen by measuring: {choices['calls']}, in {choices['file']}")
     lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, Seed, Weights
+from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, NoTune, Seed, Weights
 from npu_sim.commands.resources import open_device
 
 
@@ -121,6 +121,7 @@ def verify(
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     samples: Annotated[
         int, typer.Option("--samples", min=1, metavar="INTEGER", help="Number of sets of random inputs.")
     ] = 3,
@@ -143,7 +144,7 @@ def verify(
     specs = input_specs(graph, dtype)
     arrays, used_seed = choose_inputs(inputs or (), specs, seed)
     sets = [arrays] if used_seed is None else [random_inputs(specs, used_seed + index) for index in range(samples)]
-    chosen = open_device(device, fast)
+    chosen = open_device(device, fast, no_tune)
     with progress("verifying") as report:
         result = compare(graph, read_weights(weights), sets, chosen, compute_dtype=dtype, progress=report)
     if json:

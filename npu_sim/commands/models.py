@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.console import note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Seed
+from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, NoTune, Seed
 from npu_sim.commands.resources import open_device, open_in_background
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def generate(
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     json: AsJSON = False,
 ) -> None:
     """Generate text with a language model."""
@@ -87,7 +88,7 @@ def generate(
         prompt = sys.stdin.read().strip()
     if prompt == "":
         raise InputError("the prompt is empty")
-    opening = open_in_background(device, fast)
+    opening = open_in_background(device, fast, no_tune)
     from npu_sim.llm import LanguageModel, chat, complete, load_checkpoint, make_sampler
 
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
@@ -155,6 +156,7 @@ def classify(
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
@@ -166,7 +168,7 @@ def classify(
     picture = load_image(image)
     with step(f"preparing {model}"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        classifier = Classifier(model, device=open_device(device, fast), weights=weights, compute_dtype=dtype)
+        classifier = Classifier(model, device=open_device(device, fast, no_tune), weights=weights, compute_dtype=dtype)
     for warning in caught:
         if issubclass(warning.category, UserWarning):
             note(f"warning: {warning.message}")

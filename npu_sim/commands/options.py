@@ -59,6 +59,12 @@ CPULevel = Annotated[
     ),
 ]
 Fast = Annotated[bool, typer.Option("--fast", help="Run --device metal-emulator without its memory checks.")]
+NoTune = Annotated[
+    bool,
+    typer.Option(
+        "--no-tune", help="On the CPU, use the default kernels instead of those that measurements found the fastest."
+    ),
+]
 Seed = Annotated[
     int | None, typer.Option("--seed", min=0, metavar="INTEGER", help="Random seed. Default: a new one each time.")
 ]

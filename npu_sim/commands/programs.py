@@ -16,6 +16,7 @@ from npu_sim.commands.options import (
     Fast,
     Inputs,
     IRFile,
+    NoTune,
     ProgramFile,
     Seed,
     Weights,
@@ -149,6 +150,7 @@ def run(
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
@@ -159,7 +161,7 @@ def run(
 
     program = CompiledProgram.load(program_file)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device, fast)
+    chosen = open_device(device, fast, no_tune)
     loaded = load_onto(chosen, program, weights)
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)
@@ -204,6 +206,7 @@ def profile(
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
+    no_tune: NoTune = False,
     runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     seed: Seed = None,
     json: AsJSON = False,
@@ -216,7 +219,7 @@ def profile(
 
     program = CompiledProgram.load(program_file)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device, fast)
+    chosen = open_device(device, fast, no_tune)
     loaded = load_onto(chosen, program, weights)
     executor, profiler = Executor(program, chosen), Profiler()
     buffers = {spec.name: chosen.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}

@@ -33,29 +33,30 @@ def find_target(name: str) -> Any:
     return OpLevelTarget()
 
 
-def open_device(name: str | None, fast: bool = False) -> Device:
+def open_device(name: str | None, fast: bool = False, no_tune: bool = False) -> Device:
     """Open the device of that name or, without a name, the best one on this machine.
 
     Args:
         fast: Open the Metal emulator without its memory checks.
+        no_tune: Use the CPU's default kernels instead of measuring which are the fastest.
 
     Raises:
-        InputError: `fast` is given for another device.
+        InputError: `fast` or `no_tune` is given for another device.
         DeviceError: the device is unknown or cannot be used.
     """
     with step("opening the device"):
-        return _open(name, fast)
+        return _open(name, fast, no_tune)
 
 
-def open_in_background(name: str | None, fast: bool = False) -> Future[Device]:
+def open_in_background(name: str | None, fast: bool = False, no_tune: bool = False) -> Future[Device]:
     """`open_device` in a thread, since loading libraries and starting a driver can overlap with other work."""
     pool = ThreadPoolExecutor(1, "open-device")
-    opening = pool.submit(_open, name, fast)
+    opening = pool.submit(_open, name, fast, no_tune)
     pool.shutdown(wait=False)
     return opening
 
 
-def _open(name: str | None, fast: bool) -> Device:
+def _open(name: str | None, fast: bool, no_tune: bool) -> Device:
     from npu_compiler.errors import InputError
     from npu_runtime import Device
 
@@ -63,7 +64,14 @@ def _open(name: str | None, fast: bool) -> Device:
         raise InputError("--fast is for --device metal-emulator only")
     # The first CPU device on a machine compiles kernels, which takes seconds and is worth a word.
     with log_as_notes("npu_runtime.cpu.native.build"):
-        return Device("metal-emulator-fast" if fast else name)
+        device = Device("metal-emulator-fast" if fast else name)
+    if no_tune:
+        if device.name != "cpu":
+            raise InputError(f"--no-tune is for --device cpu only; this is {device.name}")
+        from npu_runtime import CPUBackend
+
+        device.backend = CPUBackend(tune=False)
+    return device
 
 
 def load_onto(device: Device, program: CompiledProgram, weights: Path | None) -> dict[str, DeviceBuffer]:

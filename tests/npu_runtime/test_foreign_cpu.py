@@ -1,4 +1,4 @@
-"""A sample of the native kernels' tests on AArch64, under qemu; `make test-aarch64` runs all, at both levels."""
+"""A sample of the native kernels' tests on AArch64, under qemu; `make test-aarch64` runs all, at every level."""
 
 from __future__ import annotations
 

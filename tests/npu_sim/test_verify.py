@@ -19,6 +19,7 @@ from npu_compiler.fusions.activations import rewrite_unary
 from npu_compiler.fusions.engine import Fusion, P, Var, mul
 from npu_compiler.graph.reader import read_ir
 from npu_runtime import CPUBackend, Device
+from npu_runtime.cpu import backend as cpu_backend
 from npu_runtime.cpu.kernels import CPU_KERNELS, kernel_meaning
 from npu_sim.arrays import random_inputs
 from npu_sim.verify import input_specs, verify
@@ -49,8 +50,9 @@ def model() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
-    """The CPU with its torch kernels only, which a test can break by name."""
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """The CPU with its reference kernels only, which a test can break by name."""
+    monkeypatch.setattr(cpu_backend, "prepacked_candidates", lambda call: [])
     chosen = Device("cpu")
     chosen.backend = CPUBackend(native=False)
     yield chosen

@@ -1,80 +1,27 @@
-"""Which native kernel, if any, runs a call in place of its torch reference."""
+"""Which native kernels can run a call in place of its torch reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
-import torch
-
-from npu_compiler.ops import elementwise_kernel
-from npu_compiler.program.kernels import KernelCall
 from npu_runtime.cpu import native
-from npu_runtime.cpu.kernels.registry import Params, Tensors
+from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
 from npu_runtime.cpu.native import NativeLaunch
 from npu_runtime.cpu.native import conv as native_conv
-from npu_runtime.hardware import Operand
-
-
-@dataclass(frozen=True)
-class BoundCall:
-    """A call with its operands as tensors.
-
-    Attributes:
-        name: Of the kernel, or of the element-wise op.
-        operands: Tell which of the inputs are constant.
-    """
-
-    name: str
-    params: Params
-    inputs: Tensors
-    outputs: Tensors
-    operands: Sequence[Operand]
-
-    @property
-    def out(self) -> torch.Tensor:
-        return self.outputs[0]
-
-    def is_constant(self, index: int) -> bool:
-        return self.operands[index].is_constant
-
-    def prepared(self, index: int, kind: str, make: Callable[[torch.Tensor], Any]) -> Any:
-        """A constant input in a kernel's own layout, made once per buffer and view, however many calls share it."""
-        operand = self.operands[index]
-        view = operand.view
-        key = (kind, view.shape, view.strides, view.offset)
-        cache = operand.memory.prepared
-        if key not in cache:
-            cache[key] = make(self.inputs[index])
-        return cache[key]
-
-    def optional(self, flags: Sequence[str], first: int) -> list[int | None]:
-        """Input positions of optional operands, which follow the fixed ones in order when their flag is set."""
-        positions: list[int | None] = []
-        for flag in flags:
-            positions.append(first if self.params[flag] else None)
-            first += bool(self.params[flag])
-        return positions
-
-    def at(self, position: int | None) -> torch.Tensor | None:
-        return None if position is None else self.inputs[position]
-
 
 Accelerator: TypeAlias = Callable[[BoundCall], NativeLaunch | None]
 _ACCELERATORS: dict[str, Accelerator] = {}
 
 
-def native_launch(
-    call: KernelCall, operands: Sequence[Operand], inputs: Tensors, outputs: Tensors
-) -> NativeLaunch | None:
-    """The call prepared on a native kernel, or None where there is none for its shapes and dtypes."""
-    elementwise = elementwise_kernel(call)
-    name = call.kernel if elementwise is None else elementwise.op.name
-    accelerate = _ACCELERATORS.get(name)
+def native_candidates(call: BoundCall) -> list[Candidate]:
+    """The native kernels that may run the call, the default first; none where there is none of that name."""
+    accelerate = _ACCELERATORS.get(call.name)
     if accelerate is None or not native.available():
-        return None
-    return accelerate(BoundCall(name, call.params, inputs, outputs, operands))
+        return []
+    variants = _conv_variants(call) if call.name == "conv2d_kernel" else []
+    return [Candidate("native", accelerate), *variants]
 
 
 def _accelerates(*kernels: str) -> Callable[[Accelerator], Accelerator]:
@@ -219,6 +166,10 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
 
 @_accelerates("conv2d_kernel")
 def _conv2d(call: BoundCall) -> NativeLaunch | None:
+    return _conv2d_by(None, call)
+
+
+def _conv2d_by(algorithm: str | None, call: BoundCall) -> NativeLaunch | None:
     params = call.params
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
@@ -237,7 +188,23 @@ def _conv2d(call: BoundCall) -> NativeLaunch | None:
         _pair(params["dilation"]),
         params["groups"],
         call.out,
+        algorithm=algorithm,
     )
+
+
+def _conv_variants(call: BoundCall) -> list[Candidate]:
+    """Every algorithm that the default choice may have passed over."""
+    params = call.params
+    others = native_conv.alternatives(
+        call.inputs[0],
+        call.inputs[1],
+        _pair(params["stride"]),
+        _quad(params["padding"]),
+        _pair(params["dilation"]),
+        params["groups"],
+        call.out,
+    )
+    return [Candidate(f"native {name}", partial(_conv2d_by, name), variant_of="native") for name in others]
 
 
 @_accelerates("max_pool2d_kernel")

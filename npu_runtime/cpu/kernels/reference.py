@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from npu_compiler.errors import DeviceError
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
@@ -27,11 +28,16 @@ def reference_launch(call: KernelCall, inputs: Tensors, outputs: Tensors) -> Cal
     kernel = kernel_meaning(call.kernel)
     if kernel is None:
         raise DeviceError(f"the CPU device has no kernel '{call.kernel}'")
-    chosen, params, name, node = kernel, call.params, call.kernel, call.node
+    return reporting(call, partial(kernel, inputs, outputs, call.params))
+
+
+def reporting(call: KernelCall, run: Callable[[], None]) -> Callable[[], None]:
+    """`run`, with torch's errors as a `DeviceError` that names the call."""
+    name, node = call.kernel, call.node
 
     def launch() -> None:
         try:
-            chosen(inputs, outputs, params)
+            run()
         except (RuntimeError, IndexError) as error:
             raise DeviceError(f"kernel '{name}' (node '{node}') failed: {error}") from error
 

@@ -159,7 +159,7 @@ def conv2d(
     if groups != packed.groups or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(f"weight {tuple(weight.shape)} of {packed.groups} groups does not fit x {tuple(x.shape)}")
     # A float32 weight (that of a folded batch norm, say) keeps its precision.
-    pairs = x.dtype == weight.dtype == torch.bfloat16 and available() and layout().has_pairs
+    pairs = _multiplies_pairs(x, weight)
     if algorithm is None:
         algorithm = _choose(weight, window, groups, out, pairs)
     if algorithm == "depthwise" and kernel_h * kernel_w > _MOST_TAPS:
@@ -201,6 +201,8 @@ def avg_pool2d(
     divisor_override: int | None = None,
 ) -> NativeLaunch | None:
     """Prepares an average pooling; out's size decides about windows that leave the padded input (ceil_mode)."""
+    if not available():
+        return None
     window = _Window(kernel, stride, padding)
     if divisor_override is not None:
         divisor = torch.full(out.shape[2:], float(divisor_override))
@@ -281,7 +283,7 @@ def _args(
 
 
 def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bool) -> str:
-    """The fastest algorithm by measurements on a two-core Zen 4."""
+    """The fastest algorithm by measurements on two cores of a Zen 4 (16 lanes) and of a Zen 3 (8 lanes)."""
     out_channels, in_channels = weight.shape[:2]
     pixels = out.shape[2] * out.shape[3]
     if in_channels == 1:
@@ -294,7 +296,28 @@ def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bo
         if pairs:
             return "winograd4" if pixels > 200 else "channels"
         return "winograd4" if pixels > 64 else "winograd2"
-    return "pixels" if pixels >= 784 else "channels"
+    # Long vectors leave more lanes idle at the end of a map.
+    return "pixels" if pixels >= (784 if layout().lanes == 16 else 196) else "channels"
+
+
+def alternatives(
+    x: Tensor,
+    weight: Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+    dilation: tuple[int, int],
+    groups: int,
+    out: Tensor,
+) -> list[str]:
+    """The other values of `conv2d`'s `algorithm` for these operands, besides the one that it chooses itself."""
+    window = _Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    chosen = _choose(weight, window, groups, out, _multiplies_pairs(x, weight))
+    if chosen == "depthwise":  # a matrix product with one input channel wastes most of a tile
+        return []
+    valid = ["pixels", "channels"]
+    if groups == 1 and window.kernel == (3, 3) and window.stride == window.dilation == (1, 1):
+        valid += ["winograd2", "winograd4"]
+    return [name for name in valid if name != chosen]
 
 
 def _all_handled(x: Tensor, residual: Tensor | None, out: Tensor) -> bool:
@@ -309,6 +332,11 @@ def _is_handled(tensor: Tensor) -> bool:
     dense = (tensor.shape[2] * tensor.shape[3], tensor.shape[3], 1)
     steps = zip(tensor.shape[1:], tensor.stride()[1:], dense, strict=True)
     return all(size == 1 or step == expected for size, step, expected in steps)
+
+
+def _multiplies_pairs(x: Tensor, weight: Tensor) -> bool:
+    """Whether the convolution multiplies pairs of bfloat16 at once."""
+    return x.dtype == weight.dtype == torch.bfloat16 and layout().has_pairs
 
 
 def _pair_depth(weight: Tensor) -> Tensor:

@@ -1,0 +1,125 @@
+"""`ChoiceTable`: which implementation was found the fastest for a kernel call, in one JSON file per machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from npu_compiler.compiled_program import write_atomically
+from npu_compiler.errors import ProgramFormatError
+from npu_compiler.program.codec import decoder
+from npu_runtime.cache_folder import cache_folder
+from npu_runtime.cpu.native.build import library_path
+from npu_runtime.cpu.native.levels import cpu_identity
+from npu_runtime.cpu.native.threads import usable_threads
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The result of a trial.
+
+    Attributes:
+        chosen: Name of the implementation.
+        microseconds: Name → the time of one call, for all that were tried.
+    """
+
+    chosen: str
+    microseconds: dict[str, float]
+
+
+@dataclass
+class _Content:
+    """What the file holds."""
+
+    format: int
+    machine: dict[str, str]
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+
+def machine(native: bool) -> dict[str, str]:
+    """All that decides which implementation is the fastest, besides the call itself.
+
+    Args:
+        native: Whether native kernels are among the implementations.
+    """
+    library = library_path() if native else None
+    return {
+        "processor": cpu_identity(),
+        "threads": str(usable_threads()),
+        "native kernels": library.stem if library is not None else "none",
+        "torch": torch.__version__,
+    }
+
+
+class ChoiceTable:
+    """The choices of one machine.
+
+    A file that cannot be read, or is another machine's, is ignored with a warning and replaced by the next `keep`.
+    Processes that write at the same time leave a whole file; one of them may lose an entry, which is then tried again.
+
+    Args:
+        identity: What `machine` returned; the file's name is made of it.
+    """
+
+    def __init__(self, identity: Mapping[str, str], folder: Path | None = None) -> None:
+        self._machine = dict(identity)
+        digest = hashlib.sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()[:20]
+        self.path = (folder or cache_folder()) / f"cpu-choices-{digest}.json"
+
+    @cached_property
+    def choices(self) -> dict[str, Choice]:
+        """Key of a call → choice; read from the file at first use."""
+        try:
+            return self._read()
+        except (OSError, ValueError, ProgramFormatError) as error:
+            warnings.warn(
+                f"ignoring the table of measured CPU kernels '{self.path}', which will be replaced: {error}",
+                stacklevel=2,
+            )
+            return {}
+
+    def keep(self, key: str, choice: Choice) -> None:
+        """Add a choice, here and in the file; a file that cannot be written only makes the next start slower."""
+        self.choices[key] = choice
+        try:
+            try:
+                others = self._read()
+            except (ValueError, ProgramFormatError):
+                others = {}
+            content = _Content(_FORMAT, self._machine, {**others, **self.choices})
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps(asdict(content), indent=1).encode())
+        except OSError:
+            pass
+
+    def _read(self) -> dict[str, Choice]:
+        """The file's choices; none where there is no file.
+
+        Raises:
+            OSError: the file is there, but cannot be read.
+            ValueError: it holds no JSON, or belongs to another machine or version.
+            ProgramFormatError: it holds other JSON than it should.
+        """
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return {}
+        content: _Content = decoder(_Content)(json.loads(data), 0)
+        if content.format != _FORMAT:
+            raise ValueError(f"it has format {content.format} instead of {_FORMAT}")
+        differing = {name for name in content.machine.keys() | self._machine if not self._agrees(content, name)}
+        if differing:
+            raise ValueError(f"it was measured elsewhere: another {', another '.join(sorted(differing))}")
+        return content.choices
+
+    def _agrees(self, content: _Content, name: str) -> bool:
+        return content.machine.get(name) == self._machine.get(name)

@@ -1,0 +1,200 @@
+"""Timing implementations of a kernel call against each other, on memory of their own.
+
+A trial must not change memory that the program keeps: a cache that is updated in place, an arena that other values live
+in. So it runs on stand-ins of the same shapes, strides and dtypes. Only constant operands, which are never written, are
+the real ones. What is prepared from them for a trial is freed with it.
+
+A run of a program reads each weight once, from memory, while small activations come from the cache, where the call
+before left them. So before each measurement a buffer larger than the caches is read, then the small activations.
+That reading also takes the time in which the threads of PyTorch's or our pool, whichever ran last, stop spinning.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.hardware import Launch, Operand
+from npu_runtime.pieces import in_pieces
+
+_FEWEST_ROUNDS = 3
+_MOST_SECONDS = 0.25  # for the rounds of a call; reached only where they do not agree
+_AGREEMENT = 1.2  # ratio of the two shortest times of a candidate, up to which they say what it takes
+# A candidate that many times slower than the best is not measured further: already after one round, after two.
+_HOPELESS, _SLOW = 6.0, 3.0
+_SETTING_UP = 0.02  # seconds that a first launch may take longer than the later ones
+_WARM_BYTES = 2**20
+_PATTERN = 2**15  # elements; PyTorch converts that many in one thread
+_PIECE = 2**20  # elements of eight bytes
+_LEAST_EVICTED, _MOST_EVICTED = 64 * 2**20, 256 * 2**20  # bytes
+
+
+def stand_in(call: BoundCall) -> BoundCall:
+    """The same call on memory of its own, filled with random numbers; constant operands are shared."""
+    inputs = [
+        tensor if operand.is_constant else _random(tensor)
+        for tensor, operand in zip(call.inputs, call.operands, strict=True)
+    ]
+    if call.name == "attention_kernel" and len(inputs) > 3 and not call.is_constant(3):
+        _half_visible(inputs[3])
+    return replace(
+        call,
+        inputs=inputs,
+        outputs=[_random(tensor) for tensor in call.outputs],
+        operands=[_apart(operand) for operand in call.operands],
+    )
+
+
+def _apart(operand: Operand) -> Operand:
+    """The operand with a memory that remembers nothing of what is prepared from it."""
+    memory = copy.copy(operand.memory)
+    memory.prepared = {}
+    return replace(operand, memory=memory)
+
+
+def _random(like: torch.Tensor) -> torch.Tensor:
+    """Normal numbers in the tensor's layout, zeros where it holds no floats.
+
+    By NumPy, since PyTorch's threads, where they lack cores, take longer for this than a trial should.
+    """
+    steps = ((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    flat = torch.empty(1 + sum(steps) if like.numel() else 0, dtype=like.dtype)
+    data, pattern = flat.view(torch.uint8).numpy(), np.zeros(_PIECE, np.uint8)
+    if like.is_floating_point():
+        numbers = np.random.default_rng(0).standard_normal(_PATTERN, np.float32)
+        pattern = torch.from_numpy(numbers).to(like.dtype).view(torch.uint8).numpy()
+    for start in range(0, data.size, pattern.size):
+        part = data[start : start + pattern.size]
+        part[:] = pattern[: part.size]
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _half_visible(mask: torch.Tensor) -> None:
+    """Make it the mask of a half full cache: what hides more keys than another can be the faster for it."""
+    queries, keys = mask.shape[-2:] if mask.dim() > 1 else (1, mask.shape[-1])
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril((keys - queries) // 2)
+    values = seen if mask.dtype == torch.bool else torch.where(seen, 0.0, -math.inf)
+    repeated = [1 if stride == 0 else size for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    values = values.expand(mask.shape)
+    mask.as_strided(repeated, mask.stride()).copy_(values.as_strided(repeated, values.stride()))
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a trial found.
+
+    Attributes:
+        seconds: Name → seconds of one launch, the least of all rounds; infinite where a launch fails. In the order of
+            the candidates, without those that do not handle the call or were not tried.
+        agree: Whether the rounds agree; on a busy machine they do not, and another trial may find otherwise.
+    """
+
+    seconds: dict[str, float]
+    agree: bool
+
+
+def measure(call: BoundCall, candidates: Sequence[Candidate]) -> Times:
+    """Time the candidates that handle the call, in interleaved rounds.
+
+    Args:
+        call: What `stand_in` returned.
+    """
+    launches: dict[str, Launch] = {}
+    first: dict[str, float] = {}
+    for candidate in sorted(candidates, key=lambda candidate: bool(candidate.variant_of)):
+        if first.get(candidate.variant_of, 0.0) > _bearable(first):
+            continue
+        launch = candidate.make(call)
+        if launch is not None:
+            launches[candidate.name], first[candidate.name] = launch, _first_seconds(launch)
+    running = [name for name, seconds in first.items() if math.isfinite(seconds) and seconds <= _bearable(first)]
+    taken = {x.name: [] if x.name in running else [first[x.name]] for x in candidates if x.name in first}
+    changing = [x for x, operand in zip(call.inputs, call.operands, strict=True) if not operand.is_constant]
+    warm = [data for data in map(_bytes, changing) if data.nbytes <= _WARM_BYTES]
+    deadline = time.perf_counter() + _MOST_SECONDS
+    done = 0
+    while (running and done == 0) or (len(running) > 1 and (done < _FEWEST_ROUNDS or not _agree(taken, running))):
+        if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
+            break
+        for name in running:
+            _evict()
+            for data in warm:
+                data.max(initial=0)
+            start = time.perf_counter()
+            launches[name]()
+            taken[name].append(time.perf_counter() - start)
+        done += 1
+        best = min(min(taken[name]) for name in running)
+        ratio = _HOPELESS if done == 1 else _SLOW
+        running = [name for name in running if min(taken[name]) <= ratio * best]
+    return Times({name: min(times) for name, times in taken.items()}, len(running) < 2 or _agree(taken, running))
+
+
+def _bearable(first: Mapping[str, float]) -> float:
+    """Seconds that a first launch may take without being given up."""
+    return _HOPELESS * min(first.values(), default=math.inf) + _SETTING_UP
+
+
+def _agree(taken: Mapping[str, Sequence[float]], names: Sequence[str]) -> bool:
+    for name in names:
+        least, second, *_ = sorted(taken[name])
+        if second > _AGREEMENT * least:
+            return False
+    return True
+
+
+def _first_seconds(launch: Launch) -> float:
+    """Of the first launch, when a library also chooses its code and touches new memory; infinite where it fails."""
+    start = time.perf_counter()
+    try:
+        launch()
+    except Exception:  # whatever a library raises: this candidate cannot be used here
+        return math.inf
+    return time.perf_counter() - start
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """All memory from the tensor's first to its last element."""
+    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+    array: np.ndarray = flat.view(torch.uint8).numpy()
+    return array
+
+
+def _evict() -> None:
+    buffer = _larger_than_caches()
+    in_pieces(lambda piece: buffer[piece].max(), buffer.size, _PIECE)
+
+
+@cache
+def _larger_than_caches() -> np.ndarray:
+    size = min(max(2 * _last_cache_bytes(), _LEAST_EVICTED), _MOST_EVICTED)
+    return np.ones(size // 8)
+
+
+def _last_cache_bytes() -> int:
+    """The size of the largest cache of the first core; 0 where the system does not tell."""
+    units = {"K": 2**10, "M": 2**20}
+    try:
+        texts = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+        return max((int(text[:-1]) * units[text[-1]] for text in texts), default=0)
+    except (OSError, ValueError, KeyError, IndexError):
+        return 0
+
+
+def best_of(seconds: Mapping[str, float], margin: float) -> str:
+    """The name to choose: one has to be faster by `margin` than the best of those before it."""
+    names = iter(seconds)
+    best = next(names)
+    for name in names:
+        if seconds[name] < (1 - margin) * seconds[best]:
+            best = name
+    return best

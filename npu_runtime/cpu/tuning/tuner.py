@@ -1,0 +1,96 @@
+"""`Tuner`: prepares each call on the fastest of its candidates."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+
+from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
+from npu_runtime.cpu.tuning.trials import best_of, measure, stand_in
+from npu_runtime.hardware import Launch
+
+_MOST_SECONDS = 2.5  # time limit of all trials of a start; the rest takes the default and is tried at a later start
+# What a call takes at the least on a slow machine, for leaving out those that are too short for a choice to matter.
+_FLOPS_PER_SECOND, _BYTES_PER_SECOND = 5e10, 2e10
+_SHORT = 20e-6  # seconds
+# Another candidate than those before it has to be this much faster: native launches in a row are one foreign call, and
+# the threads of a pool that has just worked are in the way of the other pool's for a while.
+_MARGIN = 0.1
+
+
+class Tuner:
+    """Chooses among candidates, by the table, else by a trial; without either, the first that handles the call.
+
+    A choice, once made, is kept, so that results are the same from run to run.
+
+    Attributes:
+        trials: How many calls were tried.
+    """
+
+    def __init__(self, table: ChoiceTable) -> None:
+        self._table = table
+        self._seconds_left = _MOST_SECONDS
+        self._without_table: dict[str, str | None] = {}  # choices that hold for this start only
+        self.trials = 0
+
+    def launch(self, call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
+        """The call prepared on the fastest candidate; None where no candidate handles it."""
+        chosen = self._chosen(call, candidates) if len(candidates) > 1 and _is_worth_a_trial(call) else None
+        return default_launch(call, sorted(candidates, key=lambda candidate: candidate.name != chosen))
+
+    def _chosen(self, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
+        key = call_key(call)
+        known = self._table.choices.get(key)
+        if known is not None and known.chosen in {candidate.name for candidate in candidates}:
+            return known.chosen
+        if key not in self._without_table and self._seconds_left > 0:
+            start = time.perf_counter()
+            self._without_table[key] = self._try(key, call, candidates)
+            self._seconds_left -= time.perf_counter() - start
+        return self._without_table.get(key)
+
+    def _try(self, key: str, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
+        """The fastest by a trial, which goes into the table if it is certain; None where there is nothing to choose."""
+        self.trials += 1
+        times = measure(stand_in(call), candidates)
+        if len(times.seconds) < 2:
+            return None
+        working = {name: seconds for name, seconds in times.seconds.items() if math.isfinite(seconds)}
+        if not working:
+            return None
+        chosen = best_of(working, _MARGIN)
+        if times.agree:
+            self._table.keep(key, Choice(chosen, {name: round(1e6 * value, 1) for name, value in working.items()}))
+        return chosen
+
+
+def default_launch(call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
+    """The call prepared on the first candidate that handles it."""
+    for candidate in candidates:
+        launch = candidate.make(call)
+        if launch is not None:
+            return launch
+    return None
+
+
+def call_key(call: BoundCall) -> str:
+    """All that decides which candidate is the fastest for a call on a given machine, as text."""
+    views = [
+        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{list(tensor.stride())}{constant}"
+        for tensor, constant in (
+            *((x, " constant" * o.is_constant) for x, o in zip(call.inputs, call.operands, strict=True)),
+            *((x, "") for x in call.outputs),
+        )
+    ]
+    params = json.dumps(dict(sorted(call.params.items())), default=str)
+    return f"{call.call.kernel} {params} {'; '.join(views)}; {torch.get_num_threads()} threads"
+
+
+def _is_worth_a_trial(call: BoundCall) -> bool:
+    work = call.call
+    return work.flops / _FLOPS_PER_SECOND + work.bytes_moved / _BYTES_PER_SECOND >= _SHORT
