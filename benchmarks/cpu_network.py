@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from benchmarks.cpu_contender import DTYPES, Array, Contender, Factory, torch_contender
-from benchmarks.cpu_machine import Floor, Rates
+from benchmarks.cpu_machine import Floor, Rates, has_bfloat16_products
 from benchmarks.cpu_onnx import export, onnx_runtime, openvino
 from benchmarks.figures import OURS
 from benchmarks.peers import compiled
@@ -32,17 +34,20 @@ class NetworkContenders:
 
     def factories(self) -> dict[str, Factory]:
         """By the contender's name."""
+        dtypes = {"float32": torch.float32}
+        if has_bfloat16_products():
+            dtypes["bfloat16"] = torch.bfloat16
         return {
             **{f"{OURS} {dtype}": partial(self.ours, dtype) for dtype in DTYPES},
-            "PyTorch eager float32": self.eager,
-            "torch.compile float32": self.compiled,
+            **{f"PyTorch eager {name}": partial(self.eager, dtype) for name, dtype in dtypes.items()},
+            **{f"torch.compile {name}": partial(self.compiled, dtype) for name, dtype in dtypes.items()},
             "ONNX Runtime float32": self.onnx_runtime,
             "OpenVINO float32": partial(self.openvino, "f32"),
             "OpenVINO default": partial(self.openvino, "default"),
         }
 
     def reference(self) -> Array:
-        return self.eager().output()
+        return self.eager(torch.float32).output()
 
     @cached_property
     def ir(self) -> dict[str, Any]:
@@ -75,12 +80,19 @@ class NetworkContenders:
             lambda: np.asarray(executor.run(inputs, weights)[result.name].to_numpy(spec=result), np.float32),
         )
 
-    def eager(self) -> Contender:
-        return torch_contender(lambda: self.module(self.x))
+    def eager(self, dtype: torch.dtype) -> Contender:
+        module, x = self._in_dtype(dtype)
+        return torch_contender(lambda: module(x))
 
-    def compiled(self) -> Contender:
-        call = compiled(self.module, (self.x,), mode="default", freezing=True)
-        return torch_contender(lambda: call(self.x))
+    def compiled(self, dtype: torch.dtype) -> Contender:
+        module, x = self._in_dtype(dtype)
+        call = compiled(module, (x,), mode="default", freezing=True)
+        return torch_contender(lambda: call(x))
+
+    def _in_dtype(self, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+        if dtype == torch.float32:
+            return self.module, self.x
+        return copy.deepcopy(self.module).to(dtype), self.x.to(dtype) if self.x.is_floating_point() else self.x
 
     @cached_property
     def _exported(self) -> tuple[Path, dict[str, Array]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from benchmarks.timing import wall_time
 @torch.no_grad()
 def export(module: nn.Module, inputs: Sequence[Tensor], path: Path) -> dict[str, Array]:
     """Write the module as ONNX for inputs of these shapes; returns the inputs by their names in the file."""
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of ops of torchvision, which no model here has
     names = [f"x{index}" for index in range(len(inputs))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
