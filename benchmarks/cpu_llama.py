@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu_peers import Array, Contender
+from benchmarks.cpu_contender import Array, Contender
 
 DECODED = 8  # tokens of one timed decode
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.cpu_contender import DTYPES, Array, Contender, Factory, torch_contender
 from benchmarks.cpu_llama import LlamaServer, write_gguf
 from benchmarks.cpu_machine import Floor, Rates
-from benchmarks.cpu_peers import DTYPES, Array, Contender, Factory, torch_contender
+from benchmarks.cpu_onnx import export, onnx_runtime, openvino
 from benchmarks.figures import OURS
 from benchmarks.peers import generation_steps, language_model
 from benchmarks.timing import wall_time
@@ -35,6 +36,29 @@ CACHE_LENGTH = 512
 CASES = {"decode": {"cache": CACHE_LENGTH, "position": PROMPT}, "prefill": {"tokens": PROMPT}}
 
 Pair = dict[str, Contender]  # by task
+
+
+class WithPast(nn.Module):
+    """The model as it is exported to ONNX: keys and values of the past come in, those of past and new tokens go out.
+
+    forward: ids [1, T], positions [1, T], and for each layer the past's keys and values [1, KV heads, P, D], or none
+    without a past → the last token's logits [1, 1, vocab], and the keys and values of P + T tokens.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, positions: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()
+        for layer in range(len(past) // 2):
+            cache.update(past[2 * layer], past[2 * layer + 1], layer)
+        logits = self.model(
+            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+        return logits, *(x for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 class LanguageContenders:
@@ -66,6 +90,7 @@ class LanguageContenders:
         names = [f"{OURS} {dtype}" for dtype in DTYPES]
         for kind in ("PyTorch eager", "torch.compile"):
             names += [f"{kind} float32", f"{kind} bfloat16"]
+        names += ["ONNX Runtime float32", "OpenVINO float32", "OpenVINO default"]
         names += ["llama.cpp BF16", "llama.cpp Q8_0", "llama.cpp Q4_1"]
         return {name: partial(self._contender, name, task) for name in names}
 
@@ -95,6 +120,8 @@ class LanguageContenders:
             return self._ours(dtype)
         if kind == "llama.cpp":
             return self._llama(dtype)
+        if kind in ("ONNX Runtime", "OpenVINO"):
+            return self._onnx(kind, dtype)
         return self._torch(getattr(torch, dtype), kind == "torch.compile")
 
     def weights(self, dtype: str) -> Mapping[str, Any]:
@@ -137,6 +164,25 @@ class LanguageContenders:
         model = self._eager_models[dtype]
         steps = generation_steps(model, self.prompt, self.token, CACHE_LENGTH, compiled)
         return _pair(**{task: torch_contender(step) for task, step in steps.items()})
+
+    @cached_property
+    def _exported(self) -> dict[str, tuple[Path, dict[str, Array]]]:
+        """The file and the inputs of each task."""
+        module = WithPast(self._eager_models[torch.float32])
+        prompt, token = torch.tensor([self.prompt]), torch.tensor([[self.token]])
+        with torch.no_grad():
+            _, *past = module(prompt, torch.arange(PROMPT)[None])
+        inputs = {"decode": (token, torch.tensor([[PROMPT]]), *past), "prefill": (prompt, torch.arange(PROMPT)[None])}
+        files = {task: self.folder / f"{task}.onnx" for task in inputs}
+        return {task: (files[task], export(module, inputs[task], files[task])) for task in inputs}
+
+    def _onnx(self, kind: str, dtype: str) -> Pair:
+        if kind == "ONNX Runtime":
+            return _pair(**{task: onnx_runtime(*exported, self.threads) for task, exported in self._exported.items()})
+        precision = "f32" if dtype == "float32" else dtype
+        return _pair(
+            **{task: openvino(*exported, self.threads, precision) for task, exported in self._exported.items()}
+        )
 
     def _llama(self, kind: str) -> Pair:
         path = self.file if kind == "Q4_1" else write_gguf(self.file, kind, self.folder / f"{kind}.gguf")

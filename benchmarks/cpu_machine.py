@@ -71,12 +71,20 @@ def level(flags: set[str]) -> str:
     return next((name for name, needed in LEVELS.items() if flags.issuperset(needed)), "baseline")
 
 
-def describe(threads: int, rates: Rates) -> dict[str, Any]:
+def has_bfloat16_products() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 numbers."""
+    return "bf16" in _level_here() or _level_here() == "amx"
+
+
+def _level_here() -> str:
     facts = _cpu_facts()
-    flags = set((facts.get("flags") or facts.get("Features") or "").split())
+    return level(set((facts.get("flags") or facts.get("Features") or "").split()))
+
+
+def describe(threads: int, rates: Rates) -> dict[str, Any]:
     return {
-        "cpu": facts.get("model name") or platform.processor() or platform.machine(),
-        "level": level(flags),
+        "cpu": _cpu_facts().get("model name") or platform.processor() or platform.machine(),
+        "level": _level_here(),
         "threads": threads,
         "read_gb_per_s": rates.bandwidth / 1e9,
         "float32_gflop_per_s": rates.matrix / 1e9,

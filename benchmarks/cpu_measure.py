@@ -13,10 +13,11 @@ import torch
 import transformers
 
 from benchmarks import cpu_llm
+from benchmarks.cpu_contender import Array, Factory, prepare
 from benchmarks.cpu_llm import LanguageContenders
 from benchmarks.cpu_machine import Floor, Rates
 from benchmarks.cpu_models import NETWORKS
-from benchmarks.cpu_peers import Array, Factory, NetworkContenders, prepare
+from benchmarks.cpu_network import NetworkContenders
 from benchmarks.figures import Figure
 from benchmarks.timing import interleave, matrix_rate, read_bandwidth
 

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.cpu_llm import CASES, PROMPT, LanguageContenders
 from benchmarks.cpu_measure import start_libraries
 from benchmarks.cpu_models import NETWORKS
-from benchmarks.cpu_peers import NetworkContenders
+from benchmarks.cpu_network import NetworkContenders
 from npu_runtime import Device, Executor, NPUBuffer, Profiler, load_weights
 
 if TYPE_CHECKING:
