@@ -34,6 +34,7 @@ TORCH_DTYPES = {
     "uint8": torch.uint8,
 }
 _PIECE = 4 * 2**20  # bytes
+_SMALL = 2**18  # elements of all operands
 
 
 class CPUBuffer(DeviceBuffer):
@@ -114,7 +115,11 @@ class CPUBackend(Backend):
         implementations = candidates(bound, self.native)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
-        return launch if launch is not None else reference_launch(call, sources, targets)
+        if launch is not None:
+            return launch
+        reference = reference_launch(call, sources, targets)
+        is_small = sum(x.numel() for x in (*sources, *targets)) <= _SMALL
+        return _on_one_thread(reference) if self.native and is_small else reference
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """Runs of native launches become one foreign call each."""
@@ -162,6 +167,20 @@ def _warn_of_missing_kernels() -> None:
 def _bytes(flat: torch.Tensor) -> np.ndarray:
     array: np.ndarray = flat.view(torch.uint8).numpy()
     return array
+
+
+def _on_one_thread(launch: Launch) -> Launch:
+    """PyTorch's threads help little with a small call, and keep spinning beside the native kernels' for a while."""
+
+    def run() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            launch()
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
 
 
 def _copy_bytes(target: np.ndarray, source: np.ndarray) -> None:

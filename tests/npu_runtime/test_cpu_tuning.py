@@ -443,9 +443,10 @@ def test_variants_of_a_hopeless_kernel_are_not_tried() -> None:
 
 
 def test_a_later_candidate_has_to_be_clearly_faster() -> None:
-    assert trials.best_of({"native": 1.0, "onednn": 0.95}, 0.1) == "native"
-    assert trials.best_of({"native": 1.0, "native pixels": 0.8, "onednn": 0.75}, 0.1) == "native pixels"
-    assert trials.best_of({"native": 1.0, "onednn": 0.95, "sgemm": 0.85}, 0.1) == "sgemm"
+    assert trials.best_of({"native": 1.0, "onednn": 0.95}, 0.1, {}) == "native"
+    assert trials.best_of({"native": 1.0, "native pixels": 0.8, "onednn": 0.75}, 0.1, {}) == "native pixels"
+    assert trials.best_of({"native": 1.0, "onednn": 0.95, "sgemm": 0.85}, 0.1, {}) == "sgemm"
+    assert trials.best_of({"native": 1.0, "sgemm": 0.85}, 0.1, {"sgemm": 0.1}) == "native", "with what it costs besides"
 
 
 # the table

@@ -174,7 +174,11 @@ def attention_masks(batch: int, heads: int, queries: int, keys: int, dtype: torc
     lowest = torch.where(torch.arange(keys) > keys // 3, torch.finfo(dtype).min, 0.0).to(dtype).repeat(queries, 1)
     lowest[queries // 2] = torch.finfo(dtype).min
     sparse = torch.where(torch.rand(1, heads, queries, keys) > 0.95, 0.0, -torch.inf)
-    return [None, boolean, torch.randn(queries, keys), lowest, sparse, torch.rand(1, 1, 1, keys) > 0.3]
+    one_for_all_keys = torch.rand(batch, 1, queries, 1)
+    return [
+        *(None, boolean, torch.randn(queries, keys), lowest, sparse, torch.rand(1, 1, 1, keys) > 0.3),
+        *(one_for_all_keys > 0.3, torch.where(one_for_all_keys > 0.3, one_for_all_keys, -torch.inf)),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -111,14 +111,17 @@ def check_conv(
     else:
         expected = ACTIVATE[activation](expected)
     packed = pack_conv_weight(weight, groups)
-    run(conv2d(x, packed, bias, added, activation, stride, padding, dilation, groups, out, before, algorithm))
+    launch = conv2d(x, packed, bias, added, activation, stride, padding, dilation, groups, out, before, algorithm)
+    if algorithm == "tiles" and launch is None:
+        pytest.skip("this CPU has no matrix unit for bfloat16, or the operands have another dtype")
+    run(launch)
     tolerance = TOLERANCE[x.dtype] + (WINOGRAD_TOLERANCE if kernel == (3, 3) else 0)
     assert_close(out, expected, tolerance)
     assert surroundings(out).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("algorithm", ["pixels", "channels"])
+@pytest.mark.parametrize("algorithm", ["pixels", "channels", "tiles"])
 @pytest.mark.parametrize(
     ("channels", "out_channels", "size"),
     [(1, 1, (1, 1)), (3, 17, (5, 7)), (64, 24, (7, 7)), (37, 40, (13, 11)), (16, 49, (1, 97)), (19, 96, (31, 29))],
@@ -158,7 +161,7 @@ def test_winograd_in_bands() -> None:
     check_conv(maps(1, 67, 60, 113), 16, (3, 3), padding=(1, 1, 1, 1), algorithm="winograd2")
 
 
-@pytest.mark.parametrize("algorithm", ["pixels", "channels"])
+@pytest.mark.parametrize("algorithm", ["pixels", "channels", "tiles"])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 2), (1, 2), (3, 3)])
 @pytest.mark.parametrize("dilation", [(1, 1), (2, 2), (1, 3)])
 @pytest.mark.parametrize("padding", [(0, 0, 0, 0), (1, 1, 1, 1), (0, 1, 2, 3)])

@@ -74,8 +74,10 @@ class Candidate:
         name: Stands for it in the table of choices, so it must not change its meaning.
         make: Prepares it for a call; None where it does not handle the call.
         variant_of: Name of the candidate that it is a variant of; where that one is far behind, it is not tried.
+        uses_pytorch: Whether it runs on PyTorch's threads instead of the native kernels' own.
     """
 
     name: str
     make: Callable[[BoundCall], Launch | None]
     variant_of: str = ""
+    uses_pytorch: bool = False

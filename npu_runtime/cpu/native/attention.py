@@ -57,7 +57,7 @@ def attention(
         if mask.dtype is not torch.bool and mask.dtype not in DTYPES:
             return None
         full_mask = mask.expand(batch, heads, queries, keys)
-        if keys > 1 and full_mask.stride(-1) != 1:
+        if keys > 1 and full_mask.stride(-1) not in (0, 1):
             return None
         kind = _BOOLEAN if mask.dtype is torch.bool else _ADDITIVE
         # A float32 mask often holds the lowest bfloat16; adding a score to either changes neither.

@@ -31,7 +31,8 @@ inline bool all_zero(const char* bytes) {
 template <class T>
 TilePanels scan_tile(const AttentionArgs& a, const QueryRow<T>& row, int64_t key) {
   TilePanels result{0, 0xff};
-  if (a.mask_kind == MaskKind::boolean && key + kTileKeys <= row.keys && all_zero(row.mask + key)) return result;
+  const bool whole = a.mask_kind == MaskKind::boolean && a.mask.stride[3] != 0 && key + kTileKeys <= row.keys;
+  if (whole && all_zero(row.mask + key)) return result;
   for (int64_t p = 0; p < kTilePanels && key + p * kPanel < row.keys; ++p) {
     const Vec low = score_bias(a, row, key + p * kPanel, a.mask_floor);
     const Vec high = score_bias(a, row, key + p * kPanel + kLanes, a.mask_floor);

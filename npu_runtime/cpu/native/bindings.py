@@ -54,11 +54,13 @@ class Layout:
         lanes: Floats in a vector.
         max_rows: Rows that the product of gemm.h handles at once.
         has_pairs: Whether bfloat16 is multiplied in pairs.
+        has_tiles: Whether there is a matrix unit for bfloat16 that this process may use.
     """
 
     lanes: int
     max_rows: int
     has_pairs: bool
+    has_tiles: bool
 
     @property
     def panel(self) -> int:
@@ -72,8 +74,8 @@ def layout() -> Layout:
     loaded = library()
     if loaded is None:
         raise RuntimeError("there are no native kernels in this process")
-    lanes, max_rows, has_pairs = (_integer(loaded, name) for name in ("npu_lanes", "npu_max_rows", "npu_has_pairs"))
-    return Layout(lanes, max_rows, bool(has_pairs))
+    lanes, max_rows = _integer(loaded, "npu_lanes"), _integer(loaded, "npu_max_rows")
+    return Layout(lanes, max_rows, bool(_integer(loaded, "npu_has_pairs")), bool(_integer(loaded, "npu_has_tiles")))
 
 
 def _integer(loaded: ctypes.CDLL, name: str) -> int:

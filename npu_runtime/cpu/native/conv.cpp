@@ -10,7 +10,7 @@
 namespace npu::conv {
 namespace {
 
-enum class Lanes : int64_t { pixels, channels };
+enum class Variant : int64_t { pixels, channels, tiles };
 
 // With pixels in the lanes: what a task's columns may be, so that they stay in L2.
 constexpr int64_t kMostPanels = 8, kColumnBytes = 128 << 10;
@@ -124,33 +124,69 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, con
   else pack_columns<W, 0>(a, planes, group, moves, found, step_size, to);
 }
 
-// A task is some panels of pixels, over which all channels pass in blocks of rows, or a part of them where there are few
-// panels.
-template <class W, class T>
-void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
-  const int64_t depth = steps<W>(a), pixels = a.out_h * a.out_w, panel_size = depth * kPanel + kLanes;
+// Pixels in the lanes. A task is some panels of pixels, over which all blocks of channels pass, or a part of them where
+// there are few panels: multiply(group, first block, end block, columns, panel size, first pixel, pixels). Panels are
+// padded with zeros to `depth` steps.
+template <class W, class T, class Multiply>
+void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channel_blocks, int64_t depth,
+                      const Multiply& multiply) {
+  const int64_t pixels = a.out_h * a.out_w, panel_size = depth * kPanel + kLanes, filled = steps<W>(a) * kPanel;
   const int64_t fitting = std::clamp<int64_t>(kColumnBytes / (panel_size * sizeof(float)), 1, kMostPanels);
   const int64_t for_balance = std::max<int64_t>(1, a.groups * pixels / (kPanel * 8 * num_threads()));
   const int64_t panels = std::min(fitting, for_balance), block = panels * kPanel;
   const int64_t blocks = divide_up(pixels, block);
-  const RowBlocks channels(a.out_channels);
-  const int64_t parts = std::min(channels.count, divide_up(2 * num_threads(), a.groups * blocks));
+  const int64_t parts = std::min(channel_blocks, divide_up(2 * num_threads(), a.groups * blocks));
   parallel_for(a.groups * blocks * parts, 1, [&](int64_t begin, int64_t end, int) {
+    [[maybe_unused]] const TileState state;
     float* columns = thread_scratch().get<float>(panels * panel_size * sizeof(float));
-    float tile[kMaxRows * kMostPanels * kPanel];
     Move moves[kMostPanels * kPanel];
     for (int64_t task = begin; task < end; ++task) {
       const int64_t part = task % parts, group = task / parts / blocks, pixel = task / parts % blocks * block;
       const int64_t count = std::min(block, pixels - pixel);
       const int found = find_moves(a, planes, pixel, count, kPanel, panel_size, moves);
       pack_columns<W>(a, planes, group, moves, found, kPanel, columns);
-      for (int64_t b = channels.count * part / parts; b < channels.count * (part + 1) / parts; ++b) {
-        const int64_t rows = channels.size(b);
-        const float* weight = a.weight + group * a.weight_group_stride + channels.begin(b) * depth;
-        for (int64_t p = 0; p * kPanel < count; ++p)
-          multiply<W>(rows, as_operand<W>(weight), as_operand<W>(columns + p * panel_size), depth,
-                      {tile + p * kPanel, block}, false, count - p * kPanel > kLanes ? 2 : 1);
-        finish(a, item, {tile, block, rows, count, group * a.out_channels + channels.begin(b), pixel});
+      for (int64_t p = 0; p < panels && filled < depth * kPanel; ++p)
+        std::fill(columns + p * panel_size + filled, columns + (p + 1) * panel_size, 0.0f);
+      multiply(group, channel_blocks * part / parts, channel_blocks * (part + 1) / parts, columns, panel_size, pixel,
+               count);
+    }
+  });
+}
+
+template <class W, class T>
+void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
+  const RowBlocks blocks(a.out_channels);
+  const int64_t depth = steps<W>(a);
+  for_pixel_panels<W>(a, planes, blocks.count, depth,
+                      [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t panel_size,
+                          int64_t pixel, int64_t count) {
+    float tile[kMaxRows * kMostPanels * kPanel];
+    const int64_t row_stride = round_up(count, kPanel);
+    for (int64_t b = begin; b < end; ++b) {
+      const float* weight = a.weight + group * a.weight_group_stride + blocks.begin(b) * depth;
+      for (int64_t p = 0; p * kPanel < count; ++p)
+        multiply<W>(blocks.size(b), as_operand<W>(weight), as_operand<W>(columns + p * panel_size), depth,
+                    {tile + p * kPanel, row_stride}, false, count - p * kPanel > kLanes ? 2 : 1);
+      finish(a, item, {tile, row_stride, blocks.size(b), count, group * a.out_channels + blocks.begin(b), pixel});
+    }
+  });
+}
+
+// On the matrix unit, which reads the weights as they are: rows of bfloat16, padded with zeros to whole tiles.
+template <class T>
+void run_tiles(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
+  const int64_t blocks = divide_up(a.out_channels, kTileRows), depth = round_up(steps<bf16>(a), kTileSteps);
+  for_pixel_panels<bf16>(a, planes, blocks, depth,
+                         [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t panel_size,
+                             int64_t pixel, int64_t count) {
+    alignas(64) float tile[kTileRows * kPanel];
+    for (int64_t b = begin; b < end; ++b) {
+      const int64_t channel = b * kTileRows, rows = std::min(kTileRows, a.out_channels - channel);
+      const float* weight = a.weight + group * a.weight_group_stride + channel * depth;
+      for (int64_t p = 0; p * kPanel < count; ++p) {
+        multiply_tiles(as_operand<bf16>(weight), 2 * depth, as_operand<bf16>(columns + p * panel_size), depth, tile);
+        finish(a, item, {tile, kPanel, rows, std::min(kPanel, count - p * kPanel), group * a.out_channels + channel,
+                         pixel + p * kPanel});
       }
     }
   });
@@ -198,15 +234,18 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
 
 template <class W, class T>
 void run_planes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
-  if (static_cast<Lanes>(a.variant) == Lanes::pixels) run_pixel_lanes<W>(a, planes, item);
+  if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
+    if (static_cast<Variant>(a.variant) == Variant::tiles) return run_tiles(a, planes, item);
+  }
+  if (static_cast<Variant>(a.variant) == Variant::pixels) run_pixel_lanes<W>(a, planes, item);
   else run_channel_lanes<W>(a, planes, item, memory);
 }
 
 template <class W, class T>
 void run_items(const ConvArgs& a) {
   const RowBlocks blocks(a.out_h * a.out_w);
-  const bool pixel_lanes = static_cast<Lanes>(a.variant) == Lanes::pixels;
-  const int64_t columns = pixel_lanes ? 0 : blocks.rows * steps<W>(a) + blocks.count * kLanes;
+  const bool channel_lanes = static_cast<Variant>(a.variant) == Variant::channels;
+  const int64_t columns = channel_lanes ? blocks.rows * steps<W>(a) + blocks.count * kLanes : 0;
   const bool pads = reads_padding(a);
   const int64_t plane = padded_h(a) * padded_w(a);
   const int64_t copied = pads ? a.groups * a.in_channels * plane : 0;
@@ -223,7 +262,7 @@ void run_items(const ConvArgs& a) {
   }
 }
 
-void run(const ConvArgs& a) {
+void convolve(const ConvArgs& a) {
   if constexpr (kHasPairs) {
     if (a.pairs) return run_items<bf16, bf16>(a);
   }
@@ -233,4 +272,4 @@ void run(const ConvArgs& a) {
 }  // namespace
 }  // namespace npu::conv
 
-NPU_KERNEL(conv2d, npu::conv::ConvArgs, npu::conv::run)
+NPU_KERNEL(conv2d, npu::conv::ConvArgs, npu::conv::convolve)

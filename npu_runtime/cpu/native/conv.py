@@ -20,8 +20,16 @@ from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, lay
 
 ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
 
+_TILE_ROWS, _TILE_PAIRS = 32, 16  # kTileRows and kTileSteps in vec.h
 _MOST_TAPS = 1024  # kMostTaps in taps.h
-_VARIANTS = {"pixels": 0, "channels": 1, "winograd2": 2, "winograd4": 4, "depthwise": 0}
+_KERNELS = {  # algorithm → kernel, and its variant
+    "pixels": ("conv2d", 0),
+    "channels": ("conv2d", 1),
+    "tiles": ("conv2d", 2),
+    "winograd2": ("conv2d_winograd", 2),
+    "winograd4": ("conv2d_winograd", 4),
+    "depthwise": ("conv2d_depthwise", 0),
+}
 
 _WINOGRAD_WEIGHTS = {  # the transform of a 3-tap filter, by output tile size
     2: [[1, 0, 0], [1 / 2, 1 / 2, 1 / 2], [1 / 2, -1 / 2, 1 / 2], [0, 0, 1]],
@@ -146,7 +154,7 @@ def conv2d(
 
     Padding is (top, bottom, left, right). Arithmetic is float32, rounded once to out's dtype; where x and the weight
     are both bfloat16, their exact products are summed in float32. `algorithm` overrides the choice made by shape:
-    "pixels", "channels", "winograd2", "winograd4" or "depthwise".
+    "pixels", "channels", "tiles" (bfloat16, on a machine that has them), "winograd2", "winograd4" or "depthwise".
     """
     weight = packed.weight
     kernel_h, kernel_w = weight.shape[2:]
@@ -162,20 +170,22 @@ def conv2d(
     pairs = _multiplies_pairs(x, weight)
     if algorithm is None:
         algorithm = _choose(weight, window, groups, out, pairs)
+    if algorithm == "tiles" and not (pairs and layout().has_tiles):
+        return None
     if algorithm == "depthwise" and kernel_h * kernel_w > _MOST_TAPS:
         return None
 
-    pairs = pairs and algorithm in ("pixels", "channels")
+    pairs = pairs and algorithm in ("pixels", "channels", "tiles")
     packed_weight = packed.layout(algorithm, pairs)
     bias = torch.zeros(weight.shape[0]) if bias is None else bias.detach().to(torch.float32, copy=True)
     args = _args(x, packed_weight, bias, residual, out, window)
     args.activation = ACTIVATIONS.index(activation)
     args.residual_before_activation = residual_before_activation
     args.groups, args.in_channels, args.out_channels = groups, weight.shape[1], weight.shape[0] // groups
-    args.weight_group_stride, args.variant, args.pairs = packed_weight.stride(0), _VARIANTS[algorithm], pairs
+    name, args.variant = _KERNELS[algorithm]
+    args.weight_group_stride, args.pairs = packed_weight.stride(0), pairs
     if window.is_pointwise:  # rows may then run together
         args.in_h, args.in_w = args.out_h, args.out_w = 1, args.in_h * args.in_w
-    name = {"depthwise": "conv2d_depthwise", "pixels": "conv2d", "channels": "conv2d"}.get(algorithm, "conv2d_winograd")
     return NativeLaunch(name, args, (x, packed_weight, bias, residual, out))
 
 
@@ -288,6 +298,8 @@ def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bo
     pixels = out.shape[2] * out.shape[3]
     if in_channels == 1:
         return "depthwise"
+    if pairs and layout().has_tiles and out_channels // groups >= _TILE_ROWS:
+        return "tiles"
     if groups > 1:
         return "pixels"
     if window.kernel == (3, 3) and window.stride == window.dilation == (1, 1) and min(in_channels, out_channels) >= 16:
@@ -311,10 +323,11 @@ def alternatives(
 ) -> list[str]:
     """The other values of `conv2d`'s `algorithm` for these operands, besides the one that it chooses itself."""
     window = _Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
-    chosen = _choose(weight, window, groups, out, _multiplies_pairs(x, weight))
+    pairs = _multiplies_pairs(x, weight)
+    chosen = _choose(weight, window, groups, out, pairs)
     if chosen == "depthwise":  # a matrix product with one input channel wastes most of a tile
         return []
-    valid = ["pixels", "channels"]
+    valid = ["pixels", "channels", *(["tiles"] if pairs and layout().has_tiles else [])]
     if groups == 1 and window.kernel == (3, 3) and window.stride == window.dilation == (1, 1):
         valid += ["winograd2", "winograd4"]
     return [name for name in valid if name != chosen]
@@ -364,6 +377,12 @@ def _pack_channel_lanes(weight: Tensor) -> Tensor:
     return flat.reshape(-1, panel, flat.shape[1]).transpose(1, 2).flatten()
 
 
+def _pack_tiles(weight: Tensor) -> Tensor:
+    """Rows of pairs, one for each output channel, with zeros after the last row and pair up to whole tiles."""
+    flat = weight.flatten(1)
+    return F.pad(flat, (0, -flat.shape[1] % _TILE_PAIRS, 0, -len(flat) % _TILE_ROWS)).flatten()
+
+
 def _pack_winograd(weight: Tensor, tile: int) -> Tensor:
     """Blocks of output channels, each with the transformed points one after the other and the channels innermost."""
     transform = torch.tensor(_WINOGRAD_WEIGHTS[tile], dtype=torch.float64)
@@ -374,6 +393,7 @@ def _pack_winograd(weight: Tensor, tile: int) -> Tensor:
 _PACKERS: dict[str, Callable[[Tensor], Tensor]] = {
     "pixels": _pack_pixel_lanes,
     "channels": _pack_channel_lanes,
+    "tiles": _pack_tiles,
     "winograd2": lambda weight: _pack_winograd(weight, 2),
     "winograd4": lambda weight: _pack_winograd(weight, 4),
     "depthwise": torch.flatten,

@@ -10,7 +10,7 @@ struct MultiplyAdd {
   static NPU_INLINE Vec step(Vec sum, Vec x, const float* weight) { return sum + x * *weight; }
 };
 
-void run(const ConvArgs& a) {
+void convolve_depthwise(const ConvArgs& a) {
   with_type(a.x_type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     run_taps<MultiplyAdd, T>(a, a.weight, [](float*, int64_t, int64_t, int64_t) {});
@@ -20,4 +20,4 @@ void run(const ConvArgs& a) {
 }  // namespace
 }  // namespace npu::conv
 
-NPU_KERNEL(conv2d_depthwise, npu::conv::ConvArgs, npu::conv::run)
+NPU_KERNEL(conv2d_depthwise, npu::conv::ConvArgs, npu::conv::convolve_depthwise)

@@ -252,7 +252,7 @@ class Convolution {
   int64_t item_strips, strip_vecs, band_strips;
 };
 
-void run(const ConvArgs& a) {
+void convolve_winograd(const ConvArgs& a) {
   with_type(a.x_type, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     if (a.variant == 2) Convolution<2, T>(a).run();
@@ -263,4 +263,4 @@ void run(const ConvArgs& a) {
 }  // namespace
 }  // namespace npu::conv
 
-NPU_KERNEL(conv2d_winograd, npu::conv::ConvArgs, npu::conv::run)
+NPU_KERNEL(conv2d_winograd, npu::conv::ConvArgs, npu::conv::convolve_winograd)

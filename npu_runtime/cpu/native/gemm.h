@@ -18,8 +18,8 @@ inline constexpr int64_t kPanel = 2 * kLanes;
 // Two accumulators a row, and registers for the panel's two vectors and the broadcast of x.
 inline constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 
-// What a panel's share of a product over many rows may occupy: of L1, or of a large L2 where vectors are long.
-inline constexpr int64_t kSliceBytes = kLanes == 16 ? 128 << 10 : 16 << 10;
+// What a panel's share of a product over many rows takes at most: of L1, or of a large L2 where vectors are long.
+inline constexpr int64_t kSliceBytes = kLanes == 16 ? 128 << 10 : 32 << 10;
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }

@@ -21,6 +21,7 @@ namespace npu {
 namespace {
 
 std::atomic<int> wanted_threads{1};
+std::atomic<int> keeping_awake{0};
 
 class Pool {
  public:
@@ -83,6 +84,7 @@ class Pool {
       // The parent's pool is leaked in the child on purpose: its locks may have been held at the fork.
       pthread_atfork(nullptr, nullptr, [] {
         current().store(nullptr);
+        keeping_awake.store(0);
         thread_index() = -1;
         creating = new std::mutex;
       });
@@ -131,18 +133,23 @@ class Pool {
   }
 
   // Spins before it sleeps: waking a sleeper costs ~5-50 us, and the kernels of a sequence follow each other faster.
+  // Within a sequence it does not sleep at all, but lets other processes have the core.
   void wait_for_job(uint32_t seen) {
     using clock = std::chrono::steady_clock;
-    const auto deadline = clock::now() + std::chrono::microseconds(50);
-    do {
+    const auto deadline = clock::now() + kSpinning;
+    for (;;) {
       for (int i = 0; i < 32; ++i) {
         if (job_.load(std::memory_order_acquire) != seen) return;
         cpu_relax();
       }
-    } while (clock::now() < deadline);
+      if (clock::now() < deadline) continue;
+      if (keeping_awake.load(std::memory_order_relaxed) == 0) break;
+      std::this_thread::yield();
+    }
     job_.wait(seen, std::memory_order_acquire);
   }
 
+  static constexpr std::chrono::microseconds kSpinning{50};
   const int threads_;
   std::mutex submit_;
   // Workers write ticket_ and pending_ while others read the rest, hence the separate cache lines.
@@ -155,6 +162,9 @@ class Pool {
 };
 
 }  // namespace
+
+KeepAwake::KeepAwake() { keeping_awake.fetch_add(1, std::memory_order_relaxed); }
+KeepAwake::~KeepAwake() { keeping_awake.fetch_sub(1, std::memory_order_relaxed); }
 
 int num_threads() { return Pool::get().threads(); }
 

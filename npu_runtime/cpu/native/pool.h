@@ -12,6 +12,14 @@ int num_threads();
 
 void run_parallel(int64_t n, int64_t grain, Body body, const void* context);
 
+// While one exists, work is expected at any moment: the pool's threads wait for it without going to sleep.
+class KeepAwake {
+ public:
+  KeepAwake();
+  ~KeepAwake();
+  KeepAwake(const KeepAwake&) = delete;
+};
+
 // Calls body(begin, end, thread_index) over chunks of `grain` items (the last one may be shorter) that cover [0, n),
 // and returns when all are done. With one chunk, or inside another body, it runs in place on the calling thread and
 // then gets all of [0, n) at once. Callers of several Python threads take turns.

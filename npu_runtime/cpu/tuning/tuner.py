@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 
@@ -18,9 +19,11 @@ _MOST_SECONDS = 2.5  # time limit of all trials of a start; the rest takes the d
 # What a call takes at the least on a slow machine, for leaving out those that are too short for a choice to matter.
 _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 5e10, 2e10
 _SHORT = 20e-6  # seconds
-# Another candidate than those before it has to be this much faster: native launches in a row are one foreign call, and
-# the threads of a pool that has just worked are in the way of the other pool's for a while.
+# Another candidate than those before it has to be this much faster.
 _MARGIN = 0.1
+# After their work PyTorch's threads spin for some milliseconds, and share the cores with the native kernels that follow:
+# on two cores 8 ms of these took 4 ms longer.
+_SPINNING = 4e-3  # seconds
 
 
 class Tuner:
@@ -63,10 +66,17 @@ class Tuner:
         working = {name: seconds for name, seconds in times.seconds.items() if math.isfinite(seconds)}
         if not working:
             return None
-        chosen = best_of(working, _MARGIN)
+        tried = [candidate for candidate in candidates if candidate.name in working]
+        switching = 0.0 if tried[0].uses_pytorch else _switching_seconds()
+        chosen = best_of(working, _MARGIN, {x.name: switching for x in tried if x.uses_pytorch})
         if times.agree:
             self._table.keep(key, Choice(chosen, {name: round(1e6 * value, 1) for name, value in working.items()}))
         return chosen
+
+
+def _switching_seconds() -> float:
+    """What native kernels lose after one of PyTorch's."""
+    return 0.0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else _SPINNING
 
 
 def default_launch(call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
