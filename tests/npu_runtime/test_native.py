@@ -196,6 +196,9 @@ def test_attention(dtype: torch.dtype, queries: int) -> None:
                 run(native.attention(q, k, v, mask, causal, width**-0.5, out))
                 # Prefill in bfloat16 rounds the softmax's weights, as torch does.
                 tolerance = 1e-2 if dtype is torch.bfloat16 and queries > 4 else 5e-5
+                # Beside the lowest float16 a score is rounded to multiples of 1/256, here or there by one more.
+                if mask is not None and mask.dtype is torch.float16:
+                    tolerance = 5e-3
                 check(out, attention_reference(q, k, v, mask, causal, width**-0.5), tolerance)
 
 

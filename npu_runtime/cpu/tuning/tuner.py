@@ -21,8 +21,8 @@ _FLOPS_PER_SECOND, _BYTES_PER_SECOND = 5e10, 2e10
 _SHORT = 20e-6  # seconds
 # Another candidate than those before it has to be this much faster.
 _MARGIN = 0.1
-# After their work PyTorch's threads spin for some milliseconds, and share the cores with the native kernels that follow:
-# on two cores 8 ms of these took 4 ms longer.
+# After their work PyTorch's threads spin for some milliseconds, beside the native kernels that follow: on two cores
+# 8 ms of these took 4 ms longer.
 _SPINNING = 4e-3  # seconds
 
 
