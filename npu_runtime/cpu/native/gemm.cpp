@@ -26,6 +26,8 @@ void multiply_rows(const typename Step<W>::X* x, const W* w, int64_t steps, Sums
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) part[r][v] = S::multiply_add(part[r][v], value, panel[v]);
     }
+    // Few rows are a stream from memory, which the hardware prefetches up to the end of a page.
+    if constexpr (kRows <= 4) __builtin_prefetch(reinterpret_cast<const char*>(w) + 4096);
     w += kPanel * S::kWidth;
     x += kStepOffset;
   };

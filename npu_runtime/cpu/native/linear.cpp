@@ -210,7 +210,6 @@ void pack_weight(const PackArgs& a) {
     constexpr int kWidth = Step<W>::kWidth;
     const int64_t n = a.weight.size[2], k = a.weight.size[3];
     const int64_t panel_size = round_up(k, kWidth) * kPanel;
-    advise_huge_pages(a.packed, divide_up(n, kPanel) * panel_size * sizeof(W));
     parallel_for(divide_up(n, kPanel), 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t p = begin; p < end; ++p) {
         const int64_t column = p * kPanel;

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, layout, operand
+from npu_runtime.cpu.native.memory import weight_memory
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-_ALIGNMENT = 64
-_HUGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def pack_linear_weight(weight: torch.Tensor) -> PackedWeight | None:
     n, k = weight.shape
     panel, step = layout().panel, 2 if weight.dtype is torch.bfloat16 and layout().has_pairs else 1
     size = -(-n // panel) * panel * -(-k // step) * step * weight.element_size()
-    data = _aligned_bytes(size)
+    data = weight_memory(size)
     launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)
 
@@ -123,11 +122,3 @@ def _linear_args(
         weight.k,
         ACTIVATIONS[activation],
     )
-
-
-def _aligned_bytes(size: int) -> torch.Tensor:
-    """Uninitialized memory on a cache line, or on a huge page where it is large enough to get some."""
-    alignment = _HUGE_PAGE if size >= 2 * _HUGE_PAGE else _ALIGNMENT
-    data = torch.empty(size + alignment, dtype=torch.uint8)
-    skip = -data.data_ptr() % alignment
-    return data[skip : skip + size]
