@@ -133,23 +133,23 @@ class Pool {
   }
 
   // Spins before it sleeps: waking a sleeper costs ~5-50 us, and the kernels of a sequence follow each other faster.
-  // Within a sequence it does not sleep at all, but lets other processes have the core.
+  // Within a sequence it spins for longer, and lets other processes have the core meanwhile.
   void wait_for_job(uint32_t seen) {
     using clock = std::chrono::steady_clock;
-    const auto deadline = clock::now() + kSpinning;
+    const auto start = clock::now();
     for (;;) {
       for (int i = 0; i < 32; ++i) {
         if (job_.load(std::memory_order_acquire) != seen) return;
         cpu_relax();
       }
-      if (clock::now() < deadline) continue;
-      if (keeping_awake.load(std::memory_order_relaxed) == 0) break;
+      const auto waited = clock::now() - start;
+      if (waited < std::chrono::microseconds(50)) continue;
+      if (waited > std::chrono::microseconds(500) || keeping_awake.load(std::memory_order_relaxed) == 0) break;
       std::this_thread::yield();
     }
     job_.wait(seen, std::memory_order_acquire);
   }
 
-  static constexpr std::chrono::microseconds kSpinning{50};
   const int threads_;
   std::mutex submit_;
   // Workers write ticket_ and pending_ while others read the rest, hence the separate cache lines.

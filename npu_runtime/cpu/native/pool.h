@@ -12,7 +12,7 @@ int num_threads();
 
 void run_parallel(int64_t n, int64_t grain, Body body, const void* context);
 
-// While one exists, work is expected at any moment: the pool's threads wait for it without going to sleep.
+// While one exists, work is expected at any moment: the pool's threads wait for longer before they go to sleep.
 class KeepAwake {
  public:
   KeepAwake();
