@@ -59,12 +59,15 @@ class _Interrupts:
     import, in a finalizer, or in a callback from C.
 
     Attributes:
+        latest: That of the command which runs, or ran last.
         seen: Whether Ctrl-C was pressed.
     """
 
     _GRACE_PERIOD = 1.0  # seconds between repeated KeyboardInterrupts
+    latest: _Interrupts | None = None
 
     def __init__(self) -> None:
+        _Interrupts.latest = self
         self.seen = False
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -138,7 +141,8 @@ def note(message: str) -> None:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
+        if _Interrupts.latest is None or not _Interrupts.latest.seen:  # a thread may work on for a moment after Ctrl-C
+            note(record.getMessage())
 
 
 @contextmanager

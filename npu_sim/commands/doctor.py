@@ -87,9 +87,13 @@ def _native() -> dict[str, Any]:
 
 
 def _cpu_choices() -> dict[str, Any]:
+    from npu_compiler.errors import NPUError
     from npu_runtime import CPUBackend
 
-    table = CPUBackend().choices
+    try:
+        table = CPUBackend().choices
+    except NPUError:  # a level that cannot be had, of which `_native` says more
+        return {"file": None, "calls": 0}
     return {"file": str(table.path), "calls": len(table.choices)}
 
 
@@ -127,6 +131,7 @@ def report(facts: dict[str, Any]) -> str:
     else:
         lines.append(f"  not in use: {native['reason']}")
     choices = facts["cpu_choices"]
-    lines.append(f"CPU kernels chosen by measuring: {choices['calls']}, in {choices['file']}")
+    where = f", in {choices['file']}" if choices["file"] else ""
+    lines.append(f"CPU kernels chosen by measuring: {choices['calls']}{where}")
     lines.append(f"cache: {cache['folder']}, {cache['files']} files, {cache['bytes'] / 1e6:.1f} MB")
     return "\n".join(lines)

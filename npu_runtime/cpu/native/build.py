@@ -75,6 +75,10 @@ class Library:
     seconds: float | None
 
 
+class CompilerError(RuntimeError):
+    """The compiler could not build the kernels; the message has its last words."""
+
+
 def library_path() -> Path | None:
     """The compiled library, built now if it is not cached; None when it cannot be had (see `failure_reason`)."""
     library = compiled_library()
@@ -124,12 +128,12 @@ def find_compiler() -> str | None:
 
 
 def _build_best(compiler: str) -> Library:
-    """The library for the highest level that this machine runs and the compiler can build; OSError or RuntimeError."""
-    failures: list[tuple[Level, RuntimeError]] = []
+    """The library for the highest level that this machine runs and the compiler can build; errors as of `build`."""
+    failures: list[tuple[Level, CompilerError]] = []
     for level in reversed(this_cpu().levels()):
         try:
             library = build(compiler, level)
-        except RuntimeError as error:
+        except CompilerError as error:
             failures.append((level, error))
             continue
         if failures:
@@ -147,7 +151,7 @@ def build(compiler: str, level: Level) -> Library:
     """The library for that level, which need not be one that this machine runs; from the cache if it is there.
 
     Raises:
-        RuntimeError: the compiler fails.
+        CompilerError: the compiler fails.
         OSError: it cannot be started, or there is no folder to write to.
     """
     flags = [*FLAGS, *level.flags]
@@ -247,7 +251,7 @@ def _make(path: Path, command: list[str], source: str = "") -> None:
 def _run(command: list[str], source: str = "") -> str:
     result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-4000:]}")
+        raise CompilerError(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-4000:]}")
     return result.stdout
 
 
