@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -361,7 +362,9 @@ def _pair_depth(weight: Tensor) -> Tensor:
 def _row_blocks(rows: int) -> list[slice]:
     """The split of rows into blocks (RowBlocks in gemm.h)."""
     count = -(-rows // layout().max_rows)
-    return [slice(rows * block // count, rows * (block + 1) // count) for block in range(count)]
+    least, larger = divmod(rows, count)
+    begins = [block * least + min(block, larger) for block in range(count + 1)]
+    return [slice(begin, end) for begin, end in pairwise(begins)]
 
 
 def _pack_pixel_lanes(weight: Tensor) -> Tensor:

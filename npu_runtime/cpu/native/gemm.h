@@ -62,12 +62,13 @@ template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums,
                        bool accumulate);
 
-// The split of m rows into blocks whose sizes differ by one at most.
+// The split of m rows into blocks whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {
-  int64_t rows, count;
-  explicit RowBlocks(int64_t m) : rows(m), count(divide_up(m, kMaxRows)) {}
-  int64_t begin(int64_t block) const { return rows * block / count; }
-  int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
+  int64_t rows, count, least, larger;
+  explicit RowBlocks(int64_t m)
+      : rows(m), count(divide_up(m, kMaxRows)), least(count ? m / count : 0), larger(count ? m % count : 0) {}
+  int64_t begin(int64_t block) const { return block * least + std::min(block, larger); }
+  int64_t size(int64_t block) const { return least + (block < larger); }
 };
 
 // Packs rows of k values for `multiply`, and as many rows of zeros as make `pitch` rows, at most kMaxRows or kPanel. Whole
