@@ -397,7 +397,7 @@ class PointNet(nn.Module):
         return F.log_softmax(self.segment(joined).transpose(2, 1).contiguous(), dim=-1)
 
 
-@model(floats(20, 8), floats(20, 20))
+@model(floats(20, 8), words(20, 20, below=4))
 class GraphAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,8 @@ class GraphAttention(nn.Module):
         self.score, self.out = nn.Linear(32, 1), nn.Linear(16, 5)
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
-        linked = (scores + scores.t() > 0.5).to(x.dtype) + torch.eye(20, device=x.device, dtype=x.dtype)
+        # Of integers: rounded to 16 bits, a sum of floats near the threshold would link other nodes.
+        linked = (scores + scores.t() > 3).to(x.dtype) + torch.eye(20, device=x.device, dtype=x.dtype)
         degree = linked.sum(1).pow(-0.5)
         h = F.elu((degree[:, None] * linked * degree[None, :]) @ (x @ self.weight))
         pairs = torch.cat([h.unsqueeze(1).expand(-1, 20, -1), h.unsqueeze(0).expand(20, -1, -1)], -1)
