@@ -197,7 +197,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
   const int64_t depth = steps<W>(a), pixels = a.out_h * a.out_w;
   const int64_t panels = divide_up(a.out_channels, kPanel);
   const RowBlocks blocks(pixels);
-  const auto block_at = [&](int64_t block) { return memory + blocks.begin(block) * depth + block * kLanes; };
+  const auto block_at = [&](int64_t block) { return memory + blocks.packed_begin(block, depth); };
   // A few tasks per thread even out the ends; more would only reload weights.
   const int64_t parts = std::min(blocks.count, std::max<int64_t>(1, 4 * num_threads() / panels));
   for (int64_t group = 0; group < a.groups; ++group) {
@@ -245,7 +245,7 @@ template <class W, class T>
 void run_items(const ConvArgs& a) {
   const RowBlocks blocks(a.out_h * a.out_w);
   const bool channel_lanes = static_cast<Variant>(a.variant) == Variant::channels;
-  const int64_t columns = channel_lanes ? blocks.rows * steps<W>(a) + blocks.count * kLanes : 0;
+  const int64_t columns = channel_lanes ? blocks.packed_begin(blocks.count, steps<W>(a)) : 0;
   const bool pads = reads_padding(a);
   const int64_t plane = padded_h(a) * padded_w(a);
   const int64_t copied = pads ? a.groups * a.in_channels * plane : 0;

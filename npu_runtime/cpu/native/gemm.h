@@ -69,6 +69,8 @@ struct RowBlocks {
       : rows(m), count(divide_up(m, kMaxRows)), least(count ? m / count : 0), larger(count ? m % count : 0) {}
   int64_t begin(int64_t block) const { return block * least + std::min(block, larger); }
   int64_t size(int64_t block) const { return least + (block < larger); }
+  // Where a packed block begins, in steps: after each there is room for what packing writes beyond its end.
+  int64_t packed_begin(int64_t block, int64_t steps) const { return begin(block) * steps + block * kLanes; }
 };
 
 // Packs rows of k values for `multiply`, and as many rows of zeros as make `pitch` rows, at most kMaxRows or kPanel. Whole

@@ -50,12 +50,6 @@ Finish finish_for(const LinearArgs& a) {
   return result;
 }
 
-// Where a block of packed rows begins.
-template <class W>
-int64_t block_begin(const RowBlocks& blocks, int64_t block, int64_t steps) {
-  return blocks.begin(block) * steps * Step<W>::kWidth + block * kLanes * Step<W>::kWidth;
-}
-
 // The packed form of x: x itself where that already is one.
 template <class W>
 const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks, int64_t steps) {
@@ -65,7 +59,7 @@ const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks
   if constexpr (std::is_same_v<X, W>) {
     if (blocks.rows == 1 && a.k == steps * kWidth) return x;
   }
-  X* packed = shared_scratch().get<X>(block_begin<W>(blocks, blocks.count, steps) * sizeof(X));
+  X* packed = shared_scratch().get<X>(blocks.packed_begin(blocks.count, steps) * kWidth * sizeof(X));
   if (blocks.rows == 1 && kWidth == 1) {
     for (int64_t k = 0; k < a.k; k += kLanes) store_n(packed + k, load_n(x + k, a.k - k), a.k - k);
     return packed;
@@ -76,7 +70,7 @@ const typename Step<W>::X* packed_x(const LinearArgs& a, const RowBlocks& blocks
       const W* first = x + blocks.begin(b) * a.x.stride[2];
       const W* row[kMaxRows];
       for (int64_t r = 0; r < blocks.size(b); ++r) row[r] = first + r * a.x.stride[2];
-      pack_rows(row, blocks.size(b), blocks.size(b), a.k, packed + block_begin<W>(blocks, b, steps));
+      pack_rows(row, blocks.size(b), blocks.size(b), a.k, packed + blocks.packed_begin(b, steps) * kWidth);
     }
   });
   return packed;
@@ -137,7 +131,7 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
-          multiply<X>(rows, x + block_begin<W>(blocks, b, steps) + s0 * rows * kWidth, slice, count, {tile}, s0 > 0);
+          multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, s0 > 0);
           if (is_last) finish(a, tile, row, rows, panel * kPanel);
         }
       }

@@ -18,9 +18,9 @@ void run(const MatmulArgs& args) {
   const int64_t k = a.size[3], n = b.size[3], steps = divide_up(k, kWidth), packed_k = steps * kWidth;
   const int64_t matrices = a.size[0] * a.size[1], panels = divide_up(n, kPanel);
   const RowBlocks blocks(a.size[2]);
-  const int64_t block_slack = kLanes * kWidth, matrix_size = blocks.rows * packed_k + blocks.count * block_slack;
+  const int64_t matrix_size = blocks.packed_begin(blocks.count, steps) * kWidth;
   const auto block_at = [&](int64_t matrix, int64_t block) {
-    return matrix * matrix_size + blocks.begin(block) * packed_k + block * block_slack;
+    return matrix * matrix_size + blocks.packed_begin(block, steps) * kWidth;
   };
   X* packed = shared_scratch().get<X>(matrices * matrix_size * sizeof(X));
   parallel_for(matrices * blocks.count, divide_up(16384, kMaxRows * packed_k), [&](int64_t begin, int64_t end, int) {
