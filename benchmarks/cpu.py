@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="skip torch.compile and time fewer rounds")
     add("--rounds", type=int, default=0, help="maximum number of rounds per task (default: 15, with --quick 5)")
     add("--limit", type=float, default=120, help="begin no round after this many seconds (default: %(default)s)")
-    add("--threads", type=int, default=usable_cores(), help="default: all usable cores")
+    add("--threads", type=int, default=usable_cores(), help="number of threads (default: all usable cores)")
     add("--json", type=Path, help="write the results to this file")
     add("--merge", action="store_true", help="keep the other results in the file")
     add(
