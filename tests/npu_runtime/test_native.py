@@ -334,6 +334,23 @@ def test_pointwise(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(converted, a.to(other), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels, pixels", ((3, 5), (16, 32), (37, 49), (130, 257)))
+def test_pointwise_of_transposed_operands(dtype: torch.dtype, channels: int, pixels: int) -> None:
+    a, out = strided(2, channels, pixels, dtype=dtype), blank(2, channels, pixels, dtype=dtype)
+    turned = strided(2, pixels, channels, dtype=dtype).transpose(1, 2)
+    run(native.add(a, turned, out))
+    check(out, a.double() + turned.double())
+    run(native.mul(turned, turned[:, :, :1], out))
+    check(out, turned.double() * turned[:, :, :1].double())
+    run(native.activation_mul("silu", turned, a, out))
+    check(out, functional.silu(turned.double()) * a.double())
+    run(native.add(a, turned.float(), out))
+    check(out, a.double() + turned.double())
+    run(native.add(a.transpose(1, 2), turned.transpose(1, 2), out.transpose(1, 2)))
+    check(out, a.double() + turned.double())
+
+
 def test_activations_over_their_whole_range() -> None:
     x = torch.cat([torch.linspace(-110, 110, 200_003), torch.tensor([0.0, -0.0, torch.inf, 1e30, -1e30])])
     out = torch.empty_like(x)

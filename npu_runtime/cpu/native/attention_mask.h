@@ -8,7 +8,6 @@ namespace npu {
 
 inline constexpr int64_t kTilePanels = 8;  // a block's scores of a tile, and the panels that they meet, stay in L2
 inline constexpr int64_t kTileKeys = kTilePanels * kPanel;
-static_assert(kTileKeys == kRowStride);
 
 // One bit for each panel of a tile. Of several rows together, both are the union.
 struct TilePanels {

@@ -142,7 +142,7 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
     for (next = c + 1; next < count && panels[next] == panels[next - 1] + 1;) ++next;
     for (int64_t p = 0; p < layout.value_panels; ++p) {
       const X* values = packed + layout.values_at() + p * layout.value_panel_size + panels[c] * kPanel * kPanel;
-      multiply_unpacked<X>(rows, weights + c * kPanel, values, (next - c) * kPanel / kWidth,
+      multiply_unpacked<X>(rows, weights + c * kPanel, kTileKeys, values, (next - c) * kPanel / kWidth,
                            {block.sums + p * rows * kPanel}, true);
     }
   }

@@ -4,9 +4,13 @@
 namespace npu {
 namespace {
 
-template <class W, int kRows, int kVecs, int kRowOffset, int kStepOffset>
-void multiply_rows(const typename Step<W>::X* x, const W* w, int64_t steps, Sums sums, bool accumulate) {
+// Packed rows of x are interleaved, others `row_stride` values apart.
+template <class W, int kRows, int kVecs, bool kPacked>
+void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w, int64_t steps, Sums sums,
+                   bool accumulate) {
   using S = Step<W>;
+  if constexpr (kPacked) row_stride = S::kWidth;
+  constexpr int kStepOffset = kPacked ? kRows * S::kWidth : S::kWidth;
   // Few rows are few accumulators; further independent sums then hide the multiply-add's latency.
   constexpr int kChains = kRows == 1 ? 4 : 2 * kRows * kVecs + 3 <= kRegisters ? 2 : 1;
   Vec sum[kChains][kRows][kVecs] = {};
@@ -22,7 +26,7 @@ void multiply_rows(const typename Step<W>::X* x, const W* w, int64_t steps, Sums
     for (int v = 0; v < kVecs; ++v) panel[v] = S::load_panel(w + v * kLanes * S::kWidth);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const Vec value = S::broadcast(x + r * kRowOffset);
+      const Vec value = S::broadcast(x + r * row_stride);
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) part[r][v] = S::multiply_add(part[r][v], value, panel[v]);
     }
@@ -49,7 +53,7 @@ void multiply_rows(const typename Step<W>::X* x, const W* w, int64_t steps, Sums
 }
 
 template <class W>
-using Multiply = void (*)(const typename Step<W>::X*, const W*, int64_t, Sums, bool);
+using Multiply = void (*)(const typename Step<W>::X*, int64_t, const W*, int64_t, Sums, bool);
 
 template <class W>
 struct Table {
@@ -58,10 +62,8 @@ struct Table {
 
 template <class W, int... i>
 constexpr Table<W> make_table(std::integer_sequence<int, i...>) {
-  constexpr int kWidth = Step<W>::kWidth;
-  return {{{multiply_rows<W, i + 1, 1, kWidth, (i + 1) * kWidth>...},
-           {multiply_rows<W, i + 1, 2, kWidth, (i + 1) * kWidth>...}},
-          {multiply_rows<W, i + 1, 2, kRowStride, kWidth>...}};
+  return {{{multiply_rows<W, i + 1, 1, true>...}, {multiply_rows<W, i + 1, 2, true>...}},
+          {multiply_rows<W, i + 1, 2, false>...}};
 }
 
 template <class W>
@@ -135,18 +137,18 @@ NPU_PACK(f16, f16)
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, bool accumulate,
               int64_t vecs) {
-  kTable<W>.packed[vecs - 1][rows - 1](x, panel, steps, sums, accumulate);
+  kTable<W>.packed[vecs - 1][rows - 1](x, 0, panel, steps, sums, accumulate);
 }
 template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, bool, int64_t);
 template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, bool, int64_t);
 template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, bool, int64_t);
 
 template <class W>
-void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums,
-                       bool accumulate) {
-  kTable<W>.unpacked[rows - 1](x, panel, steps, sums, accumulate);
+void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
+                       Sums sums, bool accumulate) {
+  kTable<W>.unpacked[rows - 1](x, row_stride, panel, steps, sums, accumulate);
 }
-template void multiply_unpacked<float>(int64_t, const float*, const float*, int64_t, Sums, bool);
-template void multiply_unpacked<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, bool);
+template void multiply_unpacked<float>(int64_t, const float*, int64_t, const float*, int64_t, Sums, bool);
+template void multiply_unpacked<bf16>(int64_t, const Step<bf16>::X*, int64_t, const bf16*, int64_t, Sums, bool);
 
 }  // namespace npu

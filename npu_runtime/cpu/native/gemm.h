@@ -56,11 +56,10 @@ template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, bool accumulate,
               int64_t vecs = 2);
 
-// The same for an x that is an ordinary matrix with rows kRowStride values apart.
-inline constexpr int kRowStride = 8 * kPanel;
+// The same for an x that is an ordinary matrix with rows `row_stride` values apart.
 template <class W>
-void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums,
-                       bool accumulate);
+void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
+                       Sums sums, bool accumulate);
 
 // The split of m rows into blocks whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {

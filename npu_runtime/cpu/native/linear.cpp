@@ -18,8 +18,9 @@ struct LinearArgs {
 // beside a block of x, while every row block of a task passes over it.
 template <class W>
 constexpr int64_t kSliceSteps = kSliceBytes / (kPanel * Step<W>::kWidth * sizeof(typename Step<W>::X));
-// Bounds a task's accumulators: they wait in L2 from one slice of K to the next.
-constexpr int64_t kMaxTaskRows = 384;
+// Bounds a task's accumulators, which wait in L2 from one slice of K to the next, and its part of the output, which is
+// written a panel at a time.
+constexpr int64_t kMaxTaskRows = 96;
 
 template <class Out, Activation activation>
 void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, int64_t column) {
@@ -49,6 +50,10 @@ Finish finish_for(const LinearArgs& a) {
   });
   return result;
 }
+
+// Whether many rows of x are multiplied where they are: interleaving them would only bring them closer together.
+template <class W>
+constexpr bool kReadsInPlace = std::is_same_v<W, float>;
 
 // The packed form of x: x itself where that already is one.
 template <class W>
@@ -131,7 +136,10 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
-          multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, s0 > 0);
+          if constexpr (kReadsInPlace<W>)
+            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, s0 > 0);
+          else
+            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, s0 > 0);
           if (is_last) finish(a, tile, row, rows, panel * kPanel);
         }
       }
@@ -168,9 +176,9 @@ void linear(const LinearArgs& a) {
       if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) return run_tiles(a, steps);
     }
     const RowBlocks blocks(a.x.size[2]);
-    const auto* x = packed_x<W>(a, blocks, steps);
-    if (blocks.count == 1) run_stream<W>(a, x, blocks.rows, steps);
-    else run_blocked<W>(a, x, blocks, steps);
+    if (blocks.count == 1) return run_stream<W>(a, packed_x<W>(a, blocks, steps), blocks.rows, steps);
+    if constexpr (kReadsInPlace<W>) run_blocked<W>(a, reinterpret_cast<const W*>(a.x.data), blocks, steps);
+    else run_blocked<W>(a, packed_x<W>(a, blocks, steps), blocks, steps);
   });
 }
 

@@ -15,30 +15,56 @@ struct CopyArgs {
   int64_t size[kMaxDims], from_stride[kMaxDims], to_stride[kMaxDims];
 };
 
+// A vector of elements as they are, each in the low bits of a lane.
+template <class T>
+NPU_INLINE Vec load_raw(const char* from) {
+  if constexpr (sizeof(T) == 4) return load_bits<Vec>(from);
+  else return bit_cast<Vec>(__builtin_convertvector(load_bits<HalfBits>(from), UVec));
+}
+template <class T>
+NPU_INLINE void store_raw(char* to, Vec v) {
+  if constexpr (sizeof(T) == 4) {
+    std::memcpy(to, &v, sizeof(v));
+  } else {
+    const HalfBits bits = __builtin_convertvector(bit_cast<UVec>(v), HalfBits);
+    std::memcpy(to, &bits, sizeof(bits));
+  }
+}
+
+// Rows and columns of a source whose rows are neighbours, or of any other; the target's columns are neighbours.
 template <class T>
 void copy_plane(const char* from, char* to, int64_t rows, int64_t columns, const int64_t* from_stride,
                 const int64_t* to_stride) {
-  // Square blocks touch each cache line of a transposed source once, not once per element. A block goes through a
-  // local copy, so that the walk across it has constant strides and stays in L1.
-  constexpr int64_t kBlock = 32, kSize = sizeof(T);
-  T block[kBlock][kBlock];
+  constexpr int64_t kSize = sizeof(T);
   const int64_t from_row = from_stride[0], from_column = from_stride[1];
   const int64_t to_row = to_stride[0], to_column = to_stride[1];
-  for (int64_t r0 = 0; r0 < rows; r0 += kBlock)
-    for (int64_t c0 = 0; c0 < columns; c0 += kBlock) {
-      const char* source = from + r0 * from_row + c0 * from_column;
-      char* target = to + r0 * to_row + c0 * to_column;
-      if (from_row == kSize && to_column == kSize && r0 + kBlock <= rows && c0 + kBlock <= columns) {
-        for (int64_t c = 0; c < kBlock; ++c) std::memcpy(block[c], source + c * from_column, sizeof(block[c]));
-        for (int64_t r = 0; r < kBlock; ++r)
-          for (int64_t c = 0; c < kBlock; ++c) reinterpret_cast<T*>(target + r * to_row)[c] = block[c][r];
-        continue;
-      }
-      for (int64_t r = 0; r < std::min(rows - r0, kBlock); ++r)
-        for (int64_t c = 0; c < std::min(columns - c0, kBlock); ++c)
-          *reinterpret_cast<T*>(target + r * to_row + c * to_column) =
-              *reinterpret_cast<const T*>(source + r * from_row + c * from_column);
+  const auto copy_each = [&](int64_t r, int64_t c, int64_t r_end, int64_t c_end) {
+    for (int64_t i = r; i < r_end; ++i)
+      for (int64_t j = c; j < c_end; ++j)
+        std::memcpy(to + i * to_row + j * to_column, from + i * from_row + j * from_column, kSize);
+  };
+  if constexpr (kSize == 4 || kSize == 2) {
+    if (from_row == kSize && to_column == kSize) {
+      // Squares of a vector's length, turned in registers.
+      const int64_t whole_rows = rows / kLanes * kLanes, whole_columns = columns / kLanes * kLanes;
+      for (int64_t r = 0; r < whole_rows; r += kLanes)
+        for (int64_t c = 0; c < whole_columns; c += kLanes) {
+          Vec square[kLanes];
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) square[i] = load_raw<T>(from + r * kSize + (c + i) * from_column);
+          transpose(square);
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) store_raw<T>(to + (r + i) * to_row + c * kSize, square[i]);
+        }
+      copy_each(0, whole_columns, whole_rows, columns);
+      return copy_each(whole_rows, 0, rows, columns);
     }
+  }
+  // Square blocks touch each cache line of a transposed source once, not once per element.
+  constexpr int64_t kBlock = 32;
+  for (int64_t r = 0; r < rows; r += kBlock)
+    for (int64_t c = 0; c < columns; c += kBlock)
+      copy_each(r, c, std::min(rows, r + kBlock), std::min(columns, c + kBlock));
 }
 
 void copy(const CopyArgs& a) {

@@ -8,7 +8,7 @@ namespace {
 enum class Combine : int64_t { none = 0, add = 1, multiply = 2 };
 
 struct PointwiseArgs {
-  View a, b, out;  // of out's size; the last stride of a and b is 1 or 0, that of out is 1
+  View a, b, out;  // of out's size; the last stride of out is 1
   Activation activation;
   Combine combine;
 };
@@ -19,6 +19,9 @@ struct Same {
   static NPU_INLINE Vec read(const View& view, int64_t at, int64_t count) {
     return load_n(reinterpret_cast<const T*>(view.data) + at, count);
   }
+  static NPU_INLINE Vec read_strided(const View& view, int64_t at, int64_t count) {
+    return load_strided<0>(reinterpret_cast<const T*>(view.data) + at, view.stride[3], count);
+  }
   static NPU_INLINE void write(const View& view, int64_t at, Vec v, int64_t count) {
     store_n(reinterpret_cast<T*>(view.data) + at, v, count);
   }
@@ -26,6 +29,13 @@ struct Same {
 struct Mixed {
   static NPU_INLINE Vec read(const View& view, int64_t at, int64_t count) {
     return load_any(view.data, view.dtype, at, count);
+  }
+  static NPU_INLINE Vec read_strided(const View& view, int64_t at, int64_t count) {
+    Vec result;
+    with_type(view.dtype, [&](auto* type) {
+      result = Same<std::remove_pointer_t<decltype(type)>>::read_strided(view, at, count);
+    });
+    return result;
   }
   static NPU_INLINE void write(const View& view, int64_t at, Vec v, int64_t count) {
     store_any(view.data, view.dtype, at, v, count);
@@ -35,7 +45,8 @@ struct Mixed {
 template <class Access>
 NPU_INLINE Vec read_run(const View& view, int64_t row, int64_t i, int64_t count) {
   if (view.stride[3] == 0) return splat(Access::read(view, row, 1)[0]);
-  return Access::read(view, row + i, count);
+  if (view.stride[3] == 1) return Access::read(view, row + i, count);
+  return Access::read_strided(view, row + i * view.stride[3], count);
 }
 
 template <class Access, Activation activation>
@@ -55,6 +66,57 @@ void run(const PointwiseArgs& args) {
   });
 }
 
+// kLanes rows, `at` the first one's element, of kLanes elements each. Where neighbours are in a column, columns are read
+// and turned.
+template <class T>
+NPU_INLINE void read_square(const View& view, int64_t at, int64_t rows, int64_t count, Vec* square) {
+  const T* data = reinterpret_cast<const T*>(view.data) + at;
+  const bool by_columns = view.stride[2] == 1 && view.stride[3] > 1;
+  const int64_t step = view.stride[by_columns ? 3 : 2], line = by_columns ? rows : count;
+  if (rows < kLanes || count < kLanes || (view.stride[3] != 1 && !by_columns)) {
+    for (int64_t i = 0; i < (by_columns ? count : rows); ++i)
+      square[i] = by_columns ? load_n(data + i * step, line) : read_run<Same<T>>(view, at + i * step, 0, line);
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) square[i] = load(data + i * step);
+  }
+  if (by_columns) transpose(square);
+}
+
+// out = a + b or a * b where neighbours of an operand are in a column: in squares, so that cache lines are read once.
+template <class T>
+void combine_squares(const PointwiseArgs& args) {
+  const View &a = args.a, &b = args.b, &out = args.out;
+  const int64_t groups = divide_up(out.size[2], kLanes), planes = out.size[0] * out.size[1];
+  const int64_t grain = std::max<int64_t>(1, kSerialElements / 2 / (kLanes * out.size[3]));
+  const bool adds = args.combine == Combine::add;
+  parallel_for(planes * groups, planes * groups <= 2 * grain ? planes * groups : grain,
+               [&](int64_t begin, int64_t end, int) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t i = task / groups / out.size[1], j = task / groups % out.size[1], k = task % groups * kLanes;
+      const int64_t rows = std::min<int64_t>(kLanes, out.size[2] - k);
+      const int64_t at_a = offset(a, i, j, k), at_b = offset(b, i, j, k);
+      T* to = reinterpret_cast<T*>(out.data) + offset(out, i, j, k);
+      for (int64_t x = 0; x < out.size[3]; x += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, out.size[3] - x);
+        Vec first[kLanes], second[kLanes];
+        read_square<T>(a, at_a + x * a.stride[3], rows, count, first);
+        read_square<T>(b, at_b + x * b.stride[3], rows, count, second);
+        if (rows == kLanes && count == kLanes) {
+#pragma GCC unroll 16
+          for (int r = 0; r < kLanes; ++r)
+            store(to + r * out.stride[2] + x, adds ? first[r] + second[r] : first[r] * second[r]);
+        } else {
+          for (int64_t r = 0; r < rows; ++r)
+            store_n(to + r * out.stride[2] + x, adds ? first[r] + second[r] : first[r] * second[r], count);
+        }
+      }
+    }
+  });
+}
+
+bool is_turned(const View& view) { return view.data && view.stride[2] == 1 && view.stride[3] > 1; }
+
 template <class Access>
 void dispatch(const PointwiseArgs& args) {
   with_activation(args.activation, [&](auto tag) { run<Access, decltype(tag)::value>(args); });
@@ -63,7 +125,12 @@ void dispatch(const PointwiseArgs& args) {
 void pointwise(const PointwiseArgs& args) {
   const Dtype dtype = args.out.dtype;
   if (args.a.dtype != dtype || (args.combine != Combine::none && args.b.dtype != dtype)) return dispatch<Mixed>(args);
-  with_type(dtype, [&](auto* type) { dispatch<Same<std::remove_pointer_t<decltype(type)>>>(args); });
+  const bool plain = args.activation == Activation::none && args.combine != Combine::none;
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if (plain && (is_turned(args.a) || is_turned(args.b))) combine_squares<T>(args);
+    else dispatch<Same<T>>(args);
+  });
 }
 
 }  // namespace

@@ -60,13 +60,14 @@ def _pointwise(
         views = [t.expand(out.shape) for t in operands]
     except RuntimeError:
         return None
-    size, strides = collapse(out.shape, *(view.stride() for view in views))
+    # In the order of out's memory, which the kernel writes in vectors of neighbours.
+    dims = sorted(range(out.dim()), key=out.stride, reverse=True)
+    size, strides = collapse([out.shape[d] for d in dims], *([view.stride(d) for d in dims] for view in views))
     if len(size) > 4:
         return None
     if not size:
         size, strides = [1], [[1] for _ in strides]
-    # The kernel walks the last dimension in vectors: of neighbours, or of one repeated operand element.
-    if strides[-1][-1] != 1 or any(stride[-1] not in (0, 1) for stride in strides):
+    if strides[-1][-1] != 1:
         return None
     described = [_describe(t, size, stride) for t, stride in zip(operands, strides, strict=True)]
     if b is None:
