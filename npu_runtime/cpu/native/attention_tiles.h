@@ -107,7 +107,7 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
   for (int64_t c = 0; c < count; ++c) {
     const int64_t first = panels[c] * kPanel;
     const bool biased = visible.biased >> (panels[c] % kTilePanels) & 1;
-    multiply<X>(rows, block.q, packed + panels[c] * layout.key_panel_size, divide_up(a.width(), kWidth), {tile}, false);
+    multiply<X>(rows, block.q, packed + panels[c] * layout.key_panel_size, divide_up(a.width(), kWidth), {tile}, {});
     for (int64_t r = 0; r < rows; ++r)
       for (int v = 0; v < 2; ++v) {
         Vec score = load(tile + r * kPanel + v * kLanes) * a.scale;
@@ -143,7 +143,7 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
     for (int64_t p = 0; p < layout.value_panels; ++p) {
       const X* values = packed + layout.values_at() + p * layout.value_panel_size + panels[c] * kPanel * kPanel;
       multiply_unpacked<X>(rows, weights + c * kPanel, kTileKeys, values, (next - c) * kPanel / kWidth,
-                           {block.sums + p * rows * kPanel}, true);
+                           {block.sums + p * rows * kPanel}, onto({block.sums + p * rows * kPanel}));
     }
   }
 }

@@ -156,18 +156,31 @@ void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channe
 template <class W, class T>
 void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
   const RowBlocks blocks(a.out_channels);
-  const int64_t depth = steps<W>(a);
+  const int64_t depth = steps<W>(a), plane = a.out_h * a.out_w;
+  const Bounds bounds = bounds_of(a);
+  float* out = reinterpret_cast<float*>(a.out) + item * a.out_batch_stride;
   for_pixel_panels<W>(a, planes, blocks.count, depth,
                       [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t panel_size,
                           int64_t pixel, int64_t count) {
     float tile[kMaxRows * kMostPanels * kPanel];
     const int64_t row_stride = round_up(count, kPanel);
+    const int64_t finished = bounds.suffice ? count / kPanel * kPanel : 0;
     for (int64_t b = begin; b < end; ++b) {
       const float* weight = a.weight + group * a.weight_group_stride + blocks.begin(b) * depth;
-      for (int64_t p = 0; p * kPanel < count; ++p)
-        multiply<W>(blocks.size(b), as_operand<W>(weight), as_operand<W>(columns + p * panel_size), depth,
-                    {tile + p * kPanel, row_stride}, false, count - p * kPanel > kLanes ? 2 : 1);
-      finish(a, item, {tile, row_stride, blocks.size(b), count, group * a.out_channels + blocks.begin(b), pixel});
+      const int64_t channel = group * a.out_channels + blocks.begin(b), rows = blocks.size(b);
+      float bias[kMaxRows * kLanes];
+      for (int64_t r = 0; r < rows; ++r) store(bias + r * kLanes, splat(a.bias[channel + r]));
+      for (int64_t x = 0; x < count; x += kPanel) {
+        const W* panel = as_operand<W>(columns + x / kPanel * panel_size);
+        if (x < finished)
+          multiply<W>(rows, as_operand<W>(weight), panel, depth, {out + channel * plane + pixel + x, plane},
+                      {bias, kLanes, 0, bounds.low, bounds.high});
+        else
+          multiply<W>(rows, as_operand<W>(weight), panel, depth, {tile + x, row_stride}, {},
+                      count - x > kLanes ? 2 : 1);
+      }
+      if (finished < count)
+        finish(a, item, {tile + finished, row_stride, rows, count - finished, channel, pixel + finished});
     }
   });
 }
@@ -220,7 +233,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
           const int64_t next = std::min(first + kMostBlocks, last), pixel = blocks.begin(first);
           for (int64_t b = first; b < next; ++b)
             multiply<W>(blocks.size(b), as_operand<W>(block_at(b)), as_operand<W>(weight), depth,
-                        {tile + (blocks.begin(b) - pixel) * kPanel}, false, channels > kLanes ? 2 : 1);
+                        {tile + (blocks.begin(b) - pixel) * kPanel}, {}, channels > kLanes ? 2 : 1);
           const int64_t count = blocks.begin(next) - pixel;
           for (int64_t x = 0; x < count; x += kLanes)
             for (int64_t c = 0; c < channels; c += kLanes)

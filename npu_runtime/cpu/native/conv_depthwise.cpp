@@ -6,6 +6,7 @@ namespace {
 
 struct MultiplyAdd {
   static constexpr float kFill = 0.0f;
+  static constexpr bool kAdjusts = false;
   static NPU_INLINE Vec start() { return Vec{}; }
   static NPU_INLINE Vec step(Vec sum, Vec x, const float* weight) { return sum + x * *weight; }
 };

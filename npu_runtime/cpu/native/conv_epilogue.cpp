@@ -24,8 +24,7 @@ NPU_INLINE Vec activate(Vec x) {
 template <class Out, Activation kind>
 void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
   const int64_t plane = args.out_h * args.out_w;
-  const bool before = args.residual && args.residual_before_activation;
-  const bool after = args.residual && !args.residual_before_activation;
+  const bool before = args.residual_before_activation;
   for (int64_t row = 0; row < tile.rows; ++row) {
     const int64_t channel = tile.channel + row * tile.channel_step;
     const int64_t index = channel * plane + tile.pixel + row * tile.pixel_step;
@@ -33,13 +32,17 @@ void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
     const float* sums = tile.data + row * tile.row_stride;
     Out* out = reinterpret_cast<Out*>(args.out) + item * args.out_batch_stride + index;
     const int64_t residual = item * args.residual_batch_stride + index;
+    if (!args.residual) {
+      for_overlapping(tile.columns, [&](int64_t column) __attribute__((always_inline)) {
+        store_n(out + column, activate<kind>(load(sums + column) + bias), tile.columns - column);
+      });
+      continue;
+    }
     for (int64_t column = 0; column < tile.columns; column += kLanes) {
       const int64_t count = tile.columns - column;
-      Vec v = load(sums + column) + bias;
-      if (before) v += load_any(args.residual, args.residual_type, residual + column, count);
-      v = activate<kind>(v);
-      if (after) v += load_any(args.residual, args.residual_type, residual + column, count);
-      store_n(out + column, v, count);
+      const Vec added = load_any(args.residual, args.residual_type, residual + column, count);
+      const Vec sum = load(sums + column) + bias;
+      store_n(out + column, before ? activate<kind>(sum + added) : activate<kind>(sum) + added, count);
     }
   }
 }
@@ -59,6 +62,13 @@ void finish_to(const ConvArgs& args, int64_t item, const Tile& tile) {
 }
 
 }  // namespace
+
+Bounds bounds_of(const ConvArgs& args) {
+  const bool limits = args.activation == Activation::relu || args.activation == Activation::relu6;
+  const bool suffice = args.out_type == Dtype::f32 && !args.residual && (limits || args.activation == Activation::none);
+  if (!suffice || !limits) return {-kInfinity, kInfinity, suffice};
+  return {0.0f, args.activation == Activation::relu6 ? 6.0f : kInfinity, true};
+}
 
 void finish(const ConvArgs& args, int64_t item, const Tile& tile) {
   with_type(args.out_type, [&](auto* out) { finish_to<std::remove_pointer_t<decltype(out)>>(args, item, tile); });

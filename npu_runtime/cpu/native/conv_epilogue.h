@@ -15,6 +15,14 @@ struct Tile {
   int64_t channel_step = 1, pixel_step = 0;
 };
 
+// What an activation that only limits its argument limits it to; others have infinite bounds.
+struct Bounds {
+  float low, high;
+  // Whether float32 sums that began with the bias are results once they are within: they need no `finish`.
+  bool suffice;
+};
+Bounds bounds_of(const ConvArgs& args);
+
 void finish(const ConvArgs& args, int64_t item, const Tile& tile);
 
 }  // namespace npu::conv

@@ -7,19 +7,17 @@ namespace {
 // Packed rows of x are interleaved, others `row_stride` values apart.
 template <class W, int kRows, int kVecs, bool kPacked>
 void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w, int64_t steps, Sums sums,
-                   bool accumulate) {
+                   const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
   constexpr int kStepOffset = kPacked ? kRows * S::kWidth : S::kWidth;
   // Few rows are few accumulators; further independent sums then hide the multiply-add's latency.
   constexpr int kChains = kRows == 1 ? 4 : 2 * kRows * kVecs + 3 <= kRegisters ? 2 : 1;
   Vec sum[kChains][kRows][kVecs] = {};
-  if (accumulate) {
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) sum[0][r][v] = load(sums.data + r * sums.row_stride + v * sums.vec_stride);
-  }
+    for (int v = 0; v < kVecs; ++v) sum[0][r][v] = load(range.start + r * range.row_stride + v * range.vec_stride);
   const auto step = [&](Vec(&part)[kRows][kVecs]) __attribute__((always_inline)) {
     Vec panel[kVecs];
 #pragma GCC unroll 2
@@ -41,19 +39,27 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
     for (int c = 0; c < kChains; ++c) step(sum[c]);
   }
   for (; s < steps; ++s) step(sum[0]);
+  const auto write = [&](const auto& limit) __attribute__((always_inline)) {
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      Vec total = sum[0][r][v];
+      for (int v = 0; v < kVecs; ++v) {
+        Vec total = sum[0][r][v];
 #pragma GCC unroll 4
-      for (int c = 1; c < kChains; ++c) total += sum[c][r][v];
-      store(sums.data + r * sums.row_stride + v * sums.vec_stride, total);
-    }
+        for (int c = 1; c < kChains; ++c) total += sum[c][r][v];
+        store(sums.data + r * sums.row_stride + v * sums.vec_stride, limit(total));
+      }
+  };
+  if (range.has_limits()) {
+    const Vec low = splat(range.low), high = splat(range.high);
+    write([&](Vec v) __attribute__((always_inline)) { return min(high, max(low, v)); });  // NaN passes
+  } else {
+    write([](Vec v) __attribute__((always_inline)) { return v; });
+  }
 }
 
 template <class W>
-using Multiply = void (*)(const typename Step<W>::X*, int64_t, const W*, int64_t, Sums, bool);
+using Multiply = void (*)(const typename Step<W>::X*, int64_t, const W*, int64_t, Sums, const Range&);
 
 template <class W>
 struct Table {
@@ -135,20 +141,20 @@ NPU_PACK(bf16, bf16)
 NPU_PACK(f16, f16)
 
 template <class W>
-void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, bool accumulate,
+void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
               int64_t vecs) {
-  kTable<W>.packed[vecs - 1][rows - 1](x, 0, panel, steps, sums, accumulate);
+  kTable<W>.packed[vecs - 1][rows - 1](x, 0, panel, steps, sums, range);
 }
-template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, bool, int64_t);
-template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, bool, int64_t);
-template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, bool, int64_t);
+template void multiply<float>(int64_t, const float*, const float*, int64_t, Sums, const Range&, int64_t);
+template void multiply<bf16>(int64_t, const Step<bf16>::X*, const bf16*, int64_t, Sums, const Range&, int64_t);
+template void multiply<f16>(int64_t, const float*, const f16*, int64_t, Sums, const Range&, int64_t);
 
 template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, bool accumulate) {
-  kTable<W>.unpacked[rows - 1](x, row_stride, panel, steps, sums, accumulate);
+                       Sums sums, const Range& range) {
+  kTable<W>.unpacked[rows - 1](x, row_stride, panel, steps, sums, range);
 }
-template void multiply_unpacked<float>(int64_t, const float*, int64_t, const float*, int64_t, Sums, bool);
-template void multiply_unpacked<bf16>(int64_t, const Step<bf16>::X*, int64_t, const bf16*, int64_t, Sums, bool);
+template void multiply_unpacked<float>(int64_t, const float*, int64_t, const float*, int64_t, Sums, const Range&);
+template void multiply_unpacked<bf16>(int64_t, const Step<bf16>::X*, int64_t, const bf16*, int64_t, Sums, const Range&);
 
 }  // namespace npu

@@ -51,15 +51,31 @@ struct Sums {
   int64_t row_stride = kPanel, vec_stride = kLanes;
 };
 
-// sums (+)= x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `vecs` (1 or 2) vectors of a panel.
+// What sums begin with, strided as they are, and the limits that they are brought within at the end.
+inline constexpr float kZeros[kPanel] = {};
+struct Range {
+  const float* start = kZeros;
+  int64_t row_stride = 0, vec_stride = 0;
+  float low = -kInfinity, high = kInfinity;
+
+  bool has_limits() const { return low > -kInfinity || high < kInfinity; }
+};
+
+// Sums that add to what is there, where `accumulate`.
+inline Range onto(const Sums& sums, bool accumulate = true) {
+  return accumulate ? Range{sums.data, sums.row_stride, sums.vec_stride} : Range{};
+}
+
+// sums = start + x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `vecs` (1 or 2) vectors of a
+// panel.
 template <class W>
-void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, bool accumulate,
+void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
               int64_t vecs = 2);
 
 // The same for an x that is an ordinary matrix with rows `row_stride` values apart.
 template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
-                       Sums sums, bool accumulate);
+                       Sums sums, const Range& range);
 
 // The split of m rows into blocks whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {

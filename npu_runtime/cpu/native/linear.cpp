@@ -96,7 +96,7 @@ void run_stream(const LinearArgs& a, const typename Step<W>::X* x, int64_t rows,
   parallel_for(panels, grain, [&](int64_t begin, int64_t end, int) {
     alignas(64) float tile[kMaxRows * kPanel];
     for (int64_t p = begin; p < end; ++p) {
-      multiply<W>(rows, x, weight + p * panel_size, steps, {tile}, false);
+      multiply<W>(rows, x, weight + p * panel_size, steps, {tile}, {});
       finish(a, tile, 0, rows, p * kPanel);
     }
   });
@@ -137,9 +137,9 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
           if constexpr (kReadsInPlace<W>)
-            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, s0 > 0);
+            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, onto({tile}, s0 > 0));
           else
-            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, s0 > 0);
+            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, onto({tile}, s0 > 0));
           if (is_last) finish(a, tile, row, rows, panel * kPanel);
         }
       }

@@ -44,7 +44,7 @@ void run(const MatmulArgs& args) {
       pack_panel(w, b.stride[3], b.stride[2], columns, k, panel);
       for (int64_t block = 0; block < blocks.count; ++block) {
         const int64_t row = blocks.begin(block), rows = blocks.size(block);
-        multiply<X>(rows, packed + block_at(matrix, block), panel, steps, {tile}, false);
+        multiply<X>(rows, packed + block_at(matrix, block), panel, steps, {tile}, {});
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t c = 0; c < columns; c += kLanes)
             store_any(out.data, out.dtype, offset(out, m0, m1, row + r) + column + c, load(tile + r * kPanel + c),

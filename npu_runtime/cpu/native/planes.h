@@ -30,6 +30,7 @@ struct Placement {
 // One thread's planes. The padding is written once, and every channel then only replaces what is inside.
 class PhasePlanes {
  public:
+  PhasePlanes() = default;
   PhasePlanes(const PhaseShape& shape, const Placement& place, float fill, float* memory)
       : shape(shape), place(place), planes(memory) {
     std::fill(memory, memory + shape.floats(), fill);
@@ -39,33 +40,38 @@ class PhasePlanes {
 
   template <class T>
   void set(const T* channel) {
-    if (shape.step_w == 1) set_rows<1>(channel);
-    else if (shape.step_w == 2) set_rows<2>(channel);
-    else if (shape.step_w == 4) set_rows<4>(channel);
+    const int64_t step = shape.step_h == shape.step_w ? shape.step_w : 0;
+    if (step == 1) set_rows<1>(channel);
+    else if (step == 2) set_rows<2>(channel);
+    else if (step == 4) set_rows<4>(channel);
     else set_rows<0>(channel);
   }
 
  private:
+  // kStep is both steps, or 0 where they differ: divisions by a constant are no divisions.
   template <int kStep, class T>
   void set_rows(const T* channel) {
-    const int64_t step = kStep ? kStep : shape.step_w;
+    const int64_t step_h = kStep ? kStep : shape.step_h, step = kStep ? kStep : shape.step_w;
     const int64_t inside = std::min(place.in_w, shape.pitch * step - place.pad_left);
     const int64_t offset = place.first_row - place.pad_top;
-    const int64_t end = std::min(shape.rows * shape.step_h, place.in_h - offset);
+    const int64_t end = std::min(shape.rows * step_h, place.in_h - offset);
     for (int64_t y = std::max<int64_t>(0, -offset); y < end; ++y) {
       const T* row = channel + (y + offset) * place.in_w;
+      float* plane_row = planes + y % step_h * step * shape.plane() + y / step_h * shape.pitch;
       for (int64_t phase = 0; phase < std::min(step, inside); ++phase) {
         const int64_t count = (inside - phase + step - 1) / step;
-        float* to = planes + shape.offset(y, place.pad_left + phase);
-        for (int64_t x = 0; x < count; x += kLanes)
-          store_n(to + x, load_strided<kStep>(row + phase + x * step, step, count - x), count - x);
+        const int64_t x = place.pad_left + phase;
+        float* to = plane_row + x % step * shape.plane() + x / step;
+        for_overlapping(count, [&](int64_t i) __attribute__((always_inline)) {
+          store_n(to + i, load_strided<kStep>(row + phase + i * step, step, count - i), count - i);
+        });
       }
     }
   }
 
-  const PhaseShape& shape;
-  const Placement place;
-  float* const planes;
+  PhaseShape shape;
+  Placement place;
+  float* planes;
 };
 
 }  // namespace npu::conv

@@ -7,7 +7,8 @@ namespace npu::conv {
 namespace {
 
 struct Maximum {
-  static constexpr float kFill = -std::numeric_limits<float>::infinity();
+  static constexpr float kFill = -kInfinity;
+  static constexpr bool kAdjusts = false;
   static NPU_INLINE Vec start() { return Vec{} + kFill; }
   // A NaN wins whichever side it is on, as in torch.
   static NPU_INLINE Vec step(Vec most, Vec x, const float*) { return (x > most) | (x != x) ? x : most; }
@@ -15,6 +16,7 @@ struct Maximum {
 
 struct Sum {
   static constexpr float kFill = 0.0f;
+  static constexpr bool kAdjusts = true;
   static NPU_INLINE Vec start() { return Vec{}; }
   static NPU_INLINE Vec step(Vec sum, Vec x, const float*) { return sum + x; }
 };

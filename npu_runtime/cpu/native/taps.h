@@ -17,39 +17,51 @@ inline PhaseShape window_phases(const ConvArgs& a) {
 }
 
 inline constexpr int64_t kMostTaps = 1024;
+inline constexpr int64_t kMostTogether = 16, kTogetherFloats = 4096;  // channels, and what they take of L1
 
-// to[i] = the reduction over taps t of from[i + offset[t]], for kVecs vectors.
-template <class Reduce, int kTaps, int kVecs>
-NPU_INLINE void reduce_vectors(const float* from, const int64_t* offset, const float* weight, int64_t taps, float* to) {
-  const int64_t n = kTaps ? kTaps : taps;
-  Vec sum[kVecs];
-  for (Vec& s : sum) s = Reduce::start();
-#pragma GCC unroll 25
-  for (int64_t t = 0; t < n; ++t)
-    for (int v = 0; v < kVecs; ++v) sum[v] = Reduce::step(sum[v], load(from + offset[t] + v * kLanes), weight + t);
-  for (int v = 0; v < kVecs; ++v) store(to + v * kLanes, sum[v]);
-}
+// The sums or maxima of one window position after the other begin with `start` and end within the limits.
+struct Outcome {
+  Vec start, low, high;
+};
 
-// The same for `count` elements, rounded up to whole vectors.
+// to[i] = the reduction over taps t of from[i + offset[t]], for `columns` elements of each row: four rows together, whose
+// vectors share a tap's weight. Short rows are written in whole vectors too, whose rest the next row overwrites.
 template <class Reduce, int kTaps>
-void reduce_taps(const float* from, const int64_t* offset, const float* weight, int64_t taps, int64_t count,
-                 float* to) {
-  int64_t i = 0;
-  for (; i + 3 * kLanes < count; i += 4 * kLanes)
-    reduce_vectors<Reduce, kTaps, 4>(from + i, offset, weight, taps, to + i);
-  if (i + kLanes < count) {
-    reduce_vectors<Reduce, kTaps, 2>(from + i, offset, weight, taps, to + i);
-    i += 2 * kLanes;
-  }
-  if (i < count) reduce_vectors<Reduce, kTaps, 1>(from + i, offset, weight, taps, to + i);
+void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, const float* weight, int64_t taps,
+                 const Outcome& outcome, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
+  const int64_t n = kTaps ? kTaps : taps;
+  const Vec start = outcome.start, low = outcome.low, high = outcome.high;
+  const auto reduce = [&]<int kRows>(std::integral_constant<int, kRows>) __attribute__((always_inline)) {
+    for_overlapping(columns, [&](int64_t x) __attribute__((always_inline)) {
+      Vec sum[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) sum[r] = start;
+#pragma GCC unroll 25
+      for (int64_t t = 0; t < n; ++t)
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r)
+          sum[r] = Reduce::step(sum[r], load(from + offset[t] + x + r * from_pitch), weight + t);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const Vec result = min(high, max(low, sum[r]));
+        if constexpr (kRows == 1) store_n(to + x, result, rows * to_pitch - x);
+        else store(to + x + r * to_pitch, result);
+      }
+    });
+    rows -= kRows;
+    from += kRows * from_pitch;
+    to += kRows * to_pitch;
+  };
+  while (rows >= 4 && (rows - 3) * to_pitch >= kLanes) reduce(std::integral_constant<int, 4>());
+  if (rows >= 2 && (rows - 1) * to_pitch >= kLanes) reduce(std::integral_constant<int, 2>());
+  while (rows) reduce(std::integral_constant<int, 1>());
 }
 
 template <class Reduce>
-void reduce_taps(const float* from, const int64_t* offset, const float* weight, int64_t taps, int64_t count,
-                 float* to) {
-  if (taps == 9) return reduce_taps<Reduce, 9>(from, offset, weight, taps, count, to);
-  if (taps == 25) return reduce_taps<Reduce, 25>(from, offset, weight, taps, count, to);
-  reduce_taps<Reduce, 0>(from, offset, weight, taps, count, to);
+void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, const float* weight, int64_t taps,
+                 const Outcome& outcome, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
+  const auto body = taps == 9 ? reduce_rows<Reduce, 9> : taps == 25 ? reduce_rows<Reduce, 25> : reduce_rows<Reduce, 0>;
+  body(from, from_pitch, offset, weight, taps, outcome, to, to_pitch, rows, columns);
 }
 
 // Runs Reduce over every output channel; each input channel has a.out_channels of them. `weight` has one float per tap
@@ -64,21 +76,49 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
   const int64_t band = std::max<int64_t>(1, 2048 / shape.pitch);  // rows whose sums stay in the first-level cache
   const int64_t channels = a.batch * a.groups;
   const int64_t grain = std::clamp<int64_t>(channels / (8 * num_threads()), 1, 16);
+  // Small channels are prepared, reduced and finished several at a time: what was just stored one way and is loaded
+  // another way has to reach the cache first.
+  const int64_t sums_floats = round_up(std::min(band, a.out_h) * shape.pitch + PhaseShape::kReadAhead, kLanes);
+  const int64_t each = shape.floats() + sums_floats;
+  const int64_t together = band < a.out_h ? 1 : std::clamp<int64_t>(kTogetherFloats / each, 1, grain);
+  const Bounds bounds = bounds_of(a);
+  const bool direct = bounds.suffice && !Reduce::kAdjusts;
+  const Outcome unlimited{Reduce::start(), splat(-kInfinity), splat(kInfinity)};
   parallel_for(channels, grain, [&](int64_t begin, int64_t end, int) {
-    const int64_t sums_floats = band * shape.pitch + PhaseShape::kReadAhead;
-    float* sums = thread_scratch().get<float>((sums_floats + shape.floats()) * sizeof(float));
-    PhasePlanes planes(shape, {a.in_h, a.in_w, a.pad_top, a.pad_left, 0}, Reduce::kFill, sums + sums_floats);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t item = i / a.groups, input = i % a.groups;
-      planes.set(reinterpret_cast<const T*>(a.x) + item * a.x_batch_stride + input * a.in_h * a.in_w);
-      for (int64_t channel = input * a.out_channels; channel < (input + 1) * a.out_channels; ++channel)
+    float* memory = thread_scratch().get<float>(together * each * sizeof(float));
+    float* sums = memory + together * shape.floats();
+    PhasePlanes planes[kMostTogether];
+    for (int64_t i = 0; i < together; ++i)
+      planes[i] = PhasePlanes(shape, {a.in_h, a.in_w, a.pad_top, a.pad_left, 0}, Reduce::kFill, memory + i * shape.floats());
+    for (int64_t first = begin; first < end; first += together) {
+      const int64_t last = std::min(first + together, end);
+      for (int64_t i = first; i < last; ++i)
+        planes[i - first].set(reinterpret_cast<const T*>(a.x) + i / a.groups * a.x_batch_stride +
+                              i % a.groups * a.in_h * a.in_w);
+      for (int64_t output = 0; output < a.out_channels; ++output)
         for (int64_t row = 0; row < a.out_h; row += band) {
           const int64_t rows = std::min(band, a.out_h - row);
-          const float* tap_weight = weight ? weight + channel * taps : nullptr;
-          reduce_taps<Reduce>(planes.data() + row * shape.pitch, offset, tap_weight, taps,
-                              (rows - 1) * shape.pitch + a.out_w, sums);
-          adjust(sums, row, rows, shape.pitch);
-          finish(a, item, {sums, shape.pitch, rows, a.out_w, channel, row * a.out_w, 0, a.out_w});
+          for (int64_t i = first; i < last; ++i) {
+            const int64_t channel = i % a.groups * a.out_channels + output;
+            const float* tap_weight = weight ? weight + channel * taps : nullptr;
+            const float* from = planes[i - first].data() + row * shape.pitch;
+            if (direct) {
+              float* out = reinterpret_cast<float*>(a.out) + i / a.groups * a.out_batch_stride;
+              const Outcome outcome{Reduce::start() + a.bias[channel], splat(bounds.low), splat(bounds.high)};
+              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, outcome,
+                                  out + (channel * a.out_h + row) * a.out_w, a.out_w, rows, a.out_w);
+            } else {
+              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, unlimited, sums + (i - first) * sums_floats,
+                                  shape.pitch, rows, a.out_w);
+            }
+          }
+          if (direct) continue;
+          for (int64_t i = first; i < last; ++i) {
+            float* own = sums + (i - first) * sums_floats;
+            adjust(own, row, rows, shape.pitch);
+            finish(a, i / a.groups, {own, shape.pitch, rows, a.out_w, i % a.groups * a.out_channels + output,
+                                     row * a.out_w, 0, a.out_w});
+          }
         }
     }
   });

@@ -79,6 +79,8 @@ inline void cpu_relax() {
 #endif
 }
 
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 // Storage types: structs, so that neither is taken for an arithmetic type by mistake.
 struct bf16 {
   uint16_t bits;
@@ -255,6 +257,9 @@ NPU_INLINE void copy_first(const T* from, T* to, int64_t count) {
 template <class T>
 NPU_INLINE Vec load_n(const T* p, int64_t count) {
   if (count >= kLanes) return load(p);
+#if defined(NPU_AVX2)
+  if constexpr (sizeof(T) == 4) return _mm256_maskload_ps(p, bit_cast<__m256i>(lane_numbers() < float(count)));
+#endif
   T buffer[kLanes] = {};
   copy_first(p, buffer, count);
   return load(buffer);
@@ -267,6 +272,15 @@ NPU_INLINE void store_n(T* p, Vec v, int64_t count) {
   copy_first(buffer, p, count);
 }
 #endif
+
+// Calls body(i) for vectors that cover [0, count), at least; the last one begins early enough to end there, and so may
+// cover again what the one before it did.
+template <class F>
+NPU_INLINE void for_overlapping(int64_t count, const F& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(i);
+  if (i < count) body(std::max<int64_t>(0, count - kLanes));
+}
 
 // Pairs of bfloat16, one in each half of a lane: sum + a.low * b.low + a.high * b.high in one instruction, where
 // kHasPairs.
