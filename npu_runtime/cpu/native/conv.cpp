@@ -83,12 +83,17 @@ int find_moves(const ConvArgs& a, const Planes<T>& planes, int64_t pixel, int64_
   return found;
 }
 
+// A range of input channels that begins with an even one, so that no pair of bfloat16 crosses its beginning.
+struct Channels {
+  int64_t begin, end;
+};
+
 // Gathers a step per (input channel, kernel row, kernel column), the order of the packed weights, or per two of these.
 template <class W, int kStride, class T>
-void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, const Move* moves, int found,
-                  int64_t step_size, float* to) {
+void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, Channels channels, const Move* moves,
+                  int found, int64_t step_size, float* to) {
   constexpr bool kPairs = Step<W>::kWidth == 2;
-  const T* plane = planes.data + group * a.in_channels * planes.size;
+  const T* plane = planes.data + (group * a.in_channels + channels.begin) * planes.size;
   const T* first = nullptr;  // of a pair that lacks its second value
   const auto write = [&](const T* corner, const T* second) __attribute__((always_inline)) {
     for (int i = 0; i < found; ++i) {
@@ -102,7 +107,7 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, con
     }
     to += step_size;
   };
-  for (int64_t channel = 0; channel < a.in_channels; ++channel, plane += planes.size)
+  for (int64_t channel = channels.begin; channel < channels.end; ++channel, plane += planes.size)
     for (int64_t ky = 0; ky < a.kernel_h; ++ky)
       for (int64_t kx = 0; kx < a.kernel_w; ++kx) {
         const T* corner = plane + ky * a.dilation_h * planes.pitch + kx * a.dilation_w;
@@ -117,51 +122,110 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, con
 }
 
 template <class W, class T>
-void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, const Move* moves, int found,
-                  int64_t step_size, float* to) {
-  if (a.stride_w == 1) pack_columns<W, 1>(a, planes, group, moves, found, step_size, to);
-  else if (a.stride_w == 2) pack_columns<W, 2>(a, planes, group, moves, found, step_size, to);
-  else pack_columns<W, 0>(a, planes, group, moves, found, step_size, to);
+void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, Channels channels, const Move* moves,
+                  int found, int64_t step_size, float* to) {
+  if (a.stride_w == 1) pack_columns<W, 1>(a, planes, group, channels, moves, found, step_size, to);
+  else if (a.stride_w == 2) pack_columns<W, 2>(a, planes, group, channels, moves, found, step_size, to);
+  else pack_columns<W, 0>(a, planes, group, channels, moves, found, step_size, to);
 }
 
-// Pixels in the lanes. A task is some panels of pixels, over which all blocks of channels pass, or a part of them where
-// there are few panels: multiply(group, first block, end block, columns, panel size, first pixel, pixels). Panels are
-// padded with zeros to `depth` steps.
-template <class W, class T, class Multiply>
-void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channel_blocks, int64_t depth,
-                      const Multiply& multiply) {
-  const int64_t pixels = a.out_h * a.out_w, panel_size = depth * kPanel + kLanes, filled = steps<W>(a) * kPanel;
-  const int64_t fitting = std::clamp<int64_t>(kColumnBytes / (panel_size * sizeof(float)), 1, kMostPanels);
-  const int64_t for_balance = std::max<int64_t>(1, a.groups * pixels / (kPanel * 8 * num_threads()));
-  const int64_t panels = std::min(fitting, for_balance), block = panels * kPanel;
-  const int64_t blocks = divide_up(pixels, block);
-  const int64_t parts = std::min(channel_blocks, divide_up(2 * num_threads(), a.groups * blocks));
-  parallel_for(a.groups * blocks * parts, 1, [&](int64_t begin, int64_t end, int) {
-    [[maybe_unused]] const TileState state;
-    float* columns = thread_scratch().get<float>(panels * panel_size * sizeof(float));
-    Move moves[kMostPanels * kPanel];
+// With pixels in the lanes: a task is some panels of pixels, over which all blocks of channels pass. Where there are too
+// few panels for the threads, a task is one panel and a part of the blocks, and what it reads is packed for all of them.
+struct PanelTasks {
+  int64_t depth, panel_size;      // steps and elements of a panel
+  int64_t panels, blocks, parts;  // panels of a task, tasks that cover the pixels, parts of the channels
+
+  PanelTasks(const ConvArgs& a, int64_t channel_blocks, int64_t depth) : depth(depth), panel_size(depth * kPanel + kLanes) {
+    const int64_t pixels = a.out_h * a.out_w, threads = num_threads();
+    const int64_t fitting = std::clamp<int64_t>(kColumnBytes / (panel_size * sizeof(float)), 1, kMostPanels);
+    panels = std::min(fitting, std::max<int64_t>(1, a.groups * pixels / (kPanel * 8 * threads)));
+    blocks = divide_up(pixels, panels * kPanel);
+    const bool enough = a.groups * blocks >= 2 * threads;
+    parts = enough ? 1 : std::min(channel_blocks, divide_up(4 * threads, a.groups * blocks));
+  }
+  int64_t shared_floats(const ConvArgs& a) const { return parts == 1 ? 0 : a.groups * blocks * panel_size; }
+};
+
+template <class W>
+PanelTasks panel_tasks(const ConvArgs& a) {
+  return {a, RowBlocks(a.out_channels).count, steps<W>(a)};
+}
+PanelTasks tile_tasks(const ConvArgs& a) {
+  return {a, divide_up(a.out_channels, kTileRows), round_up(steps<bf16>(a), kTileSteps)};
+}
+
+// Packs the task's panels, with zeros up to `depth` steps.
+template <class W, class T>
+void pack_panels(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& tasks, int64_t group, int64_t block,
+                 float* columns) {
+  const int64_t pixel = block * tasks.panels * kPanel, filled = steps<W>(a) * kPanel;
+  const int64_t count = std::min(tasks.panels * kPanel, a.out_h * a.out_w - pixel);
+  Move moves[kMostPanels * kPanel];
+  const int found = find_moves(a, planes, pixel, count, kPanel, tasks.panel_size, moves);
+  pack_columns<W>(a, planes, group, {0, a.in_channels}, moves, found, kPanel, columns);
+  for (int64_t p = 0; p < tasks.panels && filled < tasks.depth * kPanel; ++p)
+    std::fill(columns + p * tasks.panel_size + filled, columns + (p + 1) * tasks.panel_size, 0.0f);
+}
+
+// The same for one panel of each task, by all threads, each a range of channels.
+template <class W, class T>
+void pack_shared(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& tasks, float* columns) {
+  const int64_t taps = a.kernel_h * a.kernel_w, filled = steps<W>(a) * kPanel;
+  const int64_t ranges = std::min(divide_up(a.in_channels, 2), divide_up(4 * num_threads(), a.groups * tasks.blocks));
+  parallel_for(a.groups * tasks.blocks * ranges, 1, [&](int64_t begin, int64_t end, int) {
+    Move moves[kPanel];
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t part = task % parts, group = task / parts / blocks, pixel = task / parts % blocks * block;
-      const int64_t count = std::min(block, pixels - pixel);
-      const int found = find_moves(a, planes, pixel, count, kPanel, panel_size, moves);
-      pack_columns<W>(a, planes, group, moves, found, kPanel, columns);
-      for (int64_t p = 0; p < panels && filled < depth * kPanel; ++p)
-        std::fill(columns + p * panel_size + filled, columns + (p + 1) * panel_size, 0.0f);
-      multiply(group, channel_blocks * part / parts, channel_blocks * (part + 1) / parts, columns, panel_size, pixel,
-               count);
+      const int64_t range = task % ranges, block = task / ranges % tasks.blocks, group = task / ranges / tasks.blocks;
+      const auto bound = [&](int64_t i) { return i == ranges ? a.in_channels : a.in_channels * i / ranges / 2 * 2; };
+      const Channels channels{bound(range), bound(range + 1)};
+      if (channels.begin == channels.end) continue;
+      const int64_t count = std::min(kPanel, a.out_h * a.out_w - block * kPanel);
+      const int found = find_moves(a, planes, block * kPanel, count, kPanel, tasks.panel_size, moves);
+      // Packed elsewhere and copied: what is written beyond the last step belongs to another thread.
+      const int64_t first = channels.begin * taps / Step<W>::kWidth;
+      const int64_t size = divide_up((channels.end - channels.begin) * taps, Step<W>::kWidth) * kPanel;
+      float* own = thread_scratch().get<float>((size + kLanes) * sizeof(float));
+      pack_columns<W>(a, planes, group, channels, moves, found, kPanel, own);
+      float* panel = columns + (group * tasks.blocks + block) * tasks.panel_size;
+      std::memcpy(panel + first * kPanel, own, size * sizeof(float));
+      if (range == ranges - 1) std::fill(panel + filled, panel + tasks.panel_size, 0.0f);
+    }
+  });
+}
+
+// multiply(group, first block of channels, end block, columns, first pixel, pixels)
+template <class W, class T, class Multiply>
+void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channel_blocks, const PanelTasks& tasks,
+                      float* shared, const Multiply& multiply) {
+  const int64_t pixels = a.out_h * a.out_w;
+  if (tasks.parts > 1) pack_shared<W>(a, planes, tasks, shared);
+  parallel_for(a.groups * tasks.blocks * tasks.parts, 1, [&](int64_t begin, int64_t end, int) {
+    [[maybe_unused]] const TileState state;
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t part = task % tasks.parts, block = task / tasks.parts % tasks.blocks;
+      const int64_t group = task / tasks.parts / tasks.blocks, pixel = block * tasks.panels * kPanel;
+      float* columns;
+      if (tasks.parts > 1) {
+        columns = shared + (group * tasks.blocks + block) * tasks.panel_size;
+      } else {
+        columns = thread_scratch().get<float>(tasks.panels * tasks.panel_size * sizeof(float));
+        pack_panels<W>(a, planes, tasks, group, block, columns);
+      }
+      multiply(group, channel_blocks * part / tasks.parts, channel_blocks * (part + 1) / tasks.parts, columns, pixel,
+               std::min(tasks.panels * kPanel, pixels - pixel));
     }
   });
 }
 
 template <class W, class T>
-void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
+void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
   const RowBlocks blocks(a.out_channels);
-  const int64_t depth = steps<W>(a), plane = a.out_h * a.out_w;
+  const PanelTasks tasks = panel_tasks<W>(a);
+  const int64_t depth = tasks.depth, plane = a.out_h * a.out_w;
   const Bounds bounds = bounds_of(a);
   float* out = reinterpret_cast<float*>(a.out) + item * a.out_batch_stride;
-  for_pixel_panels<W>(a, planes, blocks.count, depth,
-                      [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t panel_size,
-                          int64_t pixel, int64_t count) {
+  for_pixel_panels<W>(a, planes, blocks.count, tasks, memory,
+                      [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t pixel, int64_t count) {
     float tile[kMaxRows * kMostPanels * kPanel];
     const int64_t row_stride = round_up(count, kPanel);
     const int64_t finished = bounds.suffice ? count / kPanel * kPanel : 0;
@@ -171,7 +235,7 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
       float bias[kMaxRows * kLanes];
       for (int64_t r = 0; r < rows; ++r) store(bias + r * kLanes, splat(a.bias[channel + r]));
       for (int64_t x = 0; x < count; x += kPanel) {
-        const W* panel = as_operand<W>(columns + x / kPanel * panel_size);
+        const W* panel = as_operand<W>(columns + x / kPanel * tasks.panel_size);
         if (x < finished)
           multiply<W>(rows, as_operand<W>(weight), panel, depth, {out + channel * plane + pixel + x, plane},
                       {bias, kLanes, 0, bounds.low, bounds.high});
@@ -187,17 +251,18 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
 
 // On the matrix unit, which reads the weights as they are: rows of bfloat16, padded with zeros to whole tiles.
 template <class T>
-void run_tiles(const ConvArgs& a, const Planes<T>& planes, int64_t item) {
-  const int64_t blocks = divide_up(a.out_channels, kTileRows), depth = round_up(steps<bf16>(a), kTileSteps);
-  for_pixel_panels<bf16>(a, planes, blocks, depth,
-                         [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t panel_size,
-                             int64_t pixel, int64_t count) {
+void run_tiles(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
+  const PanelTasks tasks = tile_tasks(a);
+  const int64_t depth = tasks.depth;
+  for_pixel_panels<bf16>(a, planes, divide_up(a.out_channels, kTileRows), tasks, memory,
+                         [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t pixel,
+                             int64_t count) {
     alignas(64) float tile[kTileRows * kPanel];
     for (int64_t b = begin; b < end; ++b) {
       const int64_t channel = b * kTileRows, rows = std::min(kTileRows, a.out_channels - channel);
       const float* weight = a.weight + group * a.weight_group_stride + channel * depth;
       for (int64_t p = 0; p * kPanel < count; ++p) {
-        multiply_tiles(as_operand<bf16>(weight), 2 * depth, as_operand<bf16>(columns + p * panel_size), depth, tile);
+        multiply_tiles(as_operand<bf16>(weight), 2 * depth, as_operand<bf16>(columns + p * tasks.panel_size), depth, tile);
         finish(a, item, {tile, kPanel, rows, std::min(kPanel, count - p * kPanel), group * a.out_channels + channel,
                          pixel + p * kPanel});
       }
@@ -219,7 +284,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
         const int64_t count = blocks.size(block);
         Move moves[kMaxRows];
         const int found = find_moves(a, planes, blocks.begin(block), count, count, 0, moves);
-        pack_columns<W>(a, planes, group, moves, found, count, block_at(block));
+        pack_columns<W>(a, planes, group, {0, a.in_channels}, moves, found, count, block_at(block));
       }
     });
     parallel_for(panels * parts, 1, [&](int64_t begin, int64_t end, int) {
@@ -248,17 +313,26 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
 template <class W, class T>
 void run_planes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
   if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
-    if (static_cast<Variant>(a.variant) == Variant::tiles) return run_tiles(a, planes, item);
+    if (static_cast<Variant>(a.variant) == Variant::tiles) return run_tiles(a, planes, item, memory);
   }
-  if (static_cast<Variant>(a.variant) == Variant::pixels) run_pixel_lanes<W>(a, planes, item);
+  if (static_cast<Variant>(a.variant) == Variant::pixels) run_pixel_lanes<W>(a, planes, item, memory);
   else run_channel_lanes<W>(a, planes, item, memory);
+}
+
+// How many floats of packed columns all threads share.
+template <class W>
+int64_t shared_floats(const ConvArgs& a) {
+  if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
+    if (static_cast<Variant>(a.variant) == Variant::tiles) return tile_tasks(a).shared_floats(a);
+  }
+  if (static_cast<Variant>(a.variant) == Variant::pixels) return panel_tasks<W>(a).shared_floats(a);
+  const RowBlocks blocks(a.out_h * a.out_w);
+  return blocks.packed_begin(blocks.count, steps<W>(a));
 }
 
 template <class W, class T>
 void run_items(const ConvArgs& a) {
-  const RowBlocks blocks(a.out_h * a.out_w);
-  const bool channel_lanes = static_cast<Variant>(a.variant) == Variant::channels;
-  const int64_t columns = channel_lanes ? blocks.packed_begin(blocks.count, steps<W>(a)) : 0;
+  const int64_t columns = shared_floats<W>(a);
   const bool pads = reads_padding(a);
   const int64_t plane = padded_h(a) * padded_w(a);
   const int64_t copied = pads ? a.groups * a.in_channels * plane : 0;

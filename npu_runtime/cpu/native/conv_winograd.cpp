@@ -200,7 +200,7 @@ class Convolution {
         float* sums = products + (point * channels + blocks.begin(b) - channel) * tiles;
         for (int64_t p = panel; p < end_panel; ++p)
           multiply<float>(blocks.size(b), weight, transformed + p * panel_floats() + point * a.in_channels * kPanel,
-                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, {});
+                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, {}, 2 * p + 1 < strips * strip_vecs ? 2 : 1);
       }
     const int64_t first_vec = panel * 2, end_vec = std::min(end_panel * 2, strips * strip_vecs);
     for (int64_t b = block; b < end_block; ++b) {

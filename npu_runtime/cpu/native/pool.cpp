@@ -1,6 +1,7 @@
 // A persistent thread pool.
 //
-// The calling thread works too, and chunks are claimed one by one, so a worker that is late (asleep, or preempted by
+// Each thread has its share of a job's chunks, the same one every time, so that what it left in its caches is what it
+// needs next. It claims them one by one and then those of others, so a worker that is late (asleep, or preempted by
 // another process) costs its share of the work and never the whole call. That is also why a lost or slow wake-up cannot
 // hang a caller: it simply claims every chunk itself.
 #include "pool.h"
@@ -49,15 +50,18 @@ class Pool {
     context_.store(context, std::memory_order_relaxed);
     n_.store(n, std::memory_order_relaxed);
     grain_.store(grain, std::memory_order_relaxed);
-    pending_.store(chunks, std::memory_order_relaxed);
+    chunks_.store(chunks, std::memory_order_relaxed);
     const uint32_t number = job_.load(std::memory_order_relaxed) + 1;
-    ticket_.store(uint64_t(number) << 32 | chunks, std::memory_order_release);
+    for (int i = 0; i < threads_; ++i) shares_[i].done.store(0, std::memory_order_relaxed);
+    // From the first of these on, any thread may claim a chunk and count it as done.
+    for (int i = 0; i < threads_; ++i)
+      shares_[i].ticket.store(uint64_t(number) << 32 | (first_chunk(chunks, i + 1) - first_chunk(chunks, i)),
+                              std::memory_order_release);
     job_.store(number);
     job_.notify_all();
 
-    while (claim_and_run(0)) {
-    }
-    for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
+    work_on_job(0);
+    for (int spins = 0; done() != chunks; ++spins) {
       if (spins < 4000) cpu_relax();
       else std::this_thread::yield();
     }
@@ -65,7 +69,14 @@ class Pool {
   }
 
  private:
-  explicit Pool(int threads) : threads_(threads) {
+  // What is left of a thread's part of the job: the job's number and, in the low half, how many chunks nobody claimed
+  // yet. `done` counts the chunks, its own or others', that the thread has finished.
+  struct alignas(64) Share {
+    std::atomic<uint64_t> ticket{0};
+    std::atomic<uint32_t> done{0};
+  };
+
+  explicit Pool(int threads) : threads_(threads), shares_(new Share[threads]) {
     for (int i = 1; i < threads; ++i) std::thread([this, i] { work(i); }).detach();
   }
 
@@ -102,22 +113,40 @@ class Pool {
     return index;
   }
 
-  // Claims one chunk and runs it; false when none is left. A job's fields change only once all its chunks are claimed,
-  // and its number is part of the ticket, so a successful exchange proves that the fields read before belong to it.
-  bool claim_and_run(int index) {
-    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+  // The first chunk of a thread's share.
+  uint32_t first_chunk(uint64_t chunks, int thread) const {
+    return static_cast<uint32_t>((chunks * thread + threads_ - 1) / threads_);
+  }
+
+  uint32_t done() const {
+    uint32_t sum = 0;
+    for (int i = 0; i < threads_; ++i) sum += shares_[i].done.load(std::memory_order_acquire);
+    return sum;
+  }
+
+  // Claims one chunk of a share and runs it; false when none is left. A job's fields change only once all its chunks are
+  // done, and its number is part of the ticket, so a successful exchange proves that the fields read before belong to it.
+  bool claim_and_run(int owner, int index) {
+    uint64_t ticket = shares_[owner].ticket.load(std::memory_order_acquire);
     for (;;) {
       const uint32_t left = static_cast<uint32_t>(ticket);
       if (left == 0) return false;
       const Body body = body_.load(std::memory_order_relaxed);
       const void* context = context_.load(std::memory_order_relaxed);
-      const int64_t n = n_.load(std::memory_order_relaxed);
-      const int64_t grain = grain_.load(std::memory_order_relaxed);
-      if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
-      const int64_t begin = ((n + grain - 1) / grain - left) * grain;
+      const int64_t n = n_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
+      const uint32_t chunks = chunks_.load(std::memory_order_relaxed);
+      if (!shares_[owner].ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
+      const int64_t begin = (first_chunk(chunks, owner + 1) - left) * grain;
       body(context, begin, std::min(n, begin + grain), index);
-      pending_.fetch_sub(1, std::memory_order_release);
+      shares_[index].done.fetch_add(1, std::memory_order_release);
       return true;
+    }
+  }
+
+  void work_on_job(int index) {
+    for (int i = 0; i < threads_; ++i) {
+      while (claim_and_run((index + i) % threads_, index)) {
+      }
     }
   }
 
@@ -127,8 +156,7 @@ class Pool {
     for (;;) {
       wait_for_job(seen);
       seen = job_.load(std::memory_order_acquire);
-      while (claim_and_run(index)) {
-      }
+      work_on_job(index);
     }
   }
 
@@ -151,14 +179,13 @@ class Pool {
   }
 
   const int threads_;
+  Share* const shares_;
   std::mutex submit_;
-  // Workers write ticket_ and pending_ while others read the rest, hence the separate cache lines.
   alignas(64) std::atomic<uint32_t> job_{0};
   std::atomic<Body> body_{nullptr};
   std::atomic<const void*> context_{nullptr};
   std::atomic<int64_t> n_{0}, grain_{1};
-  alignas(64) std::atomic<uint64_t> ticket_{0};
-  alignas(64) std::atomic<uint32_t> pending_{0};
+  std::atomic<uint32_t> chunks_{0};
 };
 
 }  // namespace

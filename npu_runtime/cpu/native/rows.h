@@ -6,8 +6,14 @@
 
 namespace npu {
 
-// Elements that one thread gets through in about the time that a second one needs to join.
-inline constexpr int64_t kSerialElements = 16384;
+// Elements that one thread gets through in about the time that a second one needs to join; and how few a chunk may have.
+inline constexpr int64_t kSerialElements = 16384, kLeastElements = 2048;
+
+// Rows of n elements in a chunk: a few chunks for each thread, so that all end at about the same time.
+inline int64_t rows_in_chunk(int64_t rows, int64_t n) {
+  if (rows * n <= kSerialElements) return rows;
+  return std::max(divide_up(rows, 4 * num_threads()), divide_up(kLeastElements, n));
+}
 
 // Calls body(i, j, k, begin, end) such that the runs [begin, end) of the last dimension cover the whole index space.
 // Runs end on multiples of 16 or at the dimension's end.
@@ -22,7 +28,7 @@ NPU_INLINE void for_runs(const int64_t (&size)[4], const F& body) {
     return;
   }
   const int64_t runs = divide_up(n, kSerialElements), length = round_up(divide_up(n, runs), kLanes);
-  parallel_for(rows * runs, std::max<int64_t>(1, kSerialElements / 2 / length), [&](int64_t begin, int64_t end, int) {
+  parallel_for(rows * runs, rows_in_chunk(rows * runs, length), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i % runs * length;
       if (first < n) run(i / runs, first, std::min(n, first + length));
@@ -33,8 +39,7 @@ NPU_INLINE void for_runs(const int64_t (&size)[4], const F& body) {
 // Calls body(row) for every row of a matrix whose rows belong together.
 template <class F>
 NPU_INLINE void for_rows(int64_t rows, int64_t n, const F& body) {
-  const int64_t grain = rows * n <= kSerialElements ? rows : std::max<int64_t>(1, kSerialElements / 2 / n);
-  parallel_for(rows, grain, [&](int64_t begin, int64_t end, int) {
+  parallel_for(rows, rows_in_chunk(rows, n), [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin; row < end; ++row) body(row);
   });
 }
