@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import zlib
@@ -24,6 +25,12 @@ os.environ.setdefault("NPU_SIM_TUNE", "0")
 
 settings.register_profile("npu", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("npu")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over the modules and the thousands of tests time and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure() -> None:

@@ -89,15 +89,13 @@ def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("llama of odd sizes", "float16"), ("llama of many heads", "bfloat16"), ("llama of long rows", "bfloat16")],
+    ("name", "dtype", "turn"),
+    [("llama of odd sizes", "float16", 0), ("llama of many heads", "bfloat16", 1), ("llama of long rows", "bfloat16", 2)],
 )
-def test_it_compiles_for_every_architecture(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_compiles(name: str, dtype: str, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
     plan = plan_of(name, 1, dtype)
-    cuda_toolchain.compile_sources(
-        {call.source: plan.sources[call.source] for call in plan.calls if call.kernel == RESIDENT}
-    )
+    cuda_toolchain.compile_in_turn(resident_sources(plan), turn)
 
 
 def resident_sources(plan: ExecutionPlan) -> list[str]:
@@ -128,7 +126,7 @@ def test_what_is_read_before_the_barrier_besides_the_mailbox_is_older_than_the_l
 
 
 def test_values_that_are_no_whole_pairs_of_packs_compile() -> None:
-    cuda_toolchain.compile_sources(wired_program(NarrowValues, CUDACodegenTarget()).plan.sources)
+    cuda_toolchain.compile_in_turn(wired_program(NarrowValues, CUDACodegenTarget()).plan.sources.values())
 
 
 @pytest.mark.gpu

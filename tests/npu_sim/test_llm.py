@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_gpu import DEVICES, PROBLEM
-from cuda_toolchain import compile_sources
+from cuda_toolchain import compile_in_turn
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
 from safetensors.torch import load_file, save_file
@@ -424,7 +424,7 @@ def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compile
     assert ours[:logits] == theirs[:logits] and ours[logits][0] == RESIDENT
     assert len(ours) - logits <= 26 and RESIDENT not in dict(ours[logits + 1 :])
     behind = {source: sampling.sources[source] for _, source in ours[logits + 1 :]}
-    compile_sources(behind)
+    compile_in_turn(behind.values())
 
 
 def test_drawing_takes_the_likeliest_first_however_many_there_are(rng: np.random.Generator) -> None:
