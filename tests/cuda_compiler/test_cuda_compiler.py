@@ -298,9 +298,9 @@ def test_the_sources_of_models_compile() -> None:
 @pytest.mark.parametrize("tokens", [1, 128])
 def test_qwen_needs_few_sources_whatever_its_depth_and_they_compile(tokens: int) -> None:
     pytest.importorskip("transformers", reason="the model comes from Hugging Face")
-    from benchmarks.dispatches import step_graph
+    from traces import qwen_step
 
-    plans = [npu_compiler.compile(step_graph(tokens, layers), target=TARGET).plan for layers in (2, 3)]
+    plans = [npu_compiler.compile(qwen_step(tokens, layers), target=TARGET).plan for layers in (2, 3)]
     # A resident kernel lists its steps, so it is another one for another depth.
     two, three = ({call.source for call in plan.calls if call.kernel != RESIDENT} for plan in plans)
     assert two == three and len(two) < 25
