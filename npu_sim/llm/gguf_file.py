@@ -44,7 +44,7 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
     from gguf import GGUFReader
     from transformers import PreTrainedTokenizerFast
 
-    class Reader(GGUFReader):  # type: ignore[misc]
+    class Reader(GGUFReader):
         """Reads from a plain array: the hundred thousands of slices of a `np.memmap` would take seconds."""
 
         data = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", np.asarray(mapped)))
