@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_compiler import CompiledProgram, compile
+from npu_compiler import CompiledProgram, compile, read_ir
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.program.describe import summary
 from npu_sim.llm import Checkpoint, extract_graph
@@ -95,10 +95,10 @@ class Row:
 
 def measure(ir: dict[str, Any]) -> tuple[list[Row], Traffic]:
     """Compile the step without fusions, then with one more of `FUSIONS` at a time in the order of their application."""
-    names = list(FUSIONS)
+    graph, names = read_ir(ir), list(FUSIONS)
     rows = []
     for count in range(len(names) + 1):
-        program = compile(ir, disabled_fusions=names[count:])
+        program = compile(graph, disabled_fusions=names[count:])
         figures = summary(program.plan)
         launches, moved = int(figures["kernel launches"]), int(figures["bytes moved"])
         rows.append(Row(names[count - 1] if count else "none", launches, moved))

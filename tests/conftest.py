@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+import tempfile
 import zlib
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
+import traces
 from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, settings
 
@@ -26,8 +29,18 @@ settings.register_profile("npu", deadline=None, print_blob=True, suppress_health
 settings.load_profile("npu")
 
 
-def pytest_configure() -> None:
-    """Share torch's threads out among pytest's workers."""
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over the modules and the thousands of tests time and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share torch's threads out among pytest's workers, and give these a folder for what they trace."""
+    if not hasattr(config, "workerinput"):
+        folder = tempfile.TemporaryDirectory(prefix="traces-")
+        os.environ[traces.FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 

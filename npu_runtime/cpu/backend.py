@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
 from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
+from npu_runtime.cpu.native.levels import forced_level
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.pieces import in_pieces
 from npu_runtime.torch_arrays import tensor_to_numpy
@@ -70,6 +74,11 @@ class CPUBuffer(DeviceBuffer):
         return self.tensor().__dlpack_device__()
 
 
+def _build_kernels() -> None:
+    with contextlib.suppress(Exception):  # which whoever asks for the kernels meets again
+        native_available()
+
+
 class CPUBackend(Backend):
     """Runs the op-level program on the CPU.
 
@@ -77,22 +86,32 @@ class CPUBackend(Backend):
         native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`. Without them PyTorch's
             optimized kernels run on float32 copies of the weights.
         tune: Choose between native and PyTorch's kernels by measuring them; by default unless `NPU_SIM_TUNE=0`.
-
-    Attributes:
-        choices: The table of what was measured on this machine.
     """
 
     config: TargetConfig = OP_LEVEL
     runs_targets = (OP_LEVEL.name, METAL_GPU.name)
 
     def __init__(self, native: bool | None = None, tune: bool | None = None) -> None:
-        wanted = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
-        # The first process on a machine compiles the native kernels; that belongs here, not in a run.
-        self.native = wanted and native_available()
-        self._is_slower_than_wanted = wanted and not self.native
+        self._wants_native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
         self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
-        self.choices = ChoiceTable(machine(self.native))
-        self._tuner = Tuner(self.choices)
+        if self._wants_native:
+            forced_level()  # which may be none that can be had
+            # The first process on a machine compiles the native kernels; it can trace and compile a model meanwhile.
+            threading.Thread(target=_build_kernels, daemon=True).start()
+
+    @functools.cached_property
+    def native(self) -> bool:
+        """Whether there are native kernels and they are wanted; waits for their compilation."""
+        return self._wants_native and native_available()
+
+    @functools.cached_property
+    def choices(self) -> ChoiceTable:
+        """The table of what was measured on this machine."""
+        return ChoiceTable(machine(self.native))
+
+    @functools.cached_property
+    def _tuner(self) -> Tuner:
+        return Tuner(self.choices)
 
     @property
     def device(self) -> str:
@@ -107,9 +126,13 @@ class CPUBackend(Backend):
             raise MemoryError(str(error)) from error
         return CPUBuffer(shape, alloc_shape, dtype, flat)
 
+    def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Waits for the native kernels, so that no run does."""
+        _ = self.native
+
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         sources, targets = [bind(x) for x in inputs], [bind(x) for x in outputs]
-        if self._is_slower_than_wanted:
+        if self._wants_native and not self.native:
             _warn_of_missing_kernels()
         bound = BoundCall(call, sources, targets, inputs)
         implementations = candidates(bound, self.native)

@@ -44,7 +44,12 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
     from gguf import GGUFReader
     from transformers import PreTrainedTokenizerFast
 
-    reader = GGUFReader(path)
+    class Reader(GGUFReader):
+        """Reads from a plain array: the hundred thousands of slices of a `np.memmap` would take seconds."""
+
+        data = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", np.asarray(mapped)))
+
+    reader = Reader(path)
 
     def field(key: str, default: Any = None) -> Any:
         return reader.fields[key].contents() if key in reader.fields else default

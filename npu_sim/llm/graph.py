@@ -1,5 +1,6 @@
 """The graphs of a language model, prefill and decode: traced from the Hugging Face module without weights, compiled."""
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ def meta_model(checkpoint: Checkpoint) -> Any:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                _whole(checkpoint.config),
+                copy.deepcopy(_whole(checkpoint.config)),  # transformers writes the dtype into it
                 dtype=getattr(torch, checkpoint.dtype),
                 attn_implementation="sdpa",
                 trust_remote_code=False,

@@ -13,7 +13,7 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
-from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of
+from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of, step_of
 from cuda_wirings import WIRED, AddsItsInput, NarrowValues, Wired, check_wired, wired_program
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -26,7 +26,6 @@ from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler import CompiledProgram
 from npu_compiler.program.plan import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
-from npu_sim.llm import extract_graph
 from npu_sim.llm.graph import state_with_buffers
 
 LONG_BYTES = 150_000  # so that some of the small models' weights are long ones
@@ -53,7 +52,7 @@ def test_many_rows_go_to_ordinary_kernels() -> None:
 
 
 def test_a_gpu_with_little_shared_memory_gets_ordinary_kernels() -> None:
-    ir = extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)
+    ir = step_of("llama", 1)
     targets = CUDACodegenTarget(), CUDACodegenTarget(shared_memory=48 * 1024)
     has = [any(c.kernel == RESIDENT for c in npu_compiler.compile(ir, target=target).plan.calls) for target in targets]
     assert has == [True, False]
@@ -73,7 +72,7 @@ def test_layers_of_equal_shape_share_their_code() -> None:
 
 
 def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
-    plan = npu_compiler.compile(extract_graph(checkpoint("llama", "bfloat16"), 1, CACHE)).plan
+    plan = npu_compiler.compile(step_of("llama", 1)).plan
     at = [index for index, call in enumerate(plan.calls) if call.kernel == "attention_kernel"]
     first, (rope, _, second) = plan.calls[at[0]], plan.calls[at[1] - 2 : at[1] + 1]
     # As if the second layer attended to the first one's cache, and had none of its own.
@@ -89,15 +88,17 @@ def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("llama of odd sizes", "float16"), ("llama of many heads", "bfloat16"), ("llama of long rows", "bfloat16")],
+    ("name", "dtype", "turn"),
+    [
+        ("llama of odd sizes", "float16", 0),
+        ("llama of many heads", "bfloat16", 1),
+        ("llama of long rows", "bfloat16", 2),
+    ],
 )
-def test_it_compiles_for_every_architecture(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_compiles(name: str, dtype: str, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident_phases, "_LONG_BYTES", LONG_BYTES)
     plan = plan_of(name, 1, dtype)
-    cuda_toolchain.compile_sources(
-        {call.source: plan.sources[call.source] for call in plan.calls if call.kernel == RESIDENT}
-    )
+    cuda_toolchain.compile_in_turn(resident_sources(plan), turn)
 
 
 def resident_sources(plan: ExecutionPlan) -> list[str]:
@@ -128,7 +129,7 @@ def test_what_is_read_before_the_barrier_besides_the_mailbox_is_older_than_the_l
 
 
 def test_values_that_are_no_whole_pairs_of_packs_compile() -> None:
-    cuda_toolchain.compile_sources(wired_program(NarrowValues, CUDACodegenTarget()).plan.sources)
+    cuda_toolchain.compile_in_turn(wired_program(NarrowValues, CUDACodegenTarget()).plan.sources.values())
 
 
 @pytest.mark.gpu
@@ -199,7 +200,7 @@ def test_it_does_what_the_calls_do(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=getattr(torch, dtype))
     source = checkpoint(name, dtype, {key: value.detach() for key, value in model.state_dict().items()})
-    ir, state = extract_graph(source, tokens, CACHE), state_with_buffers(source)
+    ir, state = step_of(name, tokens, dtype), state_with_buffers(source)
     cpu, gpu = CPUBackend(), cuda_gpu.cuda_backends()[0]
     expected = npu_compiler.compile(ir, target=cpu.target, compute_dtype=dtype)
     program = npu_compiler.compile(ir, target=gpu.target, compute_dtype=dtype)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from cuda_sources import GRAPHS, sources
-from cuda_toolchain import architectures, compile_sources
+from cuda_toolchain import architectures, compile_in_turn
 
 SHARE = 36
 
@@ -16,6 +16,5 @@ SHARE = 36
 def test_the_sources_of_a_model_compile(name: str) -> None:
     archs, found = architectures(), sources(name)
     assert found
-    for turn, arch in enumerate(archs):
-        chosen = {key: text for key, text in found.items() if int(key, 16) % (SHARE * len(archs)) == turn}
-        compile_sources(chosen, (arch,))
+    for turn in range(len(archs)):
+        compile_in_turn((text for key, text in found.items() if int(key, 16) % (SHARE * len(archs)) == turn), turn)

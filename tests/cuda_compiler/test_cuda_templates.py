@@ -62,13 +62,16 @@ QWEN_ATTENTION = [
 ]
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "capability"), [("bfloat16", 90), ("float16", 80), ("float32", 90)])
 def test_sources_compile(dtype: str, capability: int) -> None:
     sources = {}
     for case in (*QWEN_PRODUCTS[2:], *QWEN_ATTENTION[2:]):
         sources.update(expand(case, dtype, capability=capability)[1].sources)
-    cuda_toolchain.compile_sources(sources)
+    cuda_toolchain.compile_in_turn(sources.values(), start=DTYPES.index(dtype))
 
 
 @pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], QWEN_ATTENTION[0], *QWEN_ATTENTION[3:]], ids=lambda case: case.name)

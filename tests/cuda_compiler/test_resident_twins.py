@@ -107,7 +107,7 @@ def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: 
 
 @pytest.mark.parametrize("kind", PHASES)
 def test_the_phases_compile(kind: str) -> None:
-    cuda_toolchain.compile_sources(resident(PHASES[kind]("float16", 0, 1))[1].sources)
+    cuda_toolchain.compile_sources(resident(PHASES[kind]("float16", 0, 1))[1].sources.values())
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ from zoo_runs import (
     draw,
     extract,
     extracted,
+    extracted_in_bfloat16,
     run_compiled,
     run_partitioned,
     run_torch,
@@ -84,7 +85,7 @@ def test_extraction_without_gradients_agrees_too(name: str, device: str, seed: i
 def test_bfloat16_models_agree_in_their_own_dtype(name: str, device: str, seed: int) -> None:
     model = copy.deepcopy(build(name)).to(torch.bfloat16)
     samples = [[x.bfloat16() if x.is_floating_point() else x for x in sample] for sample in draw(name, seed)]
-    plan = partition(extract(model, samples[0]))
+    plan = partition(extracted_in_bfloat16(name))
     assert plan.compute_dtype == "bfloat16"
     reference, half = run_torch(model, torch.float32, samples), run_torch(model, torch.bfloat16, samples)
     check(run_partitioned(plan, weights_of(model), samples, opened(device)), reference, half, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import threading
 from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -510,3 +511,11 @@ def test_native_kernels_can_be_switched_off_by_the_environment(monkeypatch: pyte
     monkeypatch.setitem(os.environ, "NPU_SIM_NATIVE", "0")
     assert not CPUBackend().native and CPUBackend(native=True).native
     assert CPUBackend().device.endswith("threads, torch kernels")
+
+
+def test_the_cpu_device_opens_while_its_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr("npu_runtime.cpu.backend.native_available", lambda: compiled.wait(60))
+    backend = CPUBackend(native=True)
+    compiled.set()
+    assert backend.native

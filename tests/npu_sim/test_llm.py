@@ -1,5 +1,6 @@
 """Language models: the graphs, the KV cache, sampling, streaming, and agreement with Hugging Face."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import traces
 from cuda_gpu import DEVICES, PROBLEM
-from cuda_toolchain import compile_sources
+from cuda_toolchain import compile_in_turn
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
 from safetensors.torch import load_file, save_file
@@ -42,6 +44,7 @@ from npu_sim.llm import (
     make_sampler,
     probabilities,
 )
+from npu_sim.llm.graph import meta_model
 from npu_sim.llm.modules import drawn
 from npu_sim.llm.sampling import draw
 from npu_sim.llm.tokenizer import StoredTokenizer, load_tokenizer
@@ -55,10 +58,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One cache of programs for this file's tests, away from the user's."""
+def program_cache() -> Iterator[None]:
+    """One cache of programs for this file's tests in all of pytest's workers, away from the user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_CACHE", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
         yield
 
 
@@ -424,7 +427,7 @@ def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compile
     assert ours[:logits] == theirs[:logits] and ours[logits][0] == RESIDENT
     assert len(ours) - logits <= 26 and RESIDENT not in dict(ours[logits + 1 :])
     behind = {source: sampling.sources[source] for _, source in ours[logits + 1 :]}
-    compile_sources(behind)
+    compile_in_turn(behind.values())
 
 
 def test_drawing_takes_the_likeliest_first_however_many_there_are(rng: np.random.Generator) -> None:
@@ -456,6 +459,13 @@ print("torch" in sys.modules, "transformers" in sys.modules)
         for _ in range(2)
     ]
     assert [start.split() for start in starts] == [["True", "True"], ["False", "False"]]
+
+
+def test_building_a_model_does_not_change_where_its_programs_are_cached() -> None:
+    config = tiny_config("llama")
+    before = config.to_dict()
+    meta_model(Checkpoint("tiny", config, {}, "bfloat16", lambda: None))
+    assert config.to_dict() == before
 
 
 @EVERY_DEVICE
@@ -688,10 +698,10 @@ def smollm2() -> Checkpoint:
 @pytest.fixture(scope="module")
 def smollm2_in_pytorch(smollm2: Checkpoint) -> list[torch.nn.Module]:
     """The model in float32 and in bfloat16."""
-    modules = []
+    modules, state = [], dict(smollm2.state)
     for dtype in (torch.float32, torch.bfloat16):
         module = transformers.AutoModelForCausalLM.from_config(smollm2.config, dtype=dtype).eval()
-        module.load_state_dict({key: value.to(dtype) for key, value in smollm2.state.items()}, strict=False)
+        module.load_state_dict(state, strict=False)
         module.tie_weights()
         modules.append(module)
     return modules
@@ -715,9 +725,9 @@ def test_smollm2_generates_what_pytorch_generates(
 ) -> None:
     model = LanguageModel(smollm2, cache_length=128, chunk=64, device=device)
     questions = ["What is the capital of France?", "Write a haiku about the sea.", "Explain what a compiler does."]
-    length = 64
+    length = 32
     if device == METAL_DEVICE:  # the emulator takes seconds for a token
-        questions, length = questions[:1], 8
+        questions, length = questions[:1], 4
     for question in questions:
         prompt = chat_prompt(model, question)
         model.reset()

@@ -1,6 +1,7 @@
 """Qwen2.5-1.5B's real configuration: compiled whole from the meta device, and run as a cut of two layers."""
 
 import secrets
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,12 +9,15 @@ import torch
 from cuda_gpu import DEVICES
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
+from traces import qwen_step
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import npu_compiler
-from benchmarks.dispatches import CACHE_LENGTH, DOCUMENT, LAYERS, PROMPT, measure, qwen, step_graph, table, traffic
+from benchmarks.dispatches import CACHE_LENGTH, DOCUMENT, LAYERS, PROMPT, measure, qwen, table, traffic
 from npu_compiler.program.describe import summary
 from npu_sim.llm import Checkpoint, LanguageModel
+
+SHORT_PROMPT = 32
 
 
 def checkpoint(config: Qwen2Config, state: dict[str, torch.Tensor]) -> Checkpoint:
@@ -22,7 +26,7 @@ def checkpoint(config: Qwen2Config, state: dict[str, torch.Tensor]) -> Checkpoin
 
 @pytest.mark.parametrize(("tokens", "per_layer"), [(PROMPT, 10), (1, 9)], ids=["prefill", "decode"])
 def test_the_real_configuration_is_one_partition_with_donated_caches(tokens: int, per_layer: int) -> None:
-    ir = step_graph(tokens)
+    ir = qwen_step(tokens)
     plan = npu_compiler.partition(ir)
     assert [part.device for part in plan.partitions] == ["npu"]
     program = npu_compiler.compile(ir)
@@ -33,7 +37,7 @@ def test_the_real_configuration_is_one_partition_with_donated_caches(tokens: int
 
 
 def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> None:
-    program = npu_compiler.compile(step_graph(1))
+    program = npu_compiler.compile(qwen_step(1))
     figures, least = summary(program.plan), traffic(program)
     assert int(figures["kernel launches"]) <= 300
     assert least.weights == figures["weight bytes"]
@@ -44,34 +48,56 @@ def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [PROMPT, 1], ids=["prefill", "decode"])
 def test_the_page_on_fusions_says_what_the_compiler_does(tokens: int) -> None:
-    rows, least = measure(step_graph(tokens))
+    rows, least = measure(qwen_step(tokens))
     assert rows[0].launches > rows[-1].launches
     assert "\n".join(table(rows, least.floor)) in DOCUMENT.read_text(encoding="utf-8"), (
         "run python -m benchmarks.dispatches"
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
-def test_a_cut_of_two_layers_is_as_good_as_pytorch(device: str) -> None:
+@dataclass(frozen=True)
+class Cut:
+    """Two layers of the real sizes with a smaller vocabulary, and PyTorch's logits for some texts.
+
+    Attributes:
+        texts: [texts, SHORT_PROMPT + 1].
+        in_float32, in_bfloat16: [texts, 2, vocabulary], after each prompt and after the token that follows it.
+    """
+
+    checkpoint: Checkpoint
+    texts: list[list[int]]
+    in_float32: np.ndarray
+    in_bfloat16: np.ndarray
+    seed: int
+
+
+@pytest.fixture(scope="module")
+def cut() -> Cut:
     seed = secrets.randbits(32)
     torch.manual_seed(seed)
     config = qwen(2)
+    config.vocab_size = 20_000
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    texts = np.random.default_rng(seed).integers(0, config.vocab_size, (MIN_DRAWS, PROMPT + 1)).tolist()
+    texts = np.random.default_rng(seed).integers(0, config.vocab_size, (MIN_DRAWS, SHORT_PROMPT + 1)).tolist()
 
-    def in_pytorch() -> np.ndarray:
-        """Logits [texts, 2, vocab] after each prompt and after the token that follows it."""
+    def logits() -> np.ndarray:
         with torch.no_grad():
             found = [model(torch.tensor([tokens]), logits_to_keep=2).logits[0] for tokens in texts]
         return torch.stack(found).float().numpy()
 
+    state, in_bfloat16 = model.state_dict(), logits()
+    model.float()
+    return Cut(checkpoint(config, state), texts, logits(), in_bfloat16, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [*DEVICES, METAL_DEVICE])
+def test_a_cut_of_two_layers_is_as_good_as_pytorch(cut: Cut, device: str) -> None:
+    ours = LanguageModel(cut.checkpoint, device=device, cache_length=512, chunk=SHORT_PROMPT)
+
     def on_device(tokens: list[int]) -> list[np.ndarray]:
         ours.reset()
-        return [ours.prefill(tokens[:PROMPT]), ours.decode(tokens[PROMPT])]
+        return [ours.prefill(tokens[:SHORT_PROMPT]), ours.decode(tokens[SHORT_PROMPT])]
 
-    ref_16bit = in_pytorch()
-    ours = LanguageModel(checkpoint(config, model.state_dict()), device=device, cache_length=CACHE_LENGTH)
-    logits = np.array([on_device(tokens) for tokens in texts])
-    model.float()
-    assert_design6(logits, in_pytorch(), ref_16bit, seed=seed)
+    logits = np.array([on_device(tokens) for tokens in cut.texts])
+    assert_design6(logits, cut.in_float32, cut.in_bfloat16, seed=cut.seed)

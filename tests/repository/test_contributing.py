@@ -24,7 +24,7 @@ PACKAGES = (
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 EDIT = re.compile(r"(Append\s+to|New\s+file)\s+`([^`]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Compiled for every architecture by NVRTC, which needs no GPU.
-COMPILE_CUDA = "\nfrom cuda_toolchain import compile_sources\ncompile_sources(program.plan.sources)\n"
+COMPILE_CUDA = "\nfrom cuda_toolchain import compile_sources\ncompile_sources(program.plan.sources.values())\n"
 
 
 def edits() -> list[tuple[str, str, str]]:

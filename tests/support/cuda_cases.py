@@ -25,8 +25,9 @@ def linear(m: int, n: int, k: int, **options: object) -> Case:
 
 def cached(queries: int, keys: int, attended: int, *, heads: int = 12, width: int = 128, dtype: str = "bool") -> Case:
     """Grouped-query attention to the first keys of a cache, under a mask that all heads share."""
-    allowed = np.broadcast_to(np.arange(keys) < attended, (1, heads, queries, keys))
-    values = allowed if dtype == "bool" else np.where(allowed, 0.0, -math.inf)
+    allowed = np.arange(keys) < attended
+    row = allowed if dtype == "bool" else np.where(allowed, 0.0, -math.inf)
+    values = np.broadcast_to(row, (1, heads, queries, keys))
     mask = T((1, heads, queries, keys), dtype, (queries * keys, 0, keys, 1), values=values)
     return attention_cases.attention(
         f"cache-{queries}-{attended}-of-{keys}-{dtype}", queries, keys, width, heads=(heads, heads // 6), mask=mask
@@ -159,11 +160,17 @@ def first_keys(keys: int, attended: int, dtype: str) -> np.ndarray:
     return allowed if dtype == "bool" else np.where(allowed, 0.0, attention_cases.LOWEST[dtype])
 
 
+def known_to_first(shape: tuple[int, ...], attended: int, dtype: str) -> np.ndarray:
+    """A cache [1, heads, keys, width] whose keys behind the attended ones are NaN."""
+    cache = np.cos(np.arange(math.prod(shape), dtype=np.float64) ** 2).reshape(shape)
+    cache[:, :, attended:] = np.nan
+    return cache
+
+
 def unread(queries: int, keys: int, attended: int, dtype: str, heads: tuple[int, int]) -> Case:
     """Attention to the first keys of a cache whose other keys and values are NaN, under a mask that excludes them."""
     shape = (1, heads[1], keys, 64)
-    cache = np.cos(np.arange(math.prod(shape), dtype=np.float64) ** 2).reshape(shape)
-    cache[:, :, attended:] = np.nan
+    cache = partial(known_to_first, shape, attended)
     case = attention_cases.attention(
         f"unread-{queries}-{dtype}",
         queries,

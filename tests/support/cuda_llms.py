@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from traces import traced
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 import npu_compiler
@@ -56,6 +58,10 @@ def checkpoint(name: str, dtype: str, state: dict[str, torch.Tensor] | None = No
     return Checkpoint(name, CONFIGS[name], state or {}, dtype, load_tokenizer=lambda: None)
 
 
+@cache
+def step_of(name: str, tokens: int, dtype: str = "bfloat16") -> dict[str, Any]:
+    return traced(f"{name} {tokens} {dtype}", lambda: extract_graph(checkpoint(name, dtype), tokens, CACHE))
+
+
 def plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
-    ir = extract_graph(checkpoint(name, dtype), tokens, CACHE)
-    return npu_compiler.compile(ir, target=CUDACodegenTarget()).plan
+    return npu_compiler.compile(step_of(name, tokens, dtype), target=CUDACodegenTarget()).plan

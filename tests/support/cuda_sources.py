@@ -7,7 +7,6 @@ Needs NVRTC and no GPU.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,32 +16,30 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
 from cuda_toolchain import HOPPER_ONLY, compile_sources  # noqa: E402
+from traces import qwen_step  # noqa: E402
 from zoo import ZOO  # noqa: E402
-from zoo_runs import IN_BFLOAT16, build, draw, extract, extracted  # noqa: E402
+from zoo_runs import IN_BFLOAT16, extracted, extracted_in_bfloat16  # noqa: E402
 
 import npu_compiler  # noqa: E402
-from benchmarks.dispatches import PROMPT, step_graph  # noqa: E402
+from benchmarks.dispatches import PROMPT  # noqa: E402
 from cuda_compiler import CUDACodegenTarget  # noqa: E402
-from npu_compiler import partition  # noqa: E402
+from npu_compiler import PartitionPlan, partition  # noqa: E402
 from npu_sim.llm import Checkpoint, extract_graph  # noqa: E402
 from npu_sim.vision import extract_model_ir, find_model  # noqa: E402
 
-
-def _in_bfloat16(name: str) -> Any:
-    inputs = [x.bfloat16() if x.is_floating_point() else x for x in draw(name, 0)[0]]
-    return extract(copy.deepcopy(build(name)).to(torch.bfloat16), inputs)
+# Language models are cut to four layers: equal ones share their sources.
+LAYERS = 4
 
 
 def _smollm2(tokens: int) -> Any:
-    """A step of SmolLM2-135M, cut to four layers: equal ones share their sources."""
+    """A step of SmolLM2-135M."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=4,
+        num_hidden_layers=LAYERS,
         num_attention_heads=9,
         num_key_value_heads=3,
         vocab_size=49152,
@@ -56,10 +53,10 @@ def _smollm2(tokens: int) -> Any:
 
 GRAPHS: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: extracted(name) for name in ZOO},  # type: ignore[misc]
-    **{f"{name}-bfloat16": lambda name=name: _in_bfloat16(name) for name in IN_BFLOAT16},  # type: ignore[misc]
-    "qwen2.5-decode": lambda: step_graph(1),
-    "qwen2.5-prefill": lambda: step_graph(PROMPT),
-    "qwen2.5-long-prefill": lambda: step_graph(512, layers=2),
+    **{f"{name}-bfloat16": lambda name=name: extracted_in_bfloat16(name) for name in IN_BFLOAT16},  # type: ignore[misc]
+    "qwen2.5-decode": lambda: qwen_step(1, LAYERS),
+    "qwen2.5-prefill": lambda: qwen_step(PROMPT, LAYERS),
+    "qwen2.5-long-prefill": lambda: qwen_step(512, LAYERS),
     "smollm2-decode": lambda: _smollm2(1),
     "smollm2-prefill": lambda: _smollm2(PROMPT),
     **{
@@ -71,14 +68,14 @@ GRAPHS: dict[str, Callable[[], Any]] = {
 
 def sources(name: str) -> dict[str, str]:
     """The sources of all that a model runs on the device, by name; those for older GPUs too, where they are others."""
-    found = _sources_for(name, CUDACodegenTarget())
+    plan = partition(GRAPHS[name]())
+    found = _sources_for(plan, CUDACodegenTarget())
     if any(HOPPER_ONLY in text for text in found.values()):
-        found |= _sources_for(name, CUDACodegenTarget(capability=80))
+        found |= _sources_for(plan, CUDACodegenTarget(capability=80))
     return found
 
 
-def _sources_for(name: str, target: CUDACodegenTarget) -> dict[str, str]:
-    plan = partition(GRAPHS[name]())
+def _sources_for(plan: PartitionPlan, target: CUDACodegenTarget) -> dict[str, str]:
     on_device = [part.ir_dict for part in plan.partitions if part.device == "npu"]
     programs = [npu_compiler.compile(ir, target, compute_dtype=plan.compute_dtype) for ir in on_device]
     return {key: text for program in programs for key, text in program.plan.sources.items()}
@@ -89,7 +86,7 @@ def main(wanted: list[str]) -> int:
     for name in wanted or GRAPHS:
         found |= sources(name)
     print(f"{len(found)} sources of {len(wanted or GRAPHS)} models", flush=True)
-    compile_sources(found)
+    compile_sources(found.values())
     print("all compile for every architecture")
     return 0
 

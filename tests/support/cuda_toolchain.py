@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -47,15 +47,37 @@ def architectures() -> tuple[int, ...]:
     pytest.skip("needs NVRTC (pip install nvidia-cuda-nvrtc-cu12)")
 
 
-def compile_sources(sources: Mapping[str, str], archs: tuple[int, ...] | None = None) -> None:
+def compile_sources(sources: Iterable[str]) -> None:
     """Compile every source to machine code for every architecture that it is made for.
 
     Raises:
         AssertionError: one does not compile; with the compiler's log.
     """
-    archs = architectures() if archs is None else archs
+    _compile([(text, arch) for text in sources for arch in architectures() if _is_for(text, arch)])
+
+
+def compile_in_turn(sources: Iterable[str], start: int = 0) -> None:
+    """Compile every source for one of the architectures that it is made for, the next source for the next one.
+
+    Args:
+        start: Where the turns begin, so that several calls with alike sources differ.
+
+    Raises:
+        AssertionError: one does not compile; with the compiler's log.
+    """
+    jobs = []
+    for turn, text in enumerate(sources, start):
+        archs = [arch for arch in architectures() if _is_for(text, arch)]
+        jobs += [(text, archs[turn % len(archs)])] if archs else []
+    _compile(jobs)
+
+
+def _is_for(text: str, arch: int) -> bool:
+    return arch == 90 or HOPPER_ONLY not in text
+
+
+def _compile(jobs: Sequence[tuple[str, int]]) -> None:
     with ThreadPoolExecutor() as pool:
-        jobs = [(text, a) for text in sources.values() for a in archs if a == 90 or HOPPER_ONLY not in text]
         logs = list(pool.map(lambda job: compile_log(*job), jobs))
     failed = [log for log in logs if log]
     assert not failed, f"{len(failed)} of {len(logs)} do not compile, the first:\n{failed[0]}"

@@ -12,6 +12,7 @@ import torch
 import torch_ir
 from numerics import MIN_DRAWS, assert_design6
 from torch import Tensor, nn
+from traces import traced
 from zoo import ZOO
 
 import npu_compiler
@@ -47,7 +48,16 @@ def build(name: str) -> nn.Module:
 
 @cache
 def extracted(name: str) -> Any:
-    return extract(build(name), draw(name, 0)[0])
+    return traced(name, lambda: extract(build(name), draw(name, 0)[0]).to_dict())
+
+
+@cache
+def extracted_in_bfloat16(name: str) -> Any:
+    def extract_it() -> dict[str, Any]:
+        inputs = [x.bfloat16() if x.is_floating_point() else x for x in draw(name, 0)[0]]
+        return extract(copy.deepcopy(build(name)).to(torch.bfloat16), inputs).to_dict()  # type: ignore[no-any-return]
+
+    return traced(f"{name} in bfloat16", extract_it)
 
 
 def extract(model: nn.Module, inputs: Sequence[Tensor]) -> Any:

@@ -153,6 +153,8 @@ __device__ __forceinline__ void multiply_stage(
             for (int i = 0; i < 4; i++) {
                 const int row = first_m + 16 * m + lane / 4 + i / 2 * 8;
                 const int column = first_n + 8 * n + lane % 4 * 2 + i % 2;
+// Not all of tile_k: a compiler needs seconds for that.
+#pragma unroll PACK
                 for (int k = 0; k < tile_k; k++) {
                     const float left = to_float(patches[staged(row, k / PACK) + k % PACK]);
                     const float right = to_float(factors[staged(column, k / PACK) + k % PACK]);
