@@ -52,10 +52,10 @@ FLAGS = (
 # Files that are compiled as one, each group in about the same time: a compiler needs up to two seconds for the standard
 # headers alone. Any other file is compiled by itself.
 _UNITS = (
-    ("attention", "rope", "conv"),
-    ("pointwise", "conv_epilogue", "movement"),
-    ("linear", "norm", "pool2d", "conv_depthwise"),
-    ("conv_winograd", "gemm", "matmul", "pool", "runtime"),
+    ("pool2d", "conv_depthwise", "pointwise"),
+    ("conv_winograd", "gemm", "pool", "runtime"),
+    ("linear", "norm", "conv", "conv_epilogue", "matmul"),
+    ("attention", "rope", "movement"),
 )
 _UNFINISHED = "unfinished-"
 

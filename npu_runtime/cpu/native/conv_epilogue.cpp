@@ -21,7 +21,7 @@ NPU_INLINE Vec activate(Vec x) {
   return x;
 }
 
-template <class Out, Activation kind>
+template <Activation kind>
 void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
   const int64_t plane = args.out_h * args.out_w;
   const bool before = args.residual_before_activation;
@@ -30,34 +30,23 @@ void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
     const int64_t index = channel * plane + tile.pixel + row * tile.pixel_step;
     const Vec bias = splat(args.bias[channel]);
     const float* sums = tile.data + row * tile.row_stride;
-    Out* out = reinterpret_cast<Out*>(args.out) + item * args.out_batch_stride + index;
+    const int64_t out = item * args.out_batch_stride + index;
     const int64_t residual = item * args.residual_batch_stride + index;
     if (!args.residual) {
       for_overlapping(tile.columns, [&](int64_t column) __attribute__((always_inline)) {
-        store_n(out + column, activate<kind>(load(sums + column) + bias), tile.columns - column);
+        store_any(args.out, args.out_type, out + column, activate<kind>(load(sums + column) + bias), tile.columns - column);
       });
       continue;
     }
     for (int64_t column = 0; column < tile.columns; column += kLanes) {
       const int64_t count = tile.columns - column;
       const Vec added = load_any(args.residual, args.residual_type, residual + column, count);
-      const Vec sum = load(sums + column) + bias;
-      store_n(out + column, before ? activate<kind>(sum + added) : activate<kind>(sum) + added, count);
+      Vec v = load(sums + column) + bias;
+      if (before) v += added;
+      v = activate<kind>(v);
+      if (!before) v += added;
+      store_any(args.out, args.out_type, out + column, v, count);
     }
-  }
-}
-
-template <class Out>
-void finish_to(const ConvArgs& args, int64_t item, const Tile& tile) {
-  switch (args.activation) {
-    case Activation::none: return finish_as<Out, Activation::none>(args, item, tile);
-    case Activation::relu: return finish_as<Out, Activation::relu>(args, item, tile);
-    case Activation::relu6: return finish_as<Out, Activation::relu6>(args, item, tile);
-    case Activation::hardswish: return finish_as<Out, Activation::hardswish>(args, item, tile);
-    case Activation::silu: return finish_as<Out, Activation::silu>(args, item, tile);
-    case Activation::gelu: return finish_as<Out, Activation::gelu>(args, item, tile);
-    case Activation::hardsigmoid: return finish_as<Out, Activation::hardsigmoid>(args, item, tile);
-    case Activation::sigmoid: return finish_as<Out, Activation::sigmoid>(args, item, tile);
   }
 }
 
@@ -71,7 +60,16 @@ Bounds bounds_of(const ConvArgs& args) {
 }
 
 void finish(const ConvArgs& args, int64_t item, const Tile& tile) {
-  with_type(args.out_type, [&](auto* out) { finish_to<std::remove_pointer_t<decltype(out)>>(args, item, tile); });
+  switch (args.activation) {
+    case Activation::none: return finish_as<Activation::none>(args, item, tile);
+    case Activation::relu: return finish_as<Activation::relu>(args, item, tile);
+    case Activation::relu6: return finish_as<Activation::relu6>(args, item, tile);
+    case Activation::hardswish: return finish_as<Activation::hardswish>(args, item, tile);
+    case Activation::silu: return finish_as<Activation::silu>(args, item, tile);
+    case Activation::gelu: return finish_as<Activation::gelu>(args, item, tile);
+    case Activation::hardsigmoid: return finish_as<Activation::hardsigmoid>(args, item, tile);
+    case Activation::sigmoid: return finish_as<Activation::sigmoid>(args, item, tile);
+  }
 }
 
 }  // namespace npu::conv

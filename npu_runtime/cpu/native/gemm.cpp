@@ -39,23 +39,17 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
     for (int c = 0; c < kChains; ++c) step(sum[c]);
   }
   for (; s < steps; ++s) step(sum[0]);
-  const auto write = [&](const auto& limit) __attribute__((always_inline)) {
+  const Vec low = splat(range.low), high = splat(range.high);
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r)
+  for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        Vec total = sum[0][r][v];
+    for (int v = 0; v < kVecs; ++v) {
+      Vec total = sum[0][r][v];
 #pragma GCC unroll 4
-        for (int c = 1; c < kChains; ++c) total += sum[c][r][v];
-        store(sums.data + r * sums.row_stride + v * sums.vec_stride, limit(total));
-      }
-  };
-  if (range.has_limits()) {
-    const Vec low = splat(range.low), high = splat(range.high);
-    write([&](Vec v) __attribute__((always_inline)) { return min(high, max(low, v)); });  // NaN passes
-  } else {
-    write([](Vec v) __attribute__((always_inline)) { return v; });
-  }
+      for (int c = 1; c < kChains; ++c) total += sum[c][r][v];
+      total = min(high, max(low, total));  // NaN passes
+      store(sums.data + r * sums.row_stride + v * sums.vec_stride, total);
+    }
 }
 
 template <class W>
@@ -66,10 +60,14 @@ struct Table {
   Multiply<W> packed[2][kMaxRows], unpacked[kMaxRows];
 };
 
+// Panels that are widened in registers are streamed once, whole: only what is multiplied as it is comes in other forms.
 template <class W, int... i>
 constexpr Table<W> make_table(std::integer_sequence<int, i...>) {
-  return {{{multiply_rows<W, i + 1, 1, true>...}, {multiply_rows<W, i + 1, 2, true>...}},
-          {multiply_rows<W, i + 1, 2, false>...}};
+  if constexpr (std::is_same_v<typename Step<W>::X, W>)
+    return {{{multiply_rows<W, i + 1, 1, true>...}, {multiply_rows<W, i + 1, 2, true>...}},
+            {multiply_rows<W, i + 1, 2, false>...}};
+  else
+    return {{{}, {multiply_rows<W, i + 1, 2, true>...}}, {}};
 }
 
 template <class W>

@@ -57,8 +57,6 @@ struct Range {
   const float* start = kZeros;
   int64_t row_stride = 0, vec_stride = 0;
   float low = -kInfinity, high = kInfinity;
-
-  bool has_limits() const { return low > -kInfinity || high < kInfinity; }
 };
 
 // Sums that add to what is there, where `accumulate`.
@@ -67,12 +65,12 @@ inline Range onto(const Sums& sums, bool accumulate = true) {
 }
 
 // sums = start + x · panel over `steps` steps, for 1 to kMaxRows rows of x and the first `vecs` (1 or 2) vectors of a
-// panel.
+// panel; both of them where W is widened.
 template <class W>
 void multiply(int64_t rows, const typename Step<W>::X* x, const W* panel, int64_t steps, Sums sums, const Range& range,
               int64_t vecs = 2);
 
-// The same for an x that is an ordinary matrix with rows `row_stride` values apart.
+// The same for an x that is an ordinary matrix with rows `row_stride` values apart, and a W that is not widened.
 template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
                        Sums sums, const Range& range);

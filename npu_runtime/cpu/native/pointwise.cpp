@@ -54,15 +54,15 @@ void run(const PointwiseArgs& args) {
   const View &a = args.a, &b = args.b, &out = args.out;
   for_runs(out.size, [&](int64_t i, int64_t j, int64_t k, int64_t begin, int64_t end) {
     const int64_t row_a = offset(a, i, j, k), row_b = offset(b, i, j, k), row_out = offset(out, i, j, k);
-    const auto step = [&](int64_t x, int64_t count) __attribute__((always_inline)) {
+    for (int64_t x = begin; x < end; x += kLanes) {
+      const int64_t count = end - x;
       Vec value = activate<activation>(read_run<Access>(a, row_a, x, count));
-      if (args.combine == Combine::add) value += read_run<Access>(b, row_b, x, count);
-      if (args.combine == Combine::multiply) value *= read_run<Access>(b, row_b, x, count);
+      if (args.combine != Combine::none) {
+        const Vec other = read_run<Access>(b, row_b, x, count);
+        value = args.combine == Combine::add ? value + other : value * other;
+      }
       Access::write(out, row_out + x, value, count);
-    };
-    int64_t x = begin;
-    for (; x + kLanes <= end; x += kLanes) step(x, kLanes);
-    if (x < end) step(x, end - x);
+    }
   });
 }
 
@@ -115,19 +115,16 @@ void combine_squares(const PointwiseArgs& args) {
 
 bool is_turned(const View& view) { return view.data && view.stride[2] == 1 && view.stride[3] > 1; }
 
-template <class Access>
-void dispatch(const PointwiseArgs& args) {
-  with_activation(args.activation, [&](auto tag) { run<Access, decltype(tag)::value>(args); });
-}
-
+// Types are known at compile time where little but loading and storing is to be done.
 void pointwise(const PointwiseArgs& args) {
   const Dtype dtype = args.out.dtype;
-  if (args.a.dtype != dtype || (args.combine != Combine::none && args.b.dtype != dtype)) return dispatch<Mixed>(args);
-  const bool plain = args.activation == Activation::none && args.combine != Combine::none;
+  const bool same = args.a.dtype == dtype && (args.combine == Combine::none || args.b.dtype == dtype);
+  if (!same || args.activation != Activation::none)
+    return with_activation(args.activation, [&](auto tag) { run<Mixed, decltype(tag)::value>(args); });
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (plain && (is_turned(args.a) || is_turned(args.b))) combine_squares<T>(args);
-    else dispatch<Same<T>>(args);
+    if (args.combine != Combine::none && (is_turned(args.a) || is_turned(args.b))) combine_squares<T>(args);
+    else run<Same<T>, Activation::none>(args);
   });
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "conv_epilogue.h"
+#include "gemm.h"
 #include "planes.h"
 #include "pool.h"
 #include "scratch.h"
@@ -60,7 +61,8 @@ void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, c
 template <class Reduce>
 void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, const float* weight, int64_t taps,
                  const Outcome& outcome, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
-  const auto body = taps == 9 ? reduce_rows<Reduce, 9> : taps == 25 ? reduce_rows<Reduce, 25> : reduce_rows<Reduce, 0>;
+  auto* body = taps == 9 ? reduce_rows<Reduce, 9> : reduce_rows<Reduce, 0>;
+  if constexpr (Reduce::kMostUnrolled >= 25) body = taps == 25 ? reduce_rows<Reduce, 25> : body;
   body(from, from_pitch, offset, weight, taps, outcome, to, to_pitch, rows, columns);
 }
 

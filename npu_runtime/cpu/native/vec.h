@@ -277,9 +277,7 @@ NPU_INLINE void store_n(T* p, Vec v, int64_t count) {
 // cover again what the one before it did.
 template <class F>
 NPU_INLINE void for_overlapping(int64_t count, const F& body) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) body(i);
-  if (i < count) body(std::max<int64_t>(0, count - kLanes));
+  for (int64_t i = 0; i < count; i += kLanes) body(std::max<int64_t>(0, std::min(i, count - kLanes)));
 }
 
 // Pairs of bfloat16, one in each half of a lane: sum + a.low * b.low + a.high * b.high in one instruction, where
