@@ -217,6 +217,16 @@ void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channe
   });
 }
 
+// The first values of a panel's sums: the bias, and the residual of each pixel where there is one.
+void begin_with_bias(const ConvArgs& a, int64_t channel, int64_t rows, const float* residual, int64_t row_stride,
+                     float* start) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t x = 0; x < kPanel; x += kLanes) {
+      const Vec bias = splat(a.bias[channel + r]);
+      store(start + r * kPanel + x, residual ? bias + load(residual + r * row_stride + x) : bias);
+    }
+}
+
 template <class W, class T>
 void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
   const RowBlocks blocks(a.out_channels);
@@ -224,6 +234,8 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, f
   const int64_t depth = tasks.depth, plane = a.out_h * a.out_w;
   const Bounds bounds = bounds_of(a);
   float* out = reinterpret_cast<float*>(a.out) + item * a.out_batch_stride;
+  const float* residual = reinterpret_cast<const float*>(a.residual);
+  if (residual) residual += item * a.residual_batch_stride;
   for_pixel_panels<W>(a, planes, blocks.count, tasks, memory,
                       [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t pixel, int64_t count) {
     float tile[kMaxRows * kMostPanels * kPanel];
@@ -232,16 +244,18 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, f
     for (int64_t b = begin; b < end; ++b) {
       const float* weight = a.weight + group * a.weight_group_stride + blocks.begin(b) * depth;
       const int64_t channel = group * a.out_channels + blocks.begin(b), rows = blocks.size(b);
-      float bias[kMaxRows * kLanes];
-      for (int64_t r = 0; r < rows; ++r) store(bias + r * kLanes, splat(a.bias[channel + r]));
+      float start[kMaxRows * kPanel];
+      Range range{start, kPanel, kLanes, bounds.low, bounds.high};
       for (int64_t x = 0; x < count; x += kPanel) {
         const W* panel = as_operand<W>(columns + x / kPanel * tasks.panel_size);
-        if (x < finished)
-          multiply<W>(rows, as_operand<W>(weight), panel, depth, {out + channel * plane + pixel + x, plane},
-                      {bias, kLanes, 0, bounds.low, bounds.high});
-        else
+        if (x < finished) {
+          const int64_t at = channel * plane + pixel + x;
+          if (x == 0 || residual) begin_with_bias(a, channel, rows, residual ? residual + at : nullptr, plane, start);
+          multiply<W>(rows, as_operand<W>(weight), panel, depth, {out + at, plane}, range);
+        } else {
           multiply<W>(rows, as_operand<W>(weight), panel, depth, {tile + x, row_stride}, {},
                       count - x > kLanes ? 2 : 1);
+        }
       }
       if (finished < count)
         finish(a, item, {tile + finished, row_stride, rows, count - finished, channel, pixel + finished});

@@ -54,7 +54,9 @@ void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
 
 Bounds bounds_of(const ConvArgs& args) {
   const bool limits = args.activation == Activation::relu || args.activation == Activation::relu6;
-  const bool suffice = args.out_type == Dtype::f32 && !args.residual && (limits || args.activation == Activation::none);
+  const bool last = args.residual && limits && !args.residual_before_activation;
+  const bool floats = args.out_type == Dtype::f32 && (!args.residual || args.residual_type == Dtype::f32);
+  const bool suffice = floats && !last && (limits || args.activation == Activation::none);
   if (!suffice || !limits) return {-kInfinity, kInfinity, suffice};
   return {0.0f, args.activation == Activation::relu6 ? 6.0f : kInfinity, true};
 }

@@ -18,7 +18,7 @@ struct Tile {
 // What an activation that only limits its argument limits it to; others have infinite bounds.
 struct Bounds {
   float low, high;
-  // Whether float32 sums that began with the bias are results once they are within: they need no `finish`.
+  // Whether sums that began with the bias and the residual are results once they are within: they need no `finish`.
   bool suffice;
 };
 Bounds bounds_of(const ConvArgs& args);

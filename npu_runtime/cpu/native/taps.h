@@ -84,7 +84,7 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
   const int64_t each = shape.floats() + sums_floats;
   const int64_t together = band < a.out_h ? 1 : std::clamp<int64_t>(kTogetherFloats / each, 1, grain);
   const Bounds bounds = bounds_of(a);
-  const bool direct = bounds.suffice && !Reduce::kAdjusts;
+  const bool direct = bounds.suffice && !a.residual && !Reduce::kAdjusts;
   const Outcome unlimited{Reduce::start(), splat(-kInfinity), splat(kInfinity)};
   parallel_for(channels, grain, [&](int64_t begin, int64_t end, int) {
     float* memory = thread_scratch().get<float>(together * each * sizeof(float));
