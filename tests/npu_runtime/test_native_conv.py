@@ -155,6 +155,11 @@ def test_winograd(
     check_conv(x, out_channels, (3, 3), padding=padding, algorithm=algorithm, residual=True, activation="relu")
 
 
+@pytest.mark.parametrize("algorithm", ("pixels", "channels"))
+def test_large_padded_items_go_together_a_few_at_a_time(algorithm: str) -> None:
+    check_conv(maps(5, 40, 200, 200), 4, (3, 3), padding=(1, 1, 1, 1), algorithm=algorithm)
+
+
 def test_winograd_in_bands() -> None:
     """Maps whose transformed input is computed in several bands of rows."""
     check_conv(maps(1, 67, 60, 113), 16, (3, 3), padding=(1, 1, 1, 1), algorithm="winograd4")

@@ -12,17 +12,23 @@ namespace {
 
 enum class Variant : int64_t { pixels, channels, tiles };
 
+constexpr int64_t kCopyBytes = 16 << 20;  // of zero-padded inputs
+
 // With pixels in the lanes: what a task's columns may be, so that they stay in L2.
 constexpr int64_t kMostPanels = 8, kColumnBytes = 128 << 10;
 // With channels in the lanes: blocks of pixels whose results are transposed and finished together.
 constexpr int64_t kMostBlocks = 8, kMostPixels = round_up(kMostBlocks * kMaxRows, kLanes);
 
-// Where the columns of one batch item come from: the input itself, or a zero-padded copy of it.
+// Where the columns of some batch items come from: the input itself, or a zero-padded copy of it.
 template <class T>
 struct Planes {
   const T* data;
   int64_t pitch;
   int64_t size;
+  int64_t item_stride;
+  int64_t item, items;  // the first one's number, and how many there are
+
+  Planes at(int64_t index) const { return {data + index * item_stride, pitch, size, item_stride, item + index, 1}; }
 };
 
 int64_t extent(int64_t out, int64_t stride, int64_t kernel, int64_t dilation) {
@@ -47,16 +53,16 @@ const W* as_operand(const float* elements) {
 }
 
 template <class T, class Copy>
-void copy_padded(const ConvArgs& a, const T* item, Copy* to) {
-  const int64_t height = padded_h(a), width = padded_w(a);
+void copy_padded(const ConvArgs& a, const T* x, int64_t items, Copy* to) {
+  const int64_t height = padded_h(a), width = padded_w(a), channels = a.groups * a.in_channels;
   const int64_t inside = std::min(a.in_w, width - a.pad_left);
-  parallel_for(a.groups * a.in_channels, 4, [&](int64_t begin, int64_t end, int) {
+  parallel_for(items * channels, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t row = begin * height; row < end * height; ++row) {
       Copy* target = to + row * width;
-      const int64_t y = row % height - a.pad_top;
+      const int64_t y = row % height - a.pad_top, channel = row / height;
       std::fill(target, target + width, Copy{});
       if (y < 0 || y >= a.in_h) continue;
-      const T* source = item + (row / height * a.in_h + y) * a.in_w;
+      const T* source = x + channel / channels * a.x_batch_stride + (channel % channels * a.in_h + y) * a.in_w;
       for (int64_t x = 0; x < inside; x += kLanes)
         store_n(target + a.pad_left + x, load_n(source + x, inside - x), inside - x);
     }
@@ -134,24 +140,26 @@ void pack_columns(const ConvArgs& a, const Planes<T>& planes, int64_t group, Cha
 struct PanelTasks {
   int64_t depth, panel_size;      // steps and elements of a panel
   int64_t panels, blocks, parts;  // panels of a task, tasks that cover the pixels, parts of the channels
+  int64_t shared_floats;          // of packed columns
 
-  PanelTasks(const ConvArgs& a, int64_t channel_blocks, int64_t depth) : depth(depth), panel_size(depth * kPanel + kLanes) {
-    const int64_t pixels = a.out_h * a.out_w, threads = num_threads();
+  PanelTasks(const ConvArgs& a, int64_t items, int64_t channel_blocks, int64_t depth)
+      : depth(depth), panel_size(depth * kPanel + kLanes) {
+    const int64_t pixels = a.out_h * a.out_w, threads = num_threads(), images = items * a.groups;
     const int64_t fitting = std::clamp<int64_t>(kColumnBytes / (panel_size * sizeof(float)), 1, kMostPanels);
-    panels = std::min(fitting, std::max<int64_t>(1, a.groups * pixels / (kPanel * 8 * threads)));
+    panels = std::min(fitting, std::max<int64_t>(1, images * pixels / (kPanel * 8 * threads)));
     blocks = divide_up(pixels, panels * kPanel);
-    const bool enough = a.groups * blocks >= 2 * threads;
-    parts = enough ? 1 : std::min(channel_blocks, divide_up(4 * threads, a.groups * blocks));
+    const bool enough = images * blocks >= 2 * threads;
+    parts = enough ? 1 : std::min(channel_blocks, divide_up(4 * threads, images * blocks));
+    shared_floats = enough ? 0 : images * blocks * panel_size;
   }
-  int64_t shared_floats(const ConvArgs& a) const { return parts == 1 ? 0 : a.groups * blocks * panel_size; }
 };
 
 template <class W>
-PanelTasks panel_tasks(const ConvArgs& a) {
-  return {a, RowBlocks(a.out_channels).count, steps<W>(a)};
+PanelTasks panel_tasks(const ConvArgs& a, int64_t items) {
+  return {a, items, RowBlocks(a.out_channels).count, steps<W>(a)};
 }
-PanelTasks tile_tasks(const ConvArgs& a) {
-  return {a, divide_up(a.out_channels, kTileRows), round_up(steps<bf16>(a), kTileSteps)};
+PanelTasks tile_tasks(const ConvArgs& a, int64_t items) {
+  return {a, items, divide_up(a.out_channels, kTileRows), round_up(steps<bf16>(a), kTileSteps)};
 }
 
 // Packs the task's panels, with zeros up to `depth` steps.
@@ -171,11 +179,12 @@ void pack_panels(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& t
 template <class W, class T>
 void pack_shared(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& tasks, float* columns) {
   const int64_t taps = a.kernel_h * a.kernel_w, filled = steps<W>(a) * kPanel;
-  const int64_t ranges = std::min(divide_up(a.in_channels, 2), divide_up(4 * num_threads(), a.groups * tasks.blocks));
-  parallel_for(a.groups * tasks.blocks * ranges, 1, [&](int64_t begin, int64_t end, int) {
+  const int64_t images = planes.items * a.groups;
+  const int64_t ranges = std::min(divide_up(a.in_channels, 2), divide_up(4 * num_threads(), images * tasks.blocks));
+  parallel_for(images * tasks.blocks * ranges, 1, [&](int64_t begin, int64_t end, int) {
     Move moves[kPanel];
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t range = task % ranges, block = task / ranges % tasks.blocks, group = task / ranges / tasks.blocks;
+      const int64_t range = task % ranges, block = task / ranges % tasks.blocks, image = task / ranges / tasks.blocks;
       const auto bound = [&](int64_t i) { return i == ranges ? a.in_channels : a.in_channels * i / ranges / 2 * 2; };
       const Channels channels{bound(range), bound(range + 1)};
       if (channels.begin == channels.end) continue;
@@ -185,33 +194,34 @@ void pack_shared(const ConvArgs& a, const Planes<T>& planes, const PanelTasks& t
       const int64_t first = channels.begin * taps / Step<W>::kWidth;
       const int64_t size = divide_up((channels.end - channels.begin) * taps, Step<W>::kWidth) * kPanel;
       float* own = thread_scratch().get<float>((size + kLanes) * sizeof(float));
-      pack_columns<W>(a, planes, group, channels, moves, found, kPanel, own);
-      float* panel = columns + (group * tasks.blocks + block) * tasks.panel_size;
+      pack_columns<W>(a, planes.at(image / a.groups), image % a.groups, channels, moves, found, kPanel, own);
+      float* panel = columns + (image * tasks.blocks + block) * tasks.panel_size;
       std::memcpy(panel + first * kPanel, own, size * sizeof(float));
       if (range == ranges - 1) std::fill(panel + filled, panel + tasks.panel_size, 0.0f);
     }
   });
 }
 
-// multiply(group, first block of channels, end block, columns, first pixel, pixels)
+// multiply(item, group, first block of channels, end block, columns, first pixel, pixels)
 template <class W, class T, class Multiply>
 void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channel_blocks, const PanelTasks& tasks,
                       float* shared, const Multiply& multiply) {
   const int64_t pixels = a.out_h * a.out_w;
   if (tasks.parts > 1) pack_shared<W>(a, planes, tasks, shared);
-  parallel_for(a.groups * tasks.blocks * tasks.parts, 1, [&](int64_t begin, int64_t end, int) {
+  parallel_for(planes.items * a.groups * tasks.blocks * tasks.parts, 1, [&](int64_t begin, int64_t end, int) {
     [[maybe_unused]] const TileState state;
     for (int64_t task = begin; task < end; ++task) {
       const int64_t part = task % tasks.parts, block = task / tasks.parts % tasks.blocks;
-      const int64_t group = task / tasks.parts / tasks.blocks, pixel = block * tasks.panels * kPanel;
+      const int64_t image = task / tasks.parts / tasks.blocks, pixel = block * tasks.panels * kPanel;
+      const int64_t item = image / a.groups, group = image % a.groups;
       float* columns;
       if (tasks.parts > 1) {
-        columns = shared + (group * tasks.blocks + block) * tasks.panel_size;
+        columns = shared + (image * tasks.blocks + block) * tasks.panel_size;
       } else {
         columns = thread_scratch().get<float>(tasks.panels * tasks.panel_size * sizeof(float));
-        pack_panels<W>(a, planes, tasks, group, block, columns);
+        pack_panels<W>(a, planes.at(item), tasks, group, block, columns);
       }
-      multiply(group, channel_blocks * part / tasks.parts, channel_blocks * (part + 1) / tasks.parts, columns, pixel,
+      multiply(planes.item + item, group, channel_blocks * part / tasks.parts, channel_blocks * (part + 1) / tasks.parts, columns, pixel,
                std::min(tasks.panels * kPanel, pixels - pixel));
     }
   });
@@ -228,16 +238,17 @@ void begin_with_bias(const ConvArgs& a, int64_t channel, int64_t rows, const flo
 }
 
 template <class W, class T>
-void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
+void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, float* memory) {
   const RowBlocks blocks(a.out_channels);
-  const PanelTasks tasks = panel_tasks<W>(a);
+  const PanelTasks tasks = panel_tasks<W>(a, planes.items);
   const int64_t depth = tasks.depth, plane = a.out_h * a.out_w;
   const Bounds bounds = bounds_of(a);
-  float* out = reinterpret_cast<float*>(a.out) + item * a.out_batch_stride;
-  const float* residual = reinterpret_cast<const float*>(a.residual);
-  if (residual) residual += item * a.residual_batch_stride;
   for_pixel_panels<W>(a, planes, blocks.count, tasks, memory,
-                      [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t pixel, int64_t count) {
+                      [&](int64_t item, int64_t group, int64_t begin, int64_t end, const float* columns, int64_t pixel,
+                          int64_t count) {
+    float* out = reinterpret_cast<float*>(a.out) + item * a.out_batch_stride;
+    const float* residual = reinterpret_cast<const float*>(a.residual);
+    if (residual) residual += item * a.residual_batch_stride;
     float tile[kMaxRows * kMostPanels * kPanel];
     const int64_t row_stride = round_up(count, kPanel);
     const int64_t finished = bounds.suffice ? count / kPanel * kPanel : 0;
@@ -265,12 +276,12 @@ void run_pixel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, f
 
 // On the matrix unit, which reads the weights as they are: rows of bfloat16, padded with zeros to whole tiles.
 template <class T>
-void run_tiles(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
-  const PanelTasks tasks = tile_tasks(a);
+void run_tiles(const ConvArgs& a, const Planes<T>& planes, float* memory) {
+  const PanelTasks tasks = tile_tasks(a, planes.items);
   const int64_t depth = tasks.depth;
   for_pixel_panels<bf16>(a, planes, divide_up(a.out_channels, kTileRows), tasks, memory,
-                         [&](int64_t group, int64_t begin, int64_t end, const float* columns, int64_t pixel,
-                             int64_t count) {
+                         [&](int64_t item, int64_t group, int64_t begin, int64_t end, const float* columns,
+                             int64_t pixel, int64_t count) {
     alignas(64) float tile[kTileRows * kPanel];
     for (int64_t b = begin; b < end; ++b) {
       const int64_t channel = b * kTileRows, rows = std::min(kTileRows, a.out_channels - channel);
@@ -285,7 +296,7 @@ void run_tiles(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* 
 }
 
 template <class W, class T>
-void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
+void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, float* memory) {
   const int64_t depth = steps<W>(a), pixels = a.out_h * a.out_w;
   const int64_t panels = divide_up(a.out_channels, kPanel);
   const RowBlocks blocks(pixels);
@@ -317,7 +328,7 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
           for (int64_t x = 0; x < count; x += kLanes)
             for (int64_t c = 0; c < channels; c += kLanes)
               transpose_floats(tile + x * kPanel + c, kPanel, turned + c * kMostPixels + x, kMostPixels);
-          finish(a, item, {turned, kMostPixels, channels, count, group * a.out_channels + channel, pixel});
+          finish(a, planes.item, {turned, kMostPixels, channels, count, group * a.out_channels + channel, pixel});
         }
       }
     });
@@ -325,40 +336,43 @@ void run_channel_lanes(const ConvArgs& a, const Planes<T>& planes, int64_t item,
 }
 
 template <class W, class T>
-void run_planes(const ConvArgs& a, const Planes<T>& planes, int64_t item, float* memory) {
+void run_planes(const ConvArgs& a, const Planes<T>& planes, float* memory) {
   if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
-    if (static_cast<Variant>(a.variant) == Variant::tiles) return run_tiles(a, planes, item, memory);
+    if (static_cast<Variant>(a.variant) == Variant::tiles) return run_tiles(a, planes, memory);
   }
-  if (static_cast<Variant>(a.variant) == Variant::pixels) run_pixel_lanes<W>(a, planes, item, memory);
-  else run_channel_lanes<W>(a, planes, item, memory);
+  if (static_cast<Variant>(a.variant) == Variant::pixels) return run_pixel_lanes<W>(a, planes, memory);
+  for (int64_t item = 0; item < planes.items; ++item) run_channel_lanes<W>(a, planes.at(item), memory);
 }
 
 // How many floats of packed columns all threads share.
 template <class W>
-int64_t shared_floats(const ConvArgs& a) {
+int64_t shared_floats(const ConvArgs& a, int64_t items) {
   if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
-    if (static_cast<Variant>(a.variant) == Variant::tiles) return tile_tasks(a).shared_floats(a);
+    if (static_cast<Variant>(a.variant) == Variant::tiles) return tile_tasks(a, items).shared_floats;
   }
-  if (static_cast<Variant>(a.variant) == Variant::pixels) return panel_tasks<W>(a).shared_floats(a);
+  if (static_cast<Variant>(a.variant) == Variant::pixels) return panel_tasks<W>(a, items).shared_floats;
   const RowBlocks blocks(a.out_h * a.out_w);
   return blocks.packed_begin(blocks.count, steps<W>(a));
 }
 
+// Items go together, as many as have padded copies of kCopyBytes at most.
 template <class W, class T>
 void run_items(const ConvArgs& a) {
-  const int64_t columns = shared_floats<W>(a);
   const bool pads = reads_padding(a);
-  const int64_t plane = padded_h(a) * padded_w(a);
-  const int64_t copied = pads ? a.groups * a.in_channels * plane : 0;
-  float* memory = shared_scratch().get<float>(columns * sizeof(float) + copied * sizeof(W));
+  const int64_t plane = padded_h(a) * padded_w(a), size = a.groups * a.in_channels * plane;
+  const int64_t together = pads ? std::clamp<int64_t>(kCopyBytes / (size * sizeof(W)), 1, a.batch) : a.batch;
+  // The last few may have more threads each, and share more.
+  const int64_t columns = std::max(shared_floats<W>(a, together), shared_floats<W>(a, std::max<int64_t>(1, a.batch % together)));
+  float* memory = shared_scratch().get<float>(columns * sizeof(float) + (pads ? together * size * sizeof(W) : 0));
   W* copy = reinterpret_cast<W*>(memory + columns);
-  for (int64_t item = 0; item < a.batch; ++item) {
+  for (int64_t item = 0; item < a.batch; item += together) {
     const T* x = reinterpret_cast<const T*>(a.x) + item * a.x_batch_stride;
+    const int64_t items = std::min(together, a.batch - item);
     if (pads) {
-      copy_padded(a, x, copy);
-      run_planes<W>(a, Planes<W>{copy, padded_w(a), plane}, item, memory);
+      copy_padded(a, x, items, copy);
+      run_planes<W>(a, Planes<W>{copy, padded_w(a), plane, size, item, items}, memory);
     } else {
-      run_planes<W>(a, Planes<T>{x, a.in_w, a.in_h * a.in_w}, item, memory);
+      run_planes<W>(a, Planes<T>{x, a.in_w, a.in_h * a.in_w, a.x_batch_stride, item, items}, memory);
     }
   }
 }
