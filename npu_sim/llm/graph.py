@@ -1,7 +1,6 @@
 """The graphs of a language model, prefill and decode: traced from the Hugging Face module without weights, compiled."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
 from npu_sim.cache import cached_facts, cached_program, source_digest
+from npu_sim.extract import tracing
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
 
 if TYPE_CHECKING:
@@ -111,12 +111,10 @@ def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> tuple[list["torc
 
 
 def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], name: str) -> dict[str, Any]:
-    import torch
     from torch_ir import extract_ir
 
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with tracing():
             ir = extract_ir(model.eval(), inputs, model_name=name)
     except Exception as error:  # torch.export and the model's own code raise errors of any kind
         raise _unsupported(checkpoint, error) from error
