@@ -7,8 +7,8 @@ namespace npu {
 
 enum class Activation : int64_t { none = 0, relu = 1, gelu = 2, gelu_tanh = 3, silu = 4 };
 
-// x Φ(x) for the normal distribution's Φ, as relu(x) - |x| Φ(-|x|): nothing cancels, whatever the sign. The polynomial is
-// our minimax fit of log2 Φ(-t) up to t = 5.2, where t Φ(-t) is 5e-7, and falls faster than that beyond.
+// x Φ(x) for the normal distribution's Φ, as relu(x) - |x| Φ(-|x|): nothing cancels, whatever the sign. The polynomial
+// is our minimax fit of log2 Φ(-t) up to t = 5.2, where t Φ(-t) is 5e-7, and falls faster than that beyond.
 NPU_INLINE Vec gelu(Vec x) {
   const Vec t = min(abs(x), splat(9.0f));
   Vec p = t * -9.499382759e-7f + 1.573665555e-5f;

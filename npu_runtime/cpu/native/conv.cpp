@@ -221,8 +221,9 @@ void for_pixel_panels(const ConvArgs& a, const Planes<T>& planes, int64_t channe
         columns = thread_scratch().get<float>(tasks.panels * tasks.panel_size * sizeof(float));
         pack_panels<W>(a, planes.at(item), tasks, group, block, columns);
       }
-      multiply(planes.item + item, group, channel_blocks * part / tasks.parts, channel_blocks * (part + 1) / tasks.parts, columns, pixel,
-               std::min(tasks.panels * kPanel, pixels - pixel));
+      const int64_t first = channel_blocks * part / tasks.parts, last = channel_blocks * (part + 1) / tasks.parts;
+      const int64_t count = std::min(tasks.panels * kPanel, pixels - pixel);
+      multiply(planes.item + item, group, first, last, columns, pixel, count);
     }
   });
 }
@@ -287,7 +288,8 @@ void run_tiles(const ConvArgs& a, const Planes<T>& planes, float* memory) {
       const int64_t channel = b * kTileRows, rows = std::min(kTileRows, a.out_channels - channel);
       const float* weight = a.weight + group * a.weight_group_stride + channel * depth;
       for (int64_t p = 0; p * kPanel < count; ++p) {
-        multiply_tiles(as_operand<bf16>(weight), 2 * depth, as_operand<bf16>(columns + p * tasks.panel_size), depth, tile);
+        const bf16* panel = as_operand<bf16>(columns + p * tasks.panel_size);
+        multiply_tiles(as_operand<bf16>(weight), 2 * depth, panel, depth, tile);
         finish(a, item, {tile, kPanel, rows, std::min(kPanel, count - p * kPanel), group * a.out_channels + channel,
                          pixel + p * kPanel});
       }
@@ -362,7 +364,8 @@ void run_items(const ConvArgs& a) {
   const int64_t plane = padded_h(a) * padded_w(a), size = a.groups * a.in_channels * plane;
   const int64_t together = pads ? std::clamp<int64_t>(kCopyBytes / (size * sizeof(W)), 1, a.batch) : a.batch;
   // The last few may have more threads each, and share more.
-  const int64_t columns = std::max(shared_floats<W>(a, together), shared_floats<W>(a, std::max<int64_t>(1, a.batch % together)));
+  const int64_t last = std::max<int64_t>(1, a.batch % together);
+  const int64_t columns = std::max(shared_floats<W>(a, together), shared_floats<W>(a, last));
   float* memory = shared_scratch().get<float>(columns * sizeof(float) + (pads ? together * size * sizeof(W) : 0));
   W* copy = reinterpret_cast<W*>(memory + columns);
   for (int64_t item = 0; item < a.batch; item += together) {

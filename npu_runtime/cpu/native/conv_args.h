@@ -26,7 +26,7 @@ struct ConvArgs {
   int64_t kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w, pad_top, pad_left;
   int64_t weight_group_stride;
   int64_t variant;  // which of a kernel's layouts `weight` has
-  int64_t pairs;    // whether `weight`'s elements are pairs of bfloat16, as x then is too (see conv_gemm.h)
+  int64_t pairs;    // whether `weight`'s elements are pairs of bfloat16, as x then is too (see conv.cpp)
 };
 
 }  // namespace npu::conv

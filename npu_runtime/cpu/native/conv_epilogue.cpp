@@ -34,7 +34,8 @@ void finish_as(const ConvArgs& args, int64_t item, const Tile& tile) {
     const int64_t residual = item * args.residual_batch_stride + index;
     if (!args.residual) {
       for_overlapping(tile.columns, [&](int64_t column) __attribute__((always_inline)) {
-        store_any(args.out, args.out_type, out + column, activate<kind>(load(sums + column) + bias), tile.columns - column);
+        const Vec v = activate<kind>(load(sums + column) + bias);
+        store_any(args.out, args.out_type, out + column, v, tile.columns - column);
       });
       continue;
     }

@@ -198,9 +198,11 @@ class Convolution {
       for (int64_t b = block; b < end_block; ++b) {
         const float* weight = a.weight + (blocks.begin(b) * kProducts + point * blocks.size(b)) * a.in_channels;
         float* sums = products + (point * channels + blocks.begin(b) - channel) * tiles;
-        for (int64_t p = panel; p < end_panel; ++p)
+        for (int64_t p = panel; p < end_panel; ++p) {
+          const int64_t vecs = 2 * p + 1 < strips * strip_vecs ? 2 : 1;
           multiply<float>(blocks.size(b), weight, transformed + p * panel_floats() + point * a.in_channels * kPanel,
-                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, {}, 2 * p + 1 < strips * strip_vecs ? 2 : 1);
+                          a.in_channels, {sums + (p - panel) * kPanel, tiles}, {}, vecs);
+        }
       }
     const int64_t first_vec = panel * 2, end_vec = std::min(end_panel * 2, strips * strip_vecs);
     for (int64_t b = block; b < end_block; ++b) {

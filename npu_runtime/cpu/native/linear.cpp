@@ -136,10 +136,11 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
         for (int64_t b = first; b < last; ++b) {
           const int64_t row = blocks.begin(b), rows = blocks.size(b);
           float* tile = tiles + (row - blocks.begin(first)) * kPanel;
+          const Range range = onto({tile}, s0 > 0);
           if constexpr (kReadsInPlace<W>)
-            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, onto({tile}, s0 > 0));
+            multiply_unpacked<X>(rows, x + row * a.x.stride[2] + s0, a.x.stride[2], slice, count, {tile}, range);
           else
-            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, onto({tile}, s0 > 0));
+            multiply<X>(rows, x + (blocks.packed_begin(b, steps) + s0 * rows) * kWidth, slice, count, {tile}, range);
           if (is_last) finish(a, tile, row, rows, panel * kPanel);
         }
       }

@@ -89,7 +89,8 @@ void combine_squares(const PointwiseArgs& args) {
   const View &a = args.a, &b = args.b, &out = args.out;
   const int64_t groups = divide_up(out.size[2], kLanes), planes = out.size[0] * out.size[1];
   const bool adds = args.combine == Combine::add;
-  parallel_for(planes * groups, rows_in_chunk(planes * groups, kLanes * out.size[3]), [&](int64_t begin, int64_t end, int) {
+  const int64_t grain = rows_in_chunk(planes * groups, kLanes * out.size[3]);
+  parallel_for(planes * groups, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t i = task / groups / out.size[1], j = task / groups % out.size[1], k = task % groups * kLanes;
       const int64_t rows = std::min<int64_t>(kLanes, out.size[2] - k);

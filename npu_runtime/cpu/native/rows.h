@@ -6,7 +6,7 @@
 
 namespace npu {
 
-// Elements that one thread gets through in about the time that a second one needs to join; and how few a chunk may have.
+// Elements that one thread gets through in about the time that a second one needs to join; the fewest of a chunk.
 inline constexpr int64_t kSerialElements = 16384, kLeastElements = 2048;
 
 // Rows of n elements in a chunk: a few chunks for each thread, so that all end at about the same time.

@@ -25,8 +25,8 @@ struct Outcome {
   Vec start, low, high;
 };
 
-// to[i] = the reduction over taps t of from[i + offset[t]], for `columns` elements of each row: four rows together, whose
-// vectors share a tap's weight. Short rows are written in whole vectors too, whose rest the next row overwrites.
+// to[i] = the reduction over taps t of from[i + offset[t]], for `columns` elements of each row: four rows together,
+// whose vectors share a tap's weight. Short rows are written in whole vectors too; the next row overwrites the rest.
 template <class Reduce, int kTaps>
 void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, const float* weight, int64_t taps,
                  const Outcome& outcome, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
@@ -91,7 +91,7 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
     float* sums = memory + together * shape.floats();
     PhasePlanes planes[kMostTogether];
     for (int64_t i = 0; i < together; ++i)
-      planes[i] = PhasePlanes(shape, {a.in_h, a.in_w, a.pad_top, a.pad_left, 0}, Reduce::kFill, memory + i * shape.floats());
+      planes[i] = {shape, {a.in_h, a.in_w, a.pad_top, a.pad_left, 0}, Reduce::kFill, memory + i * shape.floats()};
     for (int64_t first = begin; first < end; first += together) {
       const int64_t last = std::min(first + together, end);
       for (int64_t i = first; i < last; ++i)
@@ -110,8 +110,8 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
               reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, outcome,
                                   out + (channel * a.out_h + row) * a.out_w, a.out_w, rows, a.out_w);
             } else {
-              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, unlimited, sums + (i - first) * sums_floats,
-                                  shape.pitch, rows, a.out_w);
+              float* own = sums + (i - first) * sums_floats;
+              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, unlimited, own, shape.pitch, rows, a.out_w);
             }
           }
           if (direct) continue;
