@@ -28,7 +28,7 @@ struct AttentionArgs {
   int64_t rows() const { return heads() / kv_heads() * queries(); }
 };
 
-inline constexpr float kNoWeight = -std::numeric_limits<float>::infinity();
+inline constexpr float kNoWeight = -kInfinity;
 
 // One query row: where its data is and which keys it may see.
 template <class T>

@@ -8,7 +8,6 @@ struct MultiplyAdd {
   static constexpr float kFill = 0.0f;
   static constexpr bool kAdjusts = false;
   static constexpr int kMostUnrolled = 25;
-  static NPU_INLINE Vec start() { return Vec{}; }
   static NPU_INLINE Vec step(Vec sum, Vec x, const float* weight) { return sum + x * *weight; }
 };
 

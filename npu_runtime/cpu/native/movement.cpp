@@ -31,7 +31,8 @@ NPU_INLINE void store_raw(char* to, Vec v) {
   }
 }
 
-// Rows and columns of a source whose rows are neighbours, or of any other; the target's columns are neighbours.
+// Copies a plane; the strides are those of rows and columns, in bytes. Where neighbours are in a column of the source and
+// in a row of the target, it is turned.
 template <class T>
 void copy_plane(const char* from, char* to, int64_t rows, int64_t columns, const int64_t* from_stride,
                 const int64_t* to_stride) {

@@ -67,10 +67,10 @@ void softmax(const SoftmaxArgs& a) {
   const int64_t n = a.x.size[3];
   for_rows(a.x.size[2], n, [&](int64_t row) {
     float* values = thread_scratch().get<float>(round_up(n, kLanes) * sizeof(float));
-    Vec highest = splat(-std::numeric_limits<float>::infinity());
+    Vec highest = splat(-kInfinity);
     for_vectors(n, [&](int64_t i, int64_t count) {
       Vec x = read(a.x, row, i, count) * a.scale;
-      if (count < kLanes) x = lane_numbers() < float(count) ? x : splat(-std::numeric_limits<float>::infinity());
+      if (count < kLanes) x = lane_numbers() < float(count) ? x : splat(-kInfinity);
       store(values + i, x);
       highest = max(x, highest);
     });

@@ -66,12 +66,15 @@ void run(const PointwiseArgs& args) {
   });
 }
 
+// Whether neighbours are in a column.
+NPU_INLINE bool is_turned(const View& view) { return view.data && view.stride[2] == 1 && view.stride[3] > 1; }
+
 // kLanes rows, `at` the first one's element, of kLanes elements each. Where neighbours are in a column, columns are read
 // and turned.
 template <class T>
 NPU_INLINE void read_square(const View& view, int64_t at, int64_t rows, int64_t count, Vec* square) {
   const T* data = reinterpret_cast<const T*>(view.data) + at;
-  const bool by_columns = view.stride[2] == 1 && view.stride[3] > 1;
+  const bool by_columns = is_turned(view);
   const int64_t step = view.stride[by_columns ? 3 : 2], line = by_columns ? rows : count;
   if (rows < kLanes || count < kLanes || (view.stride[3] != 1 && !by_columns)) {
     for (int64_t i = 0; i < (by_columns ? count : rows); ++i)
@@ -113,8 +116,6 @@ void combine_squares(const PointwiseArgs& args) {
     }
   });
 }
-
-bool is_turned(const View& view) { return view.data && view.stride[2] == 1 && view.stride[3] > 1; }
 
 // Types are known at compile time where little but loading and storing is to be done.
 void pointwise(const PointwiseArgs& args) {

@@ -54,9 +54,11 @@ class Pool {
     const uint32_t number = job_.load(std::memory_order_relaxed) + 1;
     for (int i = 0; i < threads_; ++i) shares_[i].done.store(0, std::memory_order_relaxed);
     // From the first of these on, any thread may claim a chunk and count it as done.
-    for (int i = 0; i < threads_; ++i)
-      shares_[i].ticket.store(uint64_t(number) << 32 | (first_chunk(chunks, i + 1) - first_chunk(chunks, i)),
-                              std::memory_order_release);
+    for (uint32_t i = 0, first = 0; i < uint32_t(threads_); ++i) {
+      const uint32_t next = first_chunk(chunks, i + 1);
+      shares_[i].ticket.store(uint64_t(number) << 32 | (next - first), std::memory_order_release);
+      first = next;
+    }
     job_.store(number);
     job_.notify_all();
 

@@ -10,7 +10,6 @@ struct Maximum {
   static constexpr float kFill = -kInfinity;
   static constexpr bool kAdjusts = false;
   static constexpr int kMostUnrolled = 9;
-  static NPU_INLINE Vec start() { return Vec{} + kFill; }
   // A NaN wins whichever side it is on, as in torch.
   static NPU_INLINE Vec step(Vec most, Vec x, const float*) { return (x > most) | (x != x) ? x : most; }
 };
@@ -19,7 +18,6 @@ struct Sum {
   static constexpr float kFill = 0.0f;
   static constexpr bool kAdjusts = true;
   static constexpr int kMostUnrolled = 9;
-  static NPU_INLINE Vec start() { return Vec{}; }
   static NPU_INLINE Vec step(Vec sum, Vec x, const float*) { return sum + x; }
 };
 

@@ -20,18 +20,14 @@ inline PhaseShape window_phases(const ConvArgs& a) {
 inline constexpr int64_t kMostTaps = 1024;
 inline constexpr int64_t kMostTogether = 16, kTogetherFloats = 4096;  // channels, and what they take of L1
 
-// The sums or maxima of one window position after the other begin with `start` and end within the limits.
-struct Outcome {
-  Vec start, low, high;
-};
-
-// to[i] = the reduction over taps t of from[i + offset[t]], for `columns` elements of each row: four rows together,
-// whose vectors share a tap's weight. Short rows are written in whole vectors too; the next row overwrites the rest.
+// to[i] = the reduction over taps t of from[i + offset[t]], begun with `first` and brought within the bounds, for
+// `columns` elements of each row: four rows together, whose vectors share a tap's weight. Short rows are written in whole
+// vectors too; the next row overwrites the rest.
 template <class Reduce, int kTaps>
 void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, const float* weight, int64_t taps,
-                 const Outcome& outcome, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
+                 float first, const Bounds& bounds, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
   const int64_t n = kTaps ? kTaps : taps;
-  const Vec start = outcome.start, low = outcome.low, high = outcome.high;
+  const Vec start = splat(first), low = splat(bounds.low), high = splat(bounds.high);
   const auto reduce = [&]<int kRows>(std::integral_constant<int, kRows>) __attribute__((always_inline)) {
     for_overlapping(columns, [&](int64_t x) __attribute__((always_inline)) {
       Vec sum[kRows];
@@ -60,10 +56,10 @@ void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, c
 
 template <class Reduce>
 void reduce_rows(const float* from, int64_t from_pitch, const int64_t* offset, const float* weight, int64_t taps,
-                 const Outcome& outcome, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
+                 float first, const Bounds& bounds, float* to, int64_t to_pitch, int64_t rows, int64_t columns) {
   auto* body = taps == 9 ? reduce_rows<Reduce, 9> : reduce_rows<Reduce, 0>;
   if constexpr (Reduce::kMostUnrolled >= 25) body = taps == 25 ? reduce_rows<Reduce, 25> : body;
-  body(from, from_pitch, offset, weight, taps, outcome, to, to_pitch, rows, columns);
+  body(from, from_pitch, offset, weight, taps, first, bounds, to, to_pitch, rows, columns);
 }
 
 // Runs Reduce over every output channel; each input channel has a.out_channels of them. `weight` has one float per tap
@@ -77,7 +73,7 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
     offset[t] = shape.offset(t / a.kernel_w * a.dilation_h, t % a.kernel_w * a.dilation_w);
   const int64_t band = std::max<int64_t>(1, 2048 / shape.pitch);  // rows whose sums stay in the first-level cache
   const int64_t channels = a.batch * a.groups;
-  const int64_t grain = std::clamp<int64_t>(channels / (8 * num_threads()), 1, 16);
+  const int64_t grain = std::clamp<int64_t>(channels / (8 * num_threads()), 1, kMostTogether);
   // Small channels are prepared, reduced and finished several at a time: what was just stored one way and is loaded
   // another way has to reach the cache first.
   const int64_t sums_floats = round_up(std::min(band, a.out_h) * shape.pitch + PhaseShape::kReadAhead, kLanes);
@@ -85,7 +81,7 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
   const int64_t together = band < a.out_h ? 1 : std::clamp<int64_t>(kTogetherFloats / each, 1, grain);
   const Bounds bounds = bounds_of(a);
   const bool direct = bounds.suffice && !a.residual && !Reduce::kAdjusts;
-  const Outcome unlimited{Reduce::start(), splat(-kInfinity), splat(kInfinity)};
+  constexpr Bounds kUnlimited{-kInfinity, kInfinity, false};
   parallel_for(channels, grain, [&](int64_t begin, int64_t end, int) {
     float* memory = thread_scratch().get<float>(together * each * sizeof(float));
     float* sums = memory + together * shape.floats();
@@ -106,12 +102,12 @@ void run_taps(const ConvArgs& a, const float* weight, const Adjust& adjust) {
             const float* from = planes[i - first].data() + row * shape.pitch;
             if (direct) {
               float* out = reinterpret_cast<float*>(a.out) + i / a.groups * a.out_batch_stride;
-              const Outcome outcome{Reduce::start() + a.bias[channel], splat(bounds.low), splat(bounds.high)};
-              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, outcome,
+              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, Reduce::kFill + a.bias[channel], bounds,
                                   out + (channel * a.out_h + row) * a.out_w, a.out_w, rows, a.out_w);
             } else {
               float* own = sums + (i - first) * sums_floats;
-              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, unlimited, own, shape.pitch, rows, a.out_w);
+              reduce_rows<Reduce>(from, shape.pitch, offset, tap_weight, taps, Reduce::kFill, kUnlimited, own,
+                                  shape.pitch, rows, a.out_w);
             }
           }
           if (direct) continue;
