@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from npu_compiler.errors import DeviceError, InputError
-from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.graph.dtypes import STORED_DTYPES, itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.views import numel
 from npu_runtime.packing import pack_array, storage_name, unpack_array
@@ -153,7 +153,7 @@ class DeviceMemory:
         stored: Names of the dtypes that the device can store.
     """
 
-    stored: frozenset[str] = frozenset({"float16", "bfloat16", "float32", "int32", "bool", "uint8"})
+    stored: frozenset[str] = STORED_DTYPES
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A buffer of any content; what a device has to define for the methods below.
