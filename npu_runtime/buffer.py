@@ -92,6 +92,12 @@ class DeviceBuffer(ABC):
         self.check_current()
         return unpack_array(self._download(), self.shape, spec)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """For `np.asarray(buffer)`: a download, which is always a copy."""
+        if copy is False:
+            raise ValueError("a device buffer cannot become an array without a copy")
+        return np.asarray(self.to_numpy(), dtype)
+
     def write(self, data: np.ndarray, spec: TensorSpec | None = None) -> None:
         """Overwrite the content in place, with the checks, cast and padding of `DeviceMemory.allocate_buffer`."""
         spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
