@@ -188,11 +188,8 @@ class _Verification:
         else:
             if not all(map(_is_same_result, original, exact)):
                 self.remark = "normalizing the graph changes its result: the compiler's first passes are to blame"
-            near = [
-                _moved(half[tensor], *pair) for tensor, *pair in zip(self.normal.outputs, exact, original, strict=True)
-            ]
-            return original, near
-        return exact, [half[tensor] for tensor in self.normal.outputs]
+            return original, list(map(_moved, near, exact, original))
+        return exact, near
 
     def _advance(self, done: int, total: int) -> None:
         if self.progress is not None:
