@@ -56,6 +56,7 @@ class Executor:
 
     Raises:
         DeviceError: the device does not run programs for that target.
+        UntrustedProgramError: such programs are code, and nobody whom this user trusts vouches for this one.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Executor:
             if target not in known:
                 listed = "' and '".join(known)
                 raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
+        if self.backend.config.programs_are_code:
+            program.trust.check(program.name)
         plan = program.plan
         self._specs = {spec.name: spec for spec in plan.inputs}
         self._inputs = InputPlaces(self._specs, set(plan.donations.values()), self.backend, self.counters)
