@@ -33,6 +33,35 @@ def seal_json(content: Any) -> bytes:
     return json.dumps(content, default=repr).encode()
 
 
+def open_graph(data: bytes) -> Any:
+    """IR whose nodes name what they read instead of describing it, so that a changed shape stays consistent."""
+    ir = json.loads(data)
+    for node in ir["nodes"]:
+        node["inputs"] = [_reference(meta) for meta in node["inputs"]]
+    ir["graph_outputs"] = [_reference(meta) for meta in ir["graph_outputs"]]
+    return ir
+
+
+def seal_graph(ir: Any) -> bytes:
+    known = {
+        (node["name"], index): meta | {"producer_node": node["name"], "producer_output_idx": index}
+        for node in ir["nodes"]
+        for index, meta in enumerate(node["outputs"])
+    }
+    for meta in ir["graph_inputs"]:
+        known[meta["name"], 0] = meta | {"producer_node": meta["name"], "producer_output_idx": 0}
+    weights = {meta["name"]: meta for meta in ir["weights"]}
+    known |= {(name, None): weights[key] | {"name": name} for name, key in ir["weight_name_mapping"].items()}
+    for node in ir["nodes"]:
+        node["inputs"] = [known[name, index] for name, index in node["inputs"]]
+    ir["graph_outputs"] = [known[name, index] for name, index in ir["graph_outputs"]]
+    return seal_json(ir)
+
+
+def _reference(meta: Any) -> list[Any]:
+    return [meta.get("producer_node", meta["name"]), meta.get("producer_output_idx")]
+
+
 def open_safetensors(data: bytes) -> dict[str, Any]:
     """The header, how much longer it claims to be than it is, and the data."""
     end = 8 + int.from_bytes(data[:8], "little")
@@ -42,7 +71,7 @@ def open_safetensors(data: bytes) -> dict[str, Any]:
 def seal_safetensors(content: Any) -> bytes:
     header = seal_json(content["header"])
     length = (len(header) + int(content["excess"])) % 2**64
-    return length.to_bytes(8, "little") + header + bytes(content["data"])
+    return length.to_bytes(8, "little") + header + content["data"]
 
 
 # GGUF's types of values: the format characters of `struct`; 8 is a string and 9 an array.
@@ -78,7 +107,7 @@ def seal_gguf(content: Any) -> bytes:
         parts += [_gguf_string(name), _packed("I", len(dims)), *(_packed("Q", size) for size in dims)]
         parts += [_packed("I", kind), _packed("Q", offset)]
     whole = b"".join(parts)
-    return whole + b"\0" * (-len(whole) % _GGUF_ALIGNMENT) + bytes(content["data"])
+    return whole + b"\0" * (-len(whole) % _GGUF_ALIGNMENT) + content["data"]
 
 
 class _GGUFReader:

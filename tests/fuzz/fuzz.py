@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz.py ir -max_total_time=60
 
 Everything behind the target's name is for libFuzzer. The changes are those of `mutations.py`. A finding is an uncaught
-exception; libFuzzer writes the file that caused it and ends.
+exception, a hang of 5 s or the use of 4 GiB; libFuzzer writes the file that caused it to build/findings and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import atheris
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
-with atheris.instrument_imports(include=["npu_compiler", "npu_runtime", "npu_sim", "gguf"]):
+FINDINGS = Path("build/findings")
+OURS = ["npu_compiler", "npu_runtime", "npu_sim"]
+
+with atheris.instrument_imports(include=OURS):
     from targets import TARGETS, corpus
 
 
@@ -28,11 +31,14 @@ def main() -> None:
     if name not in TARGETS:
         sys.exit(f"usage: fuzz.py TARGET [libFuzzer's options]; targets are {', '.join(TARGETS)}")
     target = TARGETS[name]
+    FINDINGS.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as grown:
-        check = target.prepare(Path(folder))
-        for number, data in enumerate(corpus(name)):
-            Path(grown, str(number)).write_bytes(data)
+        with atheris.instrument_imports(include=OURS):  # much is imported when it is used
+            check = target.prepare(Path(folder))
+            for number, data in enumerate(corpus(name)):
+                check(data)
+                Path(grown, str(number)).write_bytes(data)
 
         def read(data: bytes) -> None:
             try:
@@ -43,7 +49,9 @@ def main() -> None:
         def mutate(data: bytes, longest: int, seed: int) -> bytes:
             return target.mutate(data, Random(seed))[:longest]
 
-        atheris.Setup([sys.argv[0], *options, "-timeout=5", "-max_len=65536", grown], read, custom_mutator=mutate)
+        limits = ["-timeout=5", "-max_len=65536", "-rss_limit_mb=4096"]
+        settings = [*limits, "-verbosity=0", "-print_final_stats=1", f"-artifact_prefix={FINDINGS}/{name}-"]
+        atheris.Setup([sys.argv[0], *settings, *options, grown], read, custom_mutator=mutate)
         atheris.Fuzz()
 
 

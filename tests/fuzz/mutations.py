@@ -45,15 +45,15 @@ def _work(name: str, seed: int, numbers: range, results: Connection) -> None:
     """In a worker: read the files of these numbers; send "ready", then (outcome, place of an error) for each."""
     from targets import TARGETS, corpus
 
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
     warnings.simplefilter("ignore")
     target, files = TARGETS[name], corpus(name)
     with tempfile.TemporaryDirectory() as folder:
         check = target.prepare(Path(folder))
         for data in files:
             check(data)
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
         _limit_memory()
         results.send("ready")
         for number in numbers:

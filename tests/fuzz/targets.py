@@ -29,6 +29,7 @@ CORPUS = Path(__file__).parent / "corpus"
 _BYTES = 0.1
 
 Check = Callable[[bytes], str]
+Form = tuple[Callable[[bytes], Any], Callable[[Any], bytes]]
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,19 @@ class Target:
     Attributes:
         prepare: Given a folder for files, returns what reads one content and says in a word what became of it.
         refusal: The error that a bad file has to cause. Any other is a finding.
-        open, seal: From a file to plain data and back.
+        forms: What a file can be changed as: functions to plain data and back.
     """
 
     prepare: Callable[[Path], Check]
     refusal: type[NPUError]
-    open: Callable[[bytes], Any]
-    seal: Callable[[Any], bytes]
+    forms: tuple[Form, ...]
 
     def mutate(self, data: bytes, rng: Random) -> bytes:
         """The file with a few changes; mostly of what it says, with right checksums and lengths."""
         if rng.random() >= _BYTES:
             try:
-                return self.seal(change(self.open(data), rng))
+                opened, seal = rng.choice(self.forms)
+                return seal(change(opened(data), rng))
             except Exception:  # what it says can be changed so that no file can say it
                 pass
         return change_bytes(data, rng)
@@ -60,7 +61,7 @@ def corpus(name: str) -> list[bytes]:
     """The files that the fuzzers of a target start from."""
     if name == "cache":
         return _cached_files()
-    return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    return [path.read_bytes() for path in sorted((CORPUS / ("program" if name == "run" else name)).iterdir())]
 
 
 def _read_program(folder: Path) -> Check:
@@ -78,12 +79,13 @@ def _run_program(folder: Path) -> Check:
     """Reads a program and, if it loads, runs it on the CPU with weights and inputs of zeros."""
     import numpy as np
 
+    from npu_compiler.graph.dtypes import numpy_dtype
     from npu_runtime import CPUBackend, Executor
 
     backend = CPUBackend(tune=False)
 
     def zeros(spec: Any) -> Any:
-        return backend.allocate_buffer(np.zeros(spec.shape, np.float32), spec=spec)
+        return backend.allocate_buffer(np.zeros(spec.shape, numpy_dtype(spec.dtype)), spec=spec)
 
     def check(data: bytes) -> str:
         program = CompiledProgram.from_bytes(data)
@@ -206,12 +208,17 @@ def _seal_cached(content: Any) -> bytes:
     return bytes([kind % len(_KINDS)]) + file_formats.seal_json(facts)
 
 
-_PROGRAM = (ProgramFormatError, file_formats.open_program, file_formats.seal_program)
+_PROGRAM: tuple[Form, ...] = ((file_formats.open_program, file_formats.seal_program),)
+_GRAPH: tuple[Form, ...] = (
+    (file_formats.open_json, file_formats.seal_json),
+    (file_formats.open_graph, file_formats.seal_graph),
+)
+_WEIGHTS: tuple[Form, ...] = ((file_formats.open_safetensors, file_formats.seal_safetensors),)
 TARGETS = {
-    "program": Target(_read_program, *_PROGRAM),
-    "run": Target(_run_program, NPUError, *_PROGRAM[1:]),
-    "ir": Target(_read_graph, NPUError, file_formats.open_json, file_formats.seal_json),
-    "gguf": Target(_read_language_model, NPUError, file_formats.open_gguf, file_formats.seal_gguf),
-    "safetensors": Target(_read_weights, WeightError, file_formats.open_safetensors, file_formats.seal_safetensors),
-    "cache": Target(_read_cache, NPUError, _open_cached, _seal_cached),
+    "program": Target(_read_program, ProgramFormatError, _PROGRAM),
+    "run": Target(_run_program, NPUError, _PROGRAM),
+    "ir": Target(_read_graph, NPUError, _GRAPH),
+    "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
+    "safetensors": Target(_read_weights, WeightError, _WEIGHTS),
+    "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),
 }
