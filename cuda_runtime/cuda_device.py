@@ -121,6 +121,7 @@ class CUDADevice:
         self.arch = 10 * int(self.properties["major"]) + int(self.properties["minor"])
         with self._gpu:
             self.stream = cuda.Stream(non_blocking=True)
+        self._lock = threading.RLock()
         self._staging: Staging | None = None
         self._staging_lock = threading.Lock()
 
@@ -140,9 +141,12 @@ class CUDADevice:
 
     @contextmanager
     def active(self, doing: str) -> Iterator[None]:
-        """Makes this GPU and its stream current; CUDA's errors inside become a `DeviceError`."""
+        """Makes this GPU and its stream current; CUDA's errors inside become a `DeviceError`.
+
+        One thread at a time: what another one enqueued while a graph is captured would become a part of that graph.
+        """
         try:
-            with self._gpu, self.stream:
+            with self._lock, self._gpu, self.stream:
                 yield
         except self.failures as error:
             raise DeviceError(f"{doing}: {error}") from error
@@ -255,8 +259,7 @@ class Staging:
         """Enqueue a copy of bytes to a device address."""
 
         def copy_piece(piece: slice) -> None:
-            with self._device.active(_FAILED):
-                self._copy_piece(target + piece.start, source[piece])
+            self._copy_piece(target + piece.start, source[piece])
 
         in_pieces(copy_piece, source.size, _STAGING_BYTES)
 
@@ -266,9 +269,10 @@ class Staging:
         try:
             slot.read.synchronize()
             slot.memory[: source.size] = source
-            kind = runtime.memcpyHostToDevice
-            runtime.memcpyAsync(target, slot.memory.ctypes.data, source.size, kind, stream.ptr)
-            slot.read.record(stream)
+            with self._device.active(_FAILED):
+                kind = runtime.memcpyHostToDevice
+                runtime.memcpyAsync(target, slot.memory.ctypes.data, source.size, kind, stream.ptr)
+                slot.read.record(stream)
         finally:
             self._free.put(slot)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from npu_compiler.errors import DeviceError, InputError
-from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.graph.dtypes import STORED_DTYPES, itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.views import numel
 from npu_runtime.packing import pack_array, storage_name, unpack_array
@@ -92,6 +92,12 @@ class DeviceBuffer(ABC):
         self.check_current()
         return unpack_array(self._download(), self.shape, spec)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """For `np.asarray(buffer)`: a download, which is always a copy."""
+        if copy is False:
+            raise ValueError("a device buffer cannot become an array without a copy")
+        return np.asarray(self.to_numpy(), dtype)
+
     def write(self, data: np.ndarray, spec: TensorSpec | None = None) -> None:
         """Overwrite the content in place, with the checks, cast and padding of `DeviceMemory.allocate_buffer`."""
         spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
@@ -153,7 +159,7 @@ class DeviceMemory:
         stored: Names of the dtypes that the device can store.
     """
 
-    stored: frozenset[str] = frozenset({"float16", "bfloat16", "float32", "int32", "bool", "uint8"})
+    stored: frozenset[str] = STORED_DTYPES
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A buffer of any content; what a device has to define for the methods below.

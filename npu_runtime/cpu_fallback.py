@@ -25,7 +25,7 @@ _registered: set[str] = set()
 
 
 class CPUPartition:
-    """A graph prepared for the CPU: built once, run many times.
+    """A graph prepared for the CPU: built once, run many times, by several threads at once if need be.
 
     Raises:
         DeviceError: the IR does not record which of its optional tensors a node was given.
@@ -33,7 +33,7 @@ class CPUPartition:
 
     def __init__(self, graph: IRGraph, weights: Mapping[str, Any]) -> None:
         self.graph = graph
-        self.executor = IRExecutor(_torch_ir(graph), dict(_weight_tensors(graph, weights)))
+        self._ir, self._weights = _torch_ir(graph), dict(_weight_tensors(graph, weights))
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Input name → array in, output name → array out, in the graph's own (PyTorch) dtypes.
@@ -44,7 +44,7 @@ class CPUPartition:
         tensors = tuple(numpy_to_tensor(inputs[name]) for name in self.graph.inputs)
         try:
             with torch.no_grad():
-                outputs = self.executor.execute(tensors)
+                outputs = IRExecutor(self._ir, self._weights).execute(tensors)  # it holds the state of one run
         except ExecutionError as error:
             raise DeviceError(f"CPU partition '{self.graph.name}' failed: {error}") from error
         return {name: tensor_to_numpy(value) for name, value in zip(self.graph.outputs, outputs, strict=True)}

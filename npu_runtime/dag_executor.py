@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
 from npu_runtime.named_values import Outputs, inputs_by_name
-from npu_runtime.packing import check_array
+from npu_runtime.packing import as_array, check_array
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
 
@@ -29,6 +30,9 @@ class DAGExecutor:
     """Device partitions are compiled here, once; `load_weights` uploads their weights, once.
 
     Values stay where they were made: a device buffer that the next device partition reads never visits the host.
+
+    Several threads may call `execute` at once: CPU partitions run side by side, runs on the device queue (see
+    `Executor`), and each thread has buffers of its own for what it uploads.
     """
 
     def __init__(self, plan: PartitionPlan, backend: Hardware | Opened[Hardware]) -> None:
@@ -37,7 +41,7 @@ class DAGExecutor:
         self.executors: dict[int, Executor] = {}
         self._device_weights: dict[int, dict[str, DeviceBuffer]] = {}
         self._cpu: dict[int, CPUPartition] = {}
-        self._uploads: dict[tuple[int, str], DeviceBuffer] = {}
+        self._threads = threading.local()
         self._last_use = self._lifetimes()
         for part in plan.partitions:
             if part.device == "npu":
@@ -47,6 +51,12 @@ class DAGExecutor:
         self._weights: Mapping[str, Any] = {}
         if not plan.graph.weights:
             self.load_weights({})
+
+    @property
+    def _uploads(self) -> dict[tuple[int, str], DeviceBuffer]:
+        """The calling thread's buffers for uploads and copies, by partition and input."""
+        own: dict[tuple[int, str], DeviceBuffer] = self._threads.__dict__.setdefault("uploads", {})
+        return own
 
     def _lifetimes(self) -> dict[str, int]:
         last = {name: part.index for part in self.plan.partitions for name in part.graph.inputs}
@@ -90,10 +100,12 @@ class DAGExecutor:
         """Run the whole graph.
 
         Args:
-            inputs: Input name → array, of the graph's shapes and dtypes; `"input"` is the only one, if there is one.
+            inputs: Input name → array, torch tensor, number or nested list of numbers, of the shape and dtype that the
+                graph says; `"input"` is the only one, if there is one.
 
         Returns:
-            Output name → array in the dtype that PyTorch gives it; `["output"]` is the only one, if there is one.
+            Output name → array in the dtype that PyTorch gives it; `["output"]` is the only one, if there is one, and
+            `[0]` the first.
 
         Raises:
             InputError: an input is missing, unknown or does not fit.
@@ -132,7 +144,7 @@ class DAGExecutor:
         graph = self.plan.graph
         checked = {}
         for name, value in inputs_by_name(inputs, graph.inputs, "graph").items():
-            array, spec = np.asarray(value), graph.tensors[name]
+            array, spec = as_array(value, f"input '{name}'"), graph.tensors[name]
             if spec.dtype.startswith("complex"):
                 checked[name] = array.astype(numpy_dtype(spec.dtype))
                 continue
@@ -169,13 +181,14 @@ class DAGExecutor:
         self, index: int, spec: TensorSpec, value: Value, keep_value: bool, profiler: Profiler | None
     ) -> DeviceBuffer:
         """The value as the partition wants it; copies and uploads reuse one buffer, so nothing is prepared again."""
-        buffer = self._uploads.get((index, spec.name))
+        uploads = self._uploads
+        buffer = uploads.get((index, spec.name))
         if isinstance(value, DeviceBuffer):
             if value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape):
                 if not keep_value:
                     return value
                 if buffer is None:
-                    buffer = self._uploads[index, spec.name] = value.copy()
+                    buffer = uploads[index, spec.name] = value.copy()
                 else:
                     buffer.copy_from(value)
                 return buffer
@@ -184,7 +197,7 @@ class DAGExecutor:
             value = _in_int32(value)
         start = time.perf_counter()
         if buffer is None:
-            buffer = self._uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
+            buffer = uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
         else:
             buffer.write(value, spec)
         if profiler is not None:

@@ -1,19 +1,23 @@
 """`Executor`: runs a compiled program on any backend. What is costly happens once, not in every run.
 
-A device may run asynchronously. What holds on all of them:
+A device may run asynchronously, and several threads may run one executor. What holds on all devices:
 
 1. A backend does uploads, copies, launches and downloads in the order in which it is asked for them. So an input may be
    copied or overwritten right after the launches of the run before.
-2. Launches are prepared for fixed memory. `_memory` holds that memory for as long as they may be launched, and a change
-   of `_memory` discards the launches of the calls concerned, and with them the sequence.
-3. An output handle stands for the run that returned it. It is read only while `_generation` is still that run's.
+2. Launches are prepared for fixed memory. `memory` holds that memory for as long as they may be launched, and a change
+   of `memory` discards the launches of the calls concerned, and with them the sequence.
+3. An output handle stands for the run that returned it. It is read only while `generation` is still that run's.
+4. A run binds and launches everything while it holds the backend's lock, so no other run comes between: the arena and
+   what the prologue made are the same for all threads. Outputs and copies of inputs belong to one thread each.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +27,7 @@ from npu_compiler.deferred_import import deferred
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import BufferAllocation
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
@@ -31,6 +35,7 @@ from npu_runtime.dispatch import DispatchStrategy
 from npu_runtime.executor_inputs import InputPlaces, check_fits
 from npu_runtime.hardware import Hardware, Launch, Operand
 from npu_runtime.named_values import Outputs, inputs_by_name
+from npu_runtime.packing import as_array
 from npu_runtime.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -41,14 +46,20 @@ __getattr__ = deferred("npu_runtime", {"MetalDispatchStrategy": "metal.dispatch"
 
 
 class Executor:
-    """One program on one device.
+    """One program on one device, which any number of threads may run.
 
     Buffers that the executor owns (arena, constants, outputs) are made here. A kernel call is prepared when all its
     buffers are known, at the first run, and stays prepared when inputs come in other buffers (see `InputPlaces`); only
     a donated input in another buffer has the calls that touch it prepared again. Outputs belong to the executor and
-    hold until its next run.
+    hold until the next run.
+
+    Threads: calls of `run` queue, one at a time on a device. Each thread has outputs of its own, which hold until that
+    thread's next run, and prepares the calls for them at its first run; arena, constants and weights are shared. What a
+    thread has of its own is freed when it ends.
 
     Args:
+        program: The program, or the path of a `.npubin`.
+        device: A device or backend. Default: the best one on this machine.
         config: The target's parameters, as a check: the device has to run that target's programs.
 
     Attributes:
@@ -56,14 +67,20 @@ class Executor:
 
     Raises:
         DeviceError: the device does not run programs for that target.
+        ProgramFormatError: there is no valid program at that path.
         UntrustedProgramError: such programs are code, and nobody whom this user trusts vouches for this one.
     """
 
     def __init__(
-        self, program: CompiledProgram, device: Hardware | Opened[Hardware], config: TargetConfig | None = None
+        self,
+        program: CompiledProgram | str | Path,
+        device: Hardware | Opened[Hardware] | None = None,
+        config: TargetConfig | None = None,
     ) -> None:
+        if not isinstance(program, CompiledProgram):
+            program = CompiledProgram.load(program)
         self.program = program
-        self.backend = as_backend(device)
+        self.backend = as_backend(_best_device() if device is None else device)
         self.counters: Counter[str] = Counter()
         known = self.backend.runs_targets
         for target in (program.target, *([] if config is None else [config.name])):
@@ -72,49 +89,23 @@ class Executor:
                 raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
         if self.backend.config.programs_are_code:
             program.trust.check(program.name)
-        plan = program.plan
-        self._specs = {spec.name: spec for spec in plan.inputs}
-        self._inputs = InputPlaces(self._specs, set(plan.donations.values()), self.backend, self.counters)
-        self.backend.compile([*plan.prologue, *plan.calls], plan.sources)
-        self._memory: dict[str, DeviceBuffer] = {}
-        self._allocate_owned()
-        self._weights: Mapping[str, DeviceBuffer] | None = None
-        self._versions: dict[str, int] = {}  # of the weights
-        self._launches: list[Launch | None] = [None] * len(plan.calls)
-        self._users: dict[str, list[int]] = {name: [] for name in (*self._specs, *plan.weights)}
-        for index, call in enumerate(plan.calls):
-            for name in {view.buffer for view in (*call.inputs, *call.outputs)} & self._users.keys():
-                self._users[name].append(index)
-        self._sequence: Launch | None = None
-        self._generation = 0
+        self.backend.compile([*program.plan.prologue, *program.plan.calls], program.plan.sources)
+        with self.backend.lock:
+            self._shared = _SharedMemory(program.plan, self.backend, self.counters)
+            self._threads = threading.local()
+            self._threads.run = self._run_of_a_thread()
 
-    def _allocate_owned(self) -> None:
-        plan = self.program.plan
-        if plan.arena_bytes:
-            self._arena = self._zeros((plan.arena_bytes,), "uint8")
-        for name, buffer in plan.buffers.items():
-            if buffer.kind == "arena":
-                self._memory[name] = self._arena
-            elif buffer.kind in ("output", "persistent"):
-                self._memory[name] = self._zeros(buffer.alloc_shape, buffer.dtype)
-            elif buffer.kind == "constant":
-                value = plan.constants[name]
-                spec = TensorSpec(name, value.shape, str(value.dtype), buffer.dtype, buffer.alloc_shape)
-                self._memory[name] = self.backend.allocate_buffer(value, spec=spec)
-                self.counters["buffers"] += 1
-        self._outputs = {
-            spec.name: self._output_handle(spec) for spec in plan.outputs if spec.name not in plan.donations
-        }
+    def _run_of_a_thread(self) -> _ThreadRun:
+        return _ThreadRun(self.program.plan, self.backend, self._shared, self.counters)
 
-    def _zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceBuffer:
-        self.counters["buffers"] += 1
-        return self.backend.allocate_zeros(shape, dtype)
-
-    def _output_handle(self, spec: TensorSpec) -> DeviceBuffer:
-        memory = self._memory[self.program.plan.output_views[spec.name].buffer]
-        handle = memory.guarded(lambda: True)
-        handle.shape, handle.alloc_shape = spec.shape, spec.alloc_shape or spec.shape
-        return handle
+    @property
+    def _run(self) -> _ThreadRun:
+        """What the calling thread has of its own."""
+        try:
+            own: _ThreadRun = self._threads.run
+        except AttributeError:
+            own = self._threads.run = self._run_of_a_thread()
+        return own
 
     def run(
         self,
@@ -125,12 +116,13 @@ class Executor:
         """Run the program once.
 
         Args:
-            inputs: Input name → buffer (or array, which is uploaded); `"input"` is the only one, if there is one.
+            inputs: Input name → buffer, or what is uploaded: an array, a torch tensor, a number or a nested list of
+                numbers. `"input"` is the only one, if there is one.
             weights: What `load_weights` returned; may be left out when the program has none.
 
         Returns:
-            Output name → buffer, valid until the next run; `["output"]` is the only one, if there is one. A donated
-            input comes back as its output, updated.
+            Output name → buffer, valid until this thread's next run; `["output"]` is the only one, if there is one,
+            and `[0]` the first. A donated input comes back as its output, updated.
 
         Raises:
             InputError: an input is missing, unknown, or does not fit its spec.
@@ -138,45 +130,130 @@ class Executor:
             DeviceError: the device failed.
         """
         start = time.perf_counter()
-        bound = self._bind(self._checked(inputs), weights if weights is not None else {})
-        self._generation += 1
-        self.counters["runs"] += 1
-        if profiler is None:
-            assert self._sequence is not None
-            self._sequence()
-        else:
-            self._run_profiled(profiler)
-            profiler.add_run(time.perf_counter() - start)
-        return self._results(bound)
-
-    def _results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
-        generation, plan = self._generation, self.program.plan
-        results: dict[str, DeviceBuffer] = Outputs()
-        for spec in plan.outputs:
-            donor = plan.donations.get(spec.name)
-            if donor is not None:
-                results[spec.name] = inputs[donor]
-            else:  # invariant 3
-                results[spec.name] = self._outputs[spec.name].guarded(lambda: self._generation == generation)
-        return results
-
-    def _run_profiled(self, profiler: Profiler) -> None:
-        for call, launch in zip(self.program.plan.calls, self._launches, strict=True):
-            assert launch is not None
-            profiler.add_kernel(call.kernel, self.backend.timed(launch))
+        checked = self._checked(inputs)
+        with self.backend.lock:
+            run = self._run
+            bound = run.bind(checked, weights if weights is not None else {})
+            run.generation += 1
+            self.counters["runs"] += 1
+            if profiler is None:
+                run.launch()
+            else:
+                run.launch_profiled(profiler)
+                profiler.add_run(time.perf_counter() - start)
+            return run.results(bound)
 
     def _checked(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> Mapping[str, DeviceBuffer | np.ndarray]:
         """The inputs by the program's names for them; buffers are checked here, arrays when they are uploaded."""
-        named = inputs_by_name(inputs, self._specs, "program")
+        specs = {spec.name: spec for spec in self.program.input_specs}
+        named = dict(inputs_by_name(inputs, specs, "program"))
         for name, value in named.items():
             if isinstance(value, DeviceBuffer):
                 value.check_current()
-                check_fits(value, self._specs[name], f"input '{name}'", InputError)
-            elif not isinstance(value, np.ndarray):
-                raise InputError(f"input '{name}' is a {type(value).__name__}; give a device buffer or a NumPy array")
+                check_fits(value, specs[name], f"input '{name}'", InputError)
+            else:
+                named[name] = as_array(value, f"input '{name}'")
         return named
 
-    def _bind(
+
+def _best_device() -> Opened[Hardware]:
+    from npu_runtime.device import Device  # which needs backends, and they need executors
+
+    return Device()
+
+
+class _SharedMemory:
+    """The buffers that all threads share: arena, constants, weights, and what the prologue makes of weights.
+
+    Attributes:
+        memory: Buffer name → memory, for these buffers.
+        versions: Of the weights, when they were bound.
+        prologue_runs: How often the prologue has run, and so replaced what it makes.
+    """
+
+    def __init__(self, plan: ExecutionPlan, backend: Hardware, counters: Counter[str]) -> None:
+        self.memory: dict[str, DeviceBuffer] = {}
+        self.versions: dict[str, int] = {}
+        self.prologue_runs = 0
+        self._plan, self._backend, self._counters = plan, backend, counters
+        self._weights: Mapping[str, DeviceBuffer] | None = None
+        arena = self.zeros((plan.arena_bytes,), "uint8") if plan.arena_bytes else None
+        for name, buffer in plan.buffers.items():
+            if buffer.kind == "arena" and arena is not None:
+                self.memory[name] = arena
+            elif buffer.kind == "persistent":
+                self.memory[name] = self.zeros(buffer.alloc_shape, buffer.dtype)
+            elif buffer.kind == "constant":
+                value = plan.constants[name]
+                spec = TensorSpec(name, value.shape, str(value.dtype), buffer.dtype, buffer.alloc_shape)
+                self.memory[name] = backend.allocate_buffer(value, spec=spec)
+                counters["buffers"] += 1
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceBuffer:
+        self._counters["buffers"] += 1
+        return self._backend.allocate_zeros(shape, dtype)
+
+    def bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> None:
+        """Check and bind weights, and run the prologue if any of them is another buffer, or written, since before."""
+        if self._weights == weights and self.versions == _versions(weights):
+            return
+        plan = self._plan
+        missing = sorted(plan.weights.keys() - weights.keys())
+        if missing:
+            raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
+        for name, weight in plan.weights.items():
+            check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
+        is_same = self._weights is not None and all(
+            weights[name].native_handle is self.memory[name].native_handle
+            and weights[name].version == self.versions.get(name)
+            for name in plan.weights
+        )
+        if not is_same:
+            self._weights, self.versions = None, {}
+            self.memory.update({name: weights[name] for name in plan.weights})
+            for call in plan.prologue:
+                prepare(call, plan, self.memory, self._backend, self._counters)()
+                for view in call.outputs:
+                    self.memory[view.buffer].prepared.clear()
+            self._backend.synchronize()
+            self.prologue_runs += 1
+        self._weights, self.versions = dict(weights), _versions(weights)
+
+
+class _ThreadRun:
+    """What a thread has of its own: outputs, copies of inputs, and the launches that are prepared for them.
+
+    Attributes:
+        memory: Buffer name → memory that the launches are prepared for.
+        generation: Counts the thread's runs (invariant 3).
+    """
+
+    def __init__(self, plan: ExecutionPlan, backend: Hardware, shared: _SharedMemory, counters: Counter[str]) -> None:
+        self.generation = 0
+        self._plan, self._backend, self._shared, self._counters = plan, backend, shared, counters
+        specs = {spec.name: spec for spec in plan.inputs}
+        self._inputs = InputPlaces(specs, set(plan.donations.values()), backend, counters)
+        self.memory = dict(shared.memory)
+        for name, buffer in plan.buffers.items():
+            if buffer.kind == "output":
+                self.memory[name] = shared.zeros(buffer.alloc_shape, buffer.dtype)
+        self._outputs = {spec.name: self._handle(spec) for spec in plan.outputs if spec.name not in plan.donations}
+        self._versions: dict[str, int] = {}  # of the weights that the launches are prepared for
+        self._prologue_runs = shared.prologue_runs
+        self._launches: list[Launch | None] = [None] * len(plan.calls)
+        self._sequence: Launch | None = None
+        self._users: dict[str, list[int]] = {}
+        for index, call in enumerate(plan.calls):
+            for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
+                self._users.setdefault(name, []).append(index)
+
+    def _handle(self, spec: TensorSpec) -> DeviceBuffer:
+        memory = self.memory[self._plan.output_views[spec.name].buffer]
+        handle = memory.guarded(lambda: True)
+        handle.shape, handle.alloc_shape = spec.shape, spec.alloc_shape or spec.shape
+        return handle
+
+    def bind(
         self, inputs: Mapping[str, DeviceBuffer | np.ndarray], weights: Mapping[str, DeviceBuffer]
     ) -> dict[str, DeviceBuffer]:
         """Make the launches ready for these inputs and weights; returns the memory that holds each input."""
@@ -188,36 +265,50 @@ class Executor:
                 moved[name] = value
         if moved:
             self._check_sharing({name: value for name, value in inputs.items() if isinstance(value, DeviceBuffer)})
-        if self._weights != weights or self._versions != _versions(weights):
-            self._bind_weights(weights)
+        self._shared.bind_weights(weights)
+        if self._prologue_runs != self._shared.prologue_runs:
+            self._follow_weights()
         for name, value in moved.items():
-            buffer = bound[name] = self._inputs.place(name, value, self._memory.get(name))
+            buffer = bound[name] = self._inputs.place(name, value, self.memory.get(name))
             if self._is_elsewhere(name, buffer):
-                self._memory[name] = buffer
-                self._forget(self._users[name])
+                self.memory[name] = buffer
+                self._forget([name])
         if self._sequence is None:
             for index, launch in enumerate(self._launches):
                 if launch is None:
-                    self._launches[index] = self._prepare(self.program.plan.calls[index])
-            self._sequence = self.backend.sequence([launch for launch in self._launches if launch is not None])
-            self.counters["sequences"] += 1
+                    call = self._plan.calls[index]
+                    self._launches[index] = prepare(call, self._plan, self.memory, self._backend, self._counters)
+            self._sequence = self._backend.sequence([launch for launch in self._launches if launch is not None])
+            self._counters["sequences"] += 1
         return bound
 
-    def _forget(self, calls: Iterable[int]) -> None:
-        """Have calls prepared again before the next launch (invariant 2)."""
-        for index in calls:
-            self._launches[index] = None
-            self._sequence = None
+    def _follow_weights(self) -> None:
+        """Have the calls prepared again that read a weight which is another now, or what the prologue made."""
+        plan, shared = self._plan, self._shared
+        changed = {view.buffer for call in plan.prologue for view in call.outputs}
+        for name in plan.weights:
+            if self._is_elsewhere(name, shared.memory[name]) or self._versions.get(name) != shared.versions[name]:
+                changed.add(name)
+        self.memory.update({name: shared.memory[name] for name in plan.weights})
+        self._forget(changed)
+        self._versions, self._prologue_runs = shared.versions, shared.prologue_runs
+
+    def _forget(self, buffers: Iterable[str]) -> None:
+        """Have the calls that touch these buffers prepared again before the next launch (invariant 2)."""
+        for name in buffers:
+            for index in self._users.get(name, ()):
+                self._launches[index] = None
+                self._sequence = None
 
     def _is_elsewhere(self, name: str, buffer: DeviceBuffer) -> bool:
-        known = self._memory.get(name)
+        known = self.memory.get(name)
         return known is None or known.native_handle is not buffer.native_handle
 
     def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
         """Refuse memory that the program would write while it still has to read it under another name."""
         outputs = {id(buffer.native_handle): name for name, buffer in self._outputs.items()}
         names: dict[int, str] = {}
-        donated = set(self.program.plan.donations.values())
+        donated = set(self._plan.donations.values())
         for name, buffer in sorted(inputs.items(), key=lambda item: item[0] not in donated):
             handle = id(buffer.native_handle)
             if handle in outputs:
@@ -231,39 +322,44 @@ class Executor:
                     f"'{names[handle]}' in place; give each a buffer of its own"
                 )
 
-    def _bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> None:
-        """Check and bind weights, and run the prologue if any of them is another buffer, or written, since before."""
-        plan = self.program.plan
-        missing = sorted(plan.weights.keys() - weights.keys())
-        if missing:
-            raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
-        for name, weight in plan.weights.items():
-            check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
-        changed = {
-            name
-            for name in plan.weights
-            if self._is_elsewhere(name, weights[name]) or self._versions.get(name) != weights[name].version
-        }
-        if self._weights is None or changed:
-            self._weights, self._versions = None, {}
-            changed |= {view.buffer for call in plan.prologue for view in call.outputs}
-            self._memory.update({name: weights[name] for name in plan.weights})
-            self._forget(i for i, call in enumerate(plan.calls) if any(view.buffer in changed for view in call.inputs))
-            for call in plan.prologue:
-                self._prepare(call)()
-            self.backend.synchronize()
-        self._weights = dict(weights)
-        self._versions = _versions(weights)
+    def launch(self) -> None:
+        assert self._sequence is not None
+        self._sequence()
 
-    def _prepare(self, call: KernelCall) -> Launch:
-        self.counters["prepared"] += 1
-        inputs, outputs = ([self._operand(view) for view in views] for views in (call.inputs, call.outputs))
-        return self.backend.prepare(call, inputs, outputs)
+    def launch_profiled(self, profiler: Profiler) -> None:
+        for call, launch in zip(self._plan.calls, self._launches, strict=True):
+            assert launch is not None
+            profiler.add_kernel(call.kernel, self._backend.timed(launch))
 
-    def _operand(self, view: View) -> Operand:
-        buffer: BufferAllocation = self.program.plan.buffers[view.buffer]
+    def results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
+        """Output name → handle for the run that was just launched on these inputs."""
+        generation = self.generation
+        results: dict[str, DeviceBuffer] = Outputs()
+        for spec in self._plan.outputs:
+            donor = self._plan.donations.get(spec.name)
+            if donor is not None:
+                results[spec.name] = inputs[donor]
+            else:  # invariant 3
+                results[spec.name] = self._outputs[spec.name].guarded(lambda: self.generation == generation)
+        return results
+
+
+def prepare(
+    call: KernelCall,
+    plan: ExecutionPlan,
+    memory: Mapping[str, DeviceBuffer],
+    backend: Hardware,
+    counters: Counter[str],
+) -> Launch:
+    """A launch of a call on its buffers' memory."""
+
+    def operand(view: View) -> Operand:
+        buffer: BufferAllocation = plan.buffers[view.buffer]
         offset = buffer.offset if buffer.kind == "arena" else 0
-        return Operand(self._memory[view.buffer], view, offset, buffer.is_constant)
+        return Operand(memory[view.buffer], view, offset, buffer.is_constant)
+
+    counters["prepared"] += 1
+    return backend.prepare(call, list(map(operand, call.inputs)), list(map(operand, call.outputs)))
 
 
 def _versions(weights: Mapping[str, DeviceBuffer]) -> dict[str, int]:

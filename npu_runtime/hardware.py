@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
@@ -34,7 +36,18 @@ class Operand:
 
 
 class Hardware(DeviceMemory, ABC):
-    """A device without its executor, which is what an executor works with; `Backend` adds the executor."""
+    """A device without its executor, which is what an executor works with; `Backend` adds the executor.
+
+    Attributes:
+        lock: Held by the thread that binds and launches a program, so that runs do not mix.
+    """
+
+    lock: AbstractContextManager[bool]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self.lock = threading.RLock()
+        return self
 
     config: TargetConfig
     runs_ahead = 1

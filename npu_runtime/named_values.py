@@ -30,9 +30,12 @@ def inputs_by_name(given: Mapping[str, ValueT], known: Collection[str], whose: s
 
 
 class Outputs(dict[str, ValueT]):
-    """Output name → value; `["output"]` is the only one where there is exactly one."""
+    """Output name → value; `["output"]` is the only one where there is exactly one, and `[n]` is the n-th."""
 
-    def __missing__(self, name: str) -> ValueT:
-        if name == "output" and len(self) == 1:
-            return next(iter(self.values()))
+    def __missing__(self, name: str | int) -> ValueT:
+        values = list(self.values())
+        if name == "output" and len(values) == 1:
+            return values[0]
+        if isinstance(name, int) and -len(values) <= name < len(values):
+            return values[name]
         raise KeyError(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from npu_compiler.errors import InputError
@@ -9,6 +11,31 @@ from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, INT_DTYPES, dtype_na
 from npu_compiler.graph.model import TensorSpec
 
 _KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
+
+
+def as_array(value: Any, what: str) -> np.ndarray:
+    """An array of what a user may give for one: an array, a torch tensor, a number, or a nested list of numbers.
+
+    Args:
+        what: Names the value in the message.
+
+    Raises:
+        InputError: it is none of these.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "detach"):
+        from npu_runtime.torch_arrays import tensor_to_numpy
+
+        return tensor_to_numpy(value.detach().cpu())
+    problem = f"{what} is a {type(value).__name__}; give a device buffer, an array, a torch tensor or a list of numbers"
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{problem} ({error})") from error
+    if array.dtype.kind not in _KINDS:
+        raise InputError(problem)
+    return array.astype(np.float32) if isinstance(value, (float, list, tuple)) and array.dtype.kind == "f" else array
 
 
 def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class WeightTransformRecipe:
@@ -54,6 +56,24 @@ def apply_recipe(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray])
     return _TRANSFORMS[recipe.op](*args, **recipe.params)
 
 
+def recipe_shape(recipe: WeightTransformRecipe, source_shapes: Mapping[str, Shape]) -> Shape:
+    """The shape of what a recipe makes.
+
+    Raises:
+        ValueError: it cannot make anything of tensors with these shapes, or its parameters are not those of its op.
+    """
+    if recipe.op == "key":
+        return tuple(source_shapes[recipe.params["key"]])
+    args = [recipe_shape(arg, source_shapes) for arg in recipe.args]
+    try:
+        shape = _SHAPES[recipe.op](*args, **recipe.params)
+    except TypeError:
+        shape = None  # other arguments than the op's, or of other types
+    if shape is None:
+        raise ValueError(f"{recipe.op} of {[list(arg) for arg in args]} with {dict(recipe.params)!r:.80}")
+    return shape
+
+
 def _f32(array: np.ndarray) -> np.ndarray:
     return np.asarray(array, dtype=np.float32)
 
@@ -91,6 +111,38 @@ def _fill(shape: list[int], value: float) -> np.ndarray:
     return np.full(shape, value, dtype=np.float32)
 
 
+def _vectors(*shapes: Shape, eps: float) -> Shape | None:
+    alike = len(set(shapes)) == 1 and len(shapes[0]) == 1
+    return shapes[0] if alike and isinstance(eps, (int, float)) else None
+
+
+def _scaled_shape(weight: Shape, scale: Shape, axis: int) -> Shape | None:
+    return weight if type(axis) is int and 0 <= axis < len(weight) and scale == (weight[axis],) else None
+
+
+def _joined_shape(first: Shape, *others: Shape, axis: int) -> Shape | None:
+    if type(axis) is not int or not 0 <= axis < len(first):
+        return None
+    if any((*part[:axis], *part[axis + 1 :]) != (*first[:axis], *first[axis + 1 :]) for part in others):
+        return None
+    if any(len(part) != len(first) for part in others):
+        return None
+    return (*first[:axis], sum(part[axis] for part in (first, *others)), *first[axis + 1 :])
+
+
+def _filled_shape(shape: list[int], value: float) -> Shape | None:
+    valid = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
+    return tuple(shape) if valid and isinstance(value, (int, float)) else None
+
+
+_SHAPES: dict[str, Callable[..., Shape | None]] = {
+    "bn_scale": lambda gamma, var, eps: _vectors(gamma, var, eps=eps),
+    "bn_shift": lambda gamma, beta, mean, var, eps: _vectors(gamma, beta, mean, var, eps=eps),
+    "scale_axis": _scaled_shape,
+    "multiply_add": lambda bias, scale, shift: _vectors(bias, scale, shift, eps=0.0),
+    "concat": _joined_shape,
+    "fill": _filled_shape,
+}
 _TRANSFORMS: dict[str, Callable[..., np.ndarray]] = {
     "bn_scale": _bn_scale,
     "bn_shift": _bn_shift,

@@ -9,6 +9,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
+from npu_compiler.ops.windows import fits_convolution, fits_pooling, fits_resampling, fits_transposed_convolution
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
@@ -16,9 +17,12 @@ from npu_compiler.program.views import View
 declare_kernel(
     "conv2d_kernel",
     Family.CONV,
-    "x weight bias? residual? -> out",
+    "x:f[n,.c,h,w] weight:f[.o,i,kh,kw] bias?:f[.o] residual?:f[n,o,p,q] -> out:f[n,o,p,q]",
     source="conv_bn_relu.metal",
     grid=Grid.PIXELS,
+    where=lambda call: (
+        call.groups > 0 and call.c == call.i * call.groups and call.o % call.groups == 0 and fits_convolution(call)
+    ),
     stride="2I",
     padding="4i",
     dilation="2I",
@@ -29,8 +33,14 @@ declare_kernel(
 declare_kernel(
     "conv_transpose2d_kernel",
     Family.CONV,
-    "x weight bias? -> out",
+    "x:f[.n,c,h,w] weight:f[.c,i,kh,kw] bias?:f[.o] -> out:f[n,o,p,q]",
     source="conv_bn_relu.metal",
+    where=lambda call: (
+        call.groups > 0
+        and call.o == call.i * call.groups
+        and call.c % call.groups == 0
+        and fits_transposed_convolution(call)
+    ),
     stride="2I",
     padding="2i",
     output_padding="2I",
@@ -40,9 +50,10 @@ declare_kernel(
 declare_kernel(
     "max_pool2d_kernel",
     Family.POOL,
-    "x -> out",
+    "x[n,c,h,w] -> out[n,c,p,q]",
     source="pool.metal",
     grid=Grid.PLANES,
+    where=fits_pooling,
     window="2I",
     stride="2I",
     padding="2I",
@@ -52,9 +63,10 @@ declare_kernel(
 declare_kernel(
     "avg_pool2d_kernel",
     Family.POOL,
-    "x -> out",
+    "x:f[n,c,h,w] -> out:f[n,c,p,q]",
     source="pool.metal",
     grid=Grid.PLANES,
+    where=fits_pooling,
     window="2I",
     stride="2I",
     padding="2I",
@@ -62,16 +74,31 @@ declare_kernel(
     count_include_pad="?",
     divisor="i",
 )
-declare_kernel("adaptive_avg_pool2d_kernel", Family.POOL, "x -> out", source="pool.metal", grid=Grid.SHORT_REDUCTIONS)
 declare_kernel(
-    "upsample_nearest_kernel", Family.POOL, "x -> out", source="upsample.metal", grid=Grid.PLANES, scale="2f", exact="?"
+    "adaptive_avg_pool2d_kernel",
+    Family.POOL,
+    "x:f[n,c,h,w] -> out:f[n,c,p,q]",
+    source="pool.metal",
+    grid=Grid.SHORT_REDUCTIONS,
+    where=lambda call: call.h > 0 and call.w > 0,
+)
+declare_kernel(
+    "upsample_nearest_kernel",
+    Family.POOL,
+    "x[n,c,h,w] -> out[n,c,p,q]",
+    source="upsample.metal",
+    grid=Grid.PLANES,
+    where=fits_resampling,
+    scale="2f",
+    exact="?",
 )
 declare_kernel(
     "upsample_bilinear_kernel",
     Family.POOL,
-    "x -> out",
+    "x:f[n,c,h,w] -> out:f[n,c,p,q]",
     source="upsample.metal",
     grid=Grid.PLANES,
+    where=fits_resampling,
     scale="2f",
     align_corners="?",
 )

@@ -8,43 +8,83 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
-from npu_compiler.program.views import MAX_RANK, View, broadcast_shapes
+from npu_compiler.program.views import MAX_RANK, Shape, View, broadcast_shapes, numel
+
+
+def _with_size(shape: Shape, dim: int, size: int) -> Shape | None:
+    """A shape with another size of one dimension; None where there is no such dimension."""
+    return (*shape[:dim], size, *shape[dim + 1 :]) if dim < len(shape) else None
+
+
+def _replaces_rows(whole: Shape, rows: Shape, dim: int, index: Shape) -> bool:
+    """Whether `rows`, one for each entry of a vector or scalar of indices, may replace rows of `whole`."""
+    return len(index) <= 1 and rows == _with_size(whole, dim, numel(index))
+
 
 declare_kernel(
     "embedding_kernel",
     Family.INDEXING,
-    "table ids -> out",
+    "table[rows,.width] ids:i[*s] -> out[*s,width]",
     source="embedding.metal",
     grid=Grid.TABLE_ROWS,
+    index_limit=lambda call: call.rows,
     rows="I",
     width="I",
     checked="?",
 )
-declare_kernel("index_select_kernel", Family.INDEXING, "x index -> out", source="tensor_ops.metal", dim="I")
-declare_kernel("gather_kernel", Family.INDEXING, "x index -> out", source="tensor_ops.metal", dim="I")
+declare_kernel(
+    "index_select_kernel",
+    Family.INDEXING,
+    "x[*whole] index:i[n] -> out[*picked]",
+    source="tensor_ops.metal",
+    where=lambda call: call.picked == _with_size(call.whole, call.dim, call.n),
+    dim="I",
+)
+declare_kernel(
+    "gather_kernel",
+    Family.INDEXING,
+    "x[*whole] index:i[*picked] -> out[*picked]",
+    source="tensor_ops.metal",
+    where=lambda call: (
+        len(call.picked) == len(call.whole)
+        and call.dim < len(call.whole)
+        and all(a <= b for d, (a, b) in enumerate(zip(call.picked, call.whole, strict=True)) if d != call.dim)
+    ),
+    dim="I",
+)
 declare_kernel(
     "index_kernel",
     Family.INDEXING,
-    "x " + " ".join(f"index{i}" + "?" * (i > 0) for i in range(MAX_RANK)) + " -> out",
+    "x[*whole] index0:i[*s] " + " ".join(f"index{i}?:i[*s]" for i in range(1, MAX_RANK)) + " -> out[*picked]",
     source="tensor_ops.metal",
+    where=lambda call: (
+        call.first + call.count <= len(call.whole)
+        and getattr(call, f"index{call.count - 1}", None) is not None
+        and getattr(call, f"index{call.count}", None) is None
+        and call.picked == call.whole[: call.first] + call.s + call.whole[call.first + call.count :]
+    ),
     first="I",
     count="I",
 )
 declare_kernel(
     "index_copy_kernel",
     Family.INDEXING,
-    "index source -> out",
+    "index:i[*n] source[*rows] -> out[*whole]",
     source="index_copy.metal",
     grid=Grid.SOURCE_ELEMENTS,
+    where=lambda call: _replaces_rows(call.whole, call.rows, call.dim, call.n),
+    index_limit=lambda call: call.whole[call.dim],
     dim="I",
     checked="?",
 )
 declare_kernel(
     "index_copy_pair_kernel",
     Family.INDEXING,
-    "index source0 source1 -> out0 out1",
+    "index:i[*n] source0[*rows] source1[*rows] -> out0[*whole] out1[*whole]",
     source="index_copy.metal",
     grid=Grid.SOURCE_ELEMENTS,
+    where=lambda call: _replaces_rows(call.whole, call.rows, call.dim, call.n),
+    index_limit=lambda call: call.whole[call.dim],
     dim="I",
     checked="?",
 )

@@ -12,18 +12,19 @@ from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import Shape, View, numel
 
-for _name, _grid in (
-    ("matmul_kernel", Grid.TILES),
-    ("matmul_notrans_kernel", Grid.TILES),
-    ("matmul_vec_kernel", Grid.COLUMNS),
-    ("matmul_vec_notrans_kernel", Grid.COLUMN_BLOCKS),
+for _name, _grid, _rows_of_x, _packed in (
+    ("matmul_kernel", Grid.TILES, "m", 1),
+    ("matmul_notrans_kernel", Grid.TILES, "m", 0),
+    ("matmul_vec_kernel", Grid.COLUMNS, "1", 1),
+    ("matmul_vec_notrans_kernel", Grid.COLUMN_BLOCKS, "1", 0),
 ):
     declare_kernel(
         _name,
         Family.MATMUL,
-        "x weight bias? residual? -> out",
+        f"x:f[{_rows_of_x},.k] weight:f[n,k] bias?:f[.n] residual?:f[m,.n] -> out:f[m,n]",
         source="matmul.metal",
         grid=_grid,
+        where=lambda call, dim=_packed: call.weight.strides[dim] == 1 or call.weight.shape[dim] == 1,  # type: ignore[misc]
         m="I",
         n="I",
         k="I",
@@ -32,7 +33,7 @@ for _name, _grid in (
 declare_kernel(
     "linear_epilogue_kernel",
     Family.MATMUL,
-    "product bias? residual? -> out",
+    "product:f[m,n] bias?:f[n] residual?:f[m,n] -> out:f[m,n]",
     source="matmul.metal",
     grid=Grid.PLANES,
     activation=ACTIVATION,
@@ -40,9 +41,10 @@ declare_kernel(
 declare_kernel(
     "gated_matmul_vec_kernel",
     Family.MATMUL,
-    "x weight bias? -> out",
+    "x:f[1,.k] weight:f[rows,.k] bias?:f[.rows] -> out:f[m,n]",
     source="matmul.metal",
     grid=Grid.COLUMNS,
+    where=lambda call: call.m == 1 and call.rows == 2 * call.n,
     m="I",
     n="I",
     k="I",
@@ -51,9 +53,10 @@ declare_kernel(
 declare_kernel(
     "batched_matmul_kernel",
     Family.MATMUL,
-    "a b -> out",
+    "a:fi[*lead,m,k] b:fi[*lead,k,n] -> out:fi[*lead,m,n]",
     source="matmul.metal",
     grid=Grid.TILES,
+    where=lambda call: call.batch == numel(call.lead),
     m="I",
     n="I",
     k="I",
@@ -102,7 +105,6 @@ def emit_linear(
         "has_bias": int(bias is not None),
         "has_residual": int(residual is not None),
         "activation": activation,
-        "transpose_b": int(transposed),
     }
     ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * k, source=source)
 

@@ -14,18 +14,26 @@ for _name in REDUCTIONS:
     declare_kernel(
         f"{_name}_kernel",
         Family.REDUCTION,
-        "x -> out",
+        "x[*whole] -> out[*kept]",
         source="reduce.metal",
         grid=Grid.REDUCTIONS,
+        where=lambda call: (
+            call.reduce_dims <= len(call.whole) and call.kept == call.whole[: len(call.whole) - call.reduce_dims]
+        ),
         reduce_dims="I",
         correction="f",
         order="f",
     )
-declare_kernel("cumsum_kernel", Family.REDUCTION, "x -> out", source="cumsum.metal", grid=Grid.ROW_ELEMENTS)
-declare_kernel("softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
-declare_kernel("log_softmax_kernel", Family.SOFTMAX, "x -> out", source="softmax.metal", grid=Grid.ROWS, scale="f")
+declare_kernel("cumsum_kernel", Family.REDUCTION, "x[*s,n] -> out[*s,n]", source="cumsum.metal", grid=Grid.ROW_ELEMENTS)
+for _name in ("softmax_kernel", "log_softmax_kernel"):
+    declare_kernel(_name, Family.SOFTMAX, "x[*s,n] -> out[*s,n]", source="softmax.metal", grid=Grid.ROWS, scale="f")
 declare_kernel(
-    "masked_softmax_kernel", Family.SOFTMAX, "x mask -> out", source="softmax.metal", grid=Grid.ROWS, scale="f"
+    "masked_softmax_kernel",
+    Family.SOFTMAX,
+    "x[*s,n] mask[*s,n] -> out[*s,n]",
+    source="softmax.metal",
+    grid=Grid.ROWS,
+    scale="f",
 )
 
 

@@ -9,7 +9,7 @@ from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import View
 
 # Along the last dimension; equal elements keep their order, zeros of both signs are equal, NaN is above all.
-declare_kernel("argsort_kernel", Family.INDEXING, "x -> order", source="sort.metal", descending="?")
+declare_kernel("argsort_kernel", Family.INDEXING, "x[*s,n] -> order:i[*s,n]", source="sort.metal", descending="?")
 
 
 @register_op("aten.sort aten.msort", moves=True)

@@ -10,13 +10,26 @@ from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
 from npu_compiler.program.kernels import Family, declare_kernel
-from npu_compiler.program.views import View
+from npu_compiler.program.views import Shape, View
+
+
+def _pads_fit(sizes: Shape, padded: Shape, pads: list[int], mode: str) -> bool:
+    """Whether `pads`, which lists (before, after) from the last dimension on, makes `padded` of `sizes`."""
+    pairs = list(zip(pads[::2], pads[1::2], strict=True))
+    if min(pads) < 0 or len(sizes) != len(padded) or len(sizes) > len(pairs) or any(map(any, pairs[len(sizes) :])):
+        return False
+    for size, out, (before, after) in zip(reversed(sizes), reversed(padded), pairs, strict=False):
+        most = {"constant": max(before, after), "reflect": size - 1, "circular": size}.get(mode, out if size else 0)
+        if out != before + size + after or max(before, after) > most:
+            return False
+    return True
+
 
 declare_kernel("fill_kernel", Family.TENSOR, "-> out", source="tensor_ops.metal", value="f", int_value="i")
 declare_kernel(
     "arange_kernel",
     Family.TENSOR,
-    "-> out",
+    "-> out[n]",
     source="tensor_ops.metal",
     start="f",
     step="f",
@@ -26,15 +39,30 @@ declare_kernel(
 declare_kernel(
     "pad_kernel",
     Family.TENSOR,
-    "x -> out",
+    "x[*sizes] -> out[*padded]",
     source="tensor_ops.metal",
+    where=lambda call: _pads_fit(call.sizes, call.padded, call.pads, call.mode),
     mode="s constant reflect replicate circular",
     pads="12i",
     value="f",
     int_value="i",
 )
-declare_kernel("triangle_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", upper="?", diagonal="i")
-declare_kernel("flip_kernel", Family.TENSOR, "x -> out", source="tensor_ops.metal", dims="8I")
+declare_kernel(
+    "triangle_kernel",
+    Family.TENSOR,
+    "x[*s,rows,columns] -> out[*s,rows,columns]",
+    source="tensor_ops.metal",
+    upper="?",
+    diagonal="i",
+)
+declare_kernel(
+    "flip_kernel",
+    Family.TENSOR,
+    "x[*s] -> out[*s]",
+    source="tensor_ops.metal",
+    where=lambda call: max(call.dims) <= 1 and not any(call.dims[len(call.s) :]),
+    dims="8I",
+)
 
 
 @register_op("aten.cat aten.concat aten.concatenate", tensors=("*tensors",), moves=True)

@@ -13,7 +13,7 @@ from npu_compiler.program.views import View, numel
 declare_kernel(
     "rmsnorm_kernel",
     Family.NORM,
-    "x weight? -> out",
+    "x:f[rows,.width] weight?:f[.width] -> out:f[rows,width]",
     source="rmsnorm.metal",
     grid=Grid.ROWS,
     rows="I",
@@ -24,7 +24,7 @@ declare_kernel(
 declare_kernel(
     "layernorm_kernel",
     Family.NORM,
-    "x weight? bias? -> out",
+    "x:f[rows,.width] weight?:f[.width] bias?:f[.width] -> out:f[rows,width]",
     source="layernorm.metal",
     grid=Grid.ROWS,
     rows="I",
@@ -34,19 +34,29 @@ declare_kernel(
 declare_kernel(
     "groupnorm_kernel",
     Family.NORM,
-    "x weight? bias? -> out",
+    "x:f[n,c,*s] weight?:f[c] bias?:f[c] -> out:f[n,c,*s]",
     source="layernorm.metal",
     grid=Grid.CHANNEL_GROUPS,
+    where=lambda call: call.groups > 0 and call.c % call.groups == 0,
     groups="I",
     eps="f",
 )
-declare_kernel("rope_kernel", Family.ROPE, "x cos sin -> out", source="rope.metal", grid=Grid.ROTATIONS, rotary_dim="I")
+declare_kernel(
+    "rope_kernel",
+    Family.ROPE,
+    "x:f[*s,.width] cos:f[*s,width] sin:f[*s,width] -> out:f[*s,width]",
+    source="rope.metal",
+    grid=Grid.ROTATIONS,
+    where=lambda call: call.rotary_dim == call.width and call.width % 2 == 0,
+    rotary_dim="I",
+)
 declare_kernel(
     "attention_kernel",
     Family.ATTENTION,
-    "q k v mask? -> out",
+    "q:f[b,h,t,.d] k:f[b,shared,keys,.d] v:f[b,shared,keys,.e] mask?:fb[b,h,t,keys] -> out:f[b,h,t,e]",
     source="fused_decode_attention.metal",
     grid=Grid.QUERIES,
+    where=lambda call: call.shared > 0 and call.h % call.shared == 0,
     scale="f",
     causal="?",
 )

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_compiler.graph.dtypes import as_int32
-from npu_compiler.program.kernels import KERNELS, Family, Grid, KernelCall, KernelDecl, Operand
+from npu_compiler.program.kernels import KERNELS, Family, Grid, KernelCall, KernelDecl
+from npu_compiler.program.operands import parse_operands
+from npu_compiler.program.views import collapse
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,21 @@ class ElementwiseKernel(KernelDecl):
             "attrs": attrs + [0.0] * (3 - len(attrs)),
         }
 
+    def parameter_problem(self, call: KernelCall) -> str | None:
+        scalars, attrs = call.params.get("scalars"), {name: call.params.get(name) for name in self.op.attrs}
+        if call.params.keys() != {"scalars", *attrs} or not isinstance(scalars, (list, tuple)):
+            return f"its parameters are {', '.join(call.params)}, not scalars{''.join(f', {name}' for name in attrs)}"
+        numbers = [x for x in scalars if x is not None] + list(attrs.values())
+        if not all(isinstance(x, (bool, int, float)) for x in numbers):
+            return f"its parameters {dict(call.params)!r:.80} are not all numbers"
+        if len(scalars) != len(self.op.operands) or scalars.count(None) != len(call.inputs):
+            return f"its {len(call.inputs)} inputs and its scalars {scalars!r:.80} are not its operands"
+        return None
+
+    def _walked_rank(self, call: KernelCall) -> int:
+        views = (*call.inputs, *call.outputs)
+        return len(collapse(views[0].shape, *(view.strides for view in views))[0])
+
 
 ELEMENTWISE_KERNELS: dict[str, ElementwiseKernel] = {}
 
@@ -96,13 +113,15 @@ def add_elementwise(op: Elementwise) -> None:
     """Enter an op into the table, and declare the kernels of its four forms."""
     ELEMENTWISE[op.name] = op
     for is_strided in (False, True):
+        sizes = "[*s]" if is_strided else "[.*s]"
+        inputs, outputs = parse_operands(f"a?{sizes} b?{sizes} c?{sizes} -> out{sizes}")
         for has_scalars in (False, True):
             name = elementwise_kernel_name(op.name, has_scalars=has_scalars, is_strided=is_strided)
             ELEMENTWISE_KERNELS[name] = ElementwiseKernel(
                 name,
                 Family.ELEMENTWISE,
-                inputs=tuple(Operand(operand, optional=True) for operand in "abc"),
-                outputs=(Operand("out", optional=False),),
+                inputs=inputs,
+                outputs=outputs,
                 fields={"scalars": "3f", "int_scalars": "3i", "attrs": "3f"},
                 grid=Grid.PLANES if is_strided else Grid.QUADS,
                 op=op,

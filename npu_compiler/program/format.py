@@ -2,8 +2,8 @@
 
 A file is the magic `NPUBIN`, then one msgpack array: format version, SHA-256 of the body, body, authentication. The
 body is msgpack of plain maps and lists: `msgpack.unpackb` shows everything, and nothing in it is pickle. Reading checks
-every type while it builds the program, then every reference and bound. The authentication is a map that is empty for
-most programs; where programs are code, it says who made this one (see `npu_compiler.program.trust`).
+every type while it builds the program (`codec`), then everything that must hold between its parts (`check`). The
+authentication is a map that is empty for most programs; where programs are code, it says who made this one (`trust`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any, Protocol, TypeVar
 import msgpack
 
 from npu_compiler.errors import ProgramFormatError
-from npu_compiler.graph.dtypes import KNOWN_DTYPES, itemsize
+from npu_compiler.program.check import check_program
 from npu_compiler.program.codec import pack, unpack
-from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.trust import AUTHENTICATION_BYTES, MADE_HERE, Trust, authenticate, judge
-from npu_compiler.program.views import View
 
 MAGIC = b"NPUBIN"
 FORMAT_VERSION = 4
@@ -29,6 +28,8 @@ FORMAT_VERSION = 4
 class Program(Protocol):
     """A dataclass that holds a plan, and what else a program's file should say. Its trust is not in the body."""
 
+    target: str
+    compute_dtype: str
     plan: ExecutionPlan
     contains_code: bool
     trust: Trust
@@ -55,7 +56,7 @@ def decode(kind: type[P], data: bytes, origin: str) -> P:
         program = unpack(kind, body)
         if program.plan.sources and not program.contains_code:
             raise ProgramFormatError("it has kernel sources, but says that it contains no code")
-        _check_consistency(program.plan)
+        check_program(program.target, program.compute_dtype, program.plan)
     except ProgramFormatError as error:
         raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
     program.trust = judge(_authenticated(body), authentication)
@@ -121,63 +122,3 @@ def _is_authentication(found: Any) -> bool:
         and all(isinstance(value, bytes) and len(value) == AUTHENTICATION_BYTES[key] for key, value in found.items())
         and ("signature" in found) == ("public_key" in found)
     )
-
-
-def _check_consistency(plan: ExecutionPlan) -> None:
-    """Names must refer to what exists, every view must lie inside its buffer and every arena buffer in the arena."""
-    buffers = plan.buffers
-    for name, buffer in buffers.items():
-        if buffer.dtype not in KNOWN_DTYPES or min((*buffer.alloc_shape, 0)) < 0:
-            raise ProgramFormatError(f"buffer '{name}' has no valid shape and dtype")
-        if buffer.kind == "arena" and not 0 <= buffer.offset <= plan.arena_bytes - buffer.size_bytes:
-            raise ProgramFormatError(f"buffer '{name}' lies outside the arena")
-    weights = {name: weight.spec for name, weight in plan.weights.items()}
-    names = [*(b.name for b in buffers.values()), *(spec.name for spec in weights.values())]
-    if names != [*buffers, *weights]:
-        raise ProgramFormatError("its buffers and weights are not listed under their names")
-    for spec in (*plan.inputs, *weights.values(), *plan.outputs):
-        if spec.dtype not in KNOWN_DTYPES or spec.storage not in KNOWN_DTYPES or min((*spec.shape, 0)) < 0:
-            raise ProgramFormatError(f"tensor '{spec.name}' has no valid shape and dtype")
-    for weight in plan.weights.values():
-        if not set(weight.recipe.keys()) <= weight.source_shapes.keys():
-            raise ProgramFormatError(f"weight '{weight.spec.name}' reads a key whose shape is not known")
-    filled = {  # a constant is cast to the dtype of its buffer
-        **{name: ("constant", value.shape, None) for name, value in plan.constants.items()},
-        **{name: ("weight", spec.alloc_shape or spec.shape, spec.storage) for name, spec in weights.items()},
-        **{spec.name: ("input", spec.alloc_shape or spec.shape, spec.storage) for spec in plan.inputs},
-    }
-    held = {
-        name: (b.kind, b.alloc_shape, None if b.kind == "constant" else b.dtype)
-        for name, b in buffers.items()
-        if b.kind in ("input", "weight", "constant")
-    }
-    if held != filled:
-        raise ProgramFormatError("its inputs, weights and constants do not match its buffers")
-    if {spec.name for spec in plan.outputs} != plan.output_views.keys():
-        raise ProgramFormatError("its outputs do not match its output views")
-    inputs = {spec.name for spec in plan.inputs}
-    for output, donor in plan.donations.items():
-        if output not in plan.output_views or donor not in inputs:
-            raise ProgramFormatError(f"output '{output}' cannot update '{donor}' in place")
-    protected = held.keys() - set(plan.donations.values())
-    calls = [*plan.prologue, *plan.calls]
-    for call in calls:
-        if not call.outputs or any(view.buffer in protected for view in call.outputs):
-            raise ProgramFormatError(
-                f"kernel '{call.kernel}' (node '{call.node}') writes to no buffer, or to one that is read-only"
-            )
-    for view in [view for call in calls for view in (*call.inputs, *call.outputs)] + list(plan.output_views.values()):
-        _check_view(view, buffers.get(view.buffer))
-
-
-def _check_view(view: View, owner: BufferAllocation | None) -> None:
-    if owner is None:
-        raise ProgramFormatError(f"a kernel uses buffer '{view.buffer}', which does not exist")
-    lengths_differ = len(view.shape) != len(view.strides)
-    if lengths_differ or min((*view.shape, *view.strides, view.offset, 0)) < 0 or view.dtype not in KNOWN_DTYPES:
-        raise ProgramFormatError(f"a view of buffer '{view.buffer}' is malformed")
-    if 0 in view.shape:
-        return
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
-    if (last + 1) * itemsize(view.dtype) > owner.size_bytes:
-        raise ProgramFormatError(f"a view reaches beyond its buffer '{view.buffer}'")

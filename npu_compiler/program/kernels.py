@@ -7,13 +7,15 @@ of work it does, and how that work divides among threads. Devices ask the declar
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
-from npu_compiler.graph.dtypes import itemsize
-from npu_compiler.program.views import View
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, itemsize
+from npu_compiler.program.operands import Operand, Sizes, parse_operands
+from npu_compiler.program.views import MAX_RANK, View
 
 
 class Family(Enum):
@@ -53,12 +55,8 @@ class Grid(Enum):
     QUERIES = "queries along x, heads along y, batches along z"
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A declared operand of a kernel; an optional one may be absent from a call."""
-
-    name: str
-    optional: bool
+Condition: TypeAlias = Callable[[SimpleNamespace], bool]
+"""What must hold between a call's sizes, parameters and views, which are the attributes of its argument."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,9 @@ class KernelDecl:
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
             in order. `?` is a flag and `s a b c` one of the named variants: both choose code, so a device that
             specializes kernels compiles them in; they are not in the struct.
+        where: What else must hold for a call, beyond its operands' shapes and dtypes and its parameters' formats.
+        index_limit: For a kernel with a flag `checked`, which leaves out its own check of the index: how many rows the
+            index chooses among.
     """
 
     name: str
@@ -81,6 +82,65 @@ class KernelDecl:
     outputs: tuple[Operand, ...] = ()
     fields: Mapping[str, str] = field(default_factory=dict)
     grid: Grid = Grid.ELEMENTS
+    where: Condition | None = None
+    index_limit: Callable[[SimpleNamespace], int] | None = None
+
+    def problem(self, call: KernelCall) -> str | None:
+        """Why a call does not fit this declaration, in words; None where it does.
+
+        A call that fits touches nothing outside its views, on any device.
+        """
+        matched = self.parameter_problem(call) or self._match(call)
+        if isinstance(matched, str):
+            return matched
+        if self._walked_rank(call) > MAX_RANK:
+            return f"an operand has more than {MAX_RANK} dimensions"
+        if self.where is not None and not self.where(matched):
+            shapes = ", ".join(str(list(view.shape)) for view in (*call.inputs, *call.outputs))
+            return f"its sizes and parameters contradict each other: {shapes}; {dict(call.params)!r:.300}"
+        return None
+
+    def checked_index(self, call: KernelCall) -> tuple[View, int] | None:
+        """The index that a call, which fits this declaration, takes for checked, and the limit of its values."""
+        if self.index_limit is None or not call.params["checked"]:
+            return None
+        index = next(view for view in call.inputs if view.dtype == "int32")
+        matched = self._match(call)
+        assert not isinstance(matched, str)
+        return index, self.index_limit(matched)
+
+    def parameter_problem(self, call: KernelCall) -> str | None:
+        """What is wrong with a call's parameters by themselves."""
+        present = {f"has_{operand.name}" for operand in self.inputs if operand.optional}
+        for name, fmt in self.fields.items():
+            if name not in call.params:
+                return f"it lacks parameter '{name}'"
+            if not _fits(fmt, call.params[name]):
+                return f"parameter '{name}' is {call.params[name]!r:.80}, which is no '{fmt}'"
+        for name in call.params.keys() - self.fields.keys():
+            if name not in present or not _fits("?", call.params[name]):
+                return f"parameter '{name}' is {call.params[name]!r:.80}, which it does not take"
+        return None
+
+    def _match(self, call: KernelCall) -> SimpleNamespace | str:
+        """A call's views, sizes and parameters by their declared names; what does not fit, in words, where it is so."""
+        declared = (*self.inputs, *self.outputs)
+        flags = [call.params.get(f"has_{operand.name}") for operand in self.inputs if operand.optional]
+        needed = sum(not operand.optional for operand in self.inputs)
+        allowed = {needed + sum(map(bool, flags))} if None not in flags else range(needed, len(self.inputs) + 1)
+        if len(call.inputs) not in allowed or len(call.outputs) != len(self.outputs):
+            return f"it has {len(call.inputs)} inputs and {len(call.outputs)} outputs"
+        sizes: Sizes = {name: call.params[name] for name, fmt in self.fields.items() if fmt == "I"}
+        views = self.bind(call)
+        for operand, view in zip(declared, views, strict=True):
+            if view is not None and (wrong := operand.problem(view, sizes)):
+                return wrong
+        by_name = dict(zip((operand.name for operand in declared), views, strict=True))
+        return SimpleNamespace(**{**by_name, **sizes, **call.params})
+
+    def _walked_rank(self, call: KernelCall) -> int:
+        """The number of dimensions that the kernel walks; operands fit the declaration."""
+        return max(view.rank for view in (*call.inputs, *call.outputs))
 
     def pack(self, params: Mapping[str, Any]) -> bytes:
         """The parameter struct as the device reads it: 4-byte members, little endian."""
@@ -116,6 +176,24 @@ class KernelDecl:
             present = not operand.optional or bool(call.params.get(f"has_{operand.name}", bool(remaining)))
             bound.append(remaining.pop(0) if present else None)
         return [*bound, *call.outputs]
+
+
+_RANGES = {"I": (0, INT32_MAX), "i": (INT32_MIN, INT32_MAX)}
+
+
+def _fits(fmt: str, value: Any) -> bool:
+    """Whether a parameter has its declared format. Unsigned integers are at most 2^31 - 1: all devices count so far."""
+    if fmt[0] == "s":
+        return isinstance(value, str) and value in fmt.split()[1:]
+    if fmt == "?":
+        return value in (0, 1) and isinstance(value, int)
+    if len(fmt) > 1:
+        is_list = isinstance(value, (list, tuple)) and len(value) == int(fmt[:-1])
+        return is_list and all(_fits(fmt[-1], item) for item in value)
+    if fmt == "f":
+        return isinstance(value, (int, float))
+    low, high = _RANGES[fmt]
+    return isinstance(value, int) and low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -155,19 +233,25 @@ KERNELS: dict[str, KernelDecl] = {}
 
 
 def declare_kernel(
-    name: str, family: Family, operands: str, *, source: str, grid: Grid = Grid.ELEMENTS, **fields: str
+    name: str,
+    family: Family,
+    operands: str,
+    *,
+    source: str,
+    grid: Grid = Grid.ELEMENTS,
+    where: Condition | None = None,
+    index_limit: Callable[[SimpleNamespace], int] | None = None,
+    **fields: str,
 ) -> KernelDecl:
     """Register a kernel's declaration; the one place where its operands and parameters are named.
 
     Args:
-        operands: `"x weight bias? -> out"`; a `?` marks an operand that a call may lack.
+        operands: `"x[m,.k] weight[n,k] bias?[n] -> out[m,n]"`, as `operands` explains.
         source: The shader file in `metal_kernels`.
+        where, index_limit: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
         fields: Parameter name → format, as `KernelDecl.fields` has them.
     """
-    inputs, outputs = (
-        tuple(Operand(word.rstrip("?"), word.endswith("?")) for word in side.split()) for side in operands.split("->")
-    )
     if name in KERNELS:
         raise ValueError(f"kernel '{name}' is declared twice")
-    KERNELS[name] = KernelDecl(name, family, source, inputs, outputs, fields, grid)
+    KERNELS[name] = KernelDecl(name, family, source, *parse_operands(operands), fields, grid, where, index_limit)
     return KERNELS[name]

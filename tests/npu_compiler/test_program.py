@@ -263,8 +263,8 @@ def test_memory_of_another_dtype_than_what_fills_it_is_refused(body: dict[str, A
     """A view is held against its buffer, so the buffer must be what the run puts there; constants are cast to it."""
     for kind in ("input", "weight"):
         name = next(name for name, buffer in body["plan"]["buffers"].items() if buffer["kind"] == kind)
-        wider = with_value(body, ("plan", "buffers", name, "dtype"), "float64")
-        refused(sealed(wider), "inputs, weights and constants do not match its buffers")
+        other = with_value(body, ("plan", "buffers", name, "dtype"), "bool")
+        refused(sealed(other), "inputs, weights and constants do not match its buffers")
 
 
 def test_a_weight_recipe_that_cannot_be_evaluated_is_refused(body: dict[str, Any]) -> None:
@@ -277,6 +277,68 @@ def test_a_weight_recipe_that_cannot_be_evaluated_is_refused(body: dict[str, Any
     refused(
         sealed(with_value(body, (*recipe, "params", "key"), "no")), "'p_table' reads a key whose shape is not known"
     )
+
+
+# calls against the declarations of their kernels
+
+
+def first_call(body: dict[str, Any], kernel: str) -> tuple[str | int, ...]:
+    """The place of the first call of a kernel in a program's body."""
+    index = next(i for i, call in enumerate(body["plan"]["calls"]) if call["kernel"] == kernel)
+    return "plan", "calls", index
+
+
+@pytest.mark.parametrize(
+    ("kernel", "place", "value", "message"),
+    [
+        ("max_pool2d_kernel", ("params", "stride"), [10**8, 10**8], "contradict each other"),
+        ("max_pool2d_kernel", ("params", "stride"), [0, 0], "contradict each other"),
+        ("max_pool2d_kernel", ("params", "window"), [2], "parameter 'window' is [2], which is no '2I'"),
+        ("max_pool2d_kernel", ("params", "dilation"), [2**31, 1], "parameter 'dilation' is"),
+        ("max_pool2d_kernel", ("params", "ceil_mode"), 2, "parameter 'ceil_mode' is 2, which is no '?'"),
+        ("conv2d_kernel", ("params", "groups"), 0, "contradict each other"),
+        ("conv2d_kernel", ("params", "padding"), [1, 0, 1, 0], "contradict each other"),
+        ("conv2d_kernel", ("params", "padding"), [-1, 1, 0, 0], "contradict each other"),
+        ("conv2d_kernel", ("params", "activation"), "explode", "parameter 'activation' is 'explode'"),
+        ("conv2d_kernel", ("params", "has_bias"), 0, "it has 3 inputs and 1 outputs"),
+        ("conv2d_kernel", ("params",), {}, "it lacks parameter"),
+        ("softmax_kernel", ("params", "scale"), "1", "parameter 'scale' is '1', which is no 'f'"),
+        ("softmax_kernel", ("params", "power"), 1, "parameter 'power' is 1, which it does not take"),
+        ("matmul_vec_kernel", ("params", "k"), 37, "'x' has shape [1, 36], not [1, k]"),
+        ("mul_scalar_kernel", ("params", "scalars"), [None, None], "are not its operands"),
+        ("mul_scalar_kernel", ("params", "scalars"), [None, "3"], "are not all numbers"),
+        ("mul_scalar_kernel", ("params",), {}, "not scalars"),
+        ("index_copy_kernel", ("params", "dim"), 1, "contradict each other"),
+        ("index_copy_kernel", ("params", "dim"), 2**40, "parameter 'dim' is"),
+        ("conv2d_kernel", ("kernel",), "format_disk_kernel", "no kernel of that name is declared"),
+    ],
+)
+def test_a_call_that_does_not_fit_its_kernel_is_refused(
+    body: dict[str, Any], kernel: str, place: tuple[str, ...], value: Any, message: str
+) -> None:
+    refused(sealed(with_value(body, (*first_call(body, kernel), *place), value)), re.escape(message))
+
+
+def test_an_index_is_taken_for_checked_only_where_its_bounds_say_so(body: dict[str, Any]) -> None:
+    inputs = body["plan"]["inputs"]
+    for name in ("ids", "at"):
+        index = next(i for i, spec in enumerate(inputs) if spec["name"] == name)
+        for bounds in (None, [0, 9], [-1, 3], [3, 2]):
+            changed = with_value(body, ("plan", "inputs", index, "bounds"), bounds)
+            refused(sealed(changed), f"takes '{name}' for a checked index, which it is not")
+
+
+def test_an_output_whose_elements_share_memory_is_refused(body: dict[str, Any]) -> None:
+    place = (*first_call(body, "softmax_kernel"), "outputs", 0, "strides")
+    refused(sealed(with_value(body, place, [0, 0])), "writes several elements to one place")
+
+
+def test_an_input_that_repeats_itself_beyond_measure_is_refused(body: dict[str, Any]) -> None:
+    """Strides of 0 cost no memory, so no bound of a buffer limits how long a kernel would read them."""
+    call = body["plan"]["calls"][first_call(body, "softmax_kernel")[-1]]
+    place = (*first_call(body, "softmax_kernel"), "inputs", 0)
+    endless = {**call["inputs"][0], "shape": [2**40, 6], "strides": [0, 1]}
+    refused(sealed(with_value(body, place, endless)), "repeats its input beyond all that the program declares")
 
 
 # saving

@@ -378,7 +378,8 @@ def test_a_plan_lists_bad_weights_of_device_and_cpu_partitions(backend: Backend)
         ({"x": np.ones((3, 4), np.complex64)}, "'x' has dtype complex64, but the program expects float32"),
         ({"x": np.full((3, 4), "a")}, "'x' has dtype <U1"),
         ({"x": np.full((3, 4), None)}, "'x' has dtype object"),
-        ({"x": [[1.0] * 4] * 3}, "input 'x' is a list; give a device buffer or a NumPy array"),
+        ({"x": "text"}, "input 'x' is a str; give a device buffer, an array, a torch tensor or a list of numbers"),
+        ({"x": [[1.0] * 4] * 2 + [[1.0]]}, "input 'x' is a list; give a device buffer, .* (setting an array|inhomog)"),
         ({"ids": np.array([0.0, 1.0, 2.0])}, "'ids' has dtype float64, but the program expects int64"),
         ({"ids": np.array([0, 9, 1])}, r"'ids' holds 9, which is outside 0\.\.8"),
         ({"ids": np.array([0, -1, 1])}, r"'ids' holds -1, which is outside 0\.\.8"),
@@ -389,7 +390,7 @@ def test_a_plan_lists_bad_weights_of_device_and_cpu_partitions(backend: Backend)
 def test_an_input_that_does_not_fit_is_refused(executor: Executor, changes: dict[str, Any], message: str) -> None:
     inputs = {key: value for key, value in {**INPUTS, **changes}.items() if value is not None}
     with pytest.raises(InputError, match=message):
-        executor.run(inputs, executor._weights)
+        executor.run(inputs, executor._shared._weights)
 
 
 def test_a_buffer_that_does_not_fit_is_refused(backend: Backend, executor: Executor) -> None:
@@ -397,7 +398,7 @@ def test_a_buffer_that_does_not_fit_is_refused(backend: Backend, executor: Execu
     with pytest.raises(
         InputError, match=r"input 'x' is float32\[3, 4\] in memory, but the program expects float16\[3, 4\]; make"
     ):
-        executor.run({**INPUTS, "x": wrong}, executor._weights)
+        executor.run({**INPUTS, "x": wrong}, executor._shared._weights)
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -434,9 +435,9 @@ def test_memory_that_is_too_small_or_not_to_be_had(backend: Backend) -> None:
 
 
 def test_an_output_that_a_later_run_overwrote_cannot_be_read(executor: Executor) -> None:
-    first = executor.run(INPUTS, executor._weights)["scores"]
+    first = executor.run(INPUTS, executor._shared._weights)["scores"]
     kept = first.copy()
-    second = executor.run({**INPUTS, "x": np.zeros((3, 4), np.float32)}, executor._weights)["scores"]
+    second = executor.run({**INPUTS, "x": np.zeros((3, 4), np.float32)}, executor._shared._weights)["scores"]
     for read in (first.to_numpy, first.copy, lambda: np.from_dlpack(first)):
         with pytest.raises(
             DeviceError, match=r"overwritten by a later run\(\); read it, or copy\(\) it, before running again"

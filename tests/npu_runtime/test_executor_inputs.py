@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cuda_gpu import cuda_backends
 from ir_builder import IRBuilder
 from metal_harness import open_metal
 from toy_device import ToyBackend
 
-from npu_compiler import CompiledProgram, InputError, compile, partition
-from npu_runtime import Backend, CPUBackend, DAGExecutor, DeviceBuffer, Executor, NPUBuffer, load_weights
+from npu_compiler import CompiledProgram, InputError, ProgramFormatError, compile, partition
+from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import native
 from npu_runtime.executor_inputs import SETTLED
 from npu_runtime.metal.mps_accel import MPSLaunch, as_product
@@ -150,7 +152,7 @@ def test_one_input_may_stay_while_the_other_moves(backend: Backend) -> None:
     for turn in range(4):
         arrays = {**fixed, "y": started.arrays()["y"]}
         started.check({**kept, "y": started.buffers(arrays)["y"] if turn % 2 else arrays["y"]}, arrays)
-    assert started.executor._memory["x"].native_handle is kept["x"].native_handle
+    assert started.executor._run.memory["x"].native_handle is kept["x"].native_handle
 
 
 @EVERY_BACKEND
@@ -272,3 +274,41 @@ def test_a_plans_only_input_and_output_go_by_those_words_too() -> None:
     plan = partition(g.output(g("aten.erfinv.default", g("aten.relu.default", g.input("pixels", 2, 2)))).ir())
     result = DAGExecutor(plan, CPUBackend(native=False)).execute({"input": 0 * ONES})
     assert result["output"].sum() == 0 and len(result) == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.full((2, 2), -3.0), torch.full((2, 2), -3.0, dtype=torch.bfloat16), [[-3.0, -3.0], [-3.0, -3.0]]],
+    ids=["tensor", "bfloat16", "list"],
+)
+def test_tensors_and_lists_are_inputs_too(value: Any) -> None:
+    executor = Executor(chain(), CPUBackend(native=False))
+    assert np.array_equal(
+        np.asarray(executor.run({"input": value})["output"]), np.asarray(executor.run({"input": -3 * ONES})[0])
+    )
+
+
+def test_a_buffer_is_an_array_for_numpy() -> None:
+    buffer = NPUBuffer.from_numpy(ONES, CPUBackend(native=False))
+    assert np.asarray(buffer).dtype == np.float32 and np.asarray(buffer, np.float64).dtype == np.float64
+    assert np.array_equal(np.asarray(buffer), ONES) and (np.asarray(buffer) + 1).sum() == 8
+    with pytest.raises(ValueError, match="cannot become an array without a copy"):
+        np.array(buffer, copy=False)
+
+
+def test_outputs_are_had_by_position_too() -> None:
+    outputs = Executor(chain(inputs=2, outputs=2), CPUBackend(native=False)).run({"pixels0": ONES, "pixels1": -ONES})
+    assert outputs[0] is outputs[next(iter(outputs))] and outputs[-1] is outputs[1]
+    with pytest.raises(KeyError):
+        outputs[2]
+
+
+def test_an_executor_opens_files_and_the_best_device_by_itself(tmp_path: Path) -> None:
+    program = chain()
+    program.save(tmp_path / "chain.npubin")
+    for given in (program, tmp_path / "chain.npubin", str(tmp_path / "chain.npubin")):
+        executor = Executor(given)
+        assert type(executor.backend) is type(Device().backend)
+        assert executor.run({"input": ONES})[0].shape == (2, 2)
+    with pytest.raises(ProgramFormatError, match="cannot read program 'missing.npubin'"):
+        Executor("missing.npubin")

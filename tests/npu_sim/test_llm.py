@@ -211,7 +211,7 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, dev
     model.decode(99)
     for step in (model._prefill_step, model._decode_step):
         assert step is not None
-        outputs = step.executor._results(step._bound)
+        outputs = step.executor._run.results(step._bound)
         donations = step.executor.program.plan.donations
         caches = {out: donor for out, donor in donations.items() if donor in before}
         assert len(caches) == 4 and set(donations.values()) - set(before) <= {"token", "position", "history"}

@@ -1,0 +1,85 @@
+"""Sliding windows over images: which sizes and parameters of convolutions and poolings belong together.
+
+These conditions are parts of kernel declarations. Besides the formula for the output's size they bound how far a window
+may reach beyond the image, and with that the memory that a kernel may need for padded planes.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+_SLACK = 2**16  # elements that a padded plane may have, however small the image is
+
+
+def fits_convolution(call: SimpleNamespace) -> bool:
+    """x[n, c, h, w], weight[o, i, kh, kw] → out[n, o, p, q]; padding is top, bottom, left, right."""
+    top, bottom, left, right = call.padding
+    pads = ((top, bottom), (left, right))
+    return _slides((call.h, call.w), (call.kh, call.kw), call.stride, pads, call.dilation, (call.p, call.q))
+
+
+def fits_transposed_convolution(call: SimpleNamespace) -> bool:
+    """The convolution that takes out to x fits, but for the pixels that `output_padding` adds at the end."""
+    spare = call.output_padding
+    if any(extra >= max(step, gap) for extra, step, gap in zip(spare, call.stride, call.dilation, strict=True)):
+        return False
+    pads = tuple((pad, pad) for pad in call.padding)
+    inner = tuple(size - extra for size, extra in zip((call.p, call.q), spare, strict=True))
+    if 0 in (call.p, call.q):
+        return False
+    exact = all(
+        (size - 1) * step - 2 * pad + (taps - 1) * gap + 1 == out
+        for size, step, pad, taps, gap, out in zip(
+            (call.h, call.w), call.stride, call.padding, (call.kh, call.kw), call.dilation, inner, strict=True
+        )
+    )
+    return exact and _slides(inner, (call.kh, call.kw), call.stride, pads, call.dilation, (call.h, call.w))
+
+
+def fits_pooling(call: SimpleNamespace) -> bool:
+    """x[n, c, h, w] → out[n, c, p, q]; padding is at most half a window, on both sides."""
+    dilation = getattr(call, "dilation", (1, 1))
+    if any(2 * pad > taps for pad, taps in zip(call.padding, call.window, strict=True)):
+        return False
+    pads = tuple((pad, pad) for pad in call.padding)
+    return _slides((call.h, call.w), call.window, call.stride, pads, dilation, (call.p, call.q), bool(call.ceil_mode))
+
+
+def fits_resampling(call: SimpleNamespace) -> bool:
+    """x[n, c, h, w] → out[n, c, p, q], an output pixel at `scale` times its position."""
+    return call.h > 0 and call.w > 0 and all(math.isfinite(scale) and 0 <= scale < 2**31 for scale in call.scale)
+
+
+def _slides(
+    image: tuple[int, int],
+    window: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[tuple[int, int], ...],
+    dilation: tuple[int, int],
+    out: tuple[int, int],
+    ceil_mode: bool = False,
+) -> bool:
+    """Whether a window that slides over a padded image stops `out` times, all of it (vertical, horizontal)."""
+    if min(*window, *stride, *dilation) < 1 or min(map(min, padding)) < 0:
+        return False
+    spans = [(taps - 1) * gap + 1 for taps, gap in zip(window, dilation, strict=True)]
+    padded = [size + sum(pads) for size, pads in zip(image, padding, strict=True)]
+    before = [size + pads[0] for size, pads in zip(image, padding, strict=True)]
+    if list(out) != [_stops(*axis, ceil_mode) for axis in zip(padded, spans, stride, before, strict=True)]:
+        return False
+    # A longer stride than the padded image is as good as one of its length.
+    if any(step > max(size, 1) for step, size in zip(stride, padded, strict=True)):
+        return False
+    return math.prod(padded) <= 4 * (math.prod(image) + math.prod(out) + math.prod(window)) + _SLACK
+
+
+def _stops(padded: int, span: int, step: int, before: int, ceil_mode: bool) -> int:
+    """How often a window stops along one axis; with `ceil_mode` also where it ends behind the padded image.
+
+    Such a one begins in the image or in the padding before it, which together have `before` pixels.
+    """
+    if not ceil_mode:
+        return (padded - span) // step + 1 if padded >= span else 0
+    stops = max(-(-(padded - span) // step) + 1, 0)
+    return stops - 1 if stops and (stops - 1) * step >= before else stops

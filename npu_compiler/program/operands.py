@@ -1,0 +1,89 @@
+"""What a kernel asks of its operands, as its declaration says it in text, and how a call's views are matched with that.
+
+An operand is written `name?:kinds[sizes]`; only the name is needed.
+
+- `?` marks an operand that a call may lack.
+- `kinds` are letters of the dtypes it may be stored in: `f` floats, `i` int32, `b` booleans. Default: all of them.
+- `sizes` name its dimensions: `x[m,.k] weight[n,k] -> out[m,n]`. A name stands for one size throughout the declaration,
+  and for the parameter of that name, if there is one. `*s` stands for any number of dimensions, a number for itself,
+  `_` for any size. The dimensions from a `.` on are packed: row-major without gaps.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from npu_compiler.program.views import View, is_contiguous
+
+_DTYPES = {"f": ("float32", "float16", "bfloat16"), "i": ("int32",), "b": ("bool",)}
+_OPERAND = re.compile(r"(?P<name>\w+)(?P<optional>\?)?(?::(?P<kinds>[fib]+))?(?:\[(?P<sizes>[^\]]*)\])?")
+
+Sizes = dict[str, Any]  # name of a dimension → its size; name of a group of dimensions → their sizes
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A declared operand of a kernel.
+
+    Attributes:
+        optional: Whether a call may lack it.
+        dtypes: Those that it may be stored in.
+        sizes: The names of its dimensions; None where any shape will do.
+        packed: The first of the dimensions that are packed, from the end where some number of dimensions is before it;
+            None where none is packed.
+    """
+
+    name: str
+    optional: bool
+    dtypes: frozenset[str] = frozenset()
+    sizes: tuple[str, ...] | None = None
+    packed: int | None = None
+
+    def problem(self, view: View, known: Sizes) -> str | None:
+        """What of a view does not fit, in words; enters into `known` the sizes that the view is the first to tell."""
+        if view.dtype not in self.dtypes:
+            return f"'{self.name}' is stored as {view.dtype}, not as {' or '.join(sorted(self.dtypes))}"
+        if self.sizes is not None and not _bind(self.sizes, view.shape, known):
+            return f"'{self.name}' has shape {list(view.shape)}, not [{', '.join(self.sizes)}]"
+        if self.packed is not None and not is_contiguous(view.shape[self.packed :], view.strides[self.packed :]):
+            return f"'{self.name}' is not packed: shape {list(view.shape)}, strides {list(view.strides)}"
+        return None
+
+
+def parse_operands(text: str) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
+    """The inputs and outputs of `"x weight bias? -> out"`."""
+    inputs, outputs = (tuple(map(_parse, side.split())) for side in text.split("->"))
+    return inputs, outputs
+
+
+def _parse(text: str) -> Operand:
+    match = _OPERAND.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' declares no operand")
+    dtypes = frozenset(name for kind in match["kinds"] or "fib" for name in _DTYPES[kind])
+    written = None if match["sizes"] is None else match["sizes"].split(",") if match["sizes"] else []
+    packed = next((index for index, size in enumerate(written or ()) if size.startswith(".")), None)
+    if written is not None and packed is not None and any(size.startswith("*") for size in written[:packed]):
+        packed -= len(written)
+    sizes = None if written is None else tuple(size.lstrip(".") for size in written)
+    return Operand(match["name"], match["optional"] is not None, dtypes, sizes, packed)
+
+
+def _bind(names: tuple[str, ...], shape: tuple[int, ...], known: Sizes) -> bool:
+    """Whether a shape has these sizes, as far as they are known; the others become known."""
+    star = next((index for index, name in enumerate(names) if name.startswith("*")), None)
+    if star is None:
+        pairs: list[tuple[str, Any]] = list(zip(names, shape, strict=False))
+        fits = len(names) == len(shape)
+    else:
+        behind = len(names) - star - 1
+        end = len(shape) - behind
+        fits = star <= end
+        pairs = [*zip(names[:star], shape, strict=False), (names[star][1:], shape[star:end])]
+        pairs += zip(names[star + 1 :], shape[end:], strict=False)
+    return fits and all(
+        name == "_" or (size == int(name) if name.isdigit() else known.setdefault(name, size) == size)
+        for name, size in pairs
+    )
