@@ -61,7 +61,9 @@ def corpus(name: str) -> list[bytes]:
     """The files that the fuzzers of a target start from."""
     if name == "cache":
         return _cached_files()
-    return [path.read_bytes() for path in sorted((CORPUS / ("program" if name == "run" else name)).iterdir())]
+    if name in ("program", "run"):
+        return [compile(path).to_bytes() for path in sorted((CORPUS / "ir").iterdir())]
+    return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
 
 
 def _read_program(folder: Path) -> Check:
