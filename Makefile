@@ -2,9 +2,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KERNEL_TESTS := tests/npu_runtime/test_native.py tests/npu_runtime/test_native_conv.py
+FUZZED := program ir gguf safetensors cache
+FUZZ_SECONDS ?= 60
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
 
-.PHONY: venv demo test test-levels test-aarch64 lint mutants cuda-sources cuda-sanitize bench clean
+.PHONY: venv demo test test-levels test-aarch64 lint mutants fuzz cuda-sources cuda-sanitize bench clean
 
 venv: $(STAMP)
 
@@ -48,6 +50,13 @@ lint: venv
 
 mutants: venv
 	$(BIN)/python tests/support/metal_mutants.py
+
+# For FUZZ_SECONDS in all. What it finds is in build/findings.
+fuzz: venv
+	for target in $(FUZZED); do \
+	    $(BIN)/python tests/fuzz/fuzz.py $$target \
+	        -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED)))) || exit 1; \
+	done
 
 cuda-sources: venv
 	$(BIN)/python -W ignore tests/support/cuda_sources.py

@@ -7,7 +7,7 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import TargetConfig
 
-CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1)
+CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1, programs_are_code=True)
 
 
 class CUDACodegenTarget(OpLevelTarget):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cuda_runtime.source_check import check_source
 from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import DeviceError
 
@@ -56,6 +57,7 @@ class KernelCache:
 
         Raises:
             DeviceError: a source does not compile.
+            ProgramFormatError: a source could have the compiler read files.
         """
         if not sources:
             return {}
@@ -83,6 +85,7 @@ class KernelCache:
         return image
 
     def _compile(self, name: str, text: str) -> bytes:
+        check_source(name, text)
         program = self._nvrtc.createProgram(text, f"{name}.cu", (), ())
         try:
             self._nvrtc.compileProgram(program, self._options)

@@ -11,6 +11,7 @@ from npu_compiler.errors import (
     IRError,
     NPUError,
     ProgramFormatError,
+    UntrustedProgramError,
     WeightError,
 )
 from npu_compiler.graph.model import IRGraph, TensorSpec
@@ -65,6 +66,7 @@ __all__ = [
     "TargetConfig",
     "TensorSpec",
     "TransferOp",
+    "UntrustedProgramError",
     "WeightError",
     "__version__",
     "compile",

@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from npu_compiler.errors import InputError, ProgramFormatError
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.codec import NOT_STORED
 from npu_compiler.program.describe import describe_plan
-from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode
+from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode, sign
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan, WeightSpec
+from npu_compiler.program.trust import ALLOWED, UNKNOWN, Trust
 from npu_compiler.version import __version__
 
-__all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "write_atomically"]
+__all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "sign_program", "write_atomically"]
 
 
 @dataclass
@@ -29,6 +31,9 @@ class CompiledProgram:
         compute_dtype: Storage dtype of activations.
         plan: Kernel calls, buffers and specs.
         compiler_version: Of the compiler that made it.
+        contains_code: Programs for this target are code (see `TargetConfig.programs_are_code`), as far as the file
+            says; a device knows it of its own target.
+        trust: Who vouches for it. Not part of the file's body, but set by `compile()` and `load()`.
     """
 
     name: str
@@ -36,6 +41,8 @@ class CompiledProgram:
     compute_dtype: str
     plan: ExecutionPlan
     compiler_version: str = __version__
+    contains_code: bool = False
+    trust: Trust = field(default=UNKNOWN, compare=False, metadata=NOT_STORED)
 
     @property
     def input_specs(self) -> list[TensorSpec]:
@@ -57,9 +64,15 @@ class CompiledProgram:
     def describe(self, *, kernels: bool = True) -> str:
         """A text dump: kernels, buffers, memory, weights. `kernels=False` leaves the long tables out."""
         made = f"target {self.target}, compute dtype {self.compute_dtype}, compiler {self.compiler_version}"
-        return f"program {self.name}\n  {made}\n{describe_plan(self.plan, tables=kernels)}"
+        code = f"  contains code: {self.trust}\n" if self.contains_code else ""
+        return f"program {self.name}\n  {made}\n{code}{describe_plan(self.plan, tables=kernels)}"
 
     def to_bytes(self) -> bytes:
+        """The content of the `.npubin`.
+
+        Code that this user made is authenticated with their key, if there can be one. Other code is not: an unknown
+        program does not become a trusted one by being saved.
+        """
         return encode(self)
 
     def save(self, path: str | Path) -> None:
@@ -68,29 +81,59 @@ class CompiledProgram:
         Raises:
             InputError: the file cannot be written (no such folder, no permission, disk full).
         """
-        path = Path(path)
-        try:
-            write_atomically(path, self.to_bytes())
-        except OSError as error:
-            raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
+        _write(Path(path), self.to_bytes())
 
     @classmethod
-    def load(cls, path: str | Path) -> CompiledProgram:
-        """Read a `.npubin`, checking everything before anything is allocated.
+    def load(cls, path: str | Path, allow_code: bool = False) -> CompiledProgram:
+        """Read a `.npubin`, checking everything before anything is allocated. Nothing in it is run.
+
+        Args:
+            allow_code: Let the program's code run, should it contain any, whoever made it.
 
         Raises:
             ProgramFormatError: the file is missing, truncated, corrupted, of another format version, or inconsistent.
         """
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise ProgramFormatError(f"cannot read program '{path}': {error.strerror or error}") from error
-        return cls.from_bytes(data, str(path))
+        return cls.from_bytes(_read(path), str(path), allow_code)
 
     @classmethod
-    def from_bytes(cls, data: bytes, origin: str = "program") -> CompiledProgram:
-        """The inverse of `to_bytes`; `origin` is named in errors. Raises as `load` does."""
-        return decode(cls, data, origin)
+    def from_bytes(cls, data: bytes, origin: str = "program", allow_code: bool = False) -> CompiledProgram:
+        """The inverse of `to_bytes`; `origin` is named in errors. Otherwise as `load`."""
+        program = decode(cls, data, origin)
+        if allow_code and program.trust.origin == UNKNOWN.origin:
+            program.trust = ALLOWED
+        return program
+
+
+def sign_program(path: str | Path, key_file: Path) -> str:
+    """Sign a `.npubin` in place and return the fingerprint of the key.
+
+    Args:
+        key_file: An Ed25519 private key as unencrypted PEM.
+
+    Raises:
+        ProgramFormatError: the file is no valid program.
+        InputError: it contains no code, there is no such key, or the file cannot be written.
+    """
+    data = _read(path)
+    if not CompiledProgram.from_bytes(data, str(path)).contains_code:
+        raise InputError(f"'{path}' contains no code: it runs without a signature")
+    signed, fingerprint = sign(data, key_file, str(path))
+    _write(Path(path), signed)
+    return fingerprint
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ProgramFormatError(f"cannot read program '{path}': {error.strerror or error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -26,6 +26,7 @@ from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, 
 from npu_compiler.program.check import check_program
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
+from npu_compiler.program.trust import MADE_HERE
 
 Stage: TypeAlias = tuple[str, Callable[[IRGraph], IRGraph]]
 StageEdit: TypeAlias = Callable[[list[Stage]], list[Stage]]
@@ -110,7 +111,8 @@ def compile(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
     )
     check_program(target.config.name, dtype, plan)
-    return CompiledProgram(graph.name, target.config.name, dtype, plan)
+    is_code = target.config.programs_are_code
+    return CompiledProgram(graph.name, target.config.name, dtype, plan, contains_code=is_code, trust=MADE_HERE)
 
 
 def trace_stages(

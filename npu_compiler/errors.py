@@ -25,6 +25,10 @@ class ProgramFormatError(NPUError):
     """A `.npubin` file is truncated, corrupted, of another version, or not a `.npubin` at all."""
 
 
+class UntrustedProgramError(ProgramFormatError):
+    """A `.npubin` file contains code, and nobody whom this user trusts vouches for it."""
+
+
 class WeightError(NPUError):
     """Weights are missing, misnamed, misshapen, or hold values that no model should."""
 

@@ -18,6 +18,8 @@ class TargetConfig:
         max_threadgroup_1d: Threads of a 1-D threadgroup; the `_2d` and `_3d` values are per edge.
         max_dispatches_per_batch: Dispatches encoded before a command buffer is committed.
         buffer_alignment: Every arena offset is a multiple of this many bytes.
+        programs_are_code: A program brings what the device executes, as source text and launches, so only programs that
+            the user trusts are run. Otherwise a program only names kernels that the device has.
     """
 
     name: str
@@ -30,6 +32,7 @@ class TargetConfig:
     max_threadgroup_3d_z: int = 4
     max_dispatches_per_batch: int = 10_000
     buffer_alignment: int = 256
+    programs_are_code: bool = False
 
 
 OP_LEVEL = TargetConfig(name="op_level")  # the kernels of the op table, for any device that has them

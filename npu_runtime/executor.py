@@ -71,6 +71,7 @@ class Executor:
     Raises:
         DeviceError: the device does not run programs for that target.
         ProgramFormatError: there is no valid program at that path.
+        UntrustedProgramError: such programs are code, and nobody whom this user trusts vouches for this one.
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class Executor:
             if target not in known:
                 listed = "' and '".join(known)
                 raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
+        if self.backend.config.programs_are_code:
+            program.trust.check(program.name)
         self.backend.compile([*program.plan.prologue, *program.plan.calls], program.plan.sources)
         with self.backend.lock:
             self._shared = _SharedMemory(program.plan, self.backend, self.counters)

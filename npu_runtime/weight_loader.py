@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,10 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         content = data[slice(*entry["data_offsets"])]
         if content.ctypes.data % dtype.itemsize:
             content = content.copy()
-        return content.view(dtype).reshape(entry["shape"])
+        try:
+            return content.view(dtype).reshape(entry["shape"])
+        except ValueError as error:
+            raise WeightError(f"'{key}' cannot have the shape {reprlib.repr(entry['shape'])}: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -36,7 +36,8 @@ def cached_program(
 ) -> "CompiledProgram":
     """The compiled program of `make_ir()`, from the cache if it holds one for this key, target, dtype and compiler.
 
-    A file that cannot be read is compiled and written again. A folder that cannot be written causes a warning.
+    A file that cannot be read, or whose code comes from somebody else, is compiled and written again. A folder that
+    cannot be written causes a warning.
 
     Args:
         name: The beginning of the file's name.
@@ -50,9 +51,12 @@ def cached_program(
     path = _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
     if path.is_file():
         try:
-            return npu_compiler.CompiledProgram.load(path)
+            program = npu_compiler.CompiledProgram.load(path)
+            if target.config.programs_are_code:
+                program.trust.check(program.name)
+            return program
         except NPUError:
-            pass  # damaged, or written by another version: compile again
+            pass  # damaged, written by another version, or code by another user: compile again
     program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, models, programs, tools
+from npu_sim.commands import graphs, keys, models, programs, tools
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -25,6 +25,9 @@ for command in (
     graphs.partition,
     graphs.verify,
     programs.profile,
+    keys.sign,
+    keys.keygen,
+    keys.trust,
     models.generate,
     models.classify,
     tools.bench,

@@ -36,11 +36,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share torch's threads out among pytest's workers, and give these a folder for what they trace."""
+    """Share torch's threads out among pytest's workers; give these a folder for what they trace, and one for keys."""
     if not hasattr(config, "workerinput"):
-        folder = tempfile.TemporaryDirectory(prefix="traces-")
-        os.environ[traces.FOLDER] = folder.name
-        config.add_cleanup(folder.cleanup)
+        for variable, prefix in ((traces.FOLDER, "traces-"), ("XDG_CONFIG_HOME", "config-")):
+            folder = tempfile.TemporaryDirectory(prefix=prefix)
+            os.environ[variable] = folder.name
+            config.add_cleanup(folder.cleanup)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.registry import well_formed
 
 
 def pair_cache_updates(graph: IRGraph) -> IRGraph:
@@ -21,9 +22,10 @@ def pair_cache_updates(graph: IRGraph) -> IRGraph:
                 del waiting[key]
         if node.base != "aten.index_copy" or node.inputs[0] not in graph.inputs:
             continue
-        cache, index, source = node.inputs
-        specs = graph.tensors[cache], graph.tensors[source]
-        dim = node.attrs["dim"] % max(1, len(specs[0].shape))
+        with well_formed(node):
+            cache, index, source = node.inputs
+            specs = graph.tensors[cache], graph.tensors[source]
+            dim = node.attrs["dim"] % max(1, len(specs[0].shape))
         key = (index, dim, *((spec.shape, spec.dtype) for spec in specs))
         if key in waiting:
             pairs[node.name] = waiting.pop(key)

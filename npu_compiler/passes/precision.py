@@ -13,7 +13,7 @@ from dataclasses import replace
 from npu_compiler.errors import NPUError
 from npu_compiler.graph.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT32_MAX, INT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.ops.registry import find_op
+from npu_compiler.ops.registry import find_op, well_formed
 
 
 def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
@@ -117,8 +117,11 @@ def _with_index_bounds(graph: IRGraph, tensors: dict[str, TensorSpec]) -> dict[s
     inputs = set(graph.inputs)
     for node in graph.nodes:
         op = find_op(node.op_type)
-        rows = op.index_bound(node, graph) if op is not None and op.index_bound is not None else None
-        if rows is not None and node.inputs[1] in inputs:
-            low, high = bounds.get(node.inputs[1], (0, INT32_MAX))
-            bounds[node.inputs[1]] = (low, min(high, rows - 1))
+        if op is None or op.index_bound is None:
+            continue
+        with well_formed(node):
+            rows, index = op.index_bound(node, graph), node.inputs[1]
+        if rows is not None and index in inputs:
+            low, high = bounds.get(index, (0, INT32_MAX))
+            bounds[index] = (low, min(high, rows - 1))
     return {name: replace(spec, bounds=bounds[name]) if name in bounds else spec for name, spec in tensors.items()}

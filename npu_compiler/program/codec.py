@@ -3,13 +3,14 @@
 A dataclass is a map of its fields, and their type hints say what the file may hold: reading checks every value while it
 builds the objects. Fields may be `int`, `float`, `str`, `bool`, `bytes`, `Literal`, `X | None`, `list[X]`,
 `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, `Mapping[str, X]`, `np.ndarray`, dataclasses, and `Any` for plain data.
+A field with the metadata `NOT_STORED` and a default is left out of the file.
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from functools import cache, partial
 from itertools import repeat
 from types import NoneType, UnionType
@@ -24,6 +25,7 @@ from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
 Decoder = Callable[[Any, int], Any]  # of an unpacked value and its nesting
 T = TypeVar("T")
 
+NOT_STORED = {"stored": False}
 MAX_NESTING = 64  # of dataclasses, and of lists and maps under `Any`, within each other
 
 
@@ -74,7 +76,11 @@ def _as_map(value: Any) -> dict[str, Any]:
         return dict(value)
     if isinstance(value, np.ndarray):
         value = _Array(dtype_name(value.dtype), value.shape, value.tobytes())
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {field.name: getattr(value, field.name) for field in _stored(value)}
+
+
+def _stored(kind: Any) -> list[Field[Any]]:
+    return [field for field in fields(kind) if field.metadata.get("stored", True)]
 
 
 @cache
@@ -155,7 +161,7 @@ def _record(kind: type) -> Decoder:
     def decode(value: Any, depth: int) -> Any:
         if not members:  # only now, since a dataclass may hold others of its kind
             hints = get_type_hints(kind)
-            members.update({field.name: decoder(hints[field.name]) for field in fields(kind)})
+            members.update({field.name: decoder(hints[field.name]) for field in _stored(kind)})
         if _exactly(dict, value).keys() != members.keys():
             raise Misfit(f"does not have exactly the fields {', '.join(members)}")
         depth = _deeper(depth)

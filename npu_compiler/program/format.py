@@ -1,14 +1,17 @@
 """The `.npubin` format.
 
-A file is the magic `NPUBIN`, then one msgpack array: format version, SHA-256 of the body, body. The body is msgpack of
-plain maps and lists: `msgpack.unpackb` shows everything, and nothing in it is code or pickle. Reading checks every type
-while it builds the program (`codec`), then everything that must hold between its parts (`check`).
+A file is the magic `NPUBIN`, then one msgpack array: format version, SHA-256 of the body, body, authentication. The
+body is msgpack of plain maps and lists: `msgpack.unpackb` shows everything, and nothing in it is pickle. Reading checks
+every type while it builds the program (`codec`), then everything that must hold between its parts (`check`). The
+authentication is a map that is empty for most programs; where programs are code, it says who made this one (`trust`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 
@@ -16,59 +19,106 @@ from npu_compiler.errors import ProgramFormatError
 from npu_compiler.program.check import check_program
 from npu_compiler.program.codec import pack, unpack
 from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.trust import AUTHENTICATION_BYTES, MADE_HERE, Trust, authenticate, judge
 
 MAGIC = b"NPUBIN"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 class Program(Protocol):
-    """A dataclass that holds a plan, and what else a program's file should say."""
+    """A dataclass that holds a plan, and what else a program's file should say. Its trust is not in the body."""
 
     target: str
     compute_dtype: str
     plan: ExecutionPlan
+    contains_code: bool
+    trust: Trust
 
 
 P = TypeVar("P", bound=Program)
 
 
 def encode(program: Program) -> bytes:
-    """A whole file's content."""
+    """A whole file's content. Code that this user made is authenticated with this user's key."""
     body = pack(program)
-    return MAGIC + bytes(msgpack.packb([FORMAT_VERSION, hashlib.sha256(body).digest(), body]))
+    is_own_code = program.contains_code and program.trust == MADE_HERE
+    return _seal(body, authenticate(_authenticated(body)) if is_own_code else {})
 
 
 def decode(kind: type[P], data: bytes, origin: str) -> P:
-    """The program of a file's content.
+    """The program of a file's content, with the trust that its authentication deserves.
 
     Raises:
         ProgramFormatError: it is truncated, corrupted, of another format version, or inconsistent.
     """
-    body = _open_envelope(data, origin)
+    body, authentication = _open_envelope(data, origin)
     try:
         program = unpack(kind, body)
+        if program.plan.sources and not program.contains_code:
+            raise ProgramFormatError("it has kernel sources, but says that it contains no code")
         check_program(program.target, program.compute_dtype, program.plan)
     except ProgramFormatError as error:
         raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
+    program.trust = judge(_authenticated(body), authentication)
     return program
 
 
-def _open_envelope(data: bytes, origin: str) -> bytes:
+def sign(data: bytes, key_file: Path, origin: str) -> tuple[bytes, str]:
+    """A file's content with a signature instead of the one that it had, if any; and the fingerprint of the key.
+
+    Args:
+        key_file: An Ed25519 private key as unencrypted PEM.
+
+    Raises:
+        ProgramFormatError: the content is no envelope of a program.
+        InputError: there is no such key in the file.
+    """
+    from npu_compiler.program import signatures
+
+    body, authentication = _open_envelope(data, origin)
+    signature = signatures.sign(_authenticated(body), key_file)
+    return _seal(body, {**authentication, **signature}), signatures.fingerprint(signature["public_key"])
+
+
+def _seal(body: bytes, authentication: Mapping[str, bytes]) -> bytes:
+    return MAGIC + bytes(msgpack.packb([FORMAT_VERSION, hashlib.sha256(body).digest(), body, dict(authentication)]))
+
+
+def _authenticated(body: bytes) -> bytes:
+    """What is authenticated: the body, and that it is one of this format version."""
+    return MAGIC + bytes([FORMAT_VERSION]) + body
+
+
+def _open_envelope(data: bytes, origin: str) -> tuple[bytes, dict[str, bytes]]:
+    """Body and authentication of a file's content."""
     if not data.startswith(MAGIC):
         raise ProgramFormatError(f"'{origin}' is not a .npubin program (it does not start with {MAGIC.decode()})")
     try:
         envelope = msgpack.unpackb(data[len(MAGIC) :], max_bin_len=len(data))
     except (ValueError, msgpack.UnpackException) as error:
         raise ProgramFormatError(f"'{origin}' is truncated or corrupted: its envelope cannot be read") from error
+    unexpected = ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")
     if not isinstance(envelope, list) or not envelope or not isinstance(envelope[0], int):
-        raise ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")
+        raise unexpected
     if envelope[0] != FORMAT_VERSION:
         raise ProgramFormatError(
             f"'{origin}' has format version {envelope[0]}; this runtime reads version {FORMAT_VERSION}: "
             "compile it again"
         )
-    if len(envelope) != 3 or not isinstance(envelope[1], bytes) or not isinstance(envelope[2], bytes):
-        raise ProgramFormatError(f"'{origin}' is corrupted: its envelope is not the expected array")
-    if hashlib.sha256(envelope[2]).digest() != envelope[1]:
+    if len(envelope) != 4:
+        raise unexpected
+    _, digest, body, authentication = envelope
+    if not isinstance(digest, bytes) or not isinstance(body, bytes) or not _is_authentication(authentication):
+        raise unexpected
+    if hashlib.sha256(body).digest() != digest:
         raise ProgramFormatError(f"'{origin}' is corrupted: its checksum does not match")
-    return envelope[2]
+    return body, authentication
+
+
+def _is_authentication(found: Any) -> bool:
+    return (
+        isinstance(found, dict)
+        and found.keys() <= AUTHENTICATION_BYTES.keys()
+        and all(isinstance(value, bytes) and len(value) == AUTHENTICATION_BYTES[key] for key, value in found.items())
+        and ("signature" in found) == ("public_key" in found)
+    )

@@ -18,6 +18,10 @@ def _force_cpu_level(level: str | None) -> str | None:
 
 IRFile = Annotated[Path, typer.Argument(metavar="IR", help="IR file (JSON), from `npu-sim extract` or torch_ir.")]
 ProgramFile = Annotated[Path, typer.Argument(metavar="PROGRAM", help="Compiled program (.npubin).")]
+AllowCode = Annotated[
+    bool,
+    typer.Option("--allow-code", help="Run the program's code even if neither you nor anyone you trust made it."),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(

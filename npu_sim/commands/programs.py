@@ -9,6 +9,7 @@ import typer
 
 from npu_sim.commands.console import print_json, progress, step
 from npu_sim.commands.options import (
+    AllowCode,
     AsJSON,
     CPULevel,
     DeviceName,
@@ -131,6 +132,7 @@ def _header(program: CompiledProgram) -> dict[str, Any]:
         "target": program.target,
         "compute_dtype": program.compute_dtype,
         "compiler_version": program.compiler_version,
+        "code": str(program.trust) if program.contains_code else None,
         "inputs": [_spec(spec) for spec in program.input_specs],
         "outputs": [_spec(spec) for spec in program.output_specs],
     }
@@ -151,6 +153,7 @@ def run(
     cpu_level: CPULevel = None,
     fast: Fast = False,
     no_tune: NoTune = False,
+    allow_code: AllowCode = False,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
@@ -159,7 +162,7 @@ def run(
     from npu_runtime import Executor
     from npu_sim.arrays import write_outputs
 
-    program = CompiledProgram.load(program_file)
+    program = CompiledProgram.load(program_file, allow_code)
     arrays, used_seed = inputs_for(program, inputs, seed)
     chosen = open_device(device, fast, no_tune)
     loaded = load_onto(chosen, program, weights)
@@ -207,6 +210,7 @@ def profile(
     cpu_level: CPULevel = None,
     fast: Fast = False,
     no_tune: NoTune = False,
+    allow_code: AllowCode = False,
     runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
     seed: Seed = None,
     json: AsJSON = False,
@@ -217,7 +221,7 @@ def profile(
     from npu_compiler import CompiledProgram
     from npu_runtime import Executor, Profiler
 
-    program = CompiledProgram.load(program_file)
+    program = CompiledProgram.load(program_file, allow_code)
     arrays, used_seed = inputs_for(program, inputs, seed)
     chosen = open_device(device, fast, no_tune)
     loaded = load_onto(chosen, program, weights)

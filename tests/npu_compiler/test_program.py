@@ -52,7 +52,7 @@ def body(program: CompiledProgram) -> dict[str, Any]:
 def sealed(body: Any, *, version: Any = FORMAT_VERSION) -> bytes:
     """A file whose checksum is right, whatever is in it."""
     packed = msgpack.packb(body)
-    return MAGIC + bytes(msgpack.packb([version, hashlib.sha256(packed).digest(), packed]))
+    return MAGIC + bytes(msgpack.packb([version, hashlib.sha256(packed).digest(), packed, {}]))
 
 
 def answers(program: CompiledProgram) -> list[np.ndarray]:
@@ -95,7 +95,7 @@ def test_compiling_twice_gives_the_same_bytes(program: CompiledProgram) -> None:
 
 
 def test_the_file_is_plain_msgpack_and_holds_no_weights(body: dict[str, Any]) -> None:
-    assert body.keys() == {"name", "target", "compute_dtype", "plan", "compiler_version"}
+    assert body.keys() == {"name", "target", "compute_dtype", "plan", "compiler_version", "contains_code"}
     assert {"calls", "buffers", "weights"} <= body["plan"].keys()
     assert {"buffer", "shape", "strides", "offset", "dtype"} == body["plan"]["calls"][0]["inputs"][0].keys()
     assert all("data" not in weight for weight in body["plan"]["weights"].values())
@@ -160,7 +160,7 @@ def test_files_of_another_kind_or_version_are_refused(body: dict[str, Any], tmp_
     refused(MAGIC, "truncated or corrupted")
     refused(MAGIC + bytes(msgpack.packb({"a": 1})), "not the expected array")
     refused(MAGIC + bytes(msgpack.packb([FORMAT_VERSION, b"", "text"])), "not the expected array")
-    refused(sealed(body, version=99), "has format version 99; this runtime reads version 3: compile it again")
+    refused(sealed(body, version=99), "has format version 99; this runtime reads version 4: compile it again")
     refused(sealed([1, 2]), "is not a valid program")
     refused(MAGIC + b"\x91" * 100_000, "truncated or corrupted")
     refused(MAGIC + b"\xdd\xff\xff\xff\xff", "truncated or corrupted")

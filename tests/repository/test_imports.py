@@ -22,9 +22,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
-COMPILER_LIBRARIES = {"ml_dtypes", "msgpack", "numpy"}
+COMPILER_LIBRARIES = {"cryptography", "ml_dtypes", "msgpack", "numpy"}
 # Each takes a good part of a second or more.
 SLOW_TO_IMPORT = {
+    "cryptography",
     "cupy",
     "gguf",
     "hypothesis",
@@ -47,6 +48,7 @@ MENTIONS_CUDA = {
     "npu_sim/cache.py": "the sources whose change makes a cached program stale",
     "npu_sim/cli.py": "help",
     "npu_sim/commands/doctor.py": "the packages to look for",
+    "npu_sim/commands/keys.py": "help",
     "npu_sim/commands/options.py": "help",
     "npu_sim/commands/programs.py": "help",
     "npu_sim/commands/resources.py": "the target by its name",

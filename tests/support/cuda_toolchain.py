@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cuda_runtime.source_check import check_source
+
 ARCHITECTURES = (70, 80, 90)
 # What a source asks for that only compute capability 9.0 has; sources for it are made for no other GPU.
 HOPPER_ONLY = "__CUDA_ARCH_FEAT_SM90_ALL"
@@ -77,6 +79,8 @@ def _is_for(text: str, arch: int) -> bool:
 
 
 def _compile(jobs: Sequence[tuple[str, int]]) -> None:
+    for text, _ in jobs:
+        check_source("of a test", text)
     with ThreadPoolExecutor() as pool:
         logs = list(pool.map(lambda job: compile_log(*job), jobs))
     failed = [log for log in logs if log]

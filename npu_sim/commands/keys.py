@@ -1,0 +1,64 @@
+"""The commands about who may bring code to this machine: `sign`, `keygen` and `trust`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from npu_sim.commands.options import ProgramFile
+
+
+def sign(
+    program_file: ProgramFile,
+    key: Annotated[
+        Path, typer.Option("--key", metavar="FILE", help="Ed25519 private key (PEM), from `npu-sim keygen`.")
+    ],
+) -> None:
+    """Sign a program, so that others can run its code.
+
+    Programs for CUDA contain code; others need no signature. Those who trust your public key will run the code in
+    what you sign, so sign only what you made.
+    """
+    from npu_compiler.compiled_program import sign_program
+
+    typer.echo(f"{program_file}: signed by {sign_program(program_file, key)}")
+
+
+def keygen(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File for the private key; the public key goes to FILE.pub.")
+    ],
+) -> None:
+    """Make a key to sign programs with."""
+    from npu_compiler.program.signatures import make_key_pair
+
+    public, name = make_key_pair(file)
+    typer.echo(f"{file}: private key; keep it secret")
+    typer.echo(f"{public}: public key {name}; give it to those who trust you")
+
+
+def trust(
+    public_key: Annotated[
+        Path | None,
+        typer.Argument(metavar="PUBLIC_KEY", help="Public key (PEM) to trust. Default: list the trusted keys."),
+    ] = None,
+    remove: Annotated[
+        str | None, typer.Option("--remove", metavar="FINGERPRINT", help="No longer trust this key.")
+    ] = None,
+) -> None:
+    """Trust a public key: programs signed with it may run their code here. Or list or remove trusted keys."""
+    from npu_compiler.errors import InputError
+    from npu_compiler.program.signatures import distrust_key, trust_key, trusted_keys
+
+    if public_key is not None and remove is not None:
+        raise InputError("give either a public key to trust or --remove, not both")
+    if public_key is not None:
+        typer.echo(f"trusted: {trust_key(public_key)}")
+    elif remove is not None:
+        distrust_key(remove)
+        typer.echo(f"no longer trusted: {remove}")
+    else:
+        for name, path in trusted_keys().items():
+            typer.echo(f"{name}  {path}")

@@ -1,0 +1,161 @@
+"""The files that are fuzzed, as plain data and back. Back means: with right checksums, lengths and counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from typing import Any
+
+import msgpack
+
+MAGIC = b"NPUBIN"
+
+
+def open_program(data: bytes) -> dict[str, Any]:
+    """A `.npubin`."""
+    version, _, body, authentication = msgpack.unpackb(data[len(MAGIC) :])
+    return {"version": version, "body": msgpack.unpackb(body), "authentication": authentication}
+
+
+def seal_program(content: Any) -> bytes:
+    body = msgpack.packb(content["body"], unicode_errors="surrogatepass")
+    envelope = [content["version"], hashlib.sha256(body).digest(), body, content["authentication"]]
+    return MAGIC + bytes(msgpack.packb(envelope, unicode_errors="surrogatepass"))
+
+
+def open_json(data: bytes) -> Any:
+    return json.loads(data)
+
+
+def seal_json(content: Any) -> bytes:
+    return json.dumps(content, default=repr).encode()
+
+
+def open_graph(data: bytes) -> Any:
+    """IR whose nodes name what they read instead of describing it, so that a changed shape stays consistent."""
+    ir = json.loads(data)
+    for node in ir["nodes"]:
+        node["inputs"] = [_reference(meta) for meta in node["inputs"]]
+    ir["graph_outputs"] = [_reference(meta) for meta in ir["graph_outputs"]]
+    return ir
+
+
+def seal_graph(ir: Any) -> bytes:
+    known = {
+        (node["name"], index): meta | {"producer_node": node["name"], "producer_output_idx": index}
+        for node in ir["nodes"]
+        for index, meta in enumerate(node["outputs"])
+    }
+    for meta in ir["graph_inputs"]:
+        known[meta["name"], 0] = meta | {"producer_node": meta["name"], "producer_output_idx": 0}
+    weights = {meta["name"]: meta for meta in ir["weights"]}
+    known |= {(name, None): weights[key] | {"name": name} for name, key in ir["weight_name_mapping"].items()}
+    for node in ir["nodes"]:
+        node["inputs"] = [known[name, index] for name, index in node["inputs"]]
+    ir["graph_outputs"] = [known[name, index] for name, index in ir["graph_outputs"]]
+    return seal_json(ir)
+
+
+def _reference(meta: Any) -> list[Any]:
+    return [meta.get("producer_node", meta["name"]), meta.get("producer_output_idx")]
+
+
+def open_safetensors(data: bytes) -> dict[str, Any]:
+    """The header, how much longer it claims to be than it is, and the data."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return {"header": json.loads(data[8:end]), "excess": 0, "data": data[end:]}
+
+
+def seal_safetensors(content: Any) -> bytes:
+    header = seal_json(content["header"])
+    length = (len(header) + int(content["excess"])) % 2**64
+    return length.to_bytes(8, "little") + header + content["data"]
+
+
+# GGUF's types of values: the format characters of `struct`; 8 is a string and 9 an array.
+_GGUF_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+_GGUF_ALIGNMENT = 32
+
+
+def open_gguf(data: bytes) -> dict[str, Any]:
+    """Version, how many more entries it claims to have than it has, metadata, tensor descriptions and data."""
+    reader = _GGUFReader(data)
+    magic, version, tensors, fields = reader.take("<4sIQQ")
+    metadata = []
+    for _ in range(fields):
+        key, (kind,) = reader.string(), reader.take("<I")
+        metadata.append([key, kind, reader.value(kind)])
+    infos = []
+    for _ in range(tensors):
+        name, (dims,) = reader.string(), reader.take("<I")
+        infos.append([name, list(reader.take(f"<{dims}Q")), *reader.take("<IQ")])
+    start = math.ceil(reader.at / _GGUF_ALIGNMENT) * _GGUF_ALIGNMENT
+    excess = {"tensors": 0, "metadata": 0}
+    return {"version": version, "excess": excess, "metadata": metadata, "tensors": infos, "data": data[start:]}
+
+
+def seal_gguf(content: Any) -> bytes:
+    metadata, tensors, excess = content["metadata"], content["tensors"], content["excess"]
+    counts = (len(tensors) + excess["tensors"], len(metadata) + excess["metadata"])
+    parts = [b"GGUF", _packed("I", content["version"]), *(_packed("Q", count) for count in counts)]
+    for key, kind, value in metadata:
+        parts += [_gguf_string(key), _packed("I", kind), _gguf_value(kind, value)]
+    for name, dims, kind, offset in tensors:
+        parts += [_gguf_string(name), _packed("I", len(dims)), *(_packed("Q", size) for size in dims)]
+        parts += [_packed("I", kind), _packed("Q", offset)]
+    whole = b"".join(parts)
+    return whole + b"\0" * (-len(whole) % _GGUF_ALIGNMENT) + content["data"]
+
+
+class _GGUFReader:
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return values
+
+    def string(self) -> str:
+        (length,) = self.take("<Q")
+        self.at += length
+        return self.data[self.at - length : self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == _GGUF_STRING:
+            return self.string()
+        if kind == _GGUF_ARRAY:
+            item, length = self.take("<IQ")
+            return [item, [self.value(item) for _ in range(length)]]
+        return self.take(f"<{_GGUF_TYPES[kind]}")[0]
+
+
+def _gguf_string(text: Any) -> bytes:
+    encoded = str(text).encode(errors="surrogatepass")
+    return _packed("Q", len(encoded)) + encoded
+
+
+def _gguf_value(kind: int, value: Any) -> bytes:
+    if kind == _GGUF_ARRAY and isinstance(value, list) and len(value) == 2 and isinstance(value[1], list):
+        return (
+            _packed("I", value[0]) + _packed("Q", len(value[1])) + b"".join(_gguf_value(value[0], x) for x in value[1])
+        )
+    if kind in _GGUF_TYPES:
+        return _packed(_GGUF_TYPES[kind], value)
+    return _gguf_string(value)
+
+
+def _packed(form: str, value: Any) -> bytes:
+    """A number in as many bytes as the format has, whatever was put in its place."""
+    if form in "fd":
+        return (
+            struct.pack(f"<{form}", value)
+            if isinstance(value, float) and abs(value) < 1e38
+            else bytes(struct.calcsize(form))
+        )
+    size = struct.calcsize(f"<{form}")
+    number = int(value) if isinstance(value, (int, str)) and str(value).lstrip("-").isdigit() else 0
+    return (number % 256**size).to_bytes(size, "little")

@@ -1,0 +1,226 @@
+"""What is fuzzed: for each kind of file its corpus, how it is changed, and what reading it has to come to."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import file_formats
+from plain_data import change, change_bytes
+
+from npu_compiler import (
+    CompiledProgram,
+    ConstraintError,
+    NPUError,
+    ProgramFormatError,
+    WeightError,
+    compile,
+    partition,
+    read_ir,
+)
+
+CORPUS = Path(__file__).parent / "corpus"
+# How often the bytes of a file are changed instead of what they mean; then it is mostly its checksum that is tested.
+_BYTES = 0.1
+
+Check = Callable[[bytes], str]
+Form = tuple[Callable[[bytes], Any], Callable[[Any], bytes]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of file.
+
+    Attributes:
+        prepare: Given a folder for files, returns what reads one content and says in a word what became of it.
+        refusal: The error that a bad file has to cause. Any other is a finding.
+        forms: What a file can be changed as: functions to plain data and back.
+    """
+
+    prepare: Callable[[Path], Check]
+    refusal: type[NPUError]
+    forms: tuple[Form, ...]
+
+    def mutate(self, data: bytes, rng: Random) -> bytes:
+        """The file with a few changes; mostly of what it says, with right checksums and lengths."""
+        if rng.random() >= _BYTES:
+            try:
+                opened, seal = rng.choice(self.forms)
+                return seal(change(opened(data), rng))
+            except Exception:  # what it says can be changed so that no file can say it
+                pass
+        return change_bytes(data, rng)
+
+
+def corpus(name: str) -> list[bytes]:
+    """The files that the fuzzers of a target start from."""
+    if name == "cache":
+        return _cached_files()
+    if name in ("program", "run"):
+        return [compile(path).to_bytes() for path in sorted((CORPUS / "ir").iterdir())]
+    return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+
+
+def _read_program(folder: Path) -> Check:
+    def check(data: bytes) -> str:
+        program = CompiledProgram.from_bytes(data)
+        program.describe()
+        again = CompiledProgram.from_bytes(program.to_bytes())
+        assert again.to_bytes() == program.to_bytes(), "a program that loads is not saved as it is"
+        return "loaded"
+
+    return check
+
+
+def _run_program(folder: Path) -> Check:
+    """Reads a program and, if it loads, runs it on the CPU with weights and inputs of zeros."""
+    import numpy as np
+
+    from npu_compiler.graph.dtypes import numpy_dtype
+    from npu_runtime import CPUBackend, Executor
+
+    backend = CPUBackend(tune=False)
+
+    def zeros(spec: Any) -> Any:
+        return backend.allocate_buffer(np.zeros(spec.shape, numpy_dtype(spec.dtype)), spec=spec)
+
+    def check(data: bytes) -> str:
+        program = CompiledProgram.from_bytes(data)
+        executor = Executor(program, backend)
+        inputs = {spec.name: zeros(spec) for spec in program.input_specs}
+        outputs = executor.run(inputs, {name: zeros(weight.spec) for name, weight in program.weight_specs.items()})
+        for spec in program.output_specs:
+            outputs[spec.name].to_numpy(spec)
+        return "ran"
+
+    return check
+
+
+def _read_graph(folder: Path) -> Check:
+    path = folder / "graph.json"
+
+    def check(data: bytes) -> str:
+        path.write_bytes(data)
+        graph = read_ir(path)
+        parts = len(partition(graph).partitions)
+        try:
+            compile(graph)
+        except ConstraintError:
+            return "partitioned"
+        return "compiled" if parts else "compiled to nothing"
+
+    return check
+
+
+def _read_language_model(folder: Path) -> Check:
+    from npu_sim.llm import load_checkpoint
+
+    path = folder / "model.gguf"
+
+    def check(data: bytes) -> str:
+        path.write_bytes(data)
+        state = load_checkpoint(path).state
+        for name in state:
+            state[name]
+        return "loaded"
+
+    return check
+
+
+def _read_weights(folder: Path) -> Check:
+    from npu_runtime.weight_loader import MappedCheckpoint
+
+    def check(data: bytes) -> str:
+        path = folder / "weights.safetensors"
+        path.unlink(missing_ok=True)  # the one before may still be mapped
+        path.write_bytes(data)
+        checkpoint = MappedCheckpoint(path)
+        for name in checkpoint:
+            checkpoint[name].sum()
+        return "loaded"
+
+    return check
+
+
+_FACTS = {"sizes": [1, 2, 3], "name": "model", "nested": {"dtype": "float16", "ratio": 0.5, "none": None}}
+_KINDS = {"facts": "*.json", "program": "*.npubin", "choices": "cpu-choices-*.json"}
+
+
+def _use_cache(kind: str, folder: Path) -> Any:
+    """What a cache returns, and writes to the folder if it is not there."""
+    os.environ["NPU_SIM_CACHE"] = str(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "choices":
+            from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
+
+            table = ChoiceTable({"processor": "test"}, folder)
+            table.keep("call", Choice("kernel", {"kernel": 1.5, "other": 2.5}))
+            return table.choices["call"]
+        from npu_sim.cache import cached_facts, compile_cached
+
+        if kind == "facts":
+            return cached_facts("facts", "key", lambda: _FACTS)
+        return compile_cached(file_formats.open_json((CORPUS / "ir" / "tensors.json").read_bytes())).to_bytes()
+
+
+def _cached_files() -> list[bytes]:
+    """A file of each kind of cache, behind the number of the kind."""
+    from tempfile import TemporaryDirectory
+
+    files = []
+    for number, (kind, pattern) in enumerate(_KINDS.items()):
+        with TemporaryDirectory() as folder:
+            _use_cache(kind, Path(folder))
+            (file,) = Path(folder).glob(pattern)
+            files.append(bytes([number]) + file.read_bytes())
+    return files
+
+
+def _read_cache(folder: Path) -> Check:
+    kinds = list(_KINDS.items())
+    wanted, paths = {}, {}
+    for kind, pattern in kinds:
+        place = folder / kind
+        place.mkdir()
+        wanted[kind] = _use_cache(kind, place)
+        (paths[kind],) = place.glob(pattern)
+
+    def check(data: bytes) -> str:
+        kind, _ = kinds[data[0] % len(kinds)]
+        paths[kind].write_bytes(data[1:])
+        found = _use_cache(kind, paths[kind].parent)
+        assert found == wanted[kind], f"the cache of {kind} returned what was never put into it"
+        return kind
+
+    return check
+
+
+def _open_cached(data: bytes) -> Any:
+    return [data[0], file_formats.open_json(data[1:])]
+
+
+def _seal_cached(content: Any) -> bytes:
+    kind, facts = content
+    return bytes([kind % len(_KINDS)]) + file_formats.seal_json(facts)
+
+
+_PROGRAM: tuple[Form, ...] = ((file_formats.open_program, file_formats.seal_program),)
+_GRAPH: tuple[Form, ...] = (
+    (file_formats.open_json, file_formats.seal_json),
+    (file_formats.open_graph, file_formats.seal_graph),
+)
+_WEIGHTS: tuple[Form, ...] = ((file_formats.open_safetensors, file_formats.seal_safetensors),)
+TARGETS = {
+    "program": Target(_read_program, ProgramFormatError, _PROGRAM),
+    "run": Target(_run_program, NPUError, _PROGRAM),
+    "ir": Target(_read_graph, NPUError, _GRAPH),
+    "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
+    "safetensors": Target(_read_weights, WeightError, _WEIGHTS),
+    "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),
+}

@@ -1,0 +1,146 @@
+"""The fuzzers themselves, and what they have found: each finding as the shortest change of a file that shows it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mutations
+import targets
+from targets import TARGETS, Target, corpus
+
+from npu_compiler import IRError, NPUError, WeightError
+from npu_compiler.errors import InputError
+
+NAMES = list(TARGETS)
+
+
+def node(ir: Any, op: str) -> Any:
+    return next(node for node in ir["nodes"] if node["op_type"].startswith(op))
+
+
+def without_an_input(ir: Any) -> None:
+    node(ir, "aten.index_copy")["inputs"].pop()
+
+
+def with_dim(value: Any) -> Callable[[Any], None]:
+    return lambda ir: node(ir, "aten.index_copy")["attrs"].update(dim=value)
+
+
+def of_many_dimensions(content: Any) -> None:
+    content["header"]["empty"]["shape"] = [0] * 100
+
+
+FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]] = {
+    "ir, a missing input": ("ir", 0, without_an_input, IRError, r"node 'index_copy' .*not enough values"),
+    "ir, a dimension that is no number": ("ir", 0, with_dim("x"), IRError, r"node 'index_copy' .*must be integers"),
+    "ir, a dimension that is none": ("ir", 0, with_dim(7), IRError, r"node 'index_copy' .*out of range"),
+    "safetensors, too many dimensions": ("safetensors", 0, of_many_dimensions, WeightError, "'empty' cannot have"),
+}
+
+
+@pytest.mark.parametrize(("name", "number", "edit", "error", "message"), FINDINGS.values(), ids=FINDINGS.keys())
+def test_what_was_found_is_an_error_that_says_what_is_wrong(
+    name: str, number: int, edit: Callable[[Any], None], error: type[NPUError], message: str, tmp_path: Path
+) -> None:
+    target, files = TARGETS[name], corpus(name)
+    opened, seal = target.forms[0]
+    content = opened(files[number])
+    edit(content)
+    with pytest.raises(error, match=message):
+        target.prepare(tmp_path)(seal(content))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_corpus_is_read_and_each_form_gives_back_what_it_opened(name: str, tmp_path: Path) -> None:
+    target = TARGETS[name]
+    check = target.prepare(tmp_path)
+    for data in corpus(name):
+        check(data)
+        for opened, seal in target.forms:
+            try:
+                content = opened(data)
+            except ValueError:
+                assert name == "cache", "only caches are of several kinds"
+                continue
+            sealed = seal(content)
+            assert opened(sealed) == opened(data)
+            check(sealed)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("run", "cache")])
+def test_changed_files_are_refused_in_words(name: str, tmp_path: Path, seed: int) -> None:
+    target, files = TARGETS[name], corpus(name)
+    check, refused = target.prepare(tmp_path), 0
+    for number in range(200):
+        rng = Random(f"{seed} {number}")
+        try:
+            check(target.mutate(rng.choice(files), rng))
+        except target.refusal:
+            refused += 1
+    assert refused
+
+
+class Trouble:
+    """A target whose files are digits, some of which do what a reader must not."""
+
+    @staticmethod
+    def prepare(folder: Path) -> Callable[[bytes], str]:
+        def check(data: bytes) -> str:
+            match data:
+                case b"1":
+                    os.abort()
+                case b"2":
+                    time.sleep(3600)
+                case b"3":
+                    raise KeyError("raw")
+                case b"4":
+                    raise InputError("refused")
+            return "read"
+
+        return check
+
+    @staticmethod
+    def mutate(data: bytes, rng: Random) -> bytes:
+        return rng.choice((b"1", b"2", b"3", b"4", b"5"))
+
+
+def test_crashes_hangs_and_raw_errors_are_found_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers are forked here, so that they know the target of this test."""
+
+    class Troubled(Target):
+        def mutate(self, data: bytes, rng: Random) -> bytes:
+            return Trouble.mutate(data, rng)
+
+    monkeypatch.setitem(targets.TARGETS, "trouble", Troubled(Trouble.prepare, InputError, ()))
+    monkeypatch.setattr(targets, "corpus", lambda name: [b"5"])
+    context = mutations.multiprocessing.get_context("fork")
+    monkeypatch.setattr(mutations.multiprocessing, "get_context", lambda kind: context)
+    report = mutations.run("trouble", 25, 2, 1, 0.5)
+    wanted = [Trouble.mutate(b"", _moved(Random(f"1 {number}"))) for number in range(25)]
+    counts = {digit: wanted.count(digit) for digit in (b"1", b"2", b"3", b"4", b"5")}
+    assert all(counts.values())
+    crash = next(outcome for outcome in report.outcomes if outcome.startswith("crash"))
+    assert report.outcomes == {
+        crash: counts[b"1"],
+        "hang": counts[b"2"],
+        "raw error: KeyError": counts[b"3"],
+        "refused: InputError": counts[b"4"],
+        "read": counts[b"5"],
+    }
+    found = sorted(number for numbers in report.findings.values() for number in numbers)
+    assert found == [number for number, digit in enumerate(wanted) if digit in (b"1", b"2", b"3")]
+
+
+def _moved(rng: Random) -> Random:
+    rng.choice([b"5"])  # the worker's choice of a file
+    return rng
