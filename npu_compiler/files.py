@@ -63,8 +63,10 @@ def working_folder(parent: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
+        with suppress(OSError):  # which rmtree may raise all the same, where closing a folder fails
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            os.close(handle)
 
 
 @functools.cache
