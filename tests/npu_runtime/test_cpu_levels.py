@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import logging
 import os
@@ -10,14 +11,21 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ir_builder import IRBuilder
 
+from npu_compiler import compile
 from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.files import UNFINISHED
+from npu_runtime.background import background_work, current_work
 from npu_runtime.cpu.native import build, levels
+from npu_sim.commands.console import _StepLine
 
 RUNNABLE = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]
 COMPILER = build.find_compiler()
@@ -232,6 +240,58 @@ def test_a_build_is_announced_and_the_next_one_comes_from_the_cache(
     again = build.build(fake_compiler, level)
     assert (again.path, again.seconds, runs(tmp_path)) == (first.path, None, made)
     assert build.build(fake_compiler, levels.find_level("x86-64-v2")).path != first.path
+
+
+def test_a_build_tells_how_far_it_is(fake_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str | None] = []
+
+    @contextmanager
+    def recorded(text: str) -> Iterator[Callable[[str], None]]:
+        with background_work(text) as say:
+            yield lambda text: (say(text), said.append(current_work()))[0]
+
+    monkeypatch.setattr(build, "background_work", recorded)
+    build.build(fake_compiler, levels.find_level("x86-64-v3"))
+    units = len(build._units())
+    assert said == [f"compiling the CPU kernels, once on this machine: {done} of {units}" for done in range(units + 1)]
+    assert current_work() is None
+
+
+def test_a_build_says_that_it_waits_for_another_process(fake_compiler: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    with (tmp_path / "cache" / "kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=build.build, args=(fake_compiler, levels.find_level("x86-64-v3")))
+        waiting.start()
+        while current_work() != "waiting for another process that compiles the CPU kernels":
+            assert waiting.is_alive()
+            time.sleep(0.01)
+    waiting.join()
+    assert current_work() is None
+
+
+def test_a_step_of_a_command_shows_what_it_may_be_waiting_for() -> None:
+    line = _StepLine("running model on cpu")
+    with background_work("compiling: 2 of 4"):
+        assert line.__rich__() == "running model on cpu (compiling: 2 of 4)"
+    assert line.__rich__() == "running model on cpu"
+
+
+def test_a_command_says_that_it_compiles_and_once_what_it_costs_where_it_cannot(
+    fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = IRBuilder("tiny")
+    x = g.input("x", 2, 3)
+    g.output(g("aten.relu.default", x), g("aten.neg.default", x))
+    compile(g.ir()).save(tmp_path / "tiny.npubin")
+    monkeypatch.setenv("REFUSES", "-fPIC")
+    monkeypatch.setenv("CXX", fake_compiler)
+    command = [sys.executable, "-m", "npu_sim.cli", "run", str(tmp_path / "tiny.npubin"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.count("float32[2, 3]") == 2, done.stderr
+    assert "compiling the CPU kernels for " in done.stderr
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1 and "unknown option -fPIC); PyTorch's kernels run on float32 copies" in warned[0]
 
 
 def test_two_builds_at_once_do_the_work_once(

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from pathlib import Path
 
 from npu_compiler.errors import DeviceError, NPUError
 from npu_compiler.files import working_folder
+from npu_runtime.background import background_work
 from npu_runtime.cache_folder import cache_folder, read_entry, users_temporary_folder, warn_of_cache, write_entry
 from npu_runtime.cpu.native.levels import VARIABLE, Level, forced_level, this_cpu
 from npu_runtime.cpu.native.threads import usable_threads
@@ -82,7 +83,7 @@ class Library:
 
 
 class CompilerError(RuntimeError):
-    """The compiler could not build the kernels; the message has its last words."""
+    """The compiler could not build the kernels; the message begins with a line that says why."""
 
 
 def library_path() -> Path | None:
@@ -217,18 +218,21 @@ def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], com
         How long compiling took in seconds, or None where another process has just done it.
     """
     folder = path.parent
-    with _alone_in(folder):
+    compiling = "compiling the CPU kernels, once on this machine"
+    with background_work(compiling) as say, _alone_in(folder, say):
         if read_entry(path) is not None:
             return None
         with working_folder(folder) as work:
             _check_room(work)
             _log.info("compiling the CPU kernels for %s, once on this machine", level.name)
+            say(f"{compiling}: 0 of {len(objects)}")
             start = time.perf_counter()
             pool = ThreadPoolExecutor(usable_threads())
             try:
                 jobs = [pool.submit(_object, folder / name, work, command, unit) for unit, name in objects.items()]
-                for job in as_completed(jobs):
+                for done, job in enumerate(as_completed(jobs), 1):
                     job.result()
+                    say(f"{compiling}: {done} of {len(objects)}")
             finally:
                 pool.shutdown(cancel_futures=True)
             library = work / path.name
@@ -268,11 +272,15 @@ def _source(unit: tuple[Path, ...]) -> str:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other processes from building in the folder meanwhile."""
+def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keeps other processes from building in the folder meanwhile; says so where that takes waiting for one."""
     with (folder / "kernels.lock").open("w") as lock:
         with suppress(OSError):  # some network folders have no locks: the work may then be done twice
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("waiting for another process that compiles the CPU kernels")
+                fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
@@ -283,7 +291,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _run(command: list[str], source: str = "") -> str:
     result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise CompilerError(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-4000:]}")
+        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        words = next((line for line in lines if "error" in line), lines[-1] if lines else "no words")
+        reason = f"{command[0]} failed with status {result.returncode}: {words}"
+        raise CompilerError("\n".join((reason, " ".join(command), result.stderr[-4000:])))
     return result.stdout
 
 
