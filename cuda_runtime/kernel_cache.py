@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from cuda_runtime.source_check import check_source
-from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import DeviceError
+from npu_runtime.cache_folder import keep_entry, read_entry
 
-_DIGEST_BYTES = hashlib.sha256().digest_size
 # Architecture-specific instructions (Hopper's wgmma) need the "a" variant.
 _ALL_OF_IT = {90: "sm_90a"}
 _OPTIONS = ("--std=c++17", "--generate-line-info")
@@ -71,17 +70,13 @@ class KernelCache:
 
     def _image(self, name: str, text: str) -> bytes:
         path = self.path(text)
-        image = _read(path)
+        image = read_entry(path)
         if image is not None:
             self._counters["kernel_cache_hits"] += 1
             return image
         image = self._compile(name, text)
         self._counters["kernels_compiled"] += 1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, image + hashlib.sha256(image).digest())
-        except OSError:
-            pass  # a cache that cannot be written only makes the next start slower
+        keep_entry(path, image)
         return image
 
     def _compile(self, name: str, text: str) -> bytes:
@@ -100,13 +95,3 @@ class KernelCache:
             ) from error
         finally:
             self._nvrtc.destroyProgram(program)
-
-
-def _read(path: Path) -> bytes | None:
-    """The cached code, or None where the file is missing or damaged."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    image, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    return image if image and hashlib.sha256(image).digest() == digest else None

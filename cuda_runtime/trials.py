@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from cuda_runtime.cuda_device import CUDADevice
-from npu_compiler.compiled_program import write_atomically
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_runtime.cache_folder import keep_entry, read_entry
 
 _ROUNDS = 3
 _HOPELESS = 1.3  # a candidate this many times slower than the best in one round is not measured further
@@ -63,8 +63,10 @@ def fill_randomly(device: CUDADevice, memory: Any, dtype: str) -> None:
 
 def keep_choice(path: Path, content: Mapping[str, Any]) -> None:
     """Write a choice to disk; a cache that cannot be written only makes the next start slower."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=1).encode())
-    except OSError:
-        pass
+    keep_entry(path, json.dumps(content, indent=1).encode())
+
+
+def kept_choice(path: Path) -> Any:
+    """What `keep_choice` wrote there; None where there is nothing, or nothing that is whole."""
+    content = read_entry(path)
+    return None if content is None else json.loads(content)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from cuda_compiler.cuda_program import convolution_of, kernel_launch_of
 from cuda_runtime.cuda_device import CUDADevice
 from cuda_runtime.cudnn import ConvolutionPlan, Cudnn, PlanChoice
-from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice
+from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice, kept_choice
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
@@ -147,11 +147,11 @@ class TunedConvolutions:
     def _recall(self, key: str, call: KernelCall) -> Form | None:
         """The choice on disk; None where there is none, or it is not available."""
         try:
-            kept = json.loads(self._path(key).read_bytes())
+            kept = kept_choice(self._path(key))
             if kept["source"] is not None:
                 return next(form for form in kernels_of(call) if form.source == kept["source"])
             choice = PlanChoice(int(kept["engine"]), {str(name): int(value) for name, value in kept["knobs"].items()})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, StopIteration):
+        except (ValueError, TypeError, KeyError, AttributeError, StopIteration):
             return None
         return self._cudnn.plan(call, choice) if self._cudnn is not None else None
 

@@ -23,7 +23,7 @@ from cuda_runtime.cublaslt import (
     product_key,
 )
 from cuda_runtime.cuda_device import CUDADevice
-from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice
+from cuda_runtime.trials import fill_randomly, graph_seconds, keep_choice, kept_choice
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
@@ -131,9 +131,9 @@ class TunedProducts:
     def _recall(self, key: str, product: Product) -> Algorithm | None:
         """The choice on disk; None where there is none, or this library does not accept it."""
         try:
-            kept = json.loads(self._path(key).read_bytes())
+            kept = kept_choice(self._path(key))
             opaque, config = bytes.fromhex(kept["algorithm"]), list(kept["config"])
-        except (OSError, ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError):
             return None
         return product.restored(opaque, config)
 

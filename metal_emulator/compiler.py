@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -13,7 +14,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from metal_emulator.translation import (
     TranslationError,
     translate,
 )
+from npu_compiler.files import seal, unseal, working_folder, write_atomically
 
 __all__ = [
     "Argument",
@@ -235,14 +239,10 @@ def compile_source(source: str, macros: Mapping[str, str], *, checks: bool = Tru
     Raises:
         CompileError: Source that Metal's compiler would reject, or that the emulator does not know.
     """
-    compiler = _compiler()
     flags = [*_kernel_flags(checks), *(["-DMETAL_MUTANTS"] if mutants else [])]
     defined = {**PREDEFINED, **macros}
     digest = _digest(_toolchain(), _own_sources(), *flags, json.dumps(defined), source)
-    path = _cache_folder() / f"kernels-{digest}.so"
-    if not path.exists():
-        program = _translated(source, defined)
-        _compile(compiler, program, [*flags, f"-I{RUNTIME}"], path)
+    path = _cached(f"kernels-{digest}.so", lambda: _translated(source, defined), [*flags, f"-I{RUNTIME}"])
     return _load(path, checks, mutants)
 
 
@@ -283,26 +283,54 @@ def _kernel_flags(checks: bool) -> list[str]:
 def _scheduler() -> ctypes.CDLL:
     """The library that runs the threads; all kernel libraries share it."""
     flags = [*_COMMON_FLAGS, "-O2", "-pthread"]
-    path = _cache_folder() / f"scheduler-{_digest(_toolchain(), _own_sources(), *flags)}.so"
-    if not path.exists():
-        _compile(_compiler(), (RUNTIME / "scheduler.cpp").read_text(), [*flags, f"-iquote{RUNTIME}"], path)
-    return ctypes.CDLL(str(path))
+    name = f"scheduler-{_digest(_toolchain(), _own_sources(), *flags)}.so"
+    return ctypes.CDLL(str(_cached(name, (RUNTIME / "scheduler.cpp").read_text, [*flags, f"-iquote{RUNTIME}"])))
 
 
-def _compile(compiler: str, program: str, flags: Sequence[str], path: Path) -> None:
-    """Compile and link a program; other processes see the whole library or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        # Linked apart, without the flags that would add a sanitizer's library to it.
-        commands = (
-            [compiler, *flags, "-c", "-x", "c++", "-", "-o", f"{folder}/program.o"],
-            [compiler, "-shared", "-pthread", f"{folder}/program.o", "-o", f"{folder}/library"],
-        )
-        for command in commands:
-            result = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
-            if result.returncode != 0:
-                raise CompileError(result.stderr.strip())
-        os.replace(f"{folder}/library", path)
+def _cached(name: str, program: Callable[[], str], flags: Sequence[str]) -> Path:
+    """The library of that name, compiled unless it is in the cache; in a folder of this process where that is full."""
+    try:
+        return _made_in(_cache_folder(), name, program, flags)
+    except OSError as error:
+        return _made_in(_folder_instead(error.strerror or str(error)), name, program, flags)
+
+
+def _made_in(folder: Path, name: str, program: Callable[[], str], flags: Sequence[str]) -> Path:
+    path = folder / name
+    with suppress(FileNotFoundError):
+        if unseal(path.read_bytes()) is not None:
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with working_folder(folder) as work:
+        write_atomically(path, seal(_compile(program(), flags, work)))
+    return path
+
+
+@functools.cache
+def _folder_instead(reason: str) -> Path:
+    """A folder that is removed when the process ends, for what the cache folder cannot take."""
+    warnings.warn(
+        f"cannot write to the cache folder '{_cache_folder()}' ({reason}): Metal sources are compiled at each start",
+        stacklevel=4,
+    )
+    folder = tempfile.mkdtemp(prefix="metal-emulator-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _compile(program: str, flags: Sequence[str], work: Path) -> bytes:
+    """Compile and link a program in an empty folder; the library."""
+    compiler = _compiler()
+    # Linked apart, without the flags that would add a sanitizer's library to it.
+    commands = (
+        [compiler, *flags, "-c", "-x", "c++", "-", "-o", f"{work}/program.o"],
+        [compiler, "-shared", "-pthread", f"{work}/program.o", "-o", f"{work}/library"],
+    )
+    for command in commands:
+        result = subprocess.run(command, input=program, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise CompileError(result.stderr.strip())
+    return (work / "library").read_bytes()
 
 
 def _compiler() -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +21,7 @@ from metal_emulator.objc import (
     Plain,
     selector,
 )
+from npu_compiler.files import write_atomically
 
 if TYPE_CHECKING:
     from metal_emulator.device import MTLDevice
@@ -147,7 +146,8 @@ class MTLBinaryArchive(Labelled):
         if not self._keys:
             return False, _archive_error("MTLBinaryArchiveErrorInternalError", "nothing to serialize")
         try:
-            _write(Path(url.path()), json.dumps({"format": ARCHIVE_FORMAT, "keys": sorted(self._keys)}))
+            content = json.dumps({"format": ARCHIVE_FORMAT, "keys": sorted(self._keys)})
+            write_atomically(Path(url.path()), content.encode())
         except OSError as failure:
             return False, _archive_error("MTLBinaryArchiveErrorInternalError", str(failure))
         return True, None
@@ -167,9 +167,3 @@ def read_archive(path: Path) -> tuple[set[str], NSError | None]:
 
 def _archive_error(code: str, description: str) -> NSError:
     return NSError(ARCHIVE_ERRORS, METAL[code], description)
-
-
-def _write(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    os.replace(file.name, path)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from npu_compiler.errors import InputError, ProgramFormatError
+from npu_compiler.files import write_atomically
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.codec import NOT_STORED
 from npu_compiler.program.describe import describe_plan
@@ -18,7 +16,7 @@ from npu_compiler.program.plan import ExecutionPlan, WeightSpec
 from npu_compiler.program.trust import ALLOWED, UNKNOWN, Trust
 from npu_compiler.version import __version__
 
-__all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "sign_program", "write_atomically"]
+__all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "sign_program"]
 
 
 @dataclass
@@ -76,7 +74,7 @@ class CompiledProgram:
         return encode(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the `.npubin`: to a temporary file first, then renamed, so that no half-written file is ever seen.
+        """Write the `.npubin`, whole or not at all: a file that is there stays until the new one is on the disk.
 
         Raises:
             InputError: the file cannot be written (no such folder, no permission, disk full).
@@ -134,20 +132,3 @@ def _write(path: Path, data: bytes) -> None:
         write_atomically(path, data)
     except OSError as error:
         raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file or none of it. Raises `OSError`, also for a path that names no file ('.', '/')."""
-    if not path.name:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -172,7 +172,7 @@ def write_outputs(path: Path, outputs: Mapping[str, np.ndarray]) -> Path:
     """
     import io
 
-    from npu_compiler.compiled_program import write_atomically
+    from npu_compiler.files import write_atomically
 
     storable: dict[str, Any] = {
         name: value.astype(np.float32) if value.dtype.kind == "V" else value for name, value in outputs.items()

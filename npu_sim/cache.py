@@ -5,16 +5,14 @@ It lies in $NPU_SIM_CACHE or, if that is not set, in ~/.cache/npu-simulation.
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import NPUError
-from npu_runtime.cache_folder import cache_folder
+from npu_runtime.cache_folder import cache_folder, keep_entry, keep_file, read_entry
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram
@@ -36,8 +34,8 @@ def cached_program(
 ) -> "CompiledProgram":
     """The compiled program of `make_ir()`, from the cache if it holds one for this key, target, dtype and compiler.
 
-    A file that cannot be read, or whose code comes from somebody else, is compiled and written again. A folder that
-    cannot be written causes a warning.
+    A file that is damaged, or whose code comes from somebody else, is compiled and written again. A folder that cannot
+    be written causes a warning.
 
     Args:
         name: The beginning of the file's name.
@@ -58,11 +56,7 @@ def cached_program(
         except NPUError:
             pass  # damaged, written by another version, or code by another user: compile again
     program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        program.save(path)
-    except (OSError, NPUError) as error:
-        warnings.warn(f"cannot cache the compiled program: {error}", stacklevel=3)
+    keep_file(path, program.to_bytes())
     return program
 
 
@@ -74,16 +68,10 @@ def cached_facts(name: str, key: Any, find: Callable[[], Any]) -> Any:
         key: Everything that determines the result, as JSON data.
     """
     path = _place(name, key, "json")
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        pass  # missing or damaged: compute it again
-    text = json.dumps(find())
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
-    except OSError:
-        pass  # the only cost is to compute it again at the next start
+    text = read_entry(path)
+    if text is None:
+        text = json.dumps(find()).encode()
+        keep_entry(path, text)
     return json.loads(text)
 
 

@@ -118,7 +118,7 @@ def _to_plain(value: Any) -> str:
 
 def write_ir(ir: dict[str, Any], path: Path) -> None:
     """Write IR to a JSON file atomically. Raises `InputError` if the file cannot be written."""
-    from npu_compiler.compiled_program import write_atomically
+    from npu_compiler.files import write_atomically
 
     try:
         write_atomically(path, json.dumps(ir, indent=1).encode())

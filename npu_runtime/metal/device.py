@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,9 @@ from typing import Any
 
 from metal_kernels import shader_source
 from npu_compiler.errors import DeviceError
+from npu_compiler.files import working_folder, write_atomically
 from npu_compiler.target_config import TargetConfig
+from npu_runtime.cache_folder import warn_of_cache
 
 _CONSTANT = re.compile(r"^constant\s+(bool|uint)\s+(\w+)\s*\[\[function_constant\(\d+\)\]\]", re.MULTILINE)
 _SMALLEST_BUFFER = 16
@@ -273,17 +274,17 @@ class PipelineArchive:
         self._added += bool(done)
 
     def save(self) -> None:
-        """Write the archive if it has grown. A failure to write is ignored: the next start is slower, no more."""
+        """Write the archive if it has grown. A failure to write is a warning: the next start is slower, no more."""
         if not self._added:
             return
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            done, _ = self._archive.serializeToURL_error_(self._url(str(temporary)), None)
-            if done:
-                os.replace(temporary, self._path)
-        except OSError:
-            return
+            with working_folder(self._path.parent) as folder:
+                done, _ = self._archive.serializeToURL_error_(self._url(str(folder / "archive")), None)
+                if done:
+                    write_atomically(self._path, (folder / "archive").read_bytes())
+        except OSError as error:
+            return warn_of_cache(self._path.parent, error)
         self._added = 0
 
 

@@ -8,9 +8,10 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -34,7 +35,8 @@ class ErrorReporting(TyperGroup):
         return super().parse_args(ctx, [arg for i, arg in enumerate(args) if arg != "--debug" or i > end])
 
     def invoke(self, ctx: Any) -> Any:
-        with _Interrupts() as interrupts:
+        # The first process on a machine compiles kernels in the background, which takes a minute and is worth a word.
+        with _Interrupts() as interrupts, log_as_notes("npu_runtime.cpu.native.build"), _warnings_as_notes():
             try:
                 result = super().invoke(ctx)
             except BrokenPipeError:
@@ -160,6 +162,42 @@ def log_as_notes(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Print warnings for users without the place in the code that gives them."""
+    show = warnings.showwarning
+
+    def as_note(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is UserWarning:
+            note(f"warning: {message}")
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = as_note
+        yield
+
+
+class _StepLine:
+    """What a step's line shows: its message, and the background work that it may be waiting for."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __rich__(self) -> str:
+        from npu_runtime.background import current_work
+
+        work = current_work()
+        return self._message if work is None else f"{self._message} ({work})"
+
+
+@contextmanager
 def step(message: str) -> Iterator[None]:
     """Show a spinner on stderr during a step of unknown length; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
@@ -167,7 +205,7 @@ def step(message: str) -> Iterator[None]:
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(message):
+    with Console(stderr=True).status(_StepLine(message)):
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands.console import log_as_notes, print_json, step
+from npu_sim.commands.console import print_json, step
 from npu_sim.commands.options import AsJSON
 
 
@@ -37,7 +37,7 @@ def doctor(json: AsJSON = False) -> None:
     """Show which devices and packages work here, and why others do not."""
     from npu_sim.commands.doctor import examine, report
 
-    with step("checking this machine"), log_as_notes("npu_runtime.cpu.native.build"):
+    with step("checking this machine"):
         facts = examine()
     if json:
         print_json(facts)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import functools
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ir_builder import IRBuilder
 
+from npu_compiler import compile
 from npu_compiler.errors import DeviceError, InputError
+from npu_compiler.files import UNFINISHED
+from npu_runtime.background import background_work, current_work
 from npu_runtime.cpu.native import build, levels
+from npu_sim.commands.console import _StepLine
 
 RUNNABLE = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]
 COMPILER = build.find_compiler()
@@ -230,6 +242,58 @@ def test_a_build_is_announced_and_the_next_one_comes_from_the_cache(
     assert build.build(fake_compiler, levels.find_level("x86-64-v2")).path != first.path
 
 
+def test_a_build_tells_how_far_it_is(fake_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str | None] = []
+
+    @contextmanager
+    def recorded(text: str) -> Iterator[Callable[[str], None]]:
+        with background_work(text) as say:
+            yield lambda text: (say(text), said.append(current_work()))[0]
+
+    monkeypatch.setattr(build, "background_work", recorded)
+    build.build(fake_compiler, levels.find_level("x86-64-v3"))
+    units = len(build._units())
+    assert said == [f"compiling the CPU kernels, once on this machine: {done} of {units}" for done in range(units + 1)]
+    assert current_work() is None
+
+
+def test_a_build_says_that_it_waits_for_another_process(fake_compiler: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    with (tmp_path / "cache" / "kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=build.build, args=(fake_compiler, levels.find_level("x86-64-v3")))
+        waiting.start()
+        while current_work() != "waiting for another process that compiles the CPU kernels":
+            assert waiting.is_alive()
+            time.sleep(0.01)
+    waiting.join()
+    assert current_work() is None
+
+
+def test_a_step_of_a_command_shows_what_it_may_be_waiting_for() -> None:
+    line = _StepLine("running model on cpu")
+    with background_work("compiling: 2 of 4"):
+        assert line.__rich__() == "running model on cpu (compiling: 2 of 4)"
+    assert line.__rich__() == "running model on cpu"
+
+
+def test_a_command_says_that_it_compiles_and_once_what_it_costs_where_it_cannot(
+    fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = IRBuilder("tiny")
+    x = g.input("x", 2, 3)
+    g.output(g("aten.relu.default", x), g("aten.neg.default", x))
+    compile(g.ir()).save(tmp_path / "tiny.npubin")
+    monkeypatch.setenv("REFUSES", "-fPIC")
+    monkeypatch.setenv("CXX", fake_compiler)
+    command = [sys.executable, "-m", "npu_sim.cli", "run", str(tmp_path / "tiny.npubin"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.count("float32[2, 3]") == 2, done.stderr
+    assert "compiling the CPU kernels for " in done.stderr
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1 and "unknown option -fPIC); PyTorch's kernels run on float32 copies" in warned[0]
+
+
 def test_two_builds_at_once_do_the_work_once(
     fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,11 +310,67 @@ def test_two_builds_at_once_do_the_work_once(
 
 
 def test_what_an_interrupted_build_left_is_removed(fake_compiler: str, tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "unfinished-abc.o").write_text("half")
+    left = tmp_path / "cache" / f"{UNFINISHED}abc"
+    left.mkdir(parents=True)
+    (left / "linear.o").write_text("half")
     assert build.build(fake_compiler, levels.find_level("x86-64-v3")).path.exists()
-    assert not list(folder.glob("unfinished-*"))
+    assert not list(left.parent.glob(f"{UNFINISHED}*"))
+
+
+@pytest.mark.parametrize("damage", [b"", b"another file", None])
+@pytest.mark.parametrize("kind", ["kernels-*.so", "linear-*.o"])
+def test_a_wrong_file_in_the_cache_is_built_again(
+    fake_compiler: str, tmp_path: Path, kind: str, damage: bytes | None
+) -> None:
+    level = levels.find_level("x86-64-v3")
+    library = build.build(fake_compiler, level)
+    (wrong,) = library.path.parent.glob(kind)
+    whole = {path: path.read_bytes() for path in library.path.parent.iterdir()}
+    wrong.write_bytes(whole[wrong][:-3] if damage is None else damage)
+    if wrong != library.path:
+        library.path.unlink()
+    made = runs(tmp_path)
+    assert build.build(fake_compiler, level).seconds is not None
+    assert runs(tmp_path) == made + (1 if wrong == library.path else 2), "and nothing else"
+    assert {path: path.read_bytes() for path in library.path.parent.iterdir()} == whole
+
+
+def test_one_failure_to_build_is_the_outcome_for_all_who_ask(
+    fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_find", functools.cache(build._find.__wrapped__))
+    monkeypatch.setattr(build, "this_cpu", lambda: levels.CPU("none", "some CPU", frozenset()))
+    monkeypatch.setenv("REFUSES", "-shared")
+    monkeypatch.setenv("DELAY", "0.05")
+    said: list[str | None] = []
+    threads = [threading.Thread(target=lambda: said.append(build.failure_reason())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(said) == 3 and len(set(said)) == 1 and "unknown option -shared" in str(said[0])
+    assert runs(tmp_path) == len(build._units())
+
+
+def test_a_full_disk_is_found_before_compiling_and_said(
+    fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path) -> None:
+        if folder.is_relative_to(tmp_path / "cache"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(build, "_check_room", full)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    level = levels.find_level("x86-64-v3")
+    with pytest.warns(
+        UserWarning, match="cannot write to the cache folder '.*cache' .No space left on device."
+    ) as said:
+        library = build.build(fake_compiler, level)
+    assert len(said) == 1 and library.path.parent == tmp_path / f"npu-simulation-{os.getuid()}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = build.build(fake_compiler, level)
+    assert (again.path, again.seconds) == (library.path, None), "it is found there, and the reason is not said again"
 
 
 def test_without_a_writable_cache_the_build_goes_to_a_folder_of_the_users(
@@ -259,7 +379,8 @@ def test_without_a_writable_cache_the_build_goes_to_a_folder_of_the_users(
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    library = build.build(fake_compiler, levels.find_level("x86-64-v3"))
+    with pytest.warns(UserWarning, match="cannot write to the cache folder"):
+        library = build.build(fake_compiler, levels.find_level("x86-64-v3"))
     assert library.path.parent == tmp_path / f"npu-simulation-{os.getuid()}"
     library.path.parent.chmod(0o777)
     with pytest.raises(OSError):  # anyone could have put a library there
@@ -272,7 +393,7 @@ def test_a_compiler_that_cannot_build_a_level_gives_the_next_with_a_warning(
     cpu_at(monkeypatch, "x86-64-v4")
     monkeypatch.setenv("REFUSES", "-march=x86-64-v4 -march=x86-64-v3")
     with pytest.warns(UserWarning, match="cannot build the native kernels for CPU level x86-64-v4 and x86-64-v3, so"):
-        outcome = build._outcome.__wrapped__()
+        outcome = build._find.__wrapped__()
     assert isinstance(outcome, build.Library) and outcome.level.name == "x86-64-v2"
 
 
@@ -282,20 +403,22 @@ def test_a_forced_level_that_the_compiler_cannot_build_is_an_error(
     cpu_at(monkeypatch, "x86-64-v4")
     monkeypatch.setenv("REFUSES", "-march=x86-64-v3")
     monkeypatch.setenv(levels.VARIABLE, "v3")
-    with pytest.raises(DeviceError, match="CPU level x86-64-v3, which NPU_SIM_CPU_LEVEL asks for, cannot be built"):
-        build._outcome.__wrapped__()
+    monkeypatch.setattr(build, "_find", functools.cache(build._find.__wrapped__))
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="CPU level x86-64-v3, which NPU_SIM_CPU_LEVEL asks for, cannot be built"):
+            build.compiled_library()
 
 
 def test_a_build_says_why_there_is_no_library(
     fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REFUSES", "-shared")
-    assert "unknown option -shared" in build._outcome.__wrapped__()
+    assert "unknown option -shared" in build._find.__wrapped__()
     assert not list((tmp_path / "cache").glob("kernels-*.so"))
     monkeypatch.setattr(build, "find_compiler", lambda: None)
-    assert "no C++ compiler" in build._outcome.__wrapped__()
+    assert "no C++ compiler" in build._find.__wrapped__()
     monkeypatch.setenv("NPU_SIM_NATIVE", "0")
-    assert "NPU_SIM_NATIVE" in build._outcome.__wrapped__()
+    assert "NPU_SIM_NATIVE" in build._find.__wrapped__()
 
 
 def test_find_compiler_looks_at_cxx_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

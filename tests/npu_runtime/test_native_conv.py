@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.native import build
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available, layout
 from npu_runtime.cpu.native.conv import (
@@ -389,3 +390,48 @@ def test_wrong_shapes_are_errors() -> None:
         conv2d(x, packed, None, None, "none", (1, 1), (0, 0, 0, 0), (1, 1), 1, torch.empty(1, 4, 6, 6))
     with pytest.raises(ValueError, match="groups"):
         conv2d(x, packed, None, None, "none", (1, 1), (1, 1, 1, 1), (1, 1), 2, torch.empty(1, 4, 6, 6))
+
+
+def test_a_pooling_whose_stride_no_window_uses_costs_no_memory() -> None:
+    x = maps(1, 3, 8, 8)
+    out = torch.empty(1, 3, 1, 1)
+    run(max_pool2d(x, (2, 2), (10**8, 10**8), (0, 0, 0, 0), (1, 1), out))
+    assert torch.equal(out, x[..., :2, :2].amax((2, 3), keepdim=True))
+
+
+def test_windows_over_far_more_padding_than_map_are_refused() -> None:
+    x, weight, far = maps(1, 1, 4, 4), torch.ones(1, 1, 1, 1), 10**6
+    out = torch.empty(1, 1, 3, 3)
+    packed = pack_conv_weight(weight)
+    assert conv2d(x, packed, None, None, "none", (far, far), (far,) * 4, (1, 1), 1, out) is None
+    assert max_pool2d(x, (2, 2), (far, far), (far,) * 4, (1, 1), out) is None
+
+
+def test_a_maximum_over_more_taps_than_a_kernel_takes_is_refused() -> None:
+    assert max_pool2d(maps(1, 1, 40, 40), (40, 40), (1, 1), (0, 0, 0, 0), (1, 1), torch.empty(1, 1, 1, 1)) is None
+
+
+def pooling_without_memory(channels: int) -> NativeLaunch:
+    """A launch that asks for some petabytes in each thread, as no prepared one does."""
+    launch = max_pool2d(maps(1, channels, 8, 8), (2, 2), (4, 4), (0, 0, 0, 0), (1, 1), torch.empty(1, channels, 2, 2))
+    assert launch is not None
+    launch.args.stride_h = launch.args.stride_w = 10**8
+    return launch
+
+
+@pytest.mark.parametrize("channels", [1, 64])
+def test_a_kernel_that_gets_no_memory_is_an_error_that_names_it(channels: int) -> None:
+    for _ in range(3):
+        with pytest.raises(DeviceError, match="out of memory in kernel max_pool2d"):
+            pooling_without_memory(channels)()
+
+
+def test_a_sequence_ends_with_the_kernel_that_fails() -> None:
+    x, outs = maps(1, 64, 8, 8), [torch.zeros(1, 64, 2, 2) for _ in range(2)]
+    before, after = (max_pool2d(x, (2, 2), (4, 4), (0, 0, 0, 0), (1, 1), out) for out in outs)
+    assert before is not None and after is not None
+    with pytest.raises(DeviceError, match="out of memory in kernel max_pool2d"):
+        NativeSequence([before, pooling_without_memory(64), after])()
+    assert torch.equal(outs[0], F.max_pool2d(x, 2, 4)) and not outs[1].any()
+    NativeSequence([before, after])()
+    assert torch.equal(outs[1], outs[0]), "the threads go on working"

@@ -478,5 +478,5 @@ def test_a_program_is_compiled_once_and_a_damaged_one_again(
 def test_an_unwritable_cache_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot cache the compiled program"):
+    with pytest.warns(UserWarning, match="cannot write to the cache folder"):
         assert compile_cached(extract_model_ir(find_model("resnet18")))

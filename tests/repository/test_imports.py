@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "npu_runtime": {"npu_compiler", "metal_kernels"},
     "cuda_runtime": {"npu_compiler", "npu_runtime", "cuda_compiler"},
     "metal_kernels": set(),
-    "metal_emulator": {"metal_kernels"},
+    "metal_emulator": {"metal_kernels", "npu_compiler"},
 }
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]

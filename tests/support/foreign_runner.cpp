@@ -69,7 +69,7 @@ struct Region {
   }
 };
 
-void launch(void (*kernel)(const void*)) {
+void launch(int64_t (*kernel)(const void*)) {
   const std::string block = read_string();
   // As Python's own blocks are, aligned for any scalar.
   std::vector<uint64_t> args((block.size() + 7) / 8);
@@ -84,7 +84,7 @@ void launch(void (*kernel)(const void*)) {
     char* pointer = regions.at(region).data + offset;
     std::memcpy(reinterpret_cast<char*>(args.data()) + at, &pointer, sizeof(pointer));
   }
-  kernel(args.data());
+  if (kernel(args.data())) fail("the kernel failed");
   for (const Region& region : regions) write_all(region.data, region.size);
 }
 
@@ -110,7 +110,7 @@ int main(int count, char** arguments) {
       write_number(std::strlen(text));
       write_all(text, std::strlen(text));
     } else {
-      launch(reinterpret_cast<void (*)(const void*)>(function));
+      launch(reinterpret_cast<int64_t (*)(const void*)>(function));
     }
   }
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.threads import usable_threads
 
@@ -39,7 +40,8 @@ def library() -> ctypes.CDLL | None:
         return None
     loaded = ctypes.CDLL(str(path))
     loaded.npu_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    loaded.npu_run.restype = None
+    loaded.npu_run.restype = ctypes.c_int64
+    loaded.npu_failure.restype = ctypes.c_char_p
     loaded.npu_set_threads.argtypes = [ctypes.c_int64]
     loaded.npu_set_threads.restype = None
     loaded.npu_set_threads(usable_threads())
@@ -97,8 +99,15 @@ def _kernel(name: str, args_type: type[ctypes.Structure]) -> Any:
         raise TypeError(f"{args_type.__name__} does not match the argument block of kernel {name!r}")
     function = getattr(loaded, f"npu_{name}")
     function.argtypes = [ctypes.c_void_p]
-    function.restype = None
+    function.restype = ctypes.c_int64
     return function
+
+
+def _failure(kernel: str) -> DeviceError:
+    """What the thread's latest failed kernel reports."""
+    loaded = library()
+    reason = loaded.npu_failure().decode() if loaded is not None else "no native kernels"
+    return DeviceError(f"{reason} in kernel {kernel}")
 
 
 def operand(tensor: torch.Tensor | None) -> View:
@@ -116,7 +125,8 @@ def operand(tensor: torch.Tensor | None) -> View:
 class NativeLaunch:
     """A kernel with its argument block; calling it runs the kernel on whatever the operands hold by then.
 
-    The block points into the tensors' storage, so the launch keeps them alive.
+    The block points into the tensors' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
+    there is no memory for the kernel's own work.
     """
 
     __slots__ = ("name", "args", "_keep", "_function", "_args_address")
@@ -129,7 +139,8 @@ class NativeLaunch:
         self._args_address = ctypes.addressof(args)
 
     def __call__(self) -> None:
-        self._function(self._args_address)
+        if self._function(self._args_address):
+            raise _failure(self.name)
 
     def addresses(self) -> tuple[int, int]:
         """The kernel's and the argument block's address."""
@@ -137,7 +148,7 @@ class NativeLaunch:
 
 
 class NativeSequence:
-    """Launches that run one after the other within a single foreign call."""
+    """Launches that run one after the other within a single foreign call, up to one that fails (`DeviceError`)."""
 
     __slots__ = ("launches", "_table", "_run", "_table_address", "_count")
 
@@ -153,7 +164,9 @@ class NativeSequence:
 
     def __call__(self) -> None:
         if self._count:
-            self._run(self._table_address, self._count)
+            failed: int = self._run(self._table_address, self._count)
+            if failed:
+                raise _failure(self.launches[failed - 1].name)
 
 
 def launch(name: str, args: ctypes.Structure, *keep: object) -> NativeLaunch:

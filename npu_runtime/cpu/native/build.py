@@ -9,17 +9,19 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from npu_compiler.errors import DeviceError
-from npu_runtime.cache_folder import cache_folder
+from npu_compiler.errors import DeviceError, NPUError
+from npu_compiler.files import working_folder
+from npu_runtime.background import background_work
+from npu_runtime.cache_folder import cache_folder, read_entry, users_temporary_folder, warn_of_cache, write_entry
 from npu_runtime.cpu.native.levels import VARIABLE, Level, forced_level, this_cpu
 from npu_runtime.cpu.native.threads import usable_threads
 
@@ -57,7 +59,8 @@ _UNITS = (
     ("linear", "norm", "conv", "conv_epilogue", "matmul"),
     ("attention", "rope", "movement"),
 )
-_UNFINISHED = "unfinished-"
+_ROOM = 32 * 2**20  # bytes that a folder must have left for a build
+_one_at_a_time = threading.Lock()
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +83,7 @@ class Library:
 
 
 class CompilerError(RuntimeError):
-    """The compiler could not build the kernels; the message has its last words."""
+    """The compiler could not build the kernels; the message begins with a line that says why."""
 
 
 def library_path() -> Path | None:
@@ -106,20 +109,40 @@ def compiled_library() -> Library | None:
     return outcome if isinstance(outcome, Library) else None
 
 
-@functools.cache
 def _outcome() -> Library | str:
-    """The library, or why there is none."""
+    """The library, or why there is none. Whoever asks first builds it; others meanwhile wait, for the same outcome."""
+    with _one_at_a_time:
+        outcome = _find()
+    if isinstance(outcome, NPUError):
+        raise outcome.with_traceback(None)
+    return outcome
+
+
+@functools.cache
+def _find() -> Library | str | NPUError:
     if os.environ.get("NPU_SIM_NATIVE") == "0":
         return "disabled by NPU_SIM_NATIVE=0"
-    forced, compiler = forced_level(), find_compiler()
+    try:
+        forced, compiler = forced_level(), find_compiler()
+    except NPUError as error:
+        return error
     if compiler is None:
         return "no C++ compiler found (looked for $CXX, c++, g++ and clang++)"
     try:
         return build(compiler, forced) if forced else _build_best(compiler)
     except (OSError, RuntimeError) as error:
         if forced:
-            raise DeviceError(f"CPU level {forced.name}, which {VARIABLE} asks for, cannot be built: {error}") from None
+            return DeviceError(f"CPU level {forced.name}, which {VARIABLE} asks for, cannot be built: {error}")
         return str(error)
+
+
+def _renew_lock() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.Lock()
+
+
+# The thread that builds, and holds the lock, is not in a forked child.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def find_compiler() -> str | None:
@@ -154,6 +177,8 @@ def _build_best(compiler: str) -> Library:
 def build(compiler: str, level: Level) -> Library:
     """The library for that level, which need not be one that this machine runs; from the cache if it is there.
 
+    Where the cache folder cannot be written, it goes to a folder of the user's among the temporary files.
+
     Raises:
         CompilerError: the compiler fails.
         OSError: it cannot be started, or there is no folder to write to.
@@ -168,29 +193,71 @@ def build(compiler: str, level: Level) -> Library:
         for unit in _units()
     }
     name = f"kernels-{level.name}-{_digest(*(path.encode() for path in objects.values()))}.so"
-    if (cache_folder() / name).exists():
-        return Library(cache_folder() / name, level, compiler, None)
-    folder = _writable_folder()
-    path = folder / name
-    with _alone_in(folder):
-        if path.exists():  # another process has just built it, or the cache folder is read-only
-            return Library(path, level, compiler, None)
-        _log.info("compiling the CPU kernels for %s, once on this machine", level.name)
-        start = time.perf_counter()
-        pool = ThreadPoolExecutor(usable_threads())
-        try:
-            jobs = [
-                pool.submit(_make, folder / file, [compiler, *flags, "-x", "c++", "-c", "-"], _source(unit))
-                for unit, file in objects.items()
-            ]
-            wait(jobs, return_when=FIRST_EXCEPTION)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        for job in jobs:
-            if not job.cancelled():
-                job.result()
-        _make(path, [compiler, "-shared", "-pthread", *(str(folder / file) for file in objects.values())])
-    return Library(path, level, compiler, time.perf_counter() - start)
+    path = cache_folder() / name
+    if read_entry(path) is not None:
+        return Library(path, level, compiler, None)
+    command = [compiler, *flags, "-x", "c++", "-c", "-"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        seconds = _make(path, level, objects, command)
+    except OSError as error:
+        warn_of_cache(path.parent, error)
+        path = users_temporary_folder() / name
+        seconds = _make(path, level, objects, command)
+    return Library(path, level, compiler, seconds)
+
+
+def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], command: list[str]) -> float | None:
+    """Makes the library at `path`, where no other process sees it before it is whole.
+
+    Args:
+        objects: Unit → name of its object file, which goes into the same folder.
+        command: The compiler with its options, which reads a source from its standard input.
+
+    Returns:
+        How long compiling took in seconds, or None where another process has just done it.
+    """
+    folder = path.parent
+    compiling = "compiling the CPU kernels, once on this machine"
+    with background_work(compiling) as say, _alone_in(folder, say):
+        if read_entry(path) is not None:
+            return None
+        with working_folder(folder) as work:
+            _check_room(work)
+            _log.info("compiling the CPU kernels for %s, once on this machine", level.name)
+            say(f"{compiling}: 0 of {len(objects)}")
+            start = time.perf_counter()
+            pool = ThreadPoolExecutor(usable_threads())
+            try:
+                jobs = [pool.submit(_object, folder / name, work, command, unit) for unit, name in objects.items()]
+                for done, job in enumerate(as_completed(jobs), 1):
+                    job.result()
+                    say(f"{compiling}: {done} of {len(objects)}")
+            finally:
+                pool.shutdown(cancel_futures=True)
+            library = work / path.name
+            _run([command[0], "-shared", "-pthread", *(str(job.result()) for job in jobs), "-o", str(library)])
+            write_entry(path, library.read_bytes())
+            return time.perf_counter() - start
+
+
+def _object(path: Path, work: Path, command: list[str], unit: tuple[Path, ...]) -> Path:
+    """A unit's object file in the folder `work`; `path` is its place in the cache."""
+    made = work / path.name
+    content = read_entry(path)
+    if content is not None:
+        made.write_bytes(content)
+    else:
+        _run([*command, "-o", str(made)], _source(unit))
+        write_entry(path, made.read_bytes())
+    return made
+
+
+def _check_room(folder: Path) -> None:
+    """Raises `OSError` where there is no room for a build, before it takes its time."""
+    trial = folder / "room"
+    trial.write_bytes(bytes(_ROOM))
+    trial.unlink()
 
 
 def _units() -> list[tuple[Path, ...]]:
@@ -204,58 +271,30 @@ def _source(unit: tuple[Path, ...]) -> str:
     return "".join(f'#include "{path}"\n' for path in unit)
 
 
-def _writable_folder() -> Path:
-    """The cache folder or, where that is read-only, one of the user's own among the temporary files."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        return folder
-    except OSError:
-        instead = Path(tempfile.gettempdir()) / f"npu-simulation-{os.getuid()}"
-        instead.mkdir(mode=0o700, exist_ok=True)
-        owner = instead.lstat()
-        # Whoever can write there can make this process run their code.
-        if owner.st_uid != os.getuid() or owner.st_mode & 0o022 or instead.is_symlink():
-            raise
-        return instead
-
-
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keeps other processes from building in the folder meanwhile; removes what interrupted ones left there."""
+def _alone_in(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Keeps other processes from building in the folder meanwhile; says so where that takes waiting for one."""
     with (folder / "kernels.lock").open("w") as lock:
+        with suppress(OSError):  # some network folders have no locks: the work may then be done twice
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("waiting for another process that compiles the CPU kernels")
+                fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # some network folders have no locks: the work may then be done twice
             yield
-            return
-        for leftover in folder.glob(f"{_UNFINISHED}*"):
-            leftover.unlink(missing_ok=True)
-        yield
-
-
-def _make(path: Path, command: list[str], source: str = "") -> None:
-    """Runs `command -o path`, unless the file is there, such that other processes see the whole file or none.
-
-    Args:
-        source: What the command reads from its standard input.
-    """
-    if path.exists():
-        return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED, suffix=path.suffix)
-    os.close(handle)
-    try:
-        _run([*command, "-o", temporary], source)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        finally:
+            with suppress(OSError):  # a forked child, which has the file too, would keep the lock
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _run(command: list[str], source: str = "") -> str:
     result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise CompilerError(f"{' '.join(command)} failed with status {result.returncode}:\n{result.stderr[-4000:]}")
+        lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        words = next((line for line in lines if "error" in line), lines[-1] if lines else "no words")
+        reason = f"{command[0]} failed with status {result.returncode}: {words}"
+        raise CompilerError("\n".join((reason, " ".join(command), result.stderr[-4000:])))
     return result.stdout
 
 

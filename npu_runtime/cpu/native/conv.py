@@ -23,6 +23,8 @@ ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoi
 
 _TILE_ROWS, _TILE_PAIRS = 32, 16  # kTileRows and kTileSteps in vec.h
 _MOST_TAPS = 1024  # kMostTaps in taps.h
+_SMALL_MAP = 4096  # elements of a padded map that is never too large
+_MOST_COLUMNS = 2**28  # bytes of gathered columns that are worth having at once
 _KERNELS = {  # algorithm → kernel, and its variant
     "pixels": ("conv2d", 0),
     "channels": ("conv2d", 1),
@@ -102,8 +104,19 @@ class _Window(NamedTuple):
         return self.kernel == (1, 1) and self.stride == (1, 1) and not any(self.padding)
 
     @property
-    def is_supported(self) -> bool:
+    def is_valid(self) -> bool:
         return min(self.stride + self.dilation + self.kernel) > 0 and min(self.padding) >= 0
+
+    def simplified(self, out: Tensor) -> _Window:
+        """The same window with strides of 1 along axes where it has one position only."""
+        rows, columns = (step if size > 1 else 1 for step, size in zip(self.stride, out.shape[2:], strict=True))
+        return self._replace(stride=(rows, columns))
+
+    def padded_size(self, out: Tensor) -> int:
+        """The elements of a map that the window's positions span, padding included."""
+        axes = zip(out.shape[2:], self.stride, self.kernel, self.dilation, strict=True)
+        height, width = ((count - 1) * step + (size - 1) * apart + 1 for count, step, size, apart in axes)
+        return height * width
 
     def fields(self) -> dict[str, int]:
         """The window's part of the argument block."""
@@ -160,13 +173,16 @@ def conv2d(
     weight = packed.weight
     kernel_h, kernel_w = weight.shape[2:]
     window = _Window((kernel_h, kernel_w), stride, padding, dilation)
-    if not window.is_supported or not _all_handled(x, residual, out):
+    if not window.is_valid or not _all_handled(x, residual, out):
         return None
     expected = (x.shape[0], weight.shape[0], *window.output_size(*x.shape[2:]))
     if tuple(out.shape) != expected or (residual is not None and residual.shape != out.shape):
         raise ValueError(f"the output is {expected}, not {tuple(out.shape)} or the residual's shape")
     if groups != packed.groups or x.shape[1] != weight.shape[1] * groups:
         raise ValueError(f"weight {tuple(weight.shape)} of {packed.groups} groups does not fit x {tuple(x.shape)}")
+    window = window.simplified(out)
+    if not _is_bounded(window, x, out):
+        return None
     # A float32 weight (that of a folded batch norm, say) keeps its precision.
     pairs = _multiplies_pairs(x, weight)
     if algorithm is None:
@@ -254,9 +270,12 @@ def _window_lengths(
 
 
 def _pool(name: str, x: Tensor, window: _Window, scale: Tensor | None, out: Tensor) -> NativeLaunch | None:
-    if not window.is_supported or window.kernel[0] * window.kernel[1] > _MOST_TAPS and out.shape[2:].numel() > 1:
+    if not window.is_valid or not _all_handled(x, None, out):
         return None
-    if not _all_handled(x, None, out):
+    window = window.simplified(out)
+    is_whole = scale is not None and window.kernel == x.shape[2:] and not any(window.padding)
+    has_many_taps = window.kernel[0] * window.kernel[1] > _MOST_TAPS
+    if has_many_taps and not (is_whole and out.shape[2:].numel() == 1) or not _is_bounded(window, x, out):
         return None
     if x.shape[:2] != out.shape[:2]:
         raise ValueError(f"pooling keeps batch and channels: {tuple(x.shape)}, {tuple(out.shape)}")
@@ -310,7 +329,13 @@ def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bo
             return "winograd4" if pixels > 200 else "channels"
         return "winograd4" if pixels > 64 else "winograd2"
     # Long vectors leave more lanes idle at the end of a map.
-    return "pixels" if pixels >= (784 if layout().lanes == 16 else 196) else "channels"
+    is_large = pixels >= (784 if layout().lanes == 16 else 196) or _column_bytes(weight, out) > _MOST_COLUMNS
+    return "pixels" if is_large else "channels"
+
+
+def _column_bytes(weight: Tensor, out: Tensor) -> int:
+    """What "channels" gathers of one batch item, at most."""
+    return 4 * out.shape[2:].numel() * weight[0].numel()
 
 
 def alternatives(
@@ -328,7 +353,8 @@ def alternatives(
     chosen = _choose(weight, window, groups, out, pairs)
     if chosen == "depthwise":  # a matrix product with one input channel wastes most of a tile
         return []
-    valid = ["pixels", "channels", *(["tiles"] if pairs and layout().has_tiles else [])]
+    channels = ["channels"] if _column_bytes(weight, out) <= _MOST_COLUMNS else []
+    valid = ["pixels", *channels, *(["tiles"] if pairs and layout().has_tiles else [])]
     if groups == 1 and window.kernel == (3, 3) and window.stride == window.dilation == (1, 1):
         valid += ["winograd2", "winograd4"]
     return [name for name in valid if name != chosen]
@@ -337,6 +363,11 @@ def alternatives(
 def _all_handled(x: Tensor, residual: Tensor | None, out: Tensor) -> bool:
     tensors = [x, out] if residual is None else [x, out, residual]
     return available() and all(map(_is_handled, tensors))
+
+
+def _is_bounded(window: _Window, x: Tensor, out: Tensor) -> bool:
+    """Whether a padded map, of which kernels make copies, is about as large as the maps that are there."""
+    return window.padded_size(out) <= _SMALL_MAP + 4 * (x.shape[2:].numel() + out.shape[2:].numel())
 
 
 def _is_handled(tensor: Tensor) -> bool:

@@ -26,15 +26,24 @@ inline int64_t offset(const View& view, int64_t i, int64_t j, int64_t k) {
   return i * view.stride[0] + j * view.stride[1] + k * view.stride[2];
 }
 
+// A kernel returns 0, or 1 where it failed: no C++ exception reaches Python.
 struct Launch {
-  void (*fn)(const void* args);
+  int64_t (*fn)(const void* args);
   const void* args;
 };
+
+// For a catch block: keeps what the exception says for npu_failure(), and returns 1.
+int64_t keep_failure() noexcept;
 
 }  // namespace npu
 
 // Exports run(const Args&) to Python as npu_<name>, with the block's size so that the two declarations are compared
 // when the library is loaded.
-#define NPU_KERNEL(name, Args, run)                                                            \
-  extern "C" void npu_##name(const void* args) { run(*static_cast<const Args*>(args)); } \
+#define NPU_KERNEL(name, Args, run)                                  \
+  extern "C" int64_t npu_##name(const void* args) noexcept try {     \
+    run(*static_cast<const Args*>(args));                            \
+    return 0;                                                        \
+  } catch (...) {                                                    \
+    return npu::keep_failure();                                      \
+  }                                                                  \
   extern "C" int64_t npu_##name##_args_size() { return sizeof(Args); }

@@ -16,17 +16,19 @@ void run(const MatmulArgs& args) {
   constexpr int kWidth = Step<W>::kWidth;
   const View &a = args.a, &b = args.b, &out = args.out;
   const int64_t k = a.size[3], n = b.size[3], steps = divide_up(k, kWidth), packed_k = steps * kWidth;
-  const int64_t matrices = a.size[0] * a.size[1], panels = divide_up(n, kPanel);
+  const int64_t matrices = out.size[0] * out.size[1], panels = divide_up(n, kPanel);
   const RowBlocks blocks(a.size[2]);
   const int64_t matrix_size = blocks.packed_begin(blocks.count, steps) * kWidth;
   const auto block_at = [&](int64_t matrix, int64_t block) {
     return matrix * matrix_size + blocks.packed_begin(block, steps) * kWidth;
   };
-  X* packed = shared_scratch().get<X>(matrices * matrix_size * sizeof(X));
-  parallel_for(matrices * blocks.count, divide_up(16384, kMaxRows * packed_k), [&](int64_t begin, int64_t end, int) {
+  // Matrices that a repeats, by a stride of zero, are packed once.
+  const int64_t outer = a.stride[0] ? a.size[0] : 1, inner = a.stride[1] ? a.size[1] : 1;
+  X* packed = shared_scratch().get<X>(outer * inner * matrix_size * sizeof(X));
+  parallel_for(outer * inner * blocks.count, divide_up(16384, kMaxRows * packed_k), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t matrix = i / blocks.count, block = i % blocks.count, row = blocks.begin(block);
-      const W* x = reinterpret_cast<const W*>(a.data) + offset(a, matrix / a.size[1], matrix % a.size[1], row);
+      const W* x = reinterpret_cast<const W*>(a.data) + offset(a, matrix / inner, matrix % inner, row);
       const W* rows[kMaxRows];
       for (int64_t r = 0; r < blocks.size(block); ++r) rows[r] = x + r * a.stride[2];
       pack_rows(rows, blocks.size(block), blocks.size(block), k, packed + block_at(matrix, block));
@@ -39,12 +41,13 @@ void run(const MatmulArgs& args) {
     alignas(64) float tile[kMaxRows * kPanel];
     for (int64_t i = begin; i < end; ++i) {
       const int64_t matrix = i / panels, column = i % panels * kPanel, columns = std::min(kPanel, n - column);
-      const int64_t m0 = matrix / a.size[1], m1 = matrix % a.size[1];
+      const int64_t m0 = matrix / out.size[1], m1 = matrix % out.size[1];
+      const int64_t packed_matrix = (outer > 1 ? m0 : 0) * inner + (inner > 1 ? m1 : 0);
       const W* w = reinterpret_cast<const W*>(b.data) + offset(b, m0, m1, 0) + column * b.stride[3];
       pack_panel(w, b.stride[3], b.stride[2], columns, k, panel);
       for (int64_t block = 0; block < blocks.count; ++block) {
         const int64_t row = blocks.begin(block), rows = blocks.size(block);
-        multiply<X>(rows, packed + block_at(matrix, block), panel, steps, {tile}, {});
+        multiply<X>(rows, packed + block_at(packed_matrix, block), panel, steps, {tile}, {});
         for (int64_t r = 0; r < rows; ++r)
           for (int64_t c = 0; c < columns; c += kLanes)
             store_any(out.data, out.dtype, offset(out, m0, m1, row + r) + column + c, load(tile + r * kPanel + c),

@@ -4,13 +4,18 @@
 // needs next. It claims them one by one and then those of others, so a worker that is late (asleep, or preempted by
 // another process) costs its share of the work and never the whole call. That is also why a lost or slow wake-up cannot
 // hang a caller: it simply claims every chunk itself.
+//
+// A body may throw: its chunk counts as done all the same, and the caller rethrows the first exception of its job.
 #include "pool.h"
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #include "vec.h"
 
@@ -68,6 +73,10 @@ class Pool {
       else std::this_thread::yield();
     }
     thread_index() = -1;
+    if (failed_.load(std::memory_order_relaxed)) {
+      failed_.store(false, std::memory_order_relaxed);
+      std::rethrow_exception(std::exchange(failure_, nullptr));
+    }
   }
 
  private:
@@ -79,7 +88,11 @@ class Pool {
   };
 
   explicit Pool(int threads) : threads_(threads), shares_(new Share[threads]) {
-    for (int i = 1; i < threads; ++i) std::thread([this, i] { work(i); }).detach();
+    try {
+      for (int i = 1; i < threads; ++i) std::thread([this, i] { work(i); }).detach();
+    } catch (const std::system_error&) {
+      // The process may have no more threads: the others do the work of those that are missing.
+    }
   }
 
   static std::atomic<Pool*>& current() {
@@ -139,7 +152,12 @@ class Pool {
       const uint32_t chunks = chunks_.load(std::memory_order_relaxed);
       if (!shares_[owner].ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel)) continue;
       const int64_t begin = (first_chunk(chunks, owner + 1) - left) * grain;
-      body(context, begin, std::min(n, begin + grain), index);
+      try {
+        body(context, begin, std::min(n, begin + grain), index);
+      } catch (...) {
+        // The first to fail writes `failure_`, before it counts its chunk as done; the caller reads it when all are.
+        if (!failed_.exchange(true, std::memory_order_relaxed)) failure_ = std::current_exception();
+      }
       shares_[index].done.fetch_add(1, std::memory_order_release);
       return true;
     }
@@ -188,6 +206,8 @@ class Pool {
   std::atomic<const void*> context_{nullptr};
   std::atomic<int64_t> n_{0}, grain_{1};
   std::atomic<uint32_t> chunks_{0};
+  std::atomic<bool> failed_{false};
+  std::exception_ptr failure_;
 };
 
 }  // namespace

@@ -22,7 +22,8 @@ class KeepAwake {
 
 // Calls body(begin, end, thread_index) over chunks of `grain` items (the last one may be shorter) that cover [0, n),
 // and returns when all are done. With one chunk, or inside another body, it runs in place on the calling thread and
-// then gets all of [0, n) at once. Callers of several Python threads take turns.
+// then gets all of [0, n) at once. Callers of several Python threads take turns. Where a body throws, so does the call,
+// once all other bodies have returned.
 template <class F>
 void parallel_for(int64_t n, int64_t grain, const F& body) {
   run_parallel(

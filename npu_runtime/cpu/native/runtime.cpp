@@ -1,10 +1,38 @@
 // Runs a prepared list of kernels: one call from Python for as many launches as there are.
+#include <cstdio>
+#include <exception>
+#include <new>
+
 #include "gemm.h"
 #include "pool.h"
 
-extern "C" void npu_run(const npu::Launch* launches, int64_t count) {
+namespace {
+
+thread_local char failure[256];  // of the thread's latest kernel that failed
+
+}  // namespace
+
+int64_t npu::keep_failure() noexcept {
+  try {
+    throw;
+  } catch (const std::bad_alloc&) {
+    std::snprintf(failure, sizeof(failure), "out of memory");
+  } catch (const std::exception& error) {
+    std::snprintf(failure, sizeof(failure), "%s", error.what());
+  } catch (...) {
+    std::snprintf(failure, sizeof(failure), "unknown error");
+  }
+  return 1;
+}
+
+extern "C" const char* npu_failure() { return failure; }
+
+// Returns 0, or the number of the launch that failed, counted from 1; those after it did not run.
+extern "C" int64_t npu_run(const npu::Launch* launches, int64_t count) {
   const npu::KeepAwake awake;
-  for (int64_t i = 0; i < count; ++i) launches[i].fn(launches[i].args);
+  for (int64_t i = 0; i < count; ++i)
+    if (launches[i].fn(launches[i].args)) return i + 1;
+  return 0;
 }
 
 // The sizes that packed operands follow, and the level of the instruction set.

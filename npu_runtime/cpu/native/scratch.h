@@ -30,15 +30,18 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   ~Scratch() { std::free(data_); }
 
-  // At least `bytes`, aligned to 64; what an earlier call returned is invalid afterwards.
+  // At least `bytes`, aligned to 64; what an earlier call returned is invalid afterwards. Throws std::bad_alloc.
   template <class T>
   T* get(int64_t bytes) {
-    if (bytes > capacity_) grow(bytes);
+    if (uint64_t(bytes) > uint64_t(capacity_)) grow(bytes);
     return static_cast<T*>(data_);
   }
 
  private:
+  static constexpr int64_t kMostBytes = int64_t(1) << 46;  // of any process's address space
+
   void grow(int64_t bytes) {
+    if (bytes < 0 || bytes > kMostBytes) throw std::bad_alloc();
     const int64_t alignment = bytes >= (4 << 20) ? 2 << 20 : 64;
     const int64_t rounded = (bytes + alignment - 1) / alignment * alignment;
     std::free(data_);

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from npu_compiler.compiled_program import write_atomically
 from npu_compiler.errors import ProgramFormatError
+from npu_compiler.files import unseal
 from npu_compiler.program.codec import decoder
-from npu_runtime.cache_folder import cache_folder
+from npu_runtime.cache_folder import cache_folder, keep_entry
 from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.levels import cpu_identity
 from npu_runtime.cpu.native.threads import usable_threads
@@ -91,28 +91,26 @@ class ChoiceTable:
         """Add a choice, here and in the file; a file that cannot be written only makes the next start slower."""
         self.choices[key] = choice
         try:
-            try:
-                others = self._read()
-            except (ValueError, ProgramFormatError):
-                others = {}
-            content = _Content(_FORMAT, self._machine, {**others, **self.choices})
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(asdict(content), indent=1).encode())
-        except OSError:
-            pass
+            others = self._read()
+        except (OSError, ValueError, ProgramFormatError):
+            others = {}
+        content = _Content(_FORMAT, self._machine, {**others, **self.choices})
+        keep_entry(self.path, json.dumps(asdict(content), indent=1).encode())
 
     def _read(self) -> dict[str, Choice]:
         """The file's choices; none where there is no file.
 
         Raises:
             OSError: the file is there, but cannot be read.
-            ValueError: it holds no JSON, or belongs to another machine or version.
+            ValueError: it is damaged, or belongs to another machine or version.
             ProgramFormatError: it holds other JSON than it should.
         """
         try:
-            data = self.path.read_bytes()
+            data = unseal(self.path.read_bytes())
         except FileNotFoundError:
             return {}
+        if data is None:
+            raise ValueError("it is damaged, or was written by something else")
         content: _Content = decoder(_Content)(json.loads(data), 0)
         if content.format != _FORMAT:
             raise ValueError(f"it has format {content.format} instead of {_FORMAT}")

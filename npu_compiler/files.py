@@ -1,0 +1,156 @@
+"""Files that are written whole or not at all, and the seal by which a cached one is known to be whole.
+
+1. Until it is whole, a file lies beside its place, under a name that begins with `UNFINISHED`.
+2. Its writer holds a lock on it (`flock`), which ends with the process, whatever ends that. So what is not locked is a
+   leftover, and whoever writes there next removes it.
+3. A remover may come between a file's creation and its lock. So the writer looks, once it has the lock, whether the
+   file still is in the folder, and else begins again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+UNFINISHED = ".npu-unfinished-"
+_SEAL = b"\nnpu-simulation sha256 "
+_SEAL_BYTES = len(_SEAL) + 2 * hashlib.sha256().digest_size + 1
+_SURELY_LEFT = 24 * 3600  # seconds, where the file system has no locks
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a whole file or none of it, and have it on the disk before it is seen.
+
+    Removes what killed writers left in the folder, once per process.
+
+    Raises:
+        OSError: it cannot be written, or the path names no file ('.', '/').
+    """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    remove_leftovers(path.parent)
+    temporary, handle = _begin(path.parent, _create_file)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+@contextmanager
+def working_folder(parent: Path) -> Iterator[Path]:
+    """A new folder inside `parent` for a tool's output, which is removed afterwards, with all that is in it.
+
+    Where a killed process left one, the next to write into `parent` removes it. Raises `OSError` as `mkdir` does.
+    """
+    remove_leftovers(parent)
+    folder, handle = _begin(parent, _create_folder)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # which rmtree may raise all the same, where closing a folder fails
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            os.close(handle)
+
+
+@functools.cache
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder; once per process, and only as far as permissions allow."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(UNFINISHED):
+                _remove_leftover(Path(entry.path))
+
+
+def seal(content: bytes) -> bytes:
+    """The content and after it, as a line of text, its checksum; linkers and loaders ignore what follows a library."""
+    return content + _seal_of(content)
+
+
+def unseal(data: bytes) -> bytes | None:
+    """The content of what `seal` returned; None for anything else (damaged, truncated, foreign)."""
+    content = data[:-_SEAL_BYTES]
+    return content if data[len(content) :] == _seal_of(content) else None
+
+
+def _seal_of(content: bytes) -> bytes:
+    return b"%b%b\n" % (_SEAL, hashlib.sha256(content).hexdigest().encode())
+
+
+def _begin(folder: Path, create: Callable[[Path], int]) -> tuple[Path, int]:
+    """What `create` makes under a new name in the folder, and its handle, which holds the lock."""
+    while True:
+        path = folder / f"{UNFINISHED}{secrets.token_hex(8)}"
+        handle = create(path)
+        try:
+            with suppress(OSError):  # some network folders have no locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if _is_at(handle, path):
+                return path, handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _create_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _create_folder(path: Path) -> int:
+    path.mkdir()
+    return os.open(path, os.O_RDONLY)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_leftover(path: Path) -> None:
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            if _is_abandoned(handle):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        finally:
+            os.close(handle)
+
+
+def _is_abandoned(handle: int) -> bool:
+    """Whether the writer is gone; afterwards the handle holds the lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return time.time() - os.fstat(handle).st_mtime > _SURELY_LEFT
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a rename on the disk, where the file system and the permissions allow it; it is whole in any case."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

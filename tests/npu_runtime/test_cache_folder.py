@@ -1,0 +1,126 @@
+"""Entries of the cache folder: checked before use, written whole or not at all, and nothing left of killed writers."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npu_compiler import files
+from npu_compiler.files import UNFINISHED, seal, unseal, working_folder, write_atomically
+from npu_runtime import cache_folder
+from npu_runtime.cpu.native.build import find_compiler
+from npu_sim.cache import cached_facts
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@given(st.binary(), st.data())
+def test_a_seal_breaks_with_any_change(content: bytes, data: st.DataObject) -> None:
+    sealed = seal(content)
+    assert unseal(sealed) == content
+    at = data.draw(st.integers(0, len(sealed) - 1))
+    flipped = sealed[:at] + bytes([sealed[at] ^ data.draw(st.integers(1, 255))]) + sealed[at + 1 :]
+    assert [unseal(wrong) for wrong in (flipped, sealed[:at], sealed + b"\n")] == [None] * 3
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_a_sealed_library_loads(tmp_path: Path) -> None:
+    source, made = 'extern "C" int answer() { return 42; }', tmp_path / "made.so"
+    command = [str(find_compiler()), "-x", "c++", "-shared", "-fPIC", "-", "-o", str(made)]
+    subprocess.run(command, input=source, text=True, check=True)
+    cache_folder.write_entry(tmp_path / "sealed.so", made.read_bytes())
+    assert ctypes.CDLL(str(tmp_path / "sealed.so")).answer() == 42
+
+
+@pytest.mark.parametrize("wrong", [b"", b"{", b'"of another shape"', b'{"of": "another shape"}', None])
+def test_a_wrong_fact_is_found_out_again(cache: Path, wrong: bytes | None) -> None:
+    assert cached_facts("fact", "key", lambda: {"a": [1, 2]}) == {"a": [1, 2]}
+    (path,) = cache.glob("fact-*.json")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if wrong is None else wrong)
+    assert cached_facts("fact", "key", lambda: {"a": [1, 2]}) == {"a": [1, 2]}
+    assert path.read_bytes() == whole
+    assert cached_facts("fact", "key", lambda: pytest.fail("it is in the cache")) == {"a": [1, 2]}
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path / "file"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for key in "abc":
+            assert cached_facts("fact", key, lambda: 1) == 1
+    (only,) = caught
+    assert str(only.message).startswith(f"cannot write to the cache folder '{tmp_path / 'file'}' (")
+    assert "NPU_SIM_CACHE can name another folder" in str(only.message)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from npu_compiler import files
+with files.working_folder(Path(sys.argv[1])):
+    files._begin(Path(sys.argv[1]), files._create_file)
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{UNFINISHED}*"))
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == b"writing\n"
+    assert len(unfinished(tmp_path)) == 4
+    writers[0].kill()
+    writers[0].wait()
+    write_atomically(tmp_path / "file", b"content")
+    left = unfinished(tmp_path)
+    assert len(left) == 2 and {path.is_dir() for path in left} == {True, False}
+    writers[1].communicate()
+    files.remove_leftovers.cache_clear()
+    write_atomically(tmp_path / "file", b"content")
+    assert unfinished(tmp_path) == [] and (tmp_path / "file").read_bytes() == b"content"
+
+
+def test_a_remover_that_comes_before_the_lock_costs_another_try(tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def create(path: Path) -> int:
+        handle = files._create_file(path)
+        if not made:
+            files._remove_leftover(path)
+        made.append(path)
+        return handle
+
+    path, _ = files._begin(tmp_path, create)
+    assert len(made) == 2 and unfinished(tmp_path) == [path]
+
+
+def test_a_working_folder_is_removed_with_what_is_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), working_folder(tmp_path) as folder:
+        (folder / "output").write_bytes(b"1")
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_as_long_as_the_file_system_takes(tmp_path: Path) -> None:
+    write_atomically(tmp_path / ("n" * 255), b"content")
+    assert [path.name for path in tmp_path.iterdir()] == ["n" * 255]
