@@ -182,7 +182,7 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     facts = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
-        extra[_INV_FREQ] = extra[_INV_FREQ] / np.asarray(checkpoint.inv_freq_divisors)
+        extra[_INV_FREQ] = extra[_INV_FREQ] / checkpoint.inv_freq_divisors
     return _WithExtras(checkpoint.state, extra, facts["tied"])
 
 
@@ -216,6 +216,9 @@ class _WithExtras(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         return self._extra[key] if key in self._extra else self._state[self._alias.get(key, key)]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._extra or key in self._state or key in self._alias
 
     def __iter__(self) -> Iterator[str]:
         yield from self._extra
