@@ -49,7 +49,9 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
     file = read_gguf(path)
     architecture = file.metadata.get("general.architecture")
     if architecture not in FAMILIES:
-        raise InputError(f"{path} holds a model of architecture '{architecture}'; supported are {', '.join(FAMILIES)}")
+        raise InputError(
+            f"{path} holds a model of architecture {architecture!r:.80}; supported are {', '.join(FAMILIES)}"
+        )
     settings = _config_fields(file)
     tensors = dict(file.tensors)
     divisors = tensors.pop(_FREQUENCIES, None)
@@ -84,7 +86,7 @@ def _whole_number(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
     if value is _REQUIRED:
         raise InputError(f"the GGUF file has no value for '{key}'")
     if value is not default and (type(value) is not int or value < 0):
-        raise InputError(f"the GGUF file's value for '{key}' is {value!r}, which is not a whole number")
+        raise InputError(f"the GGUF file's value for '{key}' is {value!r:.80}, which is not a whole number")
     return value
 
 
@@ -101,12 +103,14 @@ def _config_fields(file: GGUFFile) -> dict[str, Any]:
     def positive(key: str, default: float | None = None) -> float:
         found: Scalar | None = file.metadata.get(f"{architecture}.{key}", default)
         if not isinstance(found, (int, float)) or not 0 < found < np.inf:
-            raise InputError(f"the GGUF file's value for '{architecture}.{key}' is {found!r}, not a positive number")
+            raise InputError(
+                f"the GGUF file's value for '{architecture}.{key}' is {found!r:.80}, not a positive number"
+            )
         return found
 
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
-        raise InputError(f"RoPE scaling '{scaling}' is not supported for GGUF files")
+        raise InputError(f"RoPE scaling {scaling!r:.80} is not supported for GGUF files")
     if file.metadata.get(f"{architecture}.expert_count"):
         raise InputError("mixtures of experts are not supported")
     heads, hidden = count("attention.head_count"), count("embedding_length")
@@ -166,7 +170,7 @@ def _hugging_face_name(name: str) -> str:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{suffix}"
-    raise InputError(f"unknown tensor '{name}' in the GGUF file")
+    raise InputError(f"unknown tensor {name!r:.80} in the GGUF file")
 
 
 def _dequantized_rows(rows: NDArray[np.uint8], encoding: str) -> NDArray[np.float32]:
@@ -189,7 +193,8 @@ def _dequantized(tensor: StoredTensor, dtype: str) -> NDArray[Any]:
     result = np.empty((len(tensor.rows), tensor.shape[-1]), target)
 
     def convert(piece: slice) -> None:
-        result[piece] = _dequantized_rows(tensor.rows[piece], tensor.encoding)
+        with np.errstate(all="ignore"):  # NaN is for whoever loads the weights to report
+            result[piece] = _dequantized_rows(tensor.rows[piece], tensor.encoding)
 
     in_pieces(convert, len(result), max(1, _PIECE // tensor.shape[-1]))
     return result.reshape(tensor.shape)

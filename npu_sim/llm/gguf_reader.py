@@ -73,7 +73,7 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         return _read(cursor)
     except (struct.error, OverflowError, ValueError) as error:
-        raise InputError(f"{path} is damaged, or is no GGUF file: {error} (near byte {cursor.place})") from error
+        raise InputError(f"cannot use the GGUF file {path}: {error} (near byte {cursor.place})") from error
 
 
 class _Cursor:
@@ -118,7 +118,7 @@ def _read(cursor: _Cursor) -> GGUFFile:
     for _ in range(key_count):
         key = cursor.string()
         if key in metadata or key in arrays:
-            raise ValueError(f"the key '{key}' occurs twice")
+            raise ValueError(f"the key {key!r:.80} occurs twice")
         kind = cursor.integer("<I")
         if kind == _ARRAY:
             _skip_array(cursor, key)
@@ -128,15 +128,17 @@ def _read(cursor: _Cursor) -> GGUFFile:
         elif kind in _SCALARS:
             metadata[key] = cursor.unpack(_SCALARS[kind])[0]
         else:
-            raise ValueError(f"'{key}' is of the unknown type {kind}")
+            raise ValueError(f"{key!r:.80} is of the unknown type {kind}")
     places = _read_tensor_table(cursor, tensor_count)
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ValueError(f"general.alignment is {alignment!r}, not a power of two")
+        raise ValueError(f"general.alignment is {alignment!r:.80}, not a power of two")
     digest = hashlib.sha256(cursor.content[: cursor.place]).hexdigest()
     start = -(-cursor.place // alignment) * alignment
     whole = np.frombuffer(cursor.content, np.uint8)
-    tensors = {name: _tensor(whole, start + offset, name, shape, kind) for name, (shape, kind, offset) in places.items()}
+    tensors = {
+        name: _tensor(whole, start + offset, name, shape, kind) for name, (shape, kind, offset) in places.items()
+    }
     return GGUFFile(metadata, frozenset(arrays), tensors, digest)
 
 
@@ -147,9 +149,9 @@ def _skip_array(cursor: _Cursor, key: str) -> None:
     elif kind in _SCALARS:
         cursor.place += count * struct.calcsize(_SCALARS[kind])
     else:
-        raise ValueError(f"'{key}' is an array of {count} elements of type {kind}, which is not supported")
+        raise ValueError(f"{key!r:.80} is an array of {count} elements of type {kind}, which is not supported")
     if cursor.place > len(cursor.content):
-        raise ValueError(f"the array '{key}' extends beyond the end of the file")
+        raise ValueError(f"the array {key!r:.80} extends beyond the end of the file")
 
 
 def _read_tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int, ...], int, int]]:
@@ -158,10 +160,10 @@ def _read_tensor_table(cursor: _Cursor, count: int) -> dict[str, tuple[tuple[int
     for _ in range(count):
         name = cursor.string()
         if name in places:
-            raise ValueError(f"the tensor '{name}' occurs twice")
+            raise ValueError(f"the tensor {name!r:.80} occurs twice")
         dimensions = cursor.integer("<I")
         if not 1 <= dimensions <= _MOST_DIMENSIONS:
-            raise ValueError(f"the tensor '{name}' has {dimensions} dimensions")
+            raise ValueError(f"the tensor {name!r:.80} has {dimensions} dimensions")
         shape = tuple(cursor.integer("<Q") for _ in range(dimensions))
         places[name] = shape[::-1], cursor.integer("<I"), cursor.integer("<Q")
     return places
@@ -173,13 +175,13 @@ def _tensor(whole: NDArray[np.uint8], start: int, name: str, shape: tuple[int, .
     encoding = next((known for known in GGML_QUANT_SIZES if known == kind), None)
     if encoding is None:
         supported = ", ".join(known.name for known in GGML_QUANT_SIZES)
-        raise ValueError(f"the tensor '{name}' is of the unknown type {kind}; known are {supported}")
+        raise ValueError(f"the tensor {name!r:.80} is of the unknown type {kind}; known are {supported}")
     elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(encoding)]
     if 0 in shape or shape[-1] % elements:
-        raise ValueError(f"the tensor '{name}' of type {encoding.name} cannot have the shape {list(shape)}")
+        raise ValueError(f"the tensor {name!r:.80} of type {encoding.name} cannot have the shape {list(shape)}")
     row_bytes = shape[-1] // elements * block_bytes
     row_count = math.prod(shape[:-1])
     if start + row_count * row_bytes > len(whole):
-        raise ValueError(f"the tensor '{name}' of shape {list(shape)} extends beyond the end of the file")
+        raise ValueError(f"the tensor {name!r:.80} of shape {list(shape)} extends beyond the end of the file")
     rows = whole[start : start + row_count * row_bytes].reshape(row_count, row_bytes)
     return StoredTensor(shape, encoding.name, rows)
