@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
-from npu_sim.cache import cached_facts, cached_program, source_digest
+from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
 from npu_sim.extract import tracing
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
 
@@ -133,6 +133,12 @@ def compile_prefill(
     return _compiled(
         checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length), [tokens, cache_length], target
     )
+
+
+def has_prefill(checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget") -> bool:
+    """Whether the cache holds what `compile_prefill` returns for these arguments."""
+    key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
+    return has_program(f"{checkpoint.config.model_type}-prefill", key, checkpoint.dtype, target)
 
 
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":

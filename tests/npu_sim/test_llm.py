@@ -177,8 +177,7 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, dev
     ids = list(range(10, 23))
     model.prefill(ids)
     model.decode(99)
-    for step in (model._prefill_step, model._decode_step):
-        assert step is not None
+    for step in (model._prefill_steps[CHUNK], model._decode_step):
         outputs = step.executor._results(step._bound)
         donations = step.executor.program.plan.donations
         caches = {out: donor for out, donor in donations.items() if donor in before}
@@ -439,8 +438,7 @@ def test_building_a_model_does_not_change_where_its_programs_are_cached() -> Non
 @EVERY_DEVICE
 def test_both_programs_share_their_weights(llama: Checkpoint, device: str) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
-    assert model._prefill_step is not None
-    prefill, decode = model._prefill_step._weights.values(), model._decode_step._weights.values()
+    prefill, decode = model._prefill_steps[CHUNK]._weights.values(), model._decode_step._weights.values()
     assert {id(buffer.native_handle) for buffer in prefill} == {id(buffer.native_handle) for buffer in decode}
 
 
