@@ -24,6 +24,7 @@ from benchmarks.cpu_onnx import export, onnx_runtime, openvino
 from benchmarks.figures import OURS
 from benchmarks.peers import generation_steps, language_model
 from benchmarks.timing import wall_time
+from npu_runtime.torch_arrays import numpy_to_tensor
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
@@ -78,7 +79,7 @@ class LanguageContenders:
         spec = find_spec(package)
         assert spec is not None and spec.submodule_search_locations  # load_checkpoint has found it
         self.file = Path(spec.submodule_search_locations[0]) / file
-        self.state: dict[str, Tensor] = dict(self.checkpoint.state)
+        self.state: dict[str, Tensor] = {key: numpy_to_tensor(x) for key, x in self.checkpoint.state.items()}
         self.vocabulary = int(self.checkpoint.config.vocab_size)
         *prompt, self.token = np.random.default_rng(0).integers(0, self.vocabulary, PROMPT + 1).tolist()
         self.prompt: list[int] = prompt
@@ -110,9 +111,7 @@ class LanguageContenders:
     def program(self, task: str, dtype: str) -> CompiledProgram:
         """Ours for a task."""
         model = self._model(dtype)
-        found = model.decode_program if task == "decode" else model.prefill_program
-        assert found is not None  # there is a prefill program for chunks of more than one token
-        return found
+        return model.decode_program if task == "decode" else model.prefill_programs[PROMPT]
 
     def _make(self, name: str) -> Pair:
         kind, _, dtype = name.rpartition(" ")
@@ -158,7 +157,7 @@ class LanguageContenders:
     @cached_property
     def _eager_models(self) -> dict[torch.dtype, Any]:
         dtypes = (torch.float32, torch.bfloat16)
-        return {dtype: language_model(self.checkpoint.config, self.state, dtype) for dtype in dtypes}
+        return {dtype: language_model(self.checkpoint.config.whole, self.state, dtype) for dtype in dtypes}
 
     def _torch(self, dtype: torch.dtype, compiled: bool) -> Pair:
         model = self._eager_models[dtype]

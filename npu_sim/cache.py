@@ -46,7 +46,7 @@ def cached_program(
     import npu_compiler
 
     target = target or npu_compiler.OpLevelTarget()
-    path = _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
+    path = _program_place(name, key, compute_dtype, target)
     if path.is_file():
         try:
             program = npu_compiler.CompiledProgram.load(path)
@@ -75,17 +75,26 @@ def cached_facts(name: str, key: Any, find: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
+def has_program(name: str, key: Any, compute_dtype: str | None, target: "CodegenTarget") -> bool:
+    """Whether the cache holds a program for these arguments of `cached_program`."""
+    return _program_place(name, key, compute_dtype, target).is_file()
+
+
+def _program_place(name: str, key: Any, compute_dtype: str | None, target: "CodegenTarget") -> Path:
+    return _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
+
+
 def _place(name: str, key: Any, suffix: str) -> Path:
     content = json.dumps(key, sort_keys=True, default=str)
     return cache_folder() / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:20]}.{suffix}"
 
 
-@cache
 def _compiler_digest() -> str:
     """A hash of the sources of the compiler and the kernels, any change of which may change the program."""
     return source_digest("npu_compiler", "cuda_compiler", "metal_kernels")
 
 
+@cache
 def source_digest(*packages: str) -> str:
     """The SHA-256 of packages' sources, as hexadecimal digits; a package that is not installed counts as empty."""
     digest = hashlib.sha256()

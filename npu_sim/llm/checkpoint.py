@@ -9,9 +9,28 @@ from typing import TYPE_CHECKING, Any
 from npu_compiler.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+# Attributes that are stored even where a config lacks them, so that looking them up never reads the config.
+_LOOKED_UP = (
+    "quantization_config",
+    "dtype",
+    "vocab_size",
+    "max_position_embeddings",
+    "sliding_window",
+    "model_type",
+    "head_dim",
+    "num_key_value_heads",
+)
+
+
+def stored_fields(config: Any) -> dict[str, Any]:
+    """The fields of a transformers config that a `StoredConfig` needs, as JSON data."""
+    fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in _LOOKED_UP}}
+    return {**fields, "dtype": fields["dtype"] and str(fields["dtype"])}
 
 
 class StoredConfig:
@@ -61,11 +80,11 @@ class Checkpoint:
     dtype: str
     load_tokenizer: Callable[[], Any]
     eos_ids: frozenset[int] = frozenset()
-    inv_freq_divisors: "Tensor | None" = None
+    inv_freq_divisors: "np.ndarray | None" = None
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer.
+        """The transformers tokenizer, or a `StoredTokenizer`.
 
         Raises:
             InputError: the checkpoint has none, or it cannot be read.

@@ -1,20 +1,24 @@
 """GGUF files: llama.cpp's tensor names and layouts, converted back to those of the Hugging Face model.
 
 transformers can load GGUF files too, but it builds the whole model and needs the package `accelerate`. Here each tensor
-is dequantized when it is looked up. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+is dequantized when it is looked up, and what transformers makes of the metadata is cached.
 """
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from npu_compiler.errors import InputError
-from npu_sim.llm.checkpoint import FAMILIES, Checkpoint
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_runtime.pieces import in_pieces
+from npu_sim.cache import cached_facts, source_digest
+from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig, stored_fields
+from npu_sim.llm.gguf_reader import GGUFFile, Scalar, StoredTensor, read_gguf
+from npu_sim.llm.tokenizer import load_gguf_tokenizer
 
 _ROOT_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -31,77 +35,132 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQUENCIES = "rope_freqs.weight"
+_OPTIONAL = (_FREQUENCIES, ".bias")
+_PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
 
 def load_gguf(path: Path, dtype: str) -> Checkpoint:
     """Open a GGUF file.
 
     Raises:
-        InputError: the architecture, or its rotary scaling, is not supported.
-        Exception: of many types, from the reader, if the file is damaged.
+        InputError: the file is damaged or contradicts itself; or its architecture, its rotary scaling or a tensor's
+            type is not supported.
     """
-    import torch
-    from gguf import GGUFReader
-    from transformers import PreTrainedTokenizerFast
-
-    class Reader(GGUFReader):
-        """Reads from a plain array: the hundred thousands of slices of a `np.memmap` would take seconds."""
-
-        data = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", np.asarray(mapped)))
-
-    reader = Reader(path)
-
-    def field(key: str, default: Any = None) -> Any:
-        return reader.fields[key].contents() if key in reader.fields else default
-
-    architecture = field("general.architecture")
+    file = read_gguf(path)
+    architecture = file.metadata.get("general.architecture")
     if architecture not in FAMILIES:
-        raise InputError(f"{path} holds a model of architecture '{architecture}'; supported are {', '.join(FAMILIES)}")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(architecture, field, tensors)
+        raise InputError(
+            f"{path} holds a model of architecture {architecture!r:.80}; supported are {', '.join(FAMILIES)}"
+        )
+    settings = _config_fields(file)
+    tensors = dict(file.tensors)
     divisors = tensors.pop(_FREQUENCIES, None)
-    eos = {field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")} - {None}
+    facts_key = [file.digest, version("transformers"), source_digest("npu_sim.llm")]
+    fields = cached_facts("config", facts_key, lambda: stored_fields(_config(settings)))
+    eos = {_whole_number(file, f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "eot")}
     return Checkpoint(
         name=path.stem,
-        config=config,
-        state=_GGUFTensors(tensors, config, dtype),
+        config=StoredConfig(fields, lambda: _config(settings)),
+        state=_GGUFTensors(tensors, settings, dtype),
         dtype=dtype,
-        load_tokenizer=lambda: PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name),
-        eos_ids=frozenset(eos),
-        inv_freq_divisors=None if divisors is None else torch.from_numpy(_dequantize(divisors)),
+        load_tokenizer=lambda: load_gguf_tokenizer(path, file.digest),
+        eos_ids=frozenset(token for token in eos if token is not None),
+        inv_freq_divisors=None if divisors is None else _dequantized(divisors, "float32"),
     )
 
 
-def _config(architecture: str, field: Any, tensors: Mapping[str, Any]) -> Any:
-    """The transformers config that is equivalent to the file's metadata."""
+def _config(settings: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    def of(key: str, default: Any = None) -> Any:
-        return field(f"{architecture}.{key}", default)
+    return AutoConfig.for_model(**settings)
 
-    if of("rope.scaling.type", "none") != "none":
-        raise InputError(f"RoPE scaling '{of('rope.scaling.type')}' is not supported for GGUF files")
-    if of("expert_count"):
+
+_REQUIRED = object()
+
+
+def _whole_number(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
+    """A whole number of the metadata that is not negative. Raises InputError if it is another value, or missing."""
+    if key in file.arrays:
+        raise InputError(f"the GGUF file has a list of values for '{key}'; only a single one is supported")
+    value = file.metadata.get(key, default)
+    if value is _REQUIRED:
+        raise InputError(f"the GGUF file has no value for '{key}'")
+    if value is not default and (type(value) is not int or value < 0):
+        raise InputError(f"the GGUF file's value for '{key}' is {value!r:.80}, which is not a whole number")
+    return value
+
+
+def _config_fields(file: GGUFFile) -> dict[str, Any]:
+    """The fields of the transformers config that is equivalent to the file's metadata, model type included."""
+    architecture = file.metadata["general.architecture"]
+
+    def count(key: str, default: Any = _REQUIRED) -> int:
+        found = _whole_number(file, f"{architecture}.{key}", default)
+        if found == 0:
+            raise InputError(f"the GGUF file's value for '{architecture}.{key}' is 0")
+        return int(found)
+
+    def positive(key: str, default: float | None = None) -> float:
+        found: Scalar | None = file.metadata.get(f"{architecture}.{key}", default)
+        if not isinstance(found, (int, float)) or not 0 < found < np.inf:
+            raise InputError(
+                f"the GGUF file's value for '{architecture}.{key}' is {found!r:.80}, not a positive number"
+            )
+        return found
+
+    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none":
+        raise InputError(f"RoPE scaling {scaling!r:.80} is not supported for GGUF files")
+    if file.metadata.get(f"{architecture}.expert_count"):
         raise InputError("mixtures of experts are not supported")
-    heads, hidden = of("attention.head_count"), of("embedding_length")
-    extra = {"attention_bias": "blk.0.attn_q.bias" in tensors} if architecture != "qwen2" else {}
-    return AutoConfig.for_model(
-        architecture,
-        hidden_size=hidden,
-        intermediate_size=of("feed_forward_length"),
-        num_hidden_layers=of("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=of("attention.head_count_kv", heads),
-        head_dim=of("attention.key_length", hidden // heads),
-        max_position_embeddings=of("context_length"),
-        rms_norm_eps=of("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": of("rope.freq_base", 10000.0)},
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),
-        tie_word_embeddings="output.weight" not in tensors,
-        eos_token_id=field("tokenizer.ggml.eos_token_id"),
-        bos_token_id=field("tokenizer.ggml.bos_token_id"),
-        **extra,
-    )
+    heads, hidden = count("attention.head_count"), count("embedding_length")
+    fields = {
+        "model_type": architecture,
+        "hidden_size": hidden,
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": count("attention.head_count_kv", heads),
+        "head_dim": count("attention.key_length", hidden // heads),
+        "max_position_embeddings": count("context_length"),
+        "rms_norm_eps": positive("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": positive("rope.freq_base", 10000.0)},
+        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": _whole_number(file, "tokenizer.ggml.eos_token_id", None),
+        "bos_token_id": _whole_number(file, "tokenizer.ggml.bos_token_id", None),
+    }
+    _check_shapes(file, fields)
+    extra = {"attention_bias": "blk.0.attn_q.bias" in file.tensors} if architecture != "qwen2" else {}
+    return {**fields, **extra}
+
+
+def _check_shapes(file: GGUFFile, fields: Mapping[str, Any]) -> None:
+    """Refuse metadata that does not fit the tensors, before anything of its sizes is allocated.
+
+    Raises:
+        InputError: a tensor is missing or has another shape.
+    """
+    for name, shape in _shapes(fields):
+        found = file.tensors[name].shape if name in file.tensors else None
+        if found is None and not name.endswith(_OPTIONAL):
+            raise InputError(f"the GGUF file's metadata asks for a tensor '{name}', which it lacks")
+        if found not in (None, shape):
+            raise InputError(f"'{name}' has the shape {list(found)}, but the GGUF file's metadata says {list(shape)}")
+
+
+def _shapes(fields: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors whose shapes say what the metadata says too, with these shapes."""
+    hidden, inner, head_dim = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
+    queries, keys = (fields[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
+    yield "token_embd.weight", (fields["vocab_size"], hidden)
+    yield _FREQUENCIES, (head_dim // 2,)
+    for layer in range(fields["num_hidden_layers"]):
+        yield f"blk.{layer}.attn_q.weight", (queries, hidden)
+        yield f"blk.{layer}.attn_k.weight", (keys, hidden)
+        yield f"blk.{layer}.attn_q.bias", (queries,)
+        yield f"blk.{layer}.attn_k.bias", (keys,)
+        yield f"blk.{layer}.ffn_up.weight", (inner, hidden)
 
 
 def _hugging_face_name(name: str) -> str:
@@ -111,33 +170,62 @@ def _hugging_face_name(name: str) -> str:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{suffix}"
-    raise InputError(f"unknown tensor '{name}' in the GGUF file")
+    raise InputError(f"unknown tensor {name!r:.80} in the GGUF file")
 
 
-def _dequantize(tensor: Any) -> np.ndarray:
-    """A GGUF tensor in float32, with its dimensions in PyTorch's order."""
-    from gguf import dequantize
+def _dequantized_rows(rows: NDArray[np.uint8], encoding: str) -> NDArray[np.float32]:
+    """Rows of a stored tensor in float32. Raises InputError if the package `gguf` cannot dequantize them."""
+    from gguf import quants
 
-    return np.require(dequantize(tensor.data, tensor.tensor_type), np.float32, ["C", "W"])
+    if encoding in ("F32", "F16"):
+        return rows.view(np.float32 if encoding == "F32" else np.float16).astype(np.float32)
+    try:
+        # `gguf.dequantize` does the same for 16 rows at a time, which takes twice as long.
+        found: NDArray[np.float32] = getattr(quants, encoding).dequantize_rows(rows)
+        return found
+    except (AttributeError, NotImplementedError):
+        raise InputError(f"tensors of type {encoding} are not supported in GGUF files") from None
 
 
-class _GGUFTensors(Mapping[str, "Tensor"]):
-    """The tensors of a GGUF file by Hugging Face name; each lookup dequantizes one."""
+def _dequantized(tensor: StoredTensor, dtype: str) -> NDArray[Any]:
+    """A tensor in a named dtype, computed by several threads a piece at a time."""
+    target = numpy_dtype(dtype)
+    result = np.empty((len(tensor.rows), tensor.shape[-1]), target)
 
-    def __init__(self, tensors: Mapping[str, Any], config: Any, dtype: str) -> None:
+    def convert(piece: slice) -> None:
+        with np.errstate(all="ignore"):  # NaN is for whoever loads the weights to report
+            result[piece] = _dequantized_rows(tensor.rows[piece], tensor.encoding)
+
+    in_pieces(convert, len(result), max(1, _PIECE // tensor.shape[-1]))
+    return result.reshape(tensor.shape)
+
+
+class _GGUFTensors(Mapping[str, NDArray[Any]]):
+    """The tensors of a GGUF file by Hugging Face name; each lookup dequantizes one.
+
+    They are in bfloat16 if that is the compute dtype, else in float32, so that whoever casts them further can tell
+    which values do not fit: bfloat16 has float32's range, float16 has not.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], dtype: str) -> None:
         self._tensors = {_hugging_face_name(name): tensor for name, tensor in tensors.items()}
-        self._config = config
-        self._dtype = dtype
+        self._interleaved = {}
+        if settings["model_type"] == "llama":
+            self._interleaved = {
+                "q_proj": settings["num_attention_heads"],
+                "k_proj": settings["num_key_value_heads"],
+            }
+        self._dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+        for encoding, row in {tensor.encoding: tensor.rows[:1] for tensor in self._tensors.values()}.items():
+            _dequantized_rows(row, encoding)  # an encoding that is not supported is found now, not while loading
 
-    def __getitem__(self, key: str) -> "Tensor":
-        import torch
+    def __getitem__(self, key: str) -> NDArray[Any]:
+        value = _dequantized(self._tensors[key], self._dtype)
+        heads = self._interleaved.get(key.split(".")[-2])
+        return value if heads is None else _half_rotation(value, heads)
 
-        value = _dequantize(self._tensors[key])
-        if self._config.model_type == "llama" and ".q_proj." in key:
-            value = _half_rotation(value, self._config.num_attention_heads)
-        if self._config.model_type == "llama" and ".k_proj." in key:
-            value = _half_rotation(value, self._config.num_key_value_heads)
-        return torch.from_numpy(np.ascontiguousarray(value)).to(getattr(torch, self._dtype))
+    def __contains__(self, key: object) -> bool:
+        return key in self._tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -146,7 +234,7 @@ class _GGUFTensors(Mapping[str, "Tensor"]):
         return len(self._tensors)
 
 
-def _half_rotation(weight: np.ndarray, heads: int) -> np.ndarray:
+def _half_rotation(weight: NDArray[Any], heads: int) -> NDArray[Any]:
     """Undo llama.cpp's row order for rotary embedding, which interleaves the two halves of a head."""
     pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)

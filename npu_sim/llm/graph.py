@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
-from npu_sim.cache import cached_facts, cached_program, source_digest
+from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
 from npu_sim.extract import tracing
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
 
@@ -135,6 +135,12 @@ def compile_prefill(
     )
 
 
+def has_prefill(checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget") -> bool:
+    """Whether the cache holds what `compile_prefill` returns for these arguments."""
+    key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
+    return has_program(f"{checkpoint.config.model_type}-prefill", key, checkpoint.dtype, target)
+
+
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
     """The compiled program of `SelfFeedingDecode`; caching and errors as in `compile_prefill`."""
     return _compiled(
@@ -182,7 +188,7 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     facts = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
-        extra[_INV_FREQ] = extra[_INV_FREQ] / np.asarray(checkpoint.inv_freq_divisors)
+        extra[_INV_FREQ] = extra[_INV_FREQ] / checkpoint.inv_freq_divisors
     return _WithExtras(checkpoint.state, extra, facts["tied"])
 
 
@@ -216,6 +222,9 @@ class _WithExtras(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         return self._extra[key] if key in self._extra else self._state[self._alias.get(key, key)]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._extra or key in self._state or key in self._alias
 
     def __iter__(self) -> Iterator[str]:
         yield from self._extra

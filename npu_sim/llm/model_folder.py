@@ -7,11 +7,8 @@ from typing import Any
 
 from npu_compiler.errors import InputError
 from npu_sim.cache import cached_facts, source_digest
-from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_ids, as_input_error
+from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_ids, as_input_error, stored_fields
 from npu_sim.llm.tokenizer import load_tokenizer
-
-# Config attributes that are cached even where the config lacks them, so that looking them up never reads the config.
-_CACHED = ("quantization_config", "dtype", "vocab_size", "max_position_embeddings", "sliding_window", "model_type")
 
 
 def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
@@ -53,9 +50,7 @@ def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
 def _find_facts(folder: Path) -> dict[str, Any]:
     """What transformers reads from a folder's configs: the config's fields and the end-of-sequence token ids."""
     config = _read_config(folder)
-    fields = {**config.to_dict(), **{name: getattr(config, name, None) for name in _CACHED}}
-    fields["dtype"] = fields["dtype"] and str(fields["dtype"])
-    return {"config": fields, "eos_ids": sorted(_eos_ids(folder, config))}
+    return {"config": stored_fields(config), "eos_ids": sorted(_eos_ids(folder, config))}
 
 
 def _read_config(folder: Path) -> Any:

@@ -1,5 +1,6 @@
 """`LanguageModel`: a compiled language model with its KV cache on a device, and the token generation loop."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,14 @@ import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
 from npu_sim.llm.checkpoint import Checkpoint, as_ids
-from npu_sim.llm.graph import compile_decode_loop, compile_prefill, compile_sampling_loop, state_with_buffers
+from npu_sim.llm.graph import (
+    compile_decode_loop,
+    compile_prefill,
+    compile_sampling_loop,
+    has_prefill,
+    state_with_buffers,
+)
+from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 from npu_sim.llm.sampling import NOT_FINITE, Drawing, Logits, Sampler, greedy
 from npu_sim.llm.step import Step
 
@@ -21,6 +29,9 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE_LENGTH = 2048
 DEFAULT_CHUNK = 128
+USUAL_PROMPT = 32  # tokens
+
+_log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length"]
 
@@ -58,9 +69,15 @@ class GenerationStats:
 class LanguageModel:
     """A language model on a device with a KV cache for one sequence, which `prefill` and `decode` extend.
 
+    A prompt is prefilled in runs of 16, 128 or 512 tokens and decode steps, as `prefill_plan.divide` chooses. A program
+    for a size is compiled, or read from the cache, when the first prompt needs it, since tracing takes seconds; all of
+    them share the weights and the KV cache. On CUDA, where compiling a program's kernels takes seconds more and a
+    large run costs hardly more than a small one, the choice falls on few sizes and large ones.
+
     Attributes:
         cache_length: The capacity of the KV cache in tokens, a multiple of `chunk`.
         tokens: The tokens whose keys and values are in the cache, in order.
+        prefill_programs: Tokens per run → program, of those that were needed so far.
     """
 
     def __init__(
@@ -69,16 +86,17 @@ class LanguageModel:
         *,
         device: "Device | str | None" = None,
         cache_length: int | None = None,
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Compile the prefill and decode programs, or find them in the cache, and upload the weights once for both.
+        """Compile the decode program, or find it in the cache, and upload the weights.
 
         Args:
             device: A device or its name. Default: the best one on this machine.
             cache_length: Capacity of the KV cache in tokens, rounded up to a multiple of `chunk`. Default: 2048, or the
                 model's maximum context length if that is less.
-            chunk: Tokens per run of the prefill program; reduced to the length of a smaller cache.
+            chunk: Tokens per run of the only prefill program, which is then compiled at once; reduced to the length of
+                a smaller cache. Default: sizes that fit the prompts; the cache's length is a multiple of 128, or less.
             progress: Called with (weights loaded, total weights).
 
         Raises:
@@ -89,12 +107,10 @@ class LanguageModel:
         from npu_runtime import Device, Executor, NPUBuffer, load_weights
 
         self.checkpoint = checkpoint
-        self.chunk, self.cache_length = _lengths(checkpoint, cache_length, chunk)
+        fixed, self.cache_length = _lengths(checkpoint, cache_length, DEFAULT_CHUNK if chunk is None else chunk)
+        self._fixed_chunk = None if chunk is None else fixed
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
         target = self.device.backend.target
-        self.prefill_program = (
-            compile_prefill(checkpoint, self.chunk, self.cache_length, target) if self.chunk > 1 else None
-        )
         self.decode_program = compile_decode_loop(checkpoint, self.cache_length, target)
         state = state_with_buffers(checkpoint)
         shared: dict[str, DeviceBuffer] = {}
@@ -115,16 +131,52 @@ class LanguageModel:
             program = compile_sampling_loop(checkpoint, self.cache_length, target)
             return stepper(program, {**self._kv, "history": history}, None)
 
-        prefill = self.prefill_program
-        self._prefill_step = stepper(prefill, self._kv, progress) if prefill is not None else None
+        def prefill_step(size: int) -> Step:
+            program = self.prefill_programs[size] = compile_prefill(checkpoint, size, self.cache_length, target)
+            return stepper(program, self._kv, None)
+
+        self.prefill_programs: dict[int, CompiledProgram] = {}
+        self._prefill_steps: dict[int, Step] = {}
+        self._make_prefill_step = prefill_step
         self._decode_step = stepper(self.decode_program, {**self._kv, "history": history}, progress)
         self._make_sampling_step = sampling_step
+        self._chunks = tuple(size for size in CHUNKS if size <= self.cache_length)
+        self._made = {size for size in self._chunks if has_prefill(checkpoint, size, self.cache_length, target)}
+        if self._fixed_chunk is not None and self._fixed_chunk > 1:
+            self._prefill_step(self._fixed_chunk)
         self._user: object = None
         self.tokens: list[int] = []
 
-    def prepare(self, sampler: Sampler) -> None:
-        """Compile now what generating with this sampler needs; otherwise the first generation does."""
+    def prepare(self, sampler: Sampler, prompt_tokens: int = USUAL_PROMPT) -> None:
+        """Compile now what generating with this sampler needs; otherwise the first generation does.
+
+        Args:
+            prompt_tokens: The length of the first prompt.
+        """
         self._self_feeding_step(sampler)
+        self._prepare_prefill(min(prompt_tokens, self.cache_length))
+
+    def _prepare_prefill(self, count: int) -> None:
+        """Compile what prefilling that many tokens needs and no earlier prompt needed."""
+        for size in dict.fromkeys(self._sizes(count)):
+            if size > 1:
+                self._prefill_step(size)
+
+    def _sizes(self, count: int) -> list[int]:
+        """The tokens of each run that prefills `count` tokens: a decode step for 1, else a prefill program's size."""
+        if self._fixed_chunk is not None:
+            whole, rest = divmod(count, self._fixed_chunk)
+            return whole * [self._fixed_chunk] + ([1] if rest == 1 else [self._fixed_chunk] if rest else [])
+        run = GPU_RUN if self.device.backend.runs_ahead > 1 else CPU_RUN
+        return divide(count, self._made, self._chunks, run)
+
+    def _prefill_step(self, size: int) -> Step:
+        if size not in self._prefill_steps:
+            if size not in self._made and self._fixed_chunk is None:
+                _log.info("compiling prefill for %d tokens at a time; later starts find it in the cache", size)
+            self._prefill_steps[size] = self._make_prefill_step(size)
+            self._made.add(size)
+        return self._prefill_steps[size]
 
     def _self_feeding_step(self, sampler: Sampler) -> "Step | None":
         """The decode step that chooses the token on the device as the sampler does; None if the host must choose."""
@@ -152,7 +204,7 @@ class LanguageModel:
         self._user, self.tokens = None, []
 
     def prefill(self, token_ids: Sequence[int]) -> Logits:
-        """Append tokens to the sequence, a chunk at a time.
+        """Append tokens to the sequence, in as few and as small runs as fit them.
 
         Returns:
             The logits [vocab] for the token after the last one, in float32.
@@ -163,9 +215,9 @@ class LanguageModel:
         ids = [int(token) for token in token_ids]
         self._check_prompt(ids, len(self.tokens))
         logits: Logits | None = None
-        while ids:
-            piece, ids = ids[: self.chunk], ids[self.chunk :]
-            logits = self.decode(piece[0]) if len(piece) == 1 else self._prefill_chunk(piece)
+        for size in self._sizes(len(ids)):
+            piece, ids = ids[:size], ids[size:]
+            logits = self.decode(piece[0]) if size == 1 else self._prefill_chunk(piece, size)
         assert logits is not None
         return logits
 
@@ -181,24 +233,24 @@ class LanguageModel:
         if bad := next((token for token in ids if not 0 <= token < self.vocab_size), None):
             raise InputError(f"token id {bad} is outside the vocabulary, 0 to {self.vocab_size - 1}")
 
-    def _prefill_chunk(self, piece: list[int]) -> Logits:
-        """Run the prefill program on 2 to `chunk` tokens, padded to the whole chunk.
+    def _prefill_chunk(self, piece: list[int], size: int) -> Logits:
+        """Run the prefill program for `size` tokens on that many or fewer, padded.
 
         The padding writes keys and values beyond the end of the sequence. No query reads them: each attends to rows up
         to its own position only, and the token that later gets a padded position writes its row before attending to it.
 
-        Where a chunk would extend beyond the end of the cache, it starts earlier and recomputes the rows of tokens that
+        Where a run would extend beyond the end of the cache, it starts earlier and recomputes the rows of tokens that
         are already in the cache.
         """
-        assert self._prefill_step is not None
-        start = min(len(self.tokens), self.cache_length - self.chunk)
+        start = min(len(self.tokens), self.cache_length - size)
         known = self.tokens[start:] + piece
-        padded = known + [0] * (self.chunk - len(known))
+        padded = known + [0] * (size - len(known))
+        step = self._prefill_step(size)
         self._user = None
-        self._prefill_step.write(input_ids=[padded], positions=range(start, start + self.chunk), last=[len(known) - 1])
-        self._prefill_step.run()
+        step.write(input_ids=[padded], positions=range(start, start + size), last=[len(known) - 1])
+        step.run()
         self.tokens += piece
-        return self._prefill_step.logits()
+        return step.logits()
 
     def decode(self, token: int) -> Logits:
         """Append one token and return the logits [vocab] for the next one, in float32.
@@ -334,8 +386,10 @@ class Generation(Iterator[int]):
     def _run(
         self, model: LanguageModel, prompt: list[int], limit: int | None, sampler: Sampler, stop: frozenset[int]
     ) -> Iterator[int]:
-        stats, start = self.stats, time.perf_counter()
+        stats = self.stats
         stats.reused_tokens = model.rewind(prompt)
+        model._prepare_prefill(len(prompt) - stats.reused_tokens)
+        start = time.perf_counter()
         logits = model.prefill(prompt[stats.reused_tokens :])
         stats.prefill_seconds = time.perf_counter() - start
         if limit == 0:

@@ -1,4 +1,5 @@
-"""Tokenizers of Hugging Face folders; after the first use without transformers, whose import takes seconds."""
+"""Tokenizers of Hugging Face folders and GGUF files; after the first use without transformers, whose import takes
+seconds."""
 
 import hashlib
 import json
@@ -29,11 +30,40 @@ _METHODS = ("encode", "_encode_plus", "decode", "_decode", "apply_chat_template"
 
 def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer. Raises what transformers raises if there is none, which may be any type of exception."""
-    present = [path for path in map(folder.joinpath, _FILES) if path.is_file()]
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
+    return _stored(_digests(folder), lambda: _load_whole(folder))
+
+
+def load_gguf_tokenizer(path: Path, digest: str) -> Any:
+    """The tokenizer in a GGUF file's metadata; errors as in `load_tokenizer`.
+
+    Args:
+        digest: Of the metadata.
+    """
+
+    def load() -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+    # transformers also reads what tokenizer files lie beside the GGUF file.
+    return _stored({**_digests(path.parent), "gguf": digest}, load)
+
+
+def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
+    """The tokenizer that `load` returns, or a `StoredTokenizer` in its place.
+
+    Args:
+        digests: Of all that `load` reads.
+    """
     versions = [version("transformers"), version("tokenizers"), source_digest("npu_sim.llm")]
-    facts = cached_facts("tokenizer", [digests, versions], lambda: _find_facts(_load_whole(folder)))
-    return _load_whole(folder) if facts is None else StoredTokenizer(facts, lambda: _load_whole(folder))
+    facts = cached_facts("tokenizer", [digests, versions], lambda: _find_facts(load()))
+    return load() if facts is None else StoredTokenizer(facts, load)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """File name → SHA-256, of the files of a folder from which transformers reads a tokenizer."""
+    present = [path for path in map(folder.joinpath, _FILES) if path.is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
 
 
 def _load_whole(folder: Path) -> Any:

@@ -18,6 +18,7 @@ from cuda_toolchain import compile_in_turn
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
 from safetensors.torch import load_file, save_file
+from tiny_llms import TEMPLATE, VOCAB, save_tiny, save_tokenizer, tensors, tiny_config
 from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
@@ -26,7 +27,6 @@ from npu_compiler import compile as npu_compile
 from npu_compiler import partition
 from npu_compiler.errors import InputError, NPUError, WeightError
 from npu_runtime import Device, Executor
-from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import (
     Checkpoint,
     Drawing,
@@ -52,7 +52,7 @@ from npu_sim.llm.tokenizer import StoredTokenizer, load_tokenizer
 transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[2]
-CHUNK, CACHE, VOCAB = 8, 24, 160
+CHUNK, CACHE = 8, 24
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,38 +63,6 @@ def program_cache() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
         yield
-
-
-def tiny_config(family: str, **changes: Any) -> Any:
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": family == "qwen2",
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    extra = {"head_dim": 32} if family == "qwen3" else {}
-    return transformers.AutoConfig.for_model(family, **{**sizes, **extra, **changes})
-
-
-def save_tiny(folder: Path, family: str, dtype: str, **changes: Any) -> Path:
-    """A random model of that family as a Hugging Face folder."""
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=getattr(torch, dtype))
-    model.generation_config.eos_token_id = [2, 3]
-    model.save_pretrained(folder)
-    return folder
-
-
-def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {key: numpy_to_tensor(array) for key, array in checkpoint.state.items()}
 
 
 def reference_logits(folder: Path, dtype: torch.dtype, ids: list[int]) -> np.ndarray:
@@ -209,8 +177,7 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, dev
     ids = list(range(10, 23))
     model.prefill(ids)
     model.decode(99)
-    for step in (model._prefill_step, model._decode_step):
-        assert step is not None
+    for step in (model._prefill_steps[CHUNK], model._decode_step):
         outputs = step.executor._run.results(step._bound)
         donations = step.executor.program.plan.donations
         caches = {out: donor for out, donor in donations.items() if donor in before}
@@ -471,8 +438,7 @@ def test_building_a_model_does_not_change_where_its_programs_are_cached() -> Non
 @EVERY_DEVICE
 def test_both_programs_share_their_weights(llama: Checkpoint, device: str) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
-    assert model._prefill_step is not None
-    prefill, decode = model._prefill_step._weights.values(), model._decode_step._weights.values()
+    prefill, decode = model._prefill_steps[CHUNK]._weights.values(), model._decode_step._weights.values()
     assert {id(buffer.native_handle) for buffer in prefill} == {id(buffer.native_handle) for buffer in decode}
 
 
@@ -615,30 +581,6 @@ def test_logits_that_are_not_finite_are_an_error() -> None:
         greedy(np.array([1, np.nan], np.float32))
 
 
-def save_tokenizer(folder: Path, template: str) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    byte_level = tokenizers.ByteLevelBPETokenizer()
-    byte_level.train_from_iterator(["the cat sat on the mat", "naïve 🎉 日本", "Hello, world!"] * 9, vocab_size=300)
-    whole = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=byte_level._tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<|im|>"]
-    )
-    whole.chat_template = template
-    whole.save_pretrained(folder)
-
-
-TEMPLATE = """
-{%- if messages[0]["role"] == "system" -%}<|im|>{{ messages[0]["content"] | trim }}{% endif %}
-    {% for message in messages %}
-{{ bos_token }}{{ message.role }}
-{{ {"text": message["content"], "ß": [1, none]} | tojson(indent=1) }}{{ eos_token }}
-        {% if loop.index == 3 %}{% break %}{% endif %}
-    {% endfor %}
-{% if tools is not none %}tools{% endif %}
-{% if add_generation_prompt %}{{ "<|im|>assistant\\n" }}{% endif %}
-{% if messages[-1].content == "refuse" %}{{ raise_exception("no") }}{% endif %}
-"""
-
-
 def test_a_stored_tokenizer_does_what_the_whole_one_does(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, TEMPLATE)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -698,9 +640,9 @@ def smollm2() -> Checkpoint:
 @pytest.fixture(scope="module")
 def smollm2_in_pytorch(smollm2: Checkpoint) -> list[torch.nn.Module]:
     """The model in float32 and in bfloat16."""
-    modules, state = [], dict(smollm2.state)
+    modules, state = [], tensors(smollm2)
     for dtype in (torch.float32, torch.bfloat16):
-        module = transformers.AutoModelForCausalLM.from_config(smollm2.config, dtype=dtype).eval()
+        module = transformers.AutoModelForCausalLM.from_config(smollm2.config.whole, dtype=dtype).eval()
         module.load_state_dict(state, strict=False)
         module.tie_weights()
         modules.append(module)

@@ -1,0 +1,50 @@
+"""Dividing a prompt among prefill programs of several sizes and decode steps.
+
+Costs are in tokens: what a prefill program takes for one more token, once it runs. Measured with a model of 135 million
+parameters on two cores with AVX2, a token is 1.9 ms, a run of 16 tokens 40 ms, of 128 tokens 257 ms, of 512 tokens
+961 ms, and a decode step 14 ms; a run of 8 tokens takes as long as one of 16.
+"""
+
+from collections.abc import Collection, Sequence
+
+# Tokens per run. Four to eight times apart: more sizes would save little padding, and each is traced and compiled once.
+CHUNKS = (16, 128, 512)
+# What a run costs besides its tokens: above all, reading the weights. A GPU waits for its memory and for launches far
+# longer than it computes, so it takes few large runs.
+CPU_RUN, GPU_RUN = 7, 256
+# Making a program takes seconds, thousands of tokens' time, but only once: all later starts find it in the cache.
+_MAKING = 200
+
+
+def divide(tokens: int, made: Collection[int], chunks: Sequence[int], run: int) -> list[int]:
+    """The sizes of the runs, in order, that prefill `tokens` tokens at the least cost; 1 is a decode step.
+
+    All runs are full but the last, whose size may exceed what is left. At most one size is not among `made`.
+
+    Args:
+        made: The sizes whose programs have been made before.
+        chunks: All sizes that could be made.
+        run: What a run costs besides its tokens: `CPU_RUN` or `GPU_RUN`.
+    """
+    known = [size for size in chunks if size in made]
+    plans = [(_cost(plan := _divide(tokens, known, run), run), plan)]
+    for new in chunks:
+        if new not in made:
+            plan = _divide(tokens, [*known, new], run)
+            plans.append((_cost(plan, run) + _MAKING, plan))
+    return min(plans, key=lambda pair: pair[0])[1]
+
+
+def _cost(plan: Sequence[int], run: int) -> int:
+    return sum(plan) + len(plan) * run
+
+
+def _divide(tokens: int, sizes: Sequence[int], run: int) -> list[int]:
+    """The cheapest runs of these sizes and decode steps, larger ones first."""
+    if not sizes:
+        return tokens * [1]
+    largest = max(sizes)
+    whole, rest = divmod(tokens, largest)
+    smaller = _divide(rest, [size for size in sizes if size < largest], run)
+    padded = [largest] if rest else []
+    return whole * [largest] + min(padded, smaller, key=lambda plan: _cost(plan, run))

@@ -1,0 +1,191 @@
+"""GGUF files: tensors, metadata and tokenizer as transformers reads them, quick second starts, and damaged files."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import traces
+from tiny_llms import TEMPLATE, save_gguf, save_tiny, save_tokenizer, tensors, transformers
+
+from npu_compiler.errors import InputError, NPUError
+from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_sim.llm import LanguageModel, load_checkpoint
+from npu_sim.llm.gguf_reader import read_gguf
+from npu_sim.llm.tokenizer import StoredTokenizer
+
+gguf = pytest.importorskip("gguf")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def program_cache() -> Iterator[None]:
+    """One cache of programs for this file's tests in all of pytest's workers, away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
+        yield
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = save_tiny(tmp_path_factory.mktemp(request.param), request.param, "float32", vocab_size=304)
+    save_tokenizer(made, TEMPLATE)
+    return made
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gguf(folder, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def test_a_gguf_file_is_the_model_that_was_converted(folder: Path, file: Path) -> None:
+    ours, theirs = load_checkpoint(file, "float32"), load_checkpoint(folder, "float32")
+    state = tensors(theirs)
+    assert set(ours.state) == set(state)
+    for name, value in tensors(ours).items():
+        np.testing.assert_array_equal(value.numpy(), state[name].numpy())
+    ids = [3, 1, 4, 1, 5]
+    found, expected = (LanguageModel(x, cache_length=16, chunk=8, device="cpu").prefill(ids) for x in (ours, theirs))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tensors_are_what_the_package_gguf_makes_of_them(
+    folder: Path, tmp_path: Path, encoding: str, dtype: str
+) -> None:
+    path = save_gguf(folder, tmp_path / "m.gguf", encoding)
+    checkpoint = load_checkpoint(path, dtype)
+    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = {"model.embed_tokens": "token_embd", "model.layers.1.mlp.up_proj": "blk.1.ffn_up"}
+    for ours, theirs in names.items():
+        stored = reader[f"{theirs}.weight"]
+        assert stored.tensor_type.name == encoding
+        expected = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32))
+        found = numpy_to_tensor(checkpoint.state[f"{ours}.weight"])
+        assert torch.equal(found, expected.to(found.dtype))
+
+
+def test_a_gguf_tokenizer_does_what_the_whole_one_does(file: Path) -> None:
+    ours = load_checkpoint(file).tokenizer
+    whole = transformers.PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+    assert isinstance(ours, StoredTokenizer) and ours.eos_token_id == whole.eos_token_id
+    for text in ("the cat", "  na\u00efve \U0001f389\n\u65e5\u672c <|im|> x</s>", "", "a ,b 's n't 12345"):
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == whole.encode(text, add_special_tokens=special)
+            options = {"skip_special_tokens": special, "clean_up_tokenization_spaces": False}
+            for end in range(len(ids) + 1):
+                assert ours.decode(ids[:end], **options) == whole.decode(ids[:end], **options)
+    talk = [{"role": "system", "content": " Be brief "}, {"role": "user", "content": "Hi <b>"}]
+    options = {"add_generation_prompt": True, "tokenize": False}
+    assert ours.apply_chat_template(talk, **options) == whole.apply_chat_template(talk, **options)
+
+
+def test_another_tokenizer_beside_the_file_is_not_mistaken_for_the_stored_one(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file.read_bytes())
+    before = load_checkpoint(path).tokenizer.chat_template
+    save_tokenizer(tmp_path, "{{ 1 }}")
+    whole = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+    assert before == TEMPLATE and load_checkpoint(path).tokenizer.chat_template == whole.chat_template
+
+
+def test_a_second_start_needs_neither_torch_nor_transformers(file: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from cuda_compiler import CUDACodegenTarget
+from npu_sim.llm import compile_decode_loop, load_checkpoint
+from npu_sim.llm.graph import state_with_buffers
+checkpoint, target = load_checkpoint({str(file)!r}), CUDACodegenTarget()
+program = compile_decode_loop(checkpoint, 24, target)
+state = state_with_buffers(checkpoint)
+assert all(state[key].size for weight in program.weight_specs.values() for key in weight.recipe.keys())
+assert checkpoint.tokenizer.encode("the cat") and checkpoint.eos_ids
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+    environment = {**os.environ, "NPU_SIM_CACHE": str(tmp_path)}
+    starts = [
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+        ).stdout
+        for _ in range(2)
+    ]
+    assert [start.split() for start in starts] == [["True", "True"], ["False", "False"]]
+
+
+def test_asking_whether_a_tensor_is_there_does_not_read_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = load_checkpoint(file).state
+    monkeypatch.setattr(type(state), "__getitem__", lambda *_: pytest.fail("it was read"))
+    assert "model.norm.weight" in state and "model.norm.bias" not in state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_count": 3}, "asks for a tensor 'blk.2.attn_q.weight', which it lacks"),
+        ({"block_count": 2**31}, "asks for a tensor 'blk.2.attn_q.weight', which it lacks"),
+        ({"embedding_length": 128}, r"'token_embd.weight' has the shape \[304, 64\], but .* says \[304, 128\]"),
+        ({"attention__key_length": 2**20}, "'blk.0.attn_q.weight' has the shape"),
+        ({"attention__head_count_kv": 4}, "'blk.0.attn_k.weight' has the shape"),
+        ({"attention__head_count": 0}, "attention.head_count' is 0"),
+        ({"feed_forward_length": 2**31}, "'blk.0.ffn_up.weight' has the shape"),
+    ],
+)
+def test_metadata_that_contradicts_the_tensors_is_refused(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = save_gguf(folder, tmp_path / "m.gguf", **changes)
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(path)
+
+
+def test_damaged_files_are_one_clear_sentence(file: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Whatever is changed in a file's header, or cut off: opening it and reading its tensors works or is refused."""
+    whole = file.read_bytes()
+    header = len(whole) - sum(tensor.rows.size for tensor in read_gguf(file).tensors.values())
+    path = tmp_path / "m.gguf"
+    refused = 0
+    for number in range(400):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, header, rng.integers(1, 4)):
+            damaged[place] = rng.choice([0, 1, 8, 9, 0x7F, 0x80, 0xFF, damaged[place] ^ 1, rng.integers(256)])
+        if number % 5 == 0:
+            del damaged[rng.integers(0, len(damaged)) :]
+        path.write_bytes(damaged)
+        try:
+            checkpoint = load_checkpoint(path)
+            for name in checkpoint.state:
+                assert checkpoint.state[name].size
+        except InputError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 80
+
+
+def test_a_tokenizer_that_cannot_be_read_is_one_clear_sentence(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file.read_bytes().replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenz"))
+    with pytest.raises(InputError, match="cannot read the tokenizer of m"):
+        _ = load_checkpoint(path).tokenizer
+
+
+def test_a_weight_that_float16_cannot_hold_is_not_made_infinite(folder: Path, tmp_path: Path) -> None:
+    path = save_gguf(folder, tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    content[-4:] = np.float32(1e6).tobytes()
+    path.write_bytes(content)
+    state = load_checkpoint(path, "float16").state
+    assert sum(float(np.nanmax(np.abs(value.astype(np.float32)))) == 1e6 for value in state.values()) == 1
+
+
+def test_what_is_no_gguf_file_is_named(tmp_path: Path) -> None:
+    for content in (b"", b"GG", b"GGUF", b"GGUF" + bytes(40), b"\x00" * 100):
+        (tmp_path / "m.gguf").write_bytes(content)
+        with pytest.raises(NPUError, match=r"cannot use the GGUF file .*m\.gguf: "):
+            load_checkpoint(tmp_path / "m.gguf")

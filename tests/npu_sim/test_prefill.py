@@ -1,0 +1,150 @@
+"""Prefill in runs of several sizes: how a prompt is divided, and that the division does not matter."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import traces
+from cuda_gpu import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_llms import VOCAB, save_tiny
+
+from npu_sim.llm import Checkpoint, LanguageModel, greedy, load_checkpoint, session
+from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
+
+CACHE = 24
+
+
+@pytest.fixture(autouse=True, scope="module")
+def program_cache() -> Iterator[None]:
+    """One cache of programs for this file's tests in all of pytest's workers, away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_tiny(tmp_path_factory.mktemp("llama32"), "llama", "float32"), "float32")
+
+
+@given(st.integers(1, 5000), st.sets(st.sampled_from(CHUNKS)), st.sampled_from([CPU_RUN, GPU_RUN]))
+def test_runs_are_full_but_the_last_and_none_is_needless(tokens: int, made: set[int], run: int) -> None:
+    plan = divide(tokens, made, CHUNKS, run)
+    assert sum(plan[:-1]) < tokens <= sum(plan)
+    assert set(plan) <= {1, *CHUNKS} and len(set(plan) - {1, *made}) <= 1
+    cost = sum(plan) + len(plan) * run
+    for size in (1, *made):
+        runs = -(-tokens // size)
+        assert cost <= runs * (size + run)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "made", "run", "expected"),
+    [
+        (1, CHUNKS, CPU_RUN, [1]),
+        (2, CHUNKS, CPU_RUN, [1, 1]),
+        (4, CHUNKS, CPU_RUN, [16]),
+        (37, CHUNKS, CPU_RUN, [16, 16, 16]),
+        (37, CHUNKS, GPU_RUN, [128]),
+        (130, CHUNKS, CPU_RUN, [128, 1, 1]),
+        (4, {128}, CPU_RUN, [1, 1, 1, 1]),
+        (4, set(), CPU_RUN, [1, 1, 1, 1]),
+        (37, set(), CPU_RUN, [16, 16, 16]),
+        (37, set(), GPU_RUN, [128]),
+        (1000, {16}, CPU_RUN, [512, 512]),
+        (1000, {16, 128}, CPU_RUN, 8 * [128]),
+        (1000, CHUNKS, GPU_RUN, [512, 512]),
+    ],
+)
+def test_a_prompt_takes_runs_that_fit_it(tokens: int, made: set[int], run: int, expected: list[int]) -> None:
+    assert divide(tokens, made, CHUNKS, run) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_division_does_not_change_the_logits(
+    llama: Checkpoint, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last run would extend beyond the end of the cache, and after tokens that are there already."""
+    ids = np.random.default_rng(3).integers(0, VOCAB, CACHE).tolist()
+    monkeypatch.setattr(session, "CHUNKS", (4, 16))
+    model = LanguageModel(llama, cache_length=CACHE, device=device)
+    reference = LanguageModel(llama, cache_length=CACHE, chunk=CACHE, device=device)
+
+    def logits(of: LanguageModel, count: int, sizes: list[int] | None = None) -> np.ndarray:
+        of.reset()
+        if sizes is not None:
+            monkeypatch.setattr(of, "_sizes", lambda _: sizes)
+        return of.prefill(ids[:count])
+
+    for count, sizes in (
+        (3, [4]),
+        (4, [4]),
+        (9, [4, 4, 1]),
+        (15, [16]),
+        (21, [16, 4, 1]),
+        (22, [16, 16]),
+        (23, [4, 4, 4, 16]),
+        (24, [16, 4, 4]),
+    ):
+        np.testing.assert_allclose(logits(model, count, sizes), logits(reference, count), atol=2e-4)
+    assert set(model.prefill_programs) == {4, 16}
+
+
+def test_programs_are_made_when_a_prompt_needs_them(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CHUNKS", (4, 8, 16, 512))
+    monkeypatch.setattr(session, "has_prefill", lambda *_: True)
+    model = LanguageModel(llama, cache_length=CACHE, device="cpu")
+    assert not model.prefill_programs
+    model.prefill([5])
+    assert not model.prefill_programs
+    model.prefill([5, 6, 7])
+    assert set(model.prefill_programs) == {4}
+    model.prepare(greedy, 16)
+    assert set(model.prefill_programs) == {4, 16}
+    model.reset()
+    assert len(list(model.generate(list(range(10, 26)), 3, stop=frozenset()))) == 3
+    model.prepare(greedy, 10_000)  # longer than the cache, which the prompt itself will be told
+    assert set(model.prefill_programs) == {4, 8, 16}
+
+
+def test_a_size_that_the_cache_lacks_is_made_only_where_it_pays(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_CACHE", os.environ["NPU_SIM_CACHE"] + "-of-its-own")
+    monkeypatch.setattr(session, "CHUNKS", (4, 8))
+    model = LanguageModel(llama, cache_length=CACHE, device="cpu")
+    model.prefill(list(range(10, 30)))
+    assert not model.prefill_programs
+    model._prefill_step(8)
+    model.prefill([7, 8, 9])
+    assert set(model.prefill_programs) == {8}
+    monkeypatch.setattr(session, "CHUNKS", (8,))
+    assert LanguageModel(llama, cache_length=CACHE, device="cpu")._made == {8}
+
+
+def test_compiling_is_no_part_of_the_prefill_speed(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "CHUNKS", (8,))
+    monkeypatch.setattr(session, "has_prefill", lambda *_: True)
+    model = LanguageModel(llama, cache_length=CACHE, device="cpu")
+    make, clock = model._make_prefill_step, [0.0]
+
+    def slowly(size: int) -> session.Step:
+        clock[0] += 1000
+        return make(size)
+
+    def tick() -> float:
+        clock[0] += 1
+        return clock[0]
+
+    monkeypatch.setattr(model, "_make_prefill_step", slowly)
+    monkeypatch.setattr(session, "time", SimpleNamespace(perf_counter=tick))
+    reply = model.generate([5, 6, 7, 8, 9], 2, stop=frozenset())
+    assert len(list(reply)) == 2 and clock[0] > 1000
+    assert reply.stats.prefill_seconds < 10 and reply.stats.prompt_tokens == 5 and reply.stats.reused_tokens == 0
+    again = model.generate([5, 6, 7, 8, 9, 10], 2, stop=frozenset())
+    assert len(list(again)) == 2 and again.stats.reused_tokens == 5

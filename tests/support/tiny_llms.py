@@ -1,0 +1,135 @@
+"""Random language models of a few thousand parameters, and their tokenizers, as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_sim.llm import Checkpoint, load_checkpoint
+from npu_sim.llm.gguf_file import _LAYER_NAMES, _ROOT_NAMES
+
+transformers = pytest.importorskip("transformers")
+
+VOCAB = 160
+
+TEMPLATE = """
+{%- if messages[0]["role"] == "system" -%}<|im|>{{ messages[0]["content"] | trim }}{% endif %}
+    {% for message in messages %}
+{{ bos_token }}{{ message.role }}
+{{ {"text": message["content"], "ß": [1, none]} | tojson(indent=1) }}{{ eos_token }}
+        {% if loop.index == 3 %}{% break %}{% endif %}
+    {% endfor %}
+{% if tools is not none %}tools{% endif %}
+{% if add_generation_prompt %}{{ "<|im|>assistant\\n" }}{% endif %}
+{% if messages[-1].content == "refuse" %}{{ raise_exception("no") }}{% endif %}
+"""
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": family == "qwen2",
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    extra = {"head_dim": 32} if family == "qwen3" else {}
+    return transformers.AutoConfig.for_model(family, **{**sizes, **extra, **changes})
+
+
+def save_tiny(folder: Path, family: str, dtype: str, **changes: Any) -> Path:
+    """A random model of that family as a Hugging Face folder."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **changes), dtype=getattr(torch, dtype))
+    model.generation_config.eos_token_id = [2, 3]
+    model.save_pretrained(folder)
+    return folder
+
+
+def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {key: numpy_to_tensor(array) for key, array in checkpoint.state.items()}
+
+
+def save_tokenizer(folder: Path, template: str) -> None:
+    """A byte-level tokenizer of 300 tokens, saved as a Hugging Face folder has it."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    byte_level = ByteLevelBPETokenizer()
+    byte_level.train_from_iterator(["the cat sat on the mat", "naïve 🎉 日本", "Hello, world!"] * 9, vocab_size=300)
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=byte_level._tokenizer, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<|im|>"]
+    )
+    whole.chat_template = template
+    whole.save_pretrained(folder)
+
+
+def save_gguf(folder: Path, path: Path, encoding: str = "F32", **metadata: Any) -> Path:
+    """A Hugging Face folder of `save_tiny` and `save_tokenizer` as a GGUF file, as llama.cpp converts it.
+
+    Args:
+        encoding: The ggml type of the matrices; vectors are in float32.
+        metadata: Whole numbers that replace those of the architecture, with `_` for the dots in a key.
+    """
+    import gguf
+
+    checkpoint = load_checkpoint(folder, "float32")
+    config = checkpoint.config.whole
+    writer = gguf.GGUFWriter(path, config.model_type)
+    numbers = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.hidden_size // config.num_attention_heads,
+    }
+    for key, number in {**numbers, **{name.replace("__", "."): value for name, value in metadata.items()}}.items():
+        writer.add_uint32(f"{config.model_type}.{key}", number)
+    writer.add_float32(f"{config.model_type}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    _add_tokenizer(writer, folder)
+    theirs = {hugging_face: ours for ours, hugging_face in {**_ROOT_NAMES, **_LAYER_NAMES}.items()}
+    for name, tensor in tensors(checkpoint).items():
+        stem, _, suffix = name.rpartition(".")
+        layer = stem.split(".")[2] if stem.startswith("model.layers.") else None
+        part = stem if layer is None else stem.split(".", 3)[3]
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(stem.split(".")[-1])
+        array = tensor.float().numpy()
+        if config.model_type == "llama" and heads is not None:
+            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        kind = gguf.GGMLQuantizationType[encoding if array.ndim > 1 else "F32"]
+        prefix = "" if layer is None else f"blk.{layer}."
+        stored = gguf.quantize(np.ascontiguousarray(array), kind)
+        writer.add_tensor(f"{prefix}{theirs[part]}.{suffix}", stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_tokenizer(writer: Any, folder: Path) -> None:
+    whole = transformers.AutoTokenizer.from_pretrained(folder)
+    model = json.loads(whole.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    tokens = whole.convert_ids_to_tokens(range(len(whole)))
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in whole.all_special_tokens else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(whole.bos_token_id)
+    writer.add_eos_token_id(whole.eos_token_id)
+    writer.add_chat_template(whole.chat_template)
