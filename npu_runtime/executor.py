@@ -186,9 +186,10 @@ class _SharedMemory:
         self.prologue_runs = 0
         self._plan, self._backend, self._counters = plan, backend, counters
         self._weights: Mapping[str, DeviceBuffer] | None = None
-        arena = self.zeros((plan.arena_bytes,), "uint8") if plan.arena_bytes else None
+        if any(buffer.kind == "arena" for buffer in plan.buffers.values()):
+            arena = self.zeros((plan.arena_bytes,), "uint8")
         for name, buffer in plan.buffers.items():
-            if buffer.kind == "arena" and arena is not None:
+            if buffer.kind == "arena":
                 self.memory[name] = arena
             elif buffer.kind == "persistent":
                 self.memory[name] = self.zeros(buffer.alloc_shape, buffer.dtype)

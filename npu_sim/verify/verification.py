@@ -119,7 +119,7 @@ def _moved(half: np.ndarray, exact: np.ndarray, original: np.ndarray) -> np.ndar
     if half.dtype.kind not in "fV":
         return half
     with np.errstate(invalid="ignore"):
-        return widen(original) + (widen(half) - widen(exact))
+        return np.asarray(widen(original) + (widen(half) - widen(exact)))
 
 
 class _Verification:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,6 +18,7 @@ from plain_data import change, change_bytes
 from npu_compiler import (
     CompiledProgram,
     ConstraintError,
+    DeviceError,
     NPUError,
     ProgramFormatError,
     WeightError,
@@ -77,8 +80,15 @@ def _read_program(folder: Path) -> Check:
     return check
 
 
+_SLACK = 96 * 2**20  # bytes that a run may take beside what depends on the program: modules, threads, work space
+_FACTOR = 4
+
+
 def _run_program(folder: Path) -> Check:
-    """Reads a program and, if it loads, runs it on the CPU with weights and inputs of zeros."""
+    """Reads a program and, if it loads, runs it on the CPU with weights and inputs of zeros.
+
+    All that may take at most `_FACTOR` times the memory that the program declares, and `_SLACK`.
+    """
     import numpy as np
 
     from npu_compiler.graph.dtypes import numpy_dtype
@@ -89,16 +99,44 @@ def _run_program(folder: Path) -> Check:
     def zeros(spec: Any) -> Any:
         return backend.allocate_buffer(np.zeros(spec.shape, numpy_dtype(spec.dtype)), spec=spec)
 
-    def check(data: bytes) -> str:
-        program = CompiledProgram.from_bytes(data)
+    def run(program: CompiledProgram) -> None:
         executor = Executor(program, backend)
         inputs = {spec.name: zeros(spec) for spec in program.input_specs}
         outputs = executor.run(inputs, {name: zeros(weight.spec) for name, weight in program.weight_specs.items()})
         for spec in program.output_specs:
             outputs[spec.name].to_numpy(spec)
+
+    def check(data: bytes) -> str:
+        program = CompiledProgram.from_bytes(data)
+        plan = program.plan
+        declared = plan.arena_bytes + sum(buffer.size_bytes for buffer in plan.buffers.values())
+        if declared > _LARGEST_RUN:
+            return "loaded, but declares too much memory for this test"
+        with _address_space(_FACTOR * declared + _SLACK):
+            try:
+                run(program)
+            except DeviceError as error:
+                assert "out of memory" not in str(error), f"it declares {declared} bytes: {error}"
+                raise
         return "ran"
 
     return check
+
+
+_LARGEST_RUN = 2**28
+
+
+@contextmanager
+def _address_space(extra: int) -> Iterator[None]:
+    """Limit what the process may map meanwhile to so many bytes more than it has mapped."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = used + extra if before[1] == resource.RLIM_INFINITY else min(used + extra, before[1])
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _read_graph(folder: Path) -> Check:

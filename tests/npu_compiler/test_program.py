@@ -416,3 +416,13 @@ def test_a_program_cannot_be_saved_where_there_is_no_folder(program: CompiledPro
     with pytest.raises(InputError, match="cannot write"):
         program.save(tmp_path / "folder.npubin")
     assert temporaries(tmp_path) == ["folder.npubin"]
+
+
+def test_a_program_whose_only_intermediate_value_is_empty_runs() -> None:
+    g = IRBuilder()
+    empty = g("aten.slice.Tensor", g("aten.neg.default", g.input("x", 2, 3)), 1, 3, 3)
+    g.output(g("aten.cat.default", [g("aten.abs.default", empty), g.input("y", 2, 3)], 1, name="z"))
+    program = compile(g.ir())
+    ones = np.ones((2, 3), np.float32)
+    result = Executor(CompiledProgram.from_bytes(program.to_bytes()), CPUBackend()).run({"x": ones, "y": ones})
+    assert np.array_equal(result["z"].to_numpy(), ones)
