@@ -39,7 +39,7 @@ def check_program(target: str, compute_dtype: str, plan: ExecutionPlan) -> None:
         for view in (*call.inputs, *call.outputs):
             _check_view(view, plan.buffers.get(view.buffer))
     _check_outputs(plan)
-    _check_writes(plan, calls)
+    _check_writes(plan)
     if target in (OP_LEVEL.name, METAL_GPU.name):
         _check_repeats(plan, calls)
         for call in calls:
@@ -158,19 +158,30 @@ def _check_outputs(plan: ExecutionPlan) -> None:
             raise ProgramFormatError(f"output '{spec.name}' is not what its buffer '{view.buffer}' holds")
 
 
-def _check_writes(plan: ExecutionPlan, calls: Sequence[KernelCall]) -> None:
-    """Nothing writes to what is read-only, or to one place under two indices."""
-    written = set(plan.donations.values())
-    for call in calls:
-        kinds = {plan.buffers[view.buffer].kind for view in call.outputs if view.buffer not in written}
-        if not call.outputs or kinds & {"input", "weight", "constant"}:
+def _check_writes(plan: ExecutionPlan) -> None:
+    """Nothing writes to what is read-only, or to one place under two indices.
+
+    The prologue makes what is persistent, of weights, constants and what it made before; no other call writes that.
+    """
+    donated = set(plan.donations.values())
+    for call in plan.prologue:
+        _check_written(call, plan, {"persistent"}, set())
+        if not {plan.buffers[view.buffer].kind for view in call.inputs} <= {"weight", "constant", "persistent"}:
             raise ProgramFormatError(
-                f"kernel '{call.kernel}' (node '{call.node}') writes to no buffer, or to one that is read-only"
+                f"kernel '{call.kernel}' (node '{call.node}') makes a constant of what changes from run to run"
             )
-        if not all(map(_writes_apart, call.outputs)):
-            raise ProgramFormatError(
-                f"kernel '{call.kernel}' (node '{call.node}') writes several elements to one place"
-            )
+    for call in plan.calls:
+        _check_written(call, plan, {"arena", "output"}, donated)
+
+
+def _check_written(call: KernelCall, plan: ExecutionPlan, kinds: set[str], donated: set[str]) -> None:
+    """A call may write to buffers of these kinds, and to inputs that are donated."""
+    where = f"kernel '{call.kernel}' (node '{call.node}') writes"
+    written = [view.buffer for view in call.outputs]
+    if not written or any(plan.buffers[name].kind not in kinds and name not in donated for name in written):
+        raise ProgramFormatError(f"{where} to no buffer, or to one that is read-only")
+    if not all(map(_writes_apart, call.outputs)):
+        raise ProgramFormatError(f"{where} several elements to one place")
 
 
 def _writes_apart(view: View) -> bool:
