@@ -37,5 +37,9 @@ class DeviceError(NPUError):
     """A device is absent, out of memory, or failed while running."""
 
 
+class NumericalWarning(UserWarning):
+    """A result holds values that are not finite, or that were clamped to the range of its dtype."""
+
+
 class InputError(NPUError):
     """What the user handed in (a run-time input, a file, an argument) does not fit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
 from npu_runtime.named_values import Outputs, inputs_by_name
+from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array, check_array
 from npu_runtime.profiler import Profiler
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
@@ -33,10 +35,16 @@ class DAGExecutor:
 
     Several threads may call `execute` at once: CPU partitions run side by side, runs on the device queue (see
     `Executor`), and each thread has buffers of its own for what it uploads.
+
+    Args:
+        check_outputs: Warn (`NumericalWarning`) of outputs that hold values that are not finite or at the limit of the
+            compute dtype.
     """
 
-    def __init__(self, plan: PartitionPlan, backend: Hardware | Opened[Hardware]) -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: PartitionPlan, backend: Hardware | Opened[Hardware], *, check_outputs: bool = False
+    ) -> None:
+        self.plan, self.check_outputs = plan, check_outputs
         self.backend = as_backend(backend)
         self.executors: dict[int, Executor] = {}
         self._device_weights: dict[int, dict[str, DeviceBuffer]] = {}
@@ -126,7 +134,14 @@ class DAGExecutor:
         result = Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
         if profiler is not None:
             profiler.add_run(time.perf_counter() - start)
+        if self.check_outputs:
+            warn_of_doubtful_values(result, self._output_specs())
         return result
+
+    def _output_specs(self) -> list[TensorSpec]:
+        """The outputs by name, stored in the compute dtype, however wide the graph says they are."""
+        tensors, dtype = self.plan.graph.tensors, self.plan.compute_dtype
+        return [replace(tensors[tensor], name=name, storage=dtype) for name, tensor in self._outputs()]
 
     def _outputs(self) -> list[tuple[str, str]]:
         graph = self.plan.graph

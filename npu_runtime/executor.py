@@ -35,6 +35,7 @@ from npu_runtime.dispatch import DispatchStrategy
 from npu_runtime.executor_inputs import InputPlaces, check_fits
 from npu_runtime.hardware import Hardware, Launch, Operand
 from npu_runtime.named_values import Outputs, inputs_by_name
+from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array
 from npu_runtime.profiler import Profiler
 
@@ -61,6 +62,8 @@ class Executor:
         program: The program, or the path of a `.npubin`.
         device: A device or backend. Default: the best one on this machine.
         config: The target's parameters, as a check: the device has to run that target's programs.
+        check_outputs: Look at the outputs of every run, which downloads them, and warn (`NumericalWarning`) of values
+            that are not finite or at the limit of float16.
 
     Attributes:
         counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
@@ -76,10 +79,12 @@ class Executor:
         program: CompiledProgram | str | Path,
         device: Hardware | Opened[Hardware] | None = None,
         config: TargetConfig | None = None,
+        *,
+        check_outputs: bool = False,
     ) -> None:
         if not isinstance(program, CompiledProgram):
             program = CompiledProgram.load(program)
-        self.program = program
+        self.program, self.check_outputs = program, check_outputs
         self.backend = as_backend(_best_device() if device is None else device)
         self.counters: Counter[str] = Counter()
         known = self.backend.runs_targets
@@ -141,7 +146,11 @@ class Executor:
             else:
                 run.launch_profiled(profiler)
                 profiler.add_run(time.perf_counter() - start)
-            return run.results(bound)
+            results = run.results(bound)
+        if self.check_outputs:
+            specs = self.program.output_specs
+            warn_of_doubtful_values({spec.name: results[spec.name].to_numpy() for spec in specs}, specs)
+        return results
 
     def _checked(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> Mapping[str, DeviceBuffer | np.ndarray]:
         """The inputs by the program's names for them; buffers are checked here, arrays when they are uploaded."""

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import InputError
-from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, INT_DTYPES, dtype_name, numpy_dtype, saturating_cast
+from npu_compiler.graph.dtypes import (
+    FLOAT_MAX,
+    INT32_MAX,
+    INT32_MIN,
+    INT_DTYPES,
+    dtype_name,
+    misfit,
+    numpy_dtype,
+    saturating_cast,
+)
 from npu_compiler.graph.model import TensorSpec
 
 _KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
@@ -42,10 +51,17 @@ def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """Check an array against a spec, then cast and pad it to what the device stores.
 
     Raises:
-        InputError: wrong shape, a float where integers are wanted, or an index out of bounds.
+        InputError: wrong shape, a float where integers are wanted, an index out of bounds, or a value that is too large
+            for the dtype it is stored in.
     """
     check_array(data, spec)
-    stored = saturating_cast(np.asarray(data, order="C"), spec.storage or spec.dtype)
+    storage = spec.storage or spec.dtype
+    if (lost := misfit(data, storage)) is not None:
+        raise InputError(
+            f"'{spec.name}' holds {lost:.6g}, which {storage} cannot hold (at most {FLOAT_MAX[storage]:.6g}); compile "
+            "the program for compute dtype bfloat16 or float32"
+        )
+    stored = saturating_cast(np.asarray(data, order="C"), storage)
     if spec.alloc_shape is not None and spec.alloc_shape != spec.shape:
         if not _fits_in(spec.shape, spec.alloc_shape):
             raise InputError(f"'{spec.name}' of shape {list(spec.shape)} does not fit in {list(spec.alloc_shape)}")

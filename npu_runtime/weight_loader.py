@@ -14,7 +14,7 @@ import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import WeightError
-from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype, saturating_cast
+from npu_compiler.graph.dtypes import FLOAT_MAX, INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_compiler.program.plan import WeightSpec
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
@@ -41,7 +41,7 @@ def load_weights(
         cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
 
     Raises:
-        WeightError: lists every weight that is missing, unknown, misshapen or holds NaN.
+        WeightError: lists every weight that is missing, unknown or misshapen, holds NaN, or does not fit its dtype.
     """
     backend = as_backend(device)
     with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
@@ -73,7 +73,25 @@ def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], lis
     problems = [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
     if problems or len(state) < len(set(weight.recipe.keys())):
         return problems, []
-    return [], [cast_weight(part, weight.spec.storage) for part in _parts(weight.recipe, state)]
+    parts = _parts(weight.recipe, state)
+    lost = next((value for part in parts if (value := find_misfit(part, weight.spec.storage)) is not None), None)
+    if lost is not None:
+        return [f"too large: '{weight.recipe}' {_does_not_fit(lost, weight.spec.storage)}"], []
+    return [], [cast_weight(part, weight.spec.storage) for part in parts]
+
+
+def _does_not_fit(value: float, dtype: str) -> str:
+    return (
+        f"contains {value:.6g}, which {dtype} cannot hold (at most {FLOAT_MAX[dtype]:.6g}); "
+        "compile for compute dtype bfloat16 or float32"
+    )
+
+
+def find_misfit(array: np.ndarray, dtype: str) -> float | None:
+    """`dtypes.misfit`, by several threads."""
+    flat = array.reshape(-1)
+    found = in_pieces(lambda piece: misfit(flat[piece], dtype), flat.size, _PIECE)
+    return next((value for value in found if value is not None), None)
 
 
 def _parts(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 
@@ -62,16 +64,41 @@ def itemsize(name: str) -> int:
     return numpy_dtype(name).itemsize
 
 
-def saturate(value: float, dtype: str) -> float:
-    """Clamp a finite value to the finite range of a float dtype; infinities and NaN pass.
+# Finite values that stand for an infinity, as masks use them: the lowest float32 or bfloat16, or -1e9. Stored in 16
+# bits they must stay finite, or a row that is masked throughout turns from a uniform softmax into NaN.
+_HUGE, _MASKING = 1e38, -1e9
 
-    Masks are often built from the float32 minimum; stored in 16 bits it must stay finite, or a row that is
-    masked throughout turns from a uniform softmax into NaN.
+
+def saturate(value: float, dtype: str, *, masks: bool = True) -> float:
+    """Clamp a value that stands for an infinity to the finite range of a float dtype; other values pass.
+
+    Args:
+        masks: Whether `_MASKING` and what is below stands for one too, not only what is huge.
     """
     limit = FLOAT_MAX.get(dtype)
-    if limit is None or value != value or value in (float("inf"), float("-inf")):
+    if limit is None or not math.isfinite(value) or not (abs(value) >= _HUGE or (masks and value <= _MASKING)):
         return value
     return min(max(value, -limit), limit)
+
+
+def stands_for_infinity(values: np.ndarray) -> np.ndarray:
+    """Which finite values of a float array stand for an infinity."""
+    result: np.ndarray = np.isfinite(values) & ((np.abs(values) >= _HUGE) | (values <= _MASKING))
+    return result
+
+
+def misfit(values: np.ndarray, dtype: str) -> float | None:
+    """A finite value, none that stands for an infinity, that a float dtype cannot hold; None where there is none."""
+    limit = FLOAT_MAX.get(dtype)
+    if limit is None or values.size == 0 or np.dtype(values.dtype).name not in ("float32", "float64", "bfloat16"):
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        if -limit <= values.min() and values.max() <= limit:
+            return None
+        wide = values.astype(np.float64)
+        lost = np.isinf(values.astype(numpy_dtype(dtype)).astype(np.float64)) & np.isfinite(wide)
+    lost &= ~stands_for_infinity(wide)
+    return float(wide[lost][0]) if lost.any() else None
 
 
 def as_int32(value: float) -> int:

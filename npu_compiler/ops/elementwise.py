@@ -30,6 +30,7 @@ def elementwise(
     identity: Callable[[OpNode], bool] | None = None,
     moves: bool = False,
     one_dtype: bool = False,
+    masks: bool = False,
     **attrs: float | bool,
 ) -> Elementwise:
     """Add an element-wise op and its row in the op table.
@@ -40,9 +41,10 @@ def elementwise(
         aten: Space-separated ATen names that lower to it; defaults to `<name>`.
         integer: The result over ints; `SAME` if the expression serves for both.
         identity, moves, one_dtype: As in `Op`.
+        masks: As in `Elementwise`.
     """
     integer = expr if integer == SAME else integer
-    op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs)
+    op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs, masks)
     add_elementwise(op)
 
     def lower(ctx: Lowering, node: OpNode) -> None:
@@ -115,7 +117,7 @@ for _name, (_expr, _integer) in _INTEGER_UNARY.items():
     elementwise(_name, "self", _expr, integer=_integer)
 
 elementwise("bitwise_not", "self", "~int(a)", "torch.bitwise_not", "npu.bitwise_not", integer="~a")
-elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME, identity=always, moves=True)
+elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME, identity=always, moves=True, masks=True)
 elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
 elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME)
 elementwise("gelu_erf", "self", "0.5f * a * (1 + erf(a * 0.70710678118654752f))", F + "gelu", "npu.gelu_erf")
@@ -155,7 +157,9 @@ elementwise(
 )
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
-elementwise("add", "self other", "a + alpha * b", integer="a + int(alpha) * b", identity=_scalar_is(0), alpha=1)
+elementwise(
+    "add", "self other", "a + alpha * b", integer="a + int(alpha) * b", identity=_scalar_is(0), alpha=1, masks=True
+)
 elementwise(
     "sub",
     "self other",
@@ -164,8 +168,9 @@ elementwise(
     integer="a - int(alpha) * b",
     identity=_scalar_is(0),
     alpha=1,
+    masks=True,
 )
-elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - int(alpha) * a", alpha=1)
+elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - int(alpha) * a", alpha=1, masks=True)
 elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME, identity=_scalar_is(1))
 elementwise("true_divide", "self other", "a / b")
 elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME)
@@ -176,8 +181,8 @@ elementwise("pow", "self exponent", "pow(a, b)", integer="int_pow(a, b)")
 elementwise("remainder", "self other", "floor_mod(a, b)", integer=SAME)
 elementwise("fmod", "self other", "fmod(a, b)", integer="trunc_mod(a, b)")
 elementwise("atan2", "self other", "atan2(a, b)")
-elementwise("maximum", "self other", "a > b || a != a ? a : b", aten="maximum max.other", integer=SAME)
-elementwise("minimum", "self other", "a < b || a != a ? a : b", aten="minimum min.other", integer=SAME)
+elementwise("maximum", "self other", "a > b || a != a ? a : b", aten="maximum max.other", integer=SAME, masks=True)
+elementwise("minimum", "self other", "a < b || a != a ? a : b", aten="minimum min.other", integer=SAME, masks=True)
 elementwise("eq", "self other", "a == b", integer=SAME)
 elementwise("ne", "self other", "a != b", aten="ne not_equal", integer=SAME)
 elementwise("lt", "self other", "a < b", aten="lt less", integer=SAME)
@@ -190,14 +195,14 @@ elementwise("logical_xor", "self other", "(a != 0) != (b != 0)", integer=SAME)
 elementwise("bitwise_and", "self other", "int(a) & int(b)", aten="bitwise_and __and__", integer="a & b")
 elementwise("bitwise_or", "self other", "int(a) | int(b)", aten="bitwise_or __or__", integer="a | b")
 elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __xor__", integer="a ^ b")
-elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME)
+elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME, masks=True)
 elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
 elementwise(
     "lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp", one_dtype=True
 )
-elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME)
-elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME)
+elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME, masks=True)
+elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME, masks=True)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
 elementwise(

@@ -135,8 +135,9 @@ class Lowering:
     ) -> None:
         """Append an element-wise call; tensors broadcast to the output's shape, scalars become parameters."""
         inputs = [x.expand(out.shape) for x in operands if isinstance(x, View)]
+        masks = ELEMENTWISE[op].masks
         scalars = [
-            None if isinstance(x, View) else saturate(float(x), out.dtype) if isinstance(x, float) else x
+            None if isinstance(x, View) else saturate(x, out.dtype, masks=masks) if isinstance(x, float) else x
             for x in operands
         ]
         dense = all(view.is_contiguous for view in (*inputs, out))

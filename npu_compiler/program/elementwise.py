@@ -26,6 +26,8 @@ class Elementwise:
             `trunc_mod`, `floor_div` and `floor_mod`.
         torch: Dotted torch function, called with the operands and the attributes as keywords.
         attrs: Attribute → default.
+        masks: Whether a scalar such as -1e9 stands for minus infinity (see `dtypes.saturate`): the op passes it on or
+            adds it, where others would scale by it.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Elementwise:
     integer: str | None
     torch: str
     attrs: Mapping[str, float | bool] = field(default_factory=dict)
+    masks: bool = False
 
 
 ELEMENTWISE: dict[str, Elementwise] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.dtypes import FLOAT_MAX, numpy_dtype, stands_for_infinity
 
 MIN_PEARSON = 0.999
 MAX_ERROR_RATIO = 1.25
@@ -53,9 +53,10 @@ def compare_output(
 ) -> OutputReport:
     """Compare one output over several runs.
 
-    A float output passes if it is finite where PyTorch is, its Pearson r is above `MIN_PEARSON`, its RMS error is at
-    most `MAX_ERROR_RATIO` times PyTorch's own in `dtype` (more for fewer than `FEW_VALUES` values, whose RMS is noisy),
-    and its argmax along the last axis is the reference's but for near-ties. Other outputs must be equal.
+    A float output passes if it is finite, and not clamped to the range of `dtype`, where PyTorch in float32 is, its
+    Pearson r is above `MIN_PEARSON`, its RMS error is at most `MAX_ERROR_RATIO` times PyTorch's own in `dtype` (more
+    for fewer than `FEW_VALUES` values, whose RMS is noisy), and its argmax along the last axis is the reference's but
+    for near-ties. Other outputs must be equal. Values that stand for an infinity (`dtypes.saturate`) are left out.
 
     Args:
         ours: The device's values, one array per run, all of one shape.
@@ -65,19 +66,25 @@ def compare_output(
     """
     is_float = ours[0].dtype.kind in "fV"
     got, want, near = (np.stack([widen(value) for value in values]) for values in (ours, exact, half))
-    finite = np.isfinite(got) & np.isfinite(want) & np.isfinite(near)
+    meant = np.isfinite(want) & ~stands_for_infinity(want) if is_float else np.isfinite(want)
     problems: list[str] = []
-    strange = int(np.count_nonzero(~np.isfinite(got) & np.isfinite(want) & np.isfinite(near)))
+    strange = int(np.count_nonzero(~np.isfinite(got) & meant))
     if strange:
-        problems.append(f"{strange} of {got.size} values are not finite, although PyTorch's are")
+        problems.append(f"{strange} of {got.size} values are not finite, although PyTorch's in float32 are")
+    limit = FLOAT_MAX[dtype]
+    clamped = int(np.count_nonzero((np.abs(got) == limit) & meant & (np.abs(want) > limit)))
+    if clamped:
+        problems.append(f"{clamped} of {got.size} values are clamped to the range of {dtype}, ±{limit:.6g}")
+    finite = np.isfinite(got) & meant
+    ordinary = finite & np.isfinite(near)
     if not is_float:
         wrong = int(np.count_nonzero((got != want) & (near == want)))
         if wrong:
             problems.append(f"{wrong} of {got.size} values differ")
-        return OutputReport(name, None, rms((got - want)[finite]), rms((near - want)[finite]), tuple(problems))
-    error, allowed = rms((got - want)[finite]), rms((near - want)[finite])
+        return OutputReport(name, None, rms((got - want)[finite]), rms((near - want)[ordinary]), tuple(problems))
+    error, allowed = rms((got - want)[ordinary]), rms((near - want)[ordinary])
     ratio = MAX_ERROR_RATIO + (4 / np.sqrt(got.size) if 0 < got.size < FEW_VALUES else 0)
-    floor = ROUNDING[dtype] * rms(want[finite]) * (1 if dtype == "float32" else 0.1)
+    floor = ROUNDING[dtype] * rms(want[ordinary]) * (1 if dtype == "float32" else 0.1)
     pearson = _pearson(got[finite], want[finite])
     if pearson is not None and not pearson > MIN_PEARSON:
         problems.append(f"Pearson r is {pearson:.6f}; it must be above {MIN_PEARSON}")
@@ -85,7 +92,7 @@ def compare_output(
         problems.append(
             f"the RMS error is {error:.3e}, more than {ratio:.2f} times PyTorch's own error in {dtype}, {allowed:.3e}"
         )
-    if finite.all() and got.ndim > 1 and got.shape[-1] > 1:
+    if ordinary.all() and got.ndim > 1 and got.shape[-1] > 1:
         behind = want.max(-1) - np.take_along_axis(want, got.argmax(-1)[..., None], -1)[..., 0]
         tie = 2 * np.abs(near - want).max() + 2 * ROUNDING[dtype] * np.abs(want).max()
         if (behind > tie).any():
@@ -106,12 +113,14 @@ def excess_error(ours: np.ndarray, exact: np.ndarray, half: np.ndarray, dtype: s
     and the largest one count.
     """
     got, want, near = widen(ours), widen(exact), widen(half)
-    usable = np.isfinite(want) & np.isfinite(near)
+    is_float = ours.dtype.kind in "fV"
+    meant = np.isfinite(want) & ~stands_for_infinity(want) if is_float else np.isfinite(want)
+    if not np.isfinite(got[meant]).all():
+        return float("inf")
+    usable = meant & np.isfinite(near)
     if not usable.any():
         return 0.0
-    if not np.isfinite(got[usable]).all():
-        return float("inf")
-    if ours.dtype.kind not in "fV":
+    if not is_float:
         return float(np.count_nonzero((got != want) & (near == want)))
     ours_off, near_off, unit = np.abs(got - want)[usable], np.abs(near - want)[usable], ROUNDING[dtype]
     largest, typical = float(np.abs(want[usable]).max()), rms(want[usable])

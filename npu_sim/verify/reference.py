@@ -1,8 +1,9 @@
-"""The reference values: the same graph run by PyTorch on the CPU, once in float32 and once in the compute dtype.
+"""The reference values: the same graph run by PyTorch on the CPU, in float32 and in the compute dtype.
 
-Both run node by node through `npu_runtime.cpu_fallback`, with weights, inputs and constants cast. In the compute dtype,
-a tensor has the dtype in which the compiler stores it, so what the compiler keeps in float32 (rotary angles, norms) is
-float32 here too.
+What outputs are held against is the graph as it was read, in float32. The others are the normalized graph, in both
+dtypes: they tell how far PyTorch itself is off, and which kernel is wrong. All run node by node through
+`npu_runtime.cpu_fallback`, with weights, inputs and constants cast. In the compute dtype, a tensor has the dtype in
+which the compiler stores it, so what the compiler keeps in float32 (rotary angles, norms) is float32 here too.
 """
 
 from __future__ import annotations
@@ -82,6 +83,13 @@ class Reference:
         )
 
 
+def original_reference(graph: IRGraph, state: Mapping[str, Any]) -> Reference:
+    """The reference in float32 of a graph as it was read, before any stage of the compiler has touched it."""
+    keys = {name: next(recipe.keys()) for name, recipe in graph.weights.items()}
+    named = replace(graph, weights={name: from_key(name) for name in graph.weights})
+    return Reference(retype(named, _wide(named)), state, keys)
+
+
 def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> tuple[Reference, Reference]:
     """The references of a normalized graph: in float32, and in the compute dtype.
 
@@ -94,12 +102,16 @@ def references(graph: IRGraph, state: Mapping[str, Any], compute_dtype: str) -> 
     recipes = {name: from_key(name) for name in stored.weights}
     stored = replace(stored, weights=recipes)
     narrow = {name: spec.storage for name, spec in stored.tensors.items() if spec.dtype in FLOAT_DTYPES}
-    wide = {
+    return Reference(retype(stored, _wide(stored)), state, keys), Reference(retype(stored, narrow), state, keys)
+
+
+def _wide(graph: IRGraph) -> dict[str, str]:
+    """Float tensor → its dtype in a float32 reference."""
+    return {
         name: "float32" if spec.dtype in HALF_DTYPES else spec.dtype
-        for name, spec in stored.tensors.items()
+        for name, spec in graph.tensors.items()
         if spec.dtype in FLOAT_DTYPES
     }
-    return Reference(retype(stored, wide), state, keys), Reference(retype(stored, narrow), state, keys)
 
 
 def retype(graph: IRGraph, dtypes: Mapping[str, str]) -> IRGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import ml_dtypes
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from cuda_gpu import DEVICES
+from ir_builder import IRBuilder
 from safetensors.torch import save_file
 
-from npu_compiler.errors import WeightError
+from npu_compiler import CompiledProgram, compile, partition
+from npu_compiler.errors import InputError, NumericalWarning, WeightError
 from npu_compiler.graph.dtypes import saturating_cast
 from npu_compiler.graph.model import TensorSpec
-from npu_runtime import Device
+from npu_runtime import CPUBackend, DAGExecutor, Device, Executor, load_weights
+from npu_runtime.numerics import doubtful_values
 from npu_runtime.pieces import ahead
 from npu_runtime.weight_loader import MappedCheckpoint, cast_weight, check_weight, holds_nan, to_numpy
 
@@ -126,3 +130,59 @@ def test_an_error_of_work_done_ahead_arrives_at_its_turn() -> None:
     assert [next(results) for _ in range(3)] == [2, 3, 6]
     with pytest.raises(ZeroDivisionError):
         next(results)
+
+
+def half_linear() -> CompiledProgram:
+    g = IRBuilder()
+    return compile(g.output(g("aten.linear.default", g.input("x", 2, 3), g.weight("w", 4, 3), name="y")).ir())
+
+
+def test_a_weight_beyond_its_dtype_is_an_error_that_offers_wider_ones() -> None:
+    weight = np.ones((4, 3), np.float32)
+    weight[2, 1] = 1.15e5
+    message = r"too large: 'w' contains 115000, which float16 cannot hold \(at most 65504\); compile for compute dtype"
+    with pytest.raises(WeightError, match=message):
+        load_weights({"w": weight}, half_linear(), Device("cpu"))
+    for value in (np.inf, -1e9, float(np.finfo(np.float32).min), 65519.0):  # masks, and what rounds to the largest
+        weight[2, 1] = value
+        load_weights({"w": weight}, half_linear(), Device("cpu"))
+
+
+def test_an_input_beyond_its_dtype_is_an_error_that_offers_wider_ones() -> None:
+    program, x = half_linear(), np.ones((2, 3), np.float32)
+    weights = load_weights({"w": np.ones((4, 3), np.float32)}, program, Device("cpu"))
+    executor = Executor(program, Device("cpu"))
+    x[1, 1] = 1e6
+    message = r"'x' holds 1e\+06, which float16 cannot hold \(at most 65504\); compile the program for compute dtype"
+    with pytest.raises(InputError, match=message):
+        executor.run({"x": x}, weights)
+    x[1, 1] = np.finfo(np.float32).min
+    assert np.isfinite(executor.run({"x": x * 0 + 1}, weights)[0].to_numpy()).all()
+
+
+def test_doubtful_outputs_are_warned_of_where_it_is_asked_for() -> None:
+    program = half_linear()
+    weights = load_weights({"w": np.full((4, 3), 300, np.float32)}, program, Device("cpu"))
+    x = np.full((2, 3), 300, np.float32)
+    with pytest.warns(NumericalWarning, match=r"output 'y': 8 of 8 values are not finite; compute dtype bfloat16 or"):
+        Executor(program, Device("cpu"), check_outputs=True).run({"x": x}, weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Executor(program, Device("cpu")).run({"x": x}, weights)
+        Executor(program, Device("cpu"), check_outputs=True).run({"x": x / 300}, weights)
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 2, 3), g.weight("w", 4, 3), name="y"))
+    dag = DAGExecutor(partition(g.ir()), CPUBackend(), check_outputs=True)
+    dag.load_weights({"w": np.full((4, 3), 300, np.float32)})
+    with pytest.warns(NumericalWarning, match="output 'y': 8 of 8 values are not finite"):
+        dag.execute({"x": x})
+
+
+def test_values_at_the_limit_of_float16_are_doubtful() -> None:
+    spec = TensorSpec("y", (3,), "float32", "float16")
+    (sentence,) = doubtful_values({"y": np.array([1, -65504, 3], np.float16)}, [spec])
+    assert sentence.startswith(
+        "output 'y': 1 of 3 values are at the limit of float16, 65504; compute dtype bfloat16 or"
+    )
+    assert doubtful_values({"y": np.array([1, 2, 3], np.float16)}, [spec]) == []
+    assert doubtful_values({"y": np.array([1, 2])}, [TensorSpec("y", (2,), "int64", "int32")]) == []

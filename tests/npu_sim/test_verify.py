@@ -13,12 +13,13 @@ from ir_builder import IRBuilder
 from numerics import MIN_DRAWS
 
 from cuda_compiler.rules.table import RULES as CUDA_RULES
+from npu_compiler import IRGraph, compile
 from npu_compiler.errors import DeviceError, InputError, WeightError
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.fusions.activations import rewrite_unary
 from npu_compiler.fusions.engine import Fusion, P, Var, mul
 from npu_compiler.graph.reader import read_ir
-from npu_runtime import CPUBackend, Device
+from npu_runtime import CPUBackend, Device, Executor
 from npu_runtime.cpu import backend as cpu_backend
 from npu_runtime.cpu.kernels import CPU_KERNELS, kernel_meaning
 from npu_sim.arrays import random_inputs
@@ -199,3 +200,69 @@ def test_a_device_error_is_not_hidden(monkeypatch: pytest.MonkeyPatch, device: D
 
     monkeypatch.setattr(device.backend, "allocate_zeros", refuse)
     assert check(device).failure == "no memory left"
+
+
+def overflowing() -> IRBuilder:
+    """softmax((1e6 x)² / 1e12): the square is beyond float16, though the result is not."""
+    g = IRBuilder("overflowing")
+    large = g("aten.mul.Tensor", g.input("x", 2, 8), 1e6, name="large")
+    square = g("aten.mul.Tensor", large, large, name="square")
+    return g.output(g("aten.softmax.int", g("aten.div.Tensor", square, 1e12, name="small"), -1, name="probabilities"))
+
+
+def test_values_that_overflow_in_16_bits_fail_and_the_kernel_that_did_it_is_named() -> None:
+    inputs = [{"x": np.linspace(0.5, 2, 16, dtype=np.float32).reshape(2, 8)}]
+    report = verify(overflowing().ir(), {}, inputs, Device("cpu"))
+    assert not report.passed
+    assert "16 of 16 values are not finite, although PyTorch's in float32 are" in report.outputs[0].problems
+    assert report.culprit is not None and report.culprit.node == "large"
+    for dtype in ("bfloat16", "float32"):
+        assert verify(overflowing().ir(), {}, inputs, Device("cpu"), compute_dtype=dtype).passed
+
+
+def test_values_clamped_to_the_range_fail() -> None:
+    exact = np.array([[1e5, 2.0, 3.0]], np.float32)
+    clamped = np.clip(exact, -65504, 65504)
+    report = compare_output("y", [clamped], [exact], [clamped], "float16")
+    assert "1 of 3 values are clamped to the range of float16, ±65504" in report.problems
+    lowest = np.array([[np.finfo(np.float32).min, 2.0, 3.0]], np.float32)
+    masked = np.array([[-65504.0, 2.0, 3.0]], np.float32)
+    assert compare_output("y", [masked], [lowest], [masked], "float16").passed
+
+
+def test_outputs_are_held_against_the_graph_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first passes do wrong is in every other reference too."""
+    g = IRBuilder("doubled")
+    ir = g.output(g("aten.mul.Tensor", g.input("x", 4, 8), 2.0, name="y")).ir()
+    inputs = [{"x": np.random.default_rng(SEED).normal(size=(4, 8)).astype(np.float32)}]
+    assert verify(ir, {}, inputs, Device("cpu")).passed
+
+    def wrong(graph: IRGraph) -> IRGraph:
+        shifted = replace(graph.nodes[0], op_type="aten.add.Tensor")
+        return replace(graph, nodes=[shifted, *graph.nodes[1:]])
+
+    monkeypatch.setattr("npu_compiler.compiler._NORMALIZE", [("wrong", wrong)])
+    report = verify(ir, {}, inputs, Device("cpu"))
+    assert not report.passed
+    assert "normalizing the graph changes its result" in report.remark and report.remark in str(report)
+
+
+@pytest.mark.parametrize(("op", "expected"), [("mul", 1e6 * 3e-3), ("div", 3e-3 / 1e6), ("pow", 3e-3**1e5)])
+def test_scalars_beyond_16_bits_take_part_as_they_are(op: str, expected: float) -> None:
+    g = IRBuilder()
+    number = 1e5 if op == "pow" else 1e6
+    name = "aten.pow.Tensor_Scalar" if op == "pow" else f"aten.{op}.Tensor"
+    g.output(g(name, g.input("x", 4), number, name="y"))
+    result = Executor(compile(g.ir()), Device("cpu")).run({"x": np.full(4, 3e-3, np.float32)})["y"].to_numpy()
+    np.testing.assert_allclose(result, np.float16(expected), rtol=2e-3)
+
+
+def test_scalars_that_stand_for_an_infinity_stay_finite() -> None:
+    """A row that is masked throughout becomes uniform, as in PyTorch, and not NaN."""
+    for fill in (-1e9, float(np.finfo(np.float32).min)):
+        g = IRBuilder()
+        x, mask = g.input("x", 2, 4), g.input("mask", 2, 4, dtype="bool")
+        g.output(g("aten.softmax.int", g("aten.masked_fill.Scalar", x, mask, fill), -1, name="y"))
+        inputs = {"x": np.ones((2, 4), np.float32), "mask": np.ones((2, 4), np.bool_)}
+        result = Executor(compile(g.ir()), Device("cpu")).run(inputs)["y"].to_numpy()
+        np.testing.assert_allclose(result, 0.25)
