@@ -140,7 +140,10 @@ def _resolve(op_type: str) -> Any:
     if namespace == "transformers":
         import transformers.integrations.moe  # noqa: F401  (registers the namespace)
     try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        if any(argument.name == "filename" for argument in function._schema.arguments):
+            raise ExecutionError(f"op '{op_type}' reads and writes a file that the IR names, which is not allowed")
+        return function
     except (AttributeError, RuntimeError) as error:
         advice = "; extract the IR under torch.no_grad()" if op_type.startswith("wrap_with") else ""
         raise ExecutionError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either{advice}") from error

@@ -252,7 +252,8 @@ def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.
 
     auto, field = TASKS[task]
     try:
-        model = getattr(transformers, auto).from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        kind = getattr(transformers, auto)
+        model = kind.from_pretrained(folder, dtype="auto", local_files_only=True, trust_remote_code=False).eval()
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"transformers cannot load '{folder}' for {task}: {str(error).splitlines()[0]}") from error
     wrapped = with_one_output(model, field)

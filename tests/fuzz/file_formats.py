@@ -71,7 +71,8 @@ def open_safetensors(data: bytes) -> dict[str, Any]:
 def seal_safetensors(content: Any) -> bytes:
     header = seal_json(content["header"])
     length = (len(header) + int(content["excess"])) % 2**64
-    return length.to_bytes(8, "little") + header + content["data"]
+    data: bytes = content["data"]
+    return length.to_bytes(8, "little") + header + data
 
 
 # GGUF's types of values: the format characters of `struct`; 8 is a string and 9 an array.
@@ -107,7 +108,8 @@ def seal_gguf(content: Any) -> bytes:
         parts += [_gguf_string(name), _packed("I", len(dims)), *(_packed("Q", size) for size in dims)]
         parts += [_packed("I", kind), _packed("Q", offset)]
     whole = b"".join(parts)
-    return whole + b"\0" * (-len(whole) % _GGUF_ALIGNMENT) + content["data"]
+    data: bytes = content["data"]
+    return whole + b"\0" * (-len(whole) % _GGUF_ALIGNMENT) + data
 
 
 class _GGUFReader:

@@ -3,7 +3,7 @@
     python tests/fuzz/fuzz.py ir -max_total_time=60
 
 Everything behind the target's name is for libFuzzer. The changes are those of `mutations.py`. A finding is an uncaught
-exception, a hang of 5 s or the use of 4 GiB; libFuzzer writes the file that caused it to build/findings and ends.
+exception, a hang of 30 s or the use of 4 GiB; libFuzzer writes the file that caused it to build/findings and ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
         def mutate(data: bytes, longest: int, seed: int) -> bytes:
             return target.mutate(data, Random(seed))[:longest]
 
-        limits = ["-timeout=5", "-max_len=65536", "-rss_limit_mb=4096"]
+        limits = ["-timeout=30", "-max_len=65536", "-rss_limit_mb=4096"]
         settings = [*limits, "-verbosity=0", "-print_final_stats=1", f"-artifact_prefix={FINDINGS}/{name}-"]
         atheris.Setup([sys.argv[0], *settings, *options, grown], read, custom_mutator=mutate)
         atheris.Fuzz()

@@ -59,6 +59,7 @@ def _work(name: str, seed: int, numbers: range, results: Connection) -> None:
         for number in numbers:
             rng = Random(f"{seed} {number}")
             data = target.mutate(rng.choice(files), rng)
+            outcome: tuple[str, str | None]
             try:
                 outcome = check(data), None
             except target.refusal as error:
@@ -167,7 +168,8 @@ def _receive(worker: _Worker, report: Report) -> bool:
             if message == "ready":
                 worker.is_ready = True
             else:
-                report.add(*message, worker.numbers[0])
+                outcome, place = message
+                report.add(outcome, place, worker.numbers[0])
                 worker.numbers = worker.numbers[1:]
     except EOFError:
         return True

@@ -41,7 +41,7 @@ STRINGS = (
     "../../x",
     "\ud800",
 )
-OTHERS = (None, True, False, [], {}, [[]], [None], {"": None}, b"", b"\0" * 7)
+OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], {"": None}, b"", b"\0" * 7)
 
 
 def change(data: Any, rng: Random) -> Any:

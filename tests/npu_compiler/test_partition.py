@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -377,6 +378,19 @@ def test_a_model_has_the_same_compute_dtype_whole_and_in_parts() -> None:
     g.output(g("aten.linear.default", g("aten.to.dtype", x, torch.float32), g.weight("w", 4, 8)))
     whole, parts = npu_compiler.compile(g.ir()), partition(g.ir())
     assert whole.compute_dtype == parts.compute_dtype == "bfloat16"
+
+
+def test_an_op_that_opens_a_file_is_refused(backend: Backend, tmp_path: Path) -> None:
+    """PyTorch would make the file, or write to it."""
+    g = IRBuilder()
+    g.output(
+        g("aten.add.Tensor", g.input("x", 8), g("aten.from_file.default", filename="", size=8, out=((8,), "float32")))
+    )
+    ir = g.ir()
+    ir["nodes"][0]["attrs"] |= {"filename": str(tmp_path / "made"), "shared": True}
+    with pytest.raises(DeviceError, match="'aten.from_file.default' reads and writes a file that the IR names"):
+        answers(backend, partition(ir), {}, {"x": np.ones(8, np.float32)})
+    assert not (tmp_path / "made").exists()
 
 
 def test_an_op_that_pytorch_does_not_have_is_a_device_error(backend: Backend) -> None:
