@@ -6,7 +6,7 @@ FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
 
-.PHONY: venv demo test test-levels test-aarch64 lint mutants fuzz cuda-sources cuda-sanitize bench clean
+.PHONY: venv demo test test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize bench clean
 
 venv: $(STAMP)
 
@@ -39,6 +39,10 @@ test-aarch64: venv
 	    FOREIGN_CPU_LEVEL=$$level PYTHONPATH=tests/support $(BIN)/python -m pytest -q -n auto --maxprocesses=4 \
 	        --dist=worksteal -p foreign_cpu $(KERNEL_TESTS) || exit 1; \
 	done
+
+# The same kernels under ThreadSanitizer and AddressSanitizer: needs GCC's libtsan, libasan and libubsan.
+sanitize: venv
+	PYTHONPATH=. $(BIN)/python tests/support/sanitize.py
 
 lint: venv
 	@status=0; set -x; \

@@ -24,7 +24,7 @@ from npu_compiler import compile
 from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.files import UNFINISHED
 from npu_runtime.background import background_work, current_work
-from npu_runtime.cpu.native import build, levels
+from npu_runtime.cpu.native import bindings, build, levels
 from npu_sim.commands.console import _StepLine
 
 RUNNABLE = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]
@@ -240,6 +240,33 @@ def test_a_build_is_announced_and_the_next_one_comes_from_the_cache(
     again = build.build(fake_compiler, level)
     assert (again.path, again.seconds, runs(tmp_path)) == (first.path, None, made)
     assert build.build(fake_compiler, levels.find_level("x86-64-v2")).path != first.path
+
+
+def test_a_sanitizer_has_a_library_of_its_own(fake_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    level, made = levels.find_level("x86-64-v3"), []
+    for name in ("", "thread", "address"):
+        monkeypatch.setenv("NPU_SIM_SANITIZE", name)
+        made.append(build.build(fake_compiler, level).path)
+    assert len(set(made)) == 3
+    monkeypatch.setenv("REFUSES", "-fsanitize=thread")
+    monkeypatch.setenv("NPU_SIM_SANITIZE", "thread")
+    made[1].unlink()
+    for path in made[1].parent.glob("*.o"):
+        path.unlink()
+    with pytest.raises(build.CompilerError, match="unknown option -fsanitize=thread"):
+        build.build(fake_compiler, level)
+    monkeypatch.setenv("NPU_SIM_SANITIZE", "memory")
+    with pytest.raises(build.CompilerError, match="names no sanitizer: 'memory'; choose one of thread, address"):
+        build.build(fake_compiler, level)
+
+
+def test_a_library_that_does_not_load_is_one_sentence(
+    fake_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kernels.so").write_text("code")
+    monkeypatch.setattr(bindings, "library_path", lambda: tmp_path / "kernels.so")
+    with pytest.raises(DeviceError, match="cannot load the native CPU kernels .NPU_SIM_NATIVE=0 does without.: .*"):
+        bindings.library.__wrapped__()
 
 
 def test_a_build_tells_how_far_it_is(fake_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,18 @@ class _Launch(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded kernels, or None where they cannot be built (`build.failure_reason` tells why)."""
+    """The loaded kernels, or None where they cannot be built (`build.failure_reason` tells why).
+
+    Raises:
+        DeviceError: the system does not load them: they lie in a folder from which nothing is executed, for example.
+    """
     path = library_path()
     if path is None:
         return None
-    loaded = ctypes.CDLL(str(path))
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise DeviceError(f"cannot load the native CPU kernels (NPU_SIM_NATIVE=0 does without): {error}") from error
     loaded.npu_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     loaded.npu_run.restype = ctypes.c_int64
     loaded.npu_failure.restype = ctypes.c_char_p

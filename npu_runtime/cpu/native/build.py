@@ -51,6 +51,13 @@ FLAGS = (
     "-Wno-ignored-attributes",
     "-Wno-maybe-uninitialized",
 )
+# What $NPU_SIM_SANITIZE may name, for `make sanitize`. Such a library loads only into a process that has preloaded the
+# sanitizer's own. Vectors are loaded from addresses that are no multiples of their size.
+_SANITIZERS = {
+    "thread": ("-fsanitize=thread",),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=undefined"),
+}
+_FOR_REPORTS = ("-O1", "-g1", "-fno-omit-frame-pointer")
 # Files that are compiled as one, each group in about the same time: a compiler needs up to two seconds for the standard
 # headers alone. Any other file is compiled by itself.
 _UNITS = (
@@ -183,7 +190,7 @@ def build(compiler: str, level: Level) -> Library:
         CompilerError: the compiler fails.
         OSError: it cannot be started, or there is no folder to write to.
     """
-    flags = [*FLAGS, *level.flags]
+    flags = [*FLAGS, *level.flags, *_sanitizer_flags()]
     if level.flags and level in this_cpu().levels():
         flags.append("-mtune=native")
     target = "\n".join((_run([compiler, "--version"]), *flags))
@@ -205,6 +212,15 @@ def build(compiler: str, level: Level) -> Library:
         path = users_temporary_folder() / name
         seconds = _make(path, level, objects, command)
     return Library(path, level, compiler, seconds)
+
+
+def _sanitizer_flags() -> tuple[str, ...]:
+    name = os.environ.get("NPU_SIM_SANITIZE")
+    if not name:
+        return ()
+    if name not in _SANITIZERS:
+        raise CompilerError(f"NPU_SIM_SANITIZE names no sanitizer: '{name}'; choose one of {', '.join(_SANITIZERS)}")
+    return (*_SANITIZERS[name], *_FOR_REPORTS)
 
 
 def _make(path: Path, level: Level, objects: Mapping[tuple[Path, ...], str], command: list[str]) -> float | None:
