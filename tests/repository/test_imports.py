@@ -30,6 +30,7 @@ SLOW_TO_IMPORT = {
     "hypothesis",
     "matplotlib",
     "pandas",
+    "prompt_toolkit",
     "scipy",
     "skimage",
     "torch",
