@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from npu_compiler.errors import DeviceError, InputError
-from npu_runtime.cpu.native import build, levels
+from npu_runtime.cpu import levels
+from npu_runtime.cpu.native import build
 
 RUNNABLE = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]
 COMPILER = build.find_compiler()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from npu_compiler.errors import DeviceError
 from npu_runtime.cache_folder import cache_folder
-from npu_runtime.cpu.native.levels import VARIABLE, Level, forced_level, this_cpu
+from npu_runtime.cpu.levels import VARIABLE, Level, forced_level, this_cpu
 from npu_runtime.cpu.native.threads import usable_threads
 
 SOURCE_FOLDER = Path(__file__).parent
