@@ -1,6 +1,6 @@
 """Text generation: the chat template, conversations, and streaming detokenization."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from npu_compiler.errors import InputError
@@ -95,7 +95,7 @@ class Conversation:
         """Forget all messages but the system message."""
         self.messages: list[Message] = list(self._system)
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """Stream the reply to a message, which is added to the conversation, and the reply with it.
 
         If the iterator is closed early, what it has yielded is kept as the reply. After an error before the reply's
