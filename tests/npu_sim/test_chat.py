@@ -25,8 +25,10 @@ import torch
 import traces
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
+from typer.testing import CliRunner
 
 from npu_compiler.errors import InputError, NPUError
+from npu_sim.cli import app
 from npu_sim.commands.chat import HELP, chat_in_terminal, speed
 from npu_sim.llm import Conversation, GenerationStats, LanguageModel, encode_chat, load_checkpoint
 
@@ -260,6 +262,50 @@ def test_a_reply_that_fills_the_cache_is_told_from_one_of_the_wanted_length(mode
     assert "".join(long.ask("b")) and long.is_full
     with pytest.raises(InputError, match=r"the KV cache holds 64; choose a larger cache_length \(--cache-length\)"):
         list(long.ask("c"))
+
+
+def generate(folder: Path, *options: str) -> Any:
+    return CliRunner().invoke(app, ["generate", str(folder), "--device", "cpu", *options], prog_name="npu-sim")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-p", "hello", "--cache-length", "5"], "the prompt has 7 tokens, but the KV cache holds 5"),
+        (["-p", "hello", "--cache-length", "4", "--no-chat"], "the prompt has 5 tokens, but the KV cache holds 4"),
+        (["-p", "hello", "--cache-length", "99999"], f"was trained for, {LONG_CACHE} (--cache-length)"),
+        (["-p", "x" * 2100], "the prompt has 2102 tokens, but the KV cache holds 2048"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_refused_before_the_model_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    def compiled(*args: Any, **options: Any) -> None:
+        raise AssertionError("the model was compiled")
+
+    monkeypatch.setattr("npu_sim.llm.LanguageModel", compiled)
+    if "--cache-length" in options:
+        monkeypatch.setattr("npu_runtime.Device", compiled)
+    result = generate(folder, *options)
+    assert result.exit_code == 2 and message in result.stderr and "--cache-length" in result.stderr
+
+
+def test_without_a_chat_template_the_model_is_not_compiled(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    monkeypatch.setattr("npu_sim.llm.LanguageModel", None)
+    result = generate(tmp_path, "-p", "hello")
+    assert result.exit_code == 2 and "has no chat template; use complete() (--no-chat)" in result.stderr
+
+
+def test_generate_says_when_the_cache_ends_the_text(folder: Path) -> None:
+    full, short = (generate(folder, "-p", "hello", "--cache-length", "16", *more) for more in ([], ["-n", "3"]))
+    assert "the text ends here because the KV cache is full; a larger --cache-length holds more" in full.stderr
+    assert "full" not in short.stderr and re.fullmatch(
+        r"7 prompt tokens at [\d.]+/s, 3 new tokens at [\d.]+/s\n", short.stderr
+    )
 
 
 class Terminal:

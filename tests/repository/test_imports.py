@@ -50,7 +50,7 @@ MENTIONS_CUDA = {
     "npu_sim/commands/doctor.py": "the packages to look for",
     "npu_sim/commands/options.py": "help",
     "npu_sim/commands/programs.py": "help",
-    "npu_sim/commands/resources.py": "the target by its name",
+    "npu_sim/commands/targets.py": "the target by its name",
     "npu_sim/commands/tools.py": "help",
     "npu_sim/devices.py": "the device by its name",
 }
