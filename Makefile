@@ -25,7 +25,7 @@ test: venv
 
 # The native CPU kernels at each level that this machine runs.
 test-levels: venv
-	for level in $$($(BIN)/python -c 'from npu_runtime.cpu.native.levels import this_cpu; \
+	for level in $$($(BIN)/python -c 'from npu_runtime.cpu.levels import this_cpu; \
 	    print(*(level.name for level in this_cpu().levels()[1:]))'); do \
 	    echo "CPU level $$level"; \
 	    NPU_SIM_CPU_LEVEL=$$level $(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal \

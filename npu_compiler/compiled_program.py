@@ -59,11 +59,18 @@ class CompiledProgram:
         """The calls of every run, in order."""
         return self.plan.calls
 
-    def describe(self, *, kernels: bool = True) -> str:
-        """A text dump: kernels, buffers, memory, weights. `kernels=False` leaves the long tables out."""
+    def describe(self, *, kernels: bool = True, full: bool = False) -> str:
+        """A text dump: totals, inputs and outputs, and tables of kernels, buffers and weights.
+
+        Args:
+            kernels: With the tables, which are long.
+            full: Every line of them; by default, of layers that are alike only the first is shown.
+        """
+        import npu_compiler.ops  # noqa: F401  # it declares the kernels, whose families the totals tell
+
         made = f"target {self.target}, compute dtype {self.compute_dtype}, compiler {self.compiler_version}"
         code = f"  contains code: {self.trust}\n" if self.contains_code else ""
-        return f"program {self.name}\n  {made}\n{code}{describe_plan(self.plan, tables=kernels)}"
+        return f"program {self.name}\n  {made}\n{code}{describe_plan(self.plan, tables=kernels, full=full)}"
 
     def to_bytes(self) -> bytes:
         """The content of the `.npubin`.

@@ -24,7 +24,7 @@ def find_violations(graph: IRGraph) -> list[str]:
             if node.op_type == OPAQUE_OP:
                 advice = "extract the IR under torch.no_grad()"
             else:
-                advice = "use partition() and DAGExecutor, which run it on the CPU"
+                advice = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim partition`)"
             violations.append(f"node '{node.name}' ({node.op_type} → {shapes}): {reason}; {advice}")
     return violations
 

@@ -50,10 +50,15 @@ def fuse(graph: IRGraph, disabled: Collection[str] = ()) -> IRGraph:
     Raises:
         NPUError: `disabled` names no known fusion.
     """
-    unknown = sorted(set(disabled) - FUSIONS.keys())
-    if unknown:
-        raise NPUError(f"unknown fusion {', '.join(unknown)}; known are {', '.join(FUSIONS)}")
+    check_fusion_names(disabled)
     for name, fusion in FUSIONS.items():
         if name not in disabled:
             graph = apply_fusion(graph, fusion) if isinstance(fusion, Fusion) else fusion(graph)
     return graph
+
+
+def check_fusion_names(names: Collection[str]) -> None:
+    """Raise `NPUError` if one of the names is that of no fusion."""
+    unknown = sorted(set(names) - FUSIONS.keys())
+    if unknown:
+        raise NPUError(f"unknown fusion {', '.join(unknown)}; known are {', '.join(FUSIONS)}")

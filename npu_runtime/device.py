@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import entry_points
 
 from npu_compiler.errors import DeviceError
@@ -49,7 +50,26 @@ def available_devices() -> list[str]:
     return sorted(_FACTORIES.keys() | entry_points(group=PLUGINS).names)
 
 
-def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Backend:
+def best_device() -> str:
+    """The name of the device that `Device()` opens: Metal on a Mac where it is installed, else the CPU."""
+    on_mac = platform.system() == "Darwin" and importlib.util.find_spec("Metal") is not None
+    return "metal" if on_mac else "cpu"
+
+
+def find_device(name: str) -> Callable[[], Backend]:
+    """What opens the device of that name; nothing of the device is imported yet.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    kind, colon, number = name.partition(":")
+    factory = _FACTORIES.get(kind) or _plugin(kind)
+    if factory is None:
+        raise DeviceError(f"unknown device '{name}'; choose one of {', '.join(available_devices())}")
+    return _numbered(factory, name, number) if colon else factory
+
+
+def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Callable[[], Backend]:
     if not (number.isascii() and number.isdigit()):
         raise DeviceError(
             f"'{name}' is not a device name: write a device number after the colon, such as {name.partition(':')[0]}:0"
@@ -58,7 +78,7 @@ def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Backen
         raise DeviceError(
             f"'{name}' is not a device name: there is only one '{name.partition(':')[0]}' device, without a number"
         )
-    return factory(int(number))
+    return partial(factory, int(number))
 
 
 class Device:
@@ -72,15 +92,8 @@ class Device:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        if name is None:
-            on_mac = platform.system() == "Darwin" and importlib.util.find_spec("Metal") is not None
-            name = "metal" if on_mac else "cpu"
-        kind, colon, number = name.partition(":")
-        factory = _FACTORIES.get(kind) or _plugin(kind)
-        if factory is None:
-            raise DeviceError(f"unknown device '{name}'; choose one of {', '.join(available_devices())}")
-        self.name = name
-        self.backend: Backend = _numbered(factory, name, number) if colon else factory()
+        self.name = best_device() if name is None else name
+        self.backend: Backend = find_device(self.name)()
 
     def __repr__(self) -> str:
         return f"Device({self.name!r}: {self.backend.device})"

@@ -13,6 +13,7 @@ import numpy as np
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
+from npu_runtime.packing import check_array
 
 RANDOM_INDEX_LIMIT = 16
 
@@ -25,20 +26,14 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
         specs: The inputs; each must be given exactly once.
 
     Raises:
-        InputError: an assignment is malformed, an input is unknown, repeated or missing, or a file cannot be read.
+        InputError: an assignment is malformed, an input is unknown, repeated or missing, a file cannot be read, or an
+            array does not fit its spec.
     """
     known = [spec.name for spec in specs]
     arrays: dict[str, np.ndarray] = {}
     for assignment in assignments:
-        name, separator, path = assignment.partition("=")
-        if not separator and assignment.endswith(".npz"):
-            found = _load_npz(Path(assignment))
-        elif separator and name and path:
-            found = {name: _load_npy(Path(path))}
-        else:
-            raise InputError(
-                f"cannot parse input '{assignment}': write name=file.npy; the inputs are {', '.join(known)}"
-            )
+        name, path = split_assignment(assignment)
+        found = _load_npz(path) if name is None else {name: _load_npy(path)}
         for key, array in found.items():
             if key not in known:
                 raise InputError(f"unknown input '{key}'; the inputs are {', '.join(known)}")
@@ -47,8 +42,22 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
             arrays[key] = array
     missing = [name for name in known if name not in arrays]
     if missing:
-        raise InputError(f"missing input {', '.join(missing)}; give all inputs, or none for random ones")
+        raise InputError(
+            f"missing input {', '.join(missing)}; give all inputs (--input name=file.npy), or none for random ones"
+        )
+    for spec in specs:
+        check_array(arrays[spec.name], spec)
     return arrays
+
+
+def split_assignment(assignment: str) -> tuple[str | None, Path]:
+    """(name, path) of `name=file.npy`, (None, path) of `file.npz`. Raises `InputError` for any other text."""
+    name, separator, path = assignment.partition("=")
+    if not separator and assignment.endswith(".npz"):
+        return None, Path(assignment)
+    if not (name and path):
+        raise InputError(f"cannot parse input '{assignment}': write name=file.npy, or the name of an .npz file")
+    return name, Path(path)
 
 
 def _load_npy(path: Path) -> np.ndarray:

@@ -12,7 +12,6 @@ from npu_sim.commands.console import ErrorReporting
 app = typer.Typer(
     cls=ErrorReporting,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Compile PyTorch graphs ahead of time and run them on a simulated NPU: Metal, CUDA or any CPU.",
     epilog="Exit codes: 0 success, 1 verify found a difference, 2 error, 130 interrupted.",

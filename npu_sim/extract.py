@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError
+from npu_compiler.graph.dtypes import KNOWN_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -165,12 +166,12 @@ def load_model(
     Raises:
         InputError: the source is not found, is not a module, or there are no example inputs.
     """
+    check_source(source, inputs, task)
     given = tuple(parse_example(text) for text in inputs)
     if Path(source).is_dir():
+        assert task is not None
         module, examples = _load_hugging_face(Path(source), task, tokens)
         return module, given or examples, Path(source).resolve().name
-    if task is not None:
-        raise InputError(f"--task is for a Hugging Face folder, and '{source}' is not a folder")
     with _imports_from(_folder_of(source)):
         made = _find_factory(source)()
     module, examples = made if isinstance(made, tuple) else (made, ())
@@ -185,15 +186,52 @@ def load_model(
     return module, given or tuple(examples), type(module).__name__
 
 
+def check_source(source: str, inputs: Sequence[str] = (), task: str | None = None) -> None:
+    """Check arguments of `load_model`, as far as that is possible without importing torch or the model's own code.
+
+    Raises:
+        InputError: as `load_model` does.
+    """
+    for text in inputs:
+        _parse_spec(text)
+    folder = Path(source)
+    if not folder.is_dir():
+        if task is not None:
+            raise InputError(f"--task is for a Hugging Face folder, and '{source}' is not a folder")
+        where, _ = _split_source(source)
+        if where.endswith(".py"):
+            _check_is_file(Path(where))
+        else:
+            package = where.partition(".")[0]
+            with _imports_from(Path.cwd()):
+                if not package or importlib.util.find_spec(package) is None:
+                    raise InputError(f"cannot import '{where}': no module named '{package}'")
+        return
+    if task is None:
+        raise InputError(f"a Hugging Face model such as '{source}' needs --task: one of {', '.join(TASKS)}")
+    if task not in TASKS:
+        raise InputError(f"unknown task '{task}'; choose one of {', '.join(TASKS)}")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"'{source}' is not a Hugging Face model folder: it has no config.json")
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError("Hugging Face models need the package transformers: pip install transformers")
+
+
 def parse_example(text: str) -> torch.Tensor:
     """A meta tensor from a dtype and shape such as `float32[1,3,224,224]`. Raises `InputError` for any other text."""
     import torch
 
+    dtype, shape = _parse_spec(text)
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _parse_spec(text: str) -> tuple[str, list[int]]:
     match = _SPEC.fullmatch(text.strip())
-    dtype = getattr(torch, match["dtype"], None) if match else None
-    if match is None or not isinstance(dtype, torch.dtype):
+    if match is None:
         raise InputError(f"cannot parse input '{text}': write its dtype and shape, as in float32[1,3,224,224]")
-    return torch.empty([int(size) for size in match["shape"].split(",") if size.strip()], dtype=dtype, device="meta")
+    if match["dtype"] not in KNOWN_DTYPES:
+        raise InputError(f"unknown dtype in input '{text}'; choose one of {', '.join(sorted(KNOWN_DTYPES))}")
+    return match["dtype"], [int(size) for size in match["shape"].split(",") if size.strip()]
 
 
 def _folder_of(source: str) -> Path:
@@ -212,10 +250,16 @@ def _imports_from(folder: Path) -> Iterator[None]:
             sys.path.remove(str(folder))
 
 
-def _find_factory(source: str) -> Callable[[], Any]:
-    where, separator, attribute = source.rpartition(":")
-    if not separator or not where or not attribute:
+def _split_source(source: str) -> tuple[str, str]:
+    """(module or file, factory) of a source that is not a folder."""
+    where, _, attribute = source.rpartition(":")
+    if not where or not attribute:
         raise InputError(f"'{source}' is neither a folder nor of the form package.module:factory")
+    return where, attribute
+
+
+def _find_factory(source: str) -> Callable[[], Any]:
+    where, attribute = _split_source(source)
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ModuleNotFoundError as error:
@@ -226,9 +270,13 @@ def _find_factory(source: str) -> Callable[[], Any]:
     return factory  # type: ignore[no-any-return]
 
 
-def _import_file(path: Path) -> Any:
+def _check_is_file(path: Path) -> None:
     if not path.is_file():
         raise InputError(f"no such file: '{path}'")
+
+
+def _import_file(path: Path) -> Any:
+    _check_is_file(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -237,18 +285,9 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _load_hugging_face(folder: Path, task: str | None, tokens: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    if task is None:
-        raise InputError(f"a Hugging Face model such as '{folder}' needs --task: one of {', '.join(TASKS)}")
-    if task not in TASKS:
-        raise InputError(f"unknown task '{task}'; choose one of {', '.join(TASKS)}")
-    if not (folder / "config.json").is_file():
-        raise InputError(f"'{folder}' is not a Hugging Face model folder: it has no config.json")
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise InputError("Hugging Face models need the package transformers: pip install transformers") from None
+def _load_hugging_face(folder: Path, task: str, tokens: int) -> tuple[nn.Module, tuple[Any, ...]]:
     import torch
+    import transformers
 
     auto, field = TASKS[task]
     try:

@@ -1,41 +1,135 @@
-"""The text dump of a plan: kernels, buffers with offsets and lifetimes, memory, weights."""
+"""The text dump of a plan: totals, and tables of kernels, buffers and weights in which repeated layers are folded."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 
 from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.program.elementwise import declaration
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan, WeightSpec
+from npu_compiler.program.repeats import Run, fold
 from npu_compiler.program.views import View, numel
 
+_KERNELS = "     #  kernel                            output                       FLOP        bytes  node"
 
-def describe_plan(plan: ExecutionPlan, *, tables: bool = True) -> str:
-    lines = [
-        "inputs",
-        *(f"  {spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}" for spec in plan.inputs),
-        "outputs",
-        *(
-            f"  {spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}"
-            + (f" (updates {plan.donations[spec.name]} in place)" if spec.name in plan.donations else "")
-            for spec in plan.outputs
-        ),
-    ]
-    if tables:
-        lines += [
-            "kernels",
-            "     #  kernel                            output                  flops        bytes  node",
+
+def describe_plan(plan: ExecutionPlan, *, tables: bool = True, full: bool = False) -> str:
+    """The totals first, then inputs and outputs and, with `tables`, kernels, buffers and weights.
+
+    Args:
+        full: Show every line, also of layers that are like the one before.
+    """
+    lines = ["summary", *(f"  {key}: {value}" for key, value in _totals(plan))]
+    for title, specs, donations in (("inputs", plan.inputs, {}), ("outputs", plan.outputs, plan.donations)):
+        rows = [
+            f"{spec.name}: {_spec(spec.shape, spec.storage, spec.alloc_shape)}"
+            + (f" (updates {donations[spec.name]} in place)" if spec.name in donations else "")
+            for spec in specs
         ]
-        lines += [_kernel_line(index, call) for index, call in enumerate(plan.calls)]
+        alike = [
+            (_unnumbered(spec.name), spec.shape, spec.storage, _unnumbered(donations.get(spec.name, "")))
+            for spec in specs
+        ]
+        lines += _table(title, rows, alike, full)
+    if tables:
+        lines += _kernel_table("kernels", plan.calls, full)
         if plan.prologue:
-            lines += ["prologue (once per set of weights)"]
-            lines += [_kernel_line(index, call) for index, call in enumerate(plan.prologue)]
-        lines += ["buffers", "  kind          offset      bytes  lifetime   shape"]
-        lines += [_buffer_line(buffer) for buffer in plan.buffers.values() if buffer.kind != "weight"]
-        lines += ["weights"]
-        lines += [f"  {name}: {_spec(w.spec.shape, w.spec.storage)} = {w.recipe}" for name, w in plan.weights.items()]
-    lines += ["summary", *(f"  {key}: {value}" for key, value in summary(plan).items())]
+            lines += _kernel_table("prologue kernels (once per set of weights)", plan.prologue, full)
+        lines += _buffer_table([buffer for buffer in plan.buffers.values() if buffer.kind != "weight"], full)
+        lines += _weight_table(plan.weights, full)
     return "\n".join(lines)
+
+
+def _table(
+    title: str, rows: Sequence[str], alike: Sequence[Hashable], full: bool, heading: Sequence[str] = ()
+) -> list[str]:
+    """A title and its rows, indented. Of rows that repeat, only the first period is shown, unless `full`.
+
+    Args:
+        alike: What a row has in common with those that repeat it.
+    """
+    shown, what = [title, *(f"  {line}" for line in heading)], title.partition(" (")[0]
+    for run in [Run(0, len(rows), 1)] if full else fold(alike):
+        period = rows[run.start : run.start + run.period]
+        if run.count > 1:
+            each = f", {run.period} each" if run.period > 1 else ""
+            shown.append(f"  × {run.count}: {what} {run.start} to {run.stop - 1}{each}; the first:")
+            period = [f"|{row}" for row in period]
+        shown += [f"  {row}" for row in period]
+    return shown
+
+
+def _kernel_table(title: str, calls: Sequence[KernelCall], full: bool) -> list[str]:
+    rows = [_kernel_line(index, call) for index, call in enumerate(calls)]
+    return _table(title, rows, [_work(call) for call in calls], full, [_KERNELS])
+
+
+def _work(call: KernelCall) -> Hashable:
+    """What two calls of equal layers have in common: all but their buffers, parameters and node."""
+    views = (*call.inputs, *call.outputs)
+    return call.kernel, len(call.inputs), tuple((view.shape, view.dtype) for view in views)
+
+
+def _buffer_table(buffers: Sequence[BufferAllocation], full: bool) -> list[str]:
+    rows = [_buffer_line(buffer) for buffer in buffers]
+    alike = [(buffer.kind, buffer.dtype, buffer.alloc_shape) for buffer in buffers]
+    return _table("buffers", rows, alike, full, ["kind          offset      bytes  lifetime   shape"])
+
+
+def _weight_table(weights: Mapping[str, WeightSpec], full: bool) -> list[str]:
+    rows = [f"{name}: {_spec(w.spec.shape, w.spec.storage)} = {w.recipe}" for name, w in weights.items()]
+    alike = [(_unnumbered(str(w.recipe)), w.spec.shape, w.spec.storage) for w in weights.values()]
+    return _table("weights", rows, alike, full)
+
+
+def _unnumbered(name: str) -> str:
+    """A name without its numbers, among which may be a layer's."""
+    return re.sub(r"_?\d+", "", name)
+
+
+def _totals(plan: ExecutionPlan) -> list[tuple[str, str]]:
+    """The rows of the summary."""
+    facts = summary(plan)
+    families = Counter(_family(call) for call in plan.calls)
+    prologue = f", and {len(plan.prologue)} once per set of weights" if plan.prologue else ""
+    around = int(facts["peak bytes without weights"]) - plan.arena_bytes
+    return [
+        ("kernel launches", f"{len(plan.calls)}{prologue}"),
+        ("by family", ", ".join(f"{name} {count}" for name, count in families.most_common())),
+        ("by kernel", str(facts["launches by kernel"])),
+        ("work", f"{format_flops(int(facts['FLOPs']))}, {format_bytes(int(facts['bytes moved']))} moved"),
+        ("weights", f"{len(plan.weights)} tensors, {format_bytes(int(facts['weight bytes']))}"),
+        ("arena", format_bytes(plan.arena_bytes)),
+        ("inputs, outputs and constants", format_bytes(around)),
+        ("padding", format_bytes(int(facts["padding waste bytes"]))),
+    ]
+
+
+def _family(call: KernelCall) -> str:
+    try:
+        return declaration(call).family.value
+    except KeyError:  # a target has named or generated it
+        return "generated"
+
+
+def format_bytes(count: int) -> str:
+    """1536 as "1.5 KiB"."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def format_flops(count: int) -> str:
+    """Floating-point operations: 2500000 as "2.5 MFLOP"."""
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"))
+
+
+def _scaled(count: int, base: int, units: Sequence[str]) -> str:
+    value, unit = float(count), 0
+    while value >= base and unit < len(units) - 1:
+        value, unit = value / base, unit + 1
+    return f"{value:.1f} {units[unit]}" if unit else f"{count} {units[0]}"
 
 
 def summary(plan: ExecutionPlan) -> dict[str, str | int]:
@@ -87,11 +181,11 @@ def _spec(shape: tuple[int, ...], dtype: str, alloc_shape: tuple[int, ...] | Non
 def _kernel_line(index: int, call: KernelCall) -> str:
     out: View = call.outputs[0]
     shape = _spec(out.shape, out.dtype)
-    return f"  {index:4}  {call.kernel:32}  {shape:22} {call.flops:12} {call.bytes_moved:12}  {call.node}"
+    return f"{index:6}  {call.kernel:32}  {shape:22} {call.flops:12} {call.bytes_moved:12}  {call.node}"
 
 
 def _buffer_line(buffer: BufferAllocation) -> str:
     where = str(buffer.offset) if buffer.kind == "arena" else "-"
     life = f"{buffer.first_use}..{buffer.last_use}"
     shape = f"{buffer.dtype}{list(buffer.alloc_shape)}"
-    return f"  {buffer.kind:10} {where:>9} {buffer.size_bytes:10}  {life:9}  {shape}  {buffer.name}"
+    return f"{buffer.kind:10} {where:>9} {buffer.size_bytes:10}  {life:9}  {shape}  {buffer.name}"

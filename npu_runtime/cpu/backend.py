@@ -22,9 +22,9 @@ from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.cpu.kernels.accelerated import native_candidates
 from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
 from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
+from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
-from npu_runtime.cpu.native.levels import forced_level
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.pieces import in_pieces
 from npu_runtime.torch_arrays import tensor_to_numpy

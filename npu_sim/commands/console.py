@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 import typer
@@ -95,6 +96,28 @@ class _Interrupts:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Within this context the first Ctrl-C raises nothing: it makes the function that is yielded return True.
+
+    A second one acts as outside the context. For the main thread.
+    """
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.signal(number, before)
+            signal.raise_signal(number)
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _report(error: Exception, *, with_traceback: bool) -> NoReturn:
     message = describe_error(error)
     if message is None:
@@ -139,6 +162,17 @@ def _plain(value: Any) -> Any:
 def note(message: str) -> None:
     """Print a remark to stderr, where it does not mix with results."""
     print(message, file=sys.stderr)
+
+
+@contextmanager
+def concerning(option: str) -> Iterator[None]:
+    """Name the option at the end of an `InputError` from a library, whose words for it are others."""
+    from npu_compiler.errors import InputError
+
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error} ({option})") from error
 
 
 class _Notes(logging.Handler):

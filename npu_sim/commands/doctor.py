@@ -67,7 +67,7 @@ def _cuda() -> list[dict[str, Any]]:
 
 def _native() -> dict[str, Any]:
     from npu_compiler.errors import NPUError
-    from npu_runtime.cpu.native import levels
+    from npu_runtime.cpu import levels
     from npu_runtime.cpu.native.build import compiled_library, failure_reason, find_compiler
 
     facts = {

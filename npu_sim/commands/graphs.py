@@ -7,9 +7,14 @@ from typing import Annotated
 
 import typer
 
+from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_output
+from npu_sim.commands.completion import tasks
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
 from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, NoTune, Seed, Weights
-from npu_sim.commands.resources import open_device
+from npu_sim.commands.resources import open_device, weights_for
+
+SAMPLES = 3
+TOKENS = 128
 
 
 def extract(
@@ -19,7 +24,9 @@ def extract(
             metavar="MODEL", help="package.module:factory, file.py:factory, or a Hugging Face folder (with --task)."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Output file (IR JSON).")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", callback=check_output, help="Output file (IR JSON).")
+    ],
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -28,21 +35,42 @@ def extract(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option("--task", metavar="NAME", help="Task of a Hugging Face model, such as text-generation."),
+        typer.Option(
+            "--task",
+            metavar="NAME",
+            autocompletion=tasks,
+            help="Task of a Hugging Face model, such as text-generation.",
+        ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=1, metavar="INTEGER", help="Sequence length of a Hugging Face text model.")
-    ] = 128,
+        int | None,
+        typer.Option(
+            "--tokens",
+            min=1,
+            metavar="INTEGER",
+            help=f"Sequence length of a Hugging Face text model. Default: {TOKENS}.",
+        ),
+    ] = None,
     weights: Annotated[
-        Path | None, typer.Option("--weights", metavar="FILE", help="Also write the weights to this .safetensors file.")
+        Path | None,
+        typer.Option(
+            "--weights", metavar="FILE", callback=check_output, help="Also write the weights to this .safetensors file."
+        ),
     ] = None,
     json: AsJSON = False,
 ) -> None:
     """Extract IR from a PyTorch model."""
-    from npu_sim.extract import extract_ir, load_model, write_ir, write_weights
+    from npu_compiler.errors import InputError
+    from npu_sim.extract import check_source, extract_ir, load_model, write_ir, write_weights
 
+    if weights == output:
+        raise InputError("--output and --weights name the same file")
+    if tokens is not None and not Path(model).is_dir():
+        raise InputError("--tokens is for a Hugging Face folder")
+    check_not_overwritten(output, [Path(model.rpartition(":")[0])])
+    check_source(model, inputs or (), task)
     with step(f"creating {model}"):
-        module, examples, name = load_model(model, inputs or (), task=task, tokens=tokens)
+        module, examples, name = load_model(model, inputs or (), task=task, tokens=tokens or TOKENS)
     with step(f"tracing {name}"):
         ir = extract_ir(module, examples, name=name)
         write_ir(ir, output)
@@ -123,8 +151,11 @@ def verify(
     fast: Fast = False,
     no_tune: NoTune = False,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, metavar="INTEGER", help="Number of sets of random inputs.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            "--samples", min=1, metavar="INTEGER", help=f"Number of sets of random inputs. Default: {SAMPLES}."
+        ),
+    ] = None,
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
@@ -133,20 +164,28 @@ def verify(
     The exit code is 1 if they differ.
     """
     from npu_compiler import read_ir
-    from npu_compiler.errors import WeightError
-    from npu_sim.arrays import choose_inputs, random_inputs, read_weights
-    from npu_sim.verify import input_specs
+    from npu_compiler.errors import InputError
+    from npu_sim.arrays import choose_inputs, random_inputs
+
+    if samples is not None and inputs:
+        raise InputError("--samples is for random inputs; leave out --input")
+    check_device_options(device, cpu_level, fast, no_tune)
+    graph = read_ir(ir)
+    state = weights_for(graph, weights)
+
+    from npu_sim.verify import input_specs  # it imports torch
     from npu_sim.verify import verify as compare
 
-    graph = read_ir(ir)
-    if weights is None and graph.weights:
-        raise WeightError(f"'{graph.name}' has {len(graph.weights)} weights; give their file with --weights")
     specs = input_specs(graph, dtype)
     arrays, used_seed = choose_inputs(inputs or (), specs, seed)
-    sets = [arrays] if used_seed is None else [random_inputs(specs, used_seed + index) for index in range(samples)]
+    sets = (
+        [arrays]
+        if used_seed is None
+        else [random_inputs(specs, used_seed + index) for index in range(samples or SAMPLES)]
+    )
     chosen = open_device(device, fast, no_tune)
     with progress("verifying") as report:
-        result = compare(graph, read_weights(weights), sets, chosen, compute_dtype=dtype, progress=report)
+        result = compare(graph, state, sets, chosen, compute_dtype=dtype, progress=report)
     if json:
         print_json({"seed": used_seed, "device": chosen.name, **result.to_dict()})
     else:

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from npu_sim.commands.console import note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, NoTune, Seed
+from npu_sim.commands.chat import chat_in_terminal, speed
+from npu_sim.commands.checks import check_device_options, check_text, check_weights
+from npu_sim.commands.completion import language_models, vision_models
+from npu_sim.commands.console import concerning, note, print_json, progress, step
+from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, NoTune, Seed, Temperature, TopP
 from npu_sim.commands.resources import open_device, open_in_background
-
-if TYPE_CHECKING:
-    from npu_sim.llm import TextStream
-
-Reply = Callable[[str], "TextStream"]
 
 
 def generate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face id, model folder, .gguf file, or smollm2.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=language_models,
+            help="Hugging Face id, model folder, .gguf file, or smollm2.",
+        ),
     ],
     prompt: Annotated[
         str | None,
@@ -37,23 +40,11 @@ def generate(
         int | None,
         typer.Option("--max-tokens", "-n", min=1, metavar="INTEGER", help="Maximum number of new tokens."),
     ] = None,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature", "-t", min=0.0, metavar="FLOAT", help="Sampling temperature; 0 means greedy decoding."
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            metavar="FLOAT",
-            help="Nucleus sampling: smallest set of tokens with this total probability.",
-        ),
-    ] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
     top_k: Annotated[
         int | None,
-        typer.Option("--top-k", metavar="INTEGER", help="Sample from this many of the most probable tokens."),
+        typer.Option("--top-k", min=1, metavar="INTEGER", help="Sample from this many of the most probable tokens."),
     ] = None,
     seed: Seed = None,
     cache_length: Annotated[
@@ -78,46 +69,82 @@ def generate(
 ) -> None:
     """Generate text with a language model."""
     from npu_compiler.errors import InputError
+    from npu_sim.llm.loading import find_checkpoint
 
+    check_device_options(device, cpu_level, fast, no_tune)
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise InputError("--top-k and --top-p are for sampling; give a --temperature above 0")
+    if max_tokens is not None and cache_length is not None and max_tokens > cache_length:
+        raise InputError(f"--max-tokens {max_tokens} is more than --cache-length {cache_length} holds")
     if no_chat and system is not None:
         raise InputError("--system needs the chat template; leave out --no-chat")
-    interactive = prompt is None and sys.stdin.isatty()
+    interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if interactive and (no_chat or json):
         raise InputError("--no-chat and --json need a prompt: give it with --prompt or on standard input")
     if prompt is None and not interactive:
-        prompt = sys.stdin.read().strip()
+        prompt = _piped_prompt()
     if prompt == "":
         raise InputError("the prompt is empty")
-    opening = open_in_background(device, fast, no_tune)
-    from npu_sim.llm import LanguageModel, chat, complete, load_checkpoint, make_sampler
+    check_text(prompt, "the prompt")
+    check_text(system, "the system message")
+    find_checkpoint(model)
+    # With a cache length of the user's own, it is first looked at whether the prompt fits, which takes the tokenizer.
+    opening = open_in_background(device, fast, no_tune) if cache_length is None else None
+    from npu_sim.llm import (
+        Conversation,
+        LanguageModel,
+        cache_capacity,
+        chat,
+        check_fits,
+        complete,
+        encode_chat,
+        filled_cache,
+        load_checkpoint,
+        make_sampler,
+    )
 
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt or ""})
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype)
-        _ = checkpoint.tokenizer  # read it now, while the device opens
+        tokenizer = checkpoint.tokenizer  # read it now, while the device opens
+    with concerning("--cache-length"):
+        capacity = cache_capacity(checkpoint, cache_length)
+    check_fits(tokenizer.encode(prompt) if no_chat else encode_chat(checkpoint, messages), capacity)
+    chosen = open_device(device, fast, no_tune) if opening is None else opening.result()
     with progress(f"preparing {checkpoint.name}") as report:
-        network = LanguageModel(checkpoint, device=opening.result(), cache_length=cache_length, progress=report)
+        network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
         network.prepare(sampler)
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    if prompt is None:
+        conversation = Conversation(network, system=system, max_new_tokens=max_tokens, sampler=sampler)
+        chat_in_terminal(conversation, f"{network.device.name} ({network.device.backend.device})")
+        return
+    if no_chat:
+        stream = complete(network, prompt, max_new_tokens=max_tokens, sampler=sampler)
+    else:
+        stream = chat(network, messages, max_new_tokens=max_tokens, sampler=sampler)
+    text = "".join(_shown(stream, show=not json))
+    if json:
+        print_json({"model": checkpoint.name, "device": network.device.name, "text": text, **asdict(stream.stats)})
+    else:
+        note(speed(stream.stats))
+        if filled_cache(stream.stats, max_tokens):
+            note("the text ends here because the KV cache is full; a larger --cache-length holds more")
 
-    def reply(text: str) -> TextStream:
-        if no_chat:
-            return complete(network, text, max_new_tokens=max_tokens, sampler=sampler)
-        messages.append({"role": "user", "content": text})
-        return chat(network, messages, max_new_tokens=max_tokens, sampler=sampler)
 
-    for text in _ask() if prompt is None else [prompt]:
-        stream = reply(text)
-        answer = "".join(_shown(stream, show=not json))
-        messages.append({"role": "assistant", "content": answer})
-        stats = stream.stats
-        if json:
-            print_json({"model": checkpoint.name, "device": network.device.name, "text": answer, **asdict(stats)})
-            continue
-        note(
-            f"{stats.prompt_tokens} prompt tokens at {stats.prefill_tokens_per_second:.1f}/s, "
-            f"{stats.new_tokens} new tokens at {stats.decode_tokens_per_second:.1f}/s"
-        )
+def _piped_prompt() -> str:
+    """Standard input as text, without the white space around it."""
+    from npu_compiler.errors import InputError
+
+    data = b"" if sys.stdin is None else sys.stdin.buffer.read()
+    try:
+        prompt = data.decode().strip()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from None
+    if not prompt:
+        raise InputError("standard input is empty; write the prompt there or give it with --prompt")
+    return prompt
 
 
 def _shown(pieces: Any, *, show: bool) -> Iterator[str]:
@@ -131,27 +158,27 @@ def _shown(pieces: Any, *, show: bool) -> Iterator[str]:
         sys.stdout.write("\n")
 
 
-def _ask() -> Iterator[str]:
-    """The lines that are not empty which the user types, until end of file."""
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            return
-        if line:
-            yield line
-
-
 def classify(
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="Image file: JPEG, PNG, WebP, ...")],
     model: Annotated[
-        str, typer.Option("--model", "-m", metavar="NAME", help="efficientnet-lite0, resnet18 or resnet50.")
-    ] = ("efficientnet-lite0"),
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME",
+            autocompletion=vision_models,
+            help="efficientnet-lite0, resnet18 or resnet50.",
+        ),
+    ] = "efficientnet-lite0",
     weights: Annotated[
         Path | None,
-        typer.Option("--weights", metavar="FILE", help="Weights with torchvision's parameter names."),
+        typer.Option(
+            "--weights", metavar="FILE", callback=check_weights, help="Weights with torchvision's parameter names."
+        ),
     ] = None,
-    top: Annotated[int, typer.Option("--top", metavar="INTEGER", help="Number of classes to show.")] = 5,
+    top: Annotated[
+        int, typer.Option("--top", min=1, max=1000, metavar="INTEGER", help="Number of classes to show.")
+    ] = 5,
     dtype: Dtype = None,
     device: DeviceName = None,
     cpu_level: CPULevel = None,
@@ -164,6 +191,7 @@ def classify(
 
     from npu_sim.vision import Classifier, find_model, load_image
 
+    check_device_options(device, cpu_level, fast, no_tune)
     find_model(model)
     picture = load_image(image)
     with step(f"preparing {model}"), warnings.catch_warnings(record=True) as caught:

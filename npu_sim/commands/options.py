@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from npu_sim.commands import checks
+from npu_sim.commands.completion import cpu_levels, devices, dtypes, ir_files, programs
+
+
+def _ir_file(path: Path) -> Path:
+    return checks.check_file(path, "IR file")
+
+
+def _program_file(path: Path) -> Path:
+    return checks.check_file(path, "program")
+
 
 def _force_cpu_level(level: str | None) -> str | None:
     """Through the environment: the kernels are compiled and loaded once a process, and its children agree with it."""
     if level is not None:
-        os.environ["NPU_SIM_CPU_LEVEL"] = level
+        from npu_runtime.cpu.levels import VARIABLE, forced_on, this_cpu
+
+        forced_on(this_cpu(), level)
+        os.environ[VARIABLE] = level
     return level
 
 
-IRFile = Annotated[Path, typer.Argument(metavar="IR", help="IR file (JSON), from `npu-sim extract` or torch_ir.")]
-ProgramFile = Annotated[Path, typer.Argument(metavar="PROGRAM", help="Compiled program (.npubin).")]
+def _top_p(value: float | None) -> float | None:
+    from npu_compiler.errors import InputError
+
+    if value is not None and not 0 < value <= 1:
+        raise InputError(f"--top-p must be above 0 and at most 1, not {value}")
+    return value
+
+
+def _temperature(value: float) -> float:
+    from npu_compiler.errors import InputError
+
+    if not (math.isfinite(value) and value >= 0):
+        raise InputError(f"--temperature must be a finite number of at least 0, not {value}")
+    return value
+
+
+IRFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="IR",
+        callback=_ir_file,
+        autocompletion=ir_files,
+        help="IR file (JSON), from `npu-sim extract` or torch_ir.",
+    ),
+]
+ProgramFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PROGRAM", callback=_program_file, autocompletion=programs, help="Compiled program (.npubin)."
+    ),
+]
 AllowCode = Annotated[
     bool,
     typer.Option("--allow-code", help="Run the program's code even if neither you nor anyone you trust made it."),
@@ -27,13 +71,19 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
+        callback=checks.check_dtype,
+        autocompletion=dtypes,
         help="Compute dtype: float16, bfloat16 or float32. Default: depends on the model's weights.",
     ),
 ]
 Weights = Annotated[
     Path | None,
     typer.Option(
-        "--weights", "-w", metavar="FILE", help="Weights: .safetensors (or a folder of them), .npz, .pt or .pth."
+        "--weights",
+        "-w",
+        metavar="FILE",
+        callback=checks.check_weights,
+        help="Weights: .safetensors (or a folder of them), .npz, .pt or .pth.",
     ),
 ]
 Inputs = Annotated[
@@ -42,6 +92,7 @@ Inputs = Annotated[
         "--input",
         "-i",
         metavar="NAME=FILE.npy",
+        callback=checks.check_inputs,
         help="Input array; repeatable. Or one .npz file with all inputs. Default: random inputs.",
     ),
 ]
@@ -50,6 +101,8 @@ DeviceName = Annotated[
     typer.Option(
         "--device",
         metavar="NAME",
+        callback=checks.check_device,
+        autocompletion=devices,
         help="cpu, metal, metal-emulator, cuda or cuda:N. Default: the best one on this machine.",
     ),
 ]
@@ -59,6 +112,7 @@ CPULevel = Annotated[
         "--cpu-level",
         metavar="LEVEL",
         callback=_force_cpu_level,
+        autocompletion=cpu_levels,
         help="Instruction set of the CPU kernels, such as x86-64-v3. Default: the best one of this machine.",
     ),
 ]
@@ -67,6 +121,25 @@ NoTune = Annotated[
     bool,
     typer.Option(
         "--no-tune", help="On the CPU, use the default kernels instead of those that measurements found the fastest."
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temperature",
+        "-t",
+        metavar="FLOAT",
+        callback=_temperature,
+        help="Sampling temperature; 0 means greedy decoding.",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        metavar="FLOAT",
+        callback=_top_p,
+        help="Nucleus sampling: smallest set of tokens with this total probability.",
     ),
 ]
 Seed = Annotated[

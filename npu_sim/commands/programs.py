@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.console import print_json, progress, step
+from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output
+from npu_sim.commands.completion import fusions, programs_and_ir, targets
+from npu_sim.commands.console import note, print_json, progress, step
 from npu_sim.commands.options import (
     AllowCode,
     AsJSON,
@@ -22,7 +24,9 @@ from npu_sim.commands.options import (
     Seed,
     Weights,
 )
-from npu_sim.commands.resources import find_target, inputs_for, load_onto, open_device
+from npu_sim.commands.resources import inputs_for, load_onto, open_device_for, weights_for
+from npu_sim.commands.stages import describe_stages
+from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,35 +37,51 @@ if TYPE_CHECKING:
 def compile(
     ir: IRFile,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Output file (.npubin).")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", callback=check_output, help="Output file (.npubin)."),
     ] = None,
     target: Annotated[
         str,
         typer.Option(
-            "--target", metavar="NAME", help="Target: op_level (for the CPU and Metal), metal_gpu or cuda_gpu."
+            "--target",
+            metavar="NAME",
+            autocompletion=targets,
+            help="Target: op_level (for the CPU and Metal), metal_gpu or cuda_gpu.",
         ),
     ] = "op_level",
     dtype: Dtype = None,
     disable_fusion: Annotated[
-        list[str] | None, typer.Option("--disable-fusion", metavar="NAME", help="Disable a fusion; repeatable.")
+        list[str] | None,
+        typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
     ] = None,
-    stages: Annotated[bool, typer.Option("--stages", help="Print the graph after each compiler stage.")] = False,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Print what each compiler stage changes in the graph.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --stages: print the whole graph after each stage.")
+    ] = False,
     json: AsJSON = False,
 ) -> None:
     """Compile IR into a program (.npubin)."""
     from npu_compiler import compile as compile_ir
-    from npu_compiler import print_graph, read_ir, trace_stages
+    from npu_compiler import read_ir, trace_stages
     from npu_compiler.errors import InputError
-    from npu_compiler.program.describe import summary
+    from npu_compiler.fusion_patterns import check_fusion_names
+    from npu_compiler.program.describe import format_bytes, summary
 
-    if output is None and not stages:
-        raise InputError("give an output file (-o FILE.npubin), --stages, or both")
+    if full and not stages:
+        raise InputError("--full is for --stages")
+    if output is None and (json or not stages):
+        raise InputError("give an output file (-o FILE.npubin)" + ("" if json else ", --stages, or both"))
+    check_not_overwritten(output, [ir])
     codegen, disabled = find_target(target), disable_fusion or ()
+    check_fusion_names(disabled)
     with step(f"reading {ir}"):
         graph = read_ir(ir)
     if stages:
-        for name, state in trace_stages(graph, codegen, compute_dtype=dtype, disabled_fusions=disabled):
-            typer.echo(f"after {name}: {len(state.nodes)} nodes\n{print_graph(state)}\n", err=json)
+        traced = trace_stages(graph, codegen, compute_dtype=dtype, disabled_fusions=disabled)
+        for text in describe_stages(traced, full=full):
+            typer.echo(text, err=json)
     if output is None:
         return
     with step(f"compiling {graph.name}"):
@@ -73,15 +93,28 @@ def compile(
     else:
         typer.echo(
             f"{output}: {program.compute_dtype} for {program.target}, {totals['kernel launches']} kernel launches, "
-            f"{int(totals['weight bytes']) / 1e6:.1f} MB of weights, {int(totals['arena bytes']) / 1e6:.1f} MB arena"
+            f"{format_bytes(int(totals['weight bytes']))} of weights, {format_bytes(int(totals['arena bytes']))} arena"
         )
 
 
+def _described_file(path: Path) -> Path:
+    return check_file(path, "IR file" if path.suffix == ".json" else "program")
+
+
 def describe(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Compiled program (.npubin) or IR file (.json).")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            callback=_described_file,
+            autocompletion=programs_and_ir,
+            help="Compiled program (.npubin) or IR file (.json).",
+        ),
+    ],
+    full: Annotated[bool, typer.Option("--full", help="Show every layer, also those like the one before.")] = False,
     json: AsJSON = False,
 ) -> None:
-    """Show the kernels, buffers and weights of a program, or the nodes of an IR file."""
+    """Show the totals, kernels, buffers and weights of a program, or the nodes of an IR file."""
     from npu_compiler import CompiledProgram, print_graph, read_ir
     from npu_compiler.program.describe import summary
 
@@ -104,7 +137,7 @@ def describe(
         return
     program = CompiledProgram.load(file)
     if not json:
-        typer.echo(program.describe())
+        typer.echo(program.describe(full=full))
         return
     print_json(
         {
@@ -147,7 +180,10 @@ def run(
     weights: Weights = None,
     inputs: Inputs = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the outputs to this .npz file.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=check_output, help="Write the outputs to this .npz file."
+        ),
     ] = None,
     device: DeviceName = None,
     cpu_level: CPULevel = None,
@@ -160,12 +196,15 @@ def run(
     """Run a program once."""
     from npu_compiler import CompiledProgram
     from npu_runtime import Executor
-    from npu_sim.arrays import write_outputs
+    from npu_sim.arrays import split_assignment, write_outputs
 
+    check_not_overwritten(output, [program_file, weights, *(split_assignment(text)[1] for text in inputs or ())])
+    check_device_options(device, cpu_level, fast, no_tune)
     program = CompiledProgram.load(program_file, allow_code)
+    state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device, fast, no_tune)
-    loaded = load_onto(chosen, program, weights)
+    chosen = open_device_for(program, device, fast, no_tune)
+    loaded = load_onto(chosen, program, state)
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)
     values = {spec.name: results[spec.name].to_numpy(spec=spec) for spec in program.output_specs}
@@ -183,6 +222,8 @@ def run(
         )
         return
     for row in rows:
+        if row.get("not_finite"):
+            note(f"warning: {row['not_finite']} of the {row['values']} values of '{row['name']}' are not finite")
         numbers = ", ".join(f"{key} {row[key]:.6g}" for key in ("min", "max", "mean") if key in row)
         typer.echo(f"{row['name']}: {row['dtype']}{row['shape']} {numbers}")
     if output is not None:
@@ -196,6 +237,7 @@ def _statistics(value: np.ndarray) -> dict[str, Any]:
     if value.size:
         wide = np.asarray(value, np.float64)
         finite = wide[np.isfinite(wide)]
+        facts["values"] = wide.size
         facts["not_finite"] = int(wide.size - finite.size)
         if finite.size:
             facts.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
@@ -221,10 +263,12 @@ def profile(
     from npu_compiler import CompiledProgram
     from npu_runtime import Executor, Profiler
 
+    check_device_options(device, cpu_level, fast, no_tune)
     program = CompiledProgram.load(program_file, allow_code)
+    state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device(device, fast, no_tune)
-    loaded = load_onto(chosen, program, weights)
+    chosen = open_device_for(program, device, fast, no_tune)
+    loaded = load_onto(chosen, program, state)
     executor, profiler = Executor(program, chosen), Profiler()
     buffers = {spec.name: chosen.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}
     with progress("running") as report:

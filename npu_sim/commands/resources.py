@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,25 +13,8 @@ from npu_sim.commands.options import Inputs
 if TYPE_CHECKING:
     import numpy as np
 
-    from npu_compiler import CompiledProgram
+    from npu_compiler import CompiledProgram, IRGraph
     from npu_runtime import Device, DeviceBuffer
-
-
-def find_target(name: str) -> Any:
-    """The code generation target of that name. Raises `InputError` if there is none."""
-    from cuda_compiler import CUDACodegenTarget
-    from npu_compiler import MetalCodegenTarget, OpLevelTarget
-    from npu_compiler.errors import InputError
-
-    if name in ("cuda", "cuda_gpu"):
-        return CUDACodegenTarget()
-    if name in ("metal", "metal_gpu"):
-        return MetalCodegenTarget()
-    if name not in ("cpu", "op_level"):
-        raise InputError(
-            f"unknown target '{name}'; choose one of op_level (for the CPU and Metal), metal_gpu and cuda_gpu"
-        )
-    return OpLevelTarget()
 
 
 def open_device(name: str | None, fast: bool = False, no_tune: bool = False) -> Device:
@@ -41,11 +25,24 @@ def open_device(name: str | None, fast: bool = False, no_tune: bool = False) -> 
         no_tune: Use the CPU's default kernels instead of measuring which are the fastest.
 
     Raises:
-        InputError: `fast` or `no_tune` is given for another device.
-        DeviceError: the device is unknown or cannot be used.
+        DeviceError: the device cannot be used.
     """
     with step("opening the device"):
         return _open(name, fast, no_tune)
+
+
+def open_device_for(program: CompiledProgram, name: str | None, fast: bool, no_tune: bool) -> Device:
+    """`open_device`, if the program was compiled for that device. Raises `DeviceError` also if not."""
+    from npu_compiler.errors import DeviceError
+
+    device = open_device(name, fast, no_tune)
+    runs = device.backend.runs_targets
+    if program.target not in runs:
+        raise DeviceError(
+            f"'{program.name}' was compiled for {program.target}, but {device.name} runs programs for "
+            f"{' and '.join(runs)}: choose another --device, or compile with another --target"
+        )
+    return device
 
 
 def open_in_background(name: str | None, fast: bool = False, no_tune: bool = False) -> Future[Device]:
@@ -57,31 +54,42 @@ def open_in_background(name: str | None, fast: bool = False, no_tune: bool = Fal
 
 
 def _open(name: str | None, fast: bool, no_tune: bool) -> Device:
-    from npu_compiler.errors import InputError
+    from npu_compiler.errors import DeviceError
     from npu_runtime import Device
 
-    if fast and name != "metal-emulator":
-        raise InputError("--fast is for --device metal-emulator only")
-    device = Device("metal-emulator-fast" if fast else name)
+    try:
+        device = Device("metal-emulator-fast" if fast else name)
+    except DeviceError as error:
+        raise DeviceError(f"{error}; `npu-sim doctor` shows which devices --device can name here") from error
     if no_tune:
-        if device.name != "cpu":
-            raise InputError(f"--no-tune is for --device cpu only; this is {device.name}")
         from npu_runtime import CPUBackend
 
         device.backend = CPUBackend(tune=False)
     return device
 
 
-def load_onto(device: Device, program: CompiledProgram, weights: Path | None) -> dict[str, DeviceBuffer]:
-    """Upload a program's weights with a progress bar. Raises `WeightError` if they are missing or do not fit."""
+def weights_for(model: CompiledProgram | IRGraph, weights: Path | None) -> Mapping[str, Any]:
+    """The state dict in that file, empty without one.
+
+    Raises:
+        WeightError: the file cannot be read, or there is none for a model that has weights.
+    """
+    from npu_compiler import CompiledProgram
     from npu_compiler.errors import WeightError
-    from npu_runtime import load_weights
     from npu_sim.arrays import read_weights
 
-    if weights is None and program.weight_specs:
-        raise WeightError(f"'{program.name}' has {len(program.weight_specs)} weights; give their file with --weights")
+    needed = model.weight_specs if isinstance(model, CompiledProgram) else model.weights
+    if weights is None and needed:
+        raise WeightError(f"'{model.name}' has {len(needed)} weights; give their file with --weights")
+    return read_weights(weights)
+
+
+def load_onto(device: Device, program: CompiledProgram, state: Mapping[str, Any]) -> dict[str, DeviceBuffer]:
+    """Upload a program's weights with a progress bar. Raises `WeightError` if they do not fit."""
+    from npu_runtime import load_weights
+
     with progress("loading weights") as report:
-        return load_weights(read_weights(weights), program, device, strict=weights is not None, progress=report)
+        return load_weights(state, program, device, progress=report)
 
 
 def inputs_for(program: CompiledProgram, inputs: Inputs, seed: int | None) -> tuple[dict[str, np.ndarray], int | None]:

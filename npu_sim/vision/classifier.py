@@ -90,7 +90,7 @@ class Classifier:
         picture = image if isinstance(image, Image.Image) else load_image(image)
         logits = self.logits(preprocess(picture, self.model.preprocessing))[0]
         if not np.isfinite(logits).all():
-            raise NPUError(f"the logits of {self.model.name} are not finite; try compute dtype float32")
+            raise NPUError(f"the logits of {self.model.name} are not finite; try --dtype float32")
         exponentials = np.exp(logits - logits.max(), dtype=np.float64)
         probabilities = exponentials / exponentials.sum()
         best = np.argsort(-probabilities, kind="stable")[:top]

@@ -113,7 +113,8 @@ def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None
         from npu_sim.vision.resnet import seed_weights
 
         warnings.warn(
-            f"{model.name} has random weights, so its labels mean nothing; give a file of trained ones (weights=...)",
+            f"{model.name} has random weights, so its labels mean nothing; "
+            "give a file of trained ones (weights=..., --weights)",
             stacklevel=2,
         )
         module = model.build().eval()

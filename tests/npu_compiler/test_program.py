@@ -21,6 +21,7 @@ from ir_builder import IRBuilder
 
 from npu_compiler import CompiledProgram, InputError, ProgramFormatError, __version__, compile
 from npu_compiler.compiled_program import FORMAT_VERSION, MAGIC
+from npu_compiler.program.describe import format_bytes, format_flops, summary
 from npu_runtime import CPUBackend, Executor, load_weights
 
 
@@ -102,7 +103,7 @@ def test_the_file_is_plain_msgpack_and_holds_no_weights(body: dict[str, Any]) ->
 
 
 def test_describe_tells_kernels_memory_weights_and_totals(program: CompiledProgram) -> None:
-    text = program.describe()
+    text, facts = program.describe(), summary(program.plan)
     lines = text.split("\n")
     assert lines[:2] == ["program net", f"  target op_level, compute dtype float16, compiler {__version__}"]
     assert "  x: float16[1, 3, 8, 8] in [1, 32, 8, 8]" in lines
@@ -116,13 +117,59 @@ def test_describe_tells_kernels_memory_weights_and_totals(program: CompiledProgr
             assert re.search(rf"arena +{buffer.offset} +{buffer.size_bytes} +{life} .*{re.escape(buffer.name)}", text)
     assert re.search(r"p_conv_weight\.folded: float16\[4, 3, 3, 3\] = scale_axis\(conv\.weight, bn_scale\(", text)
     assert "  p_table: float16[9, 6] = table" in lines
-    totals = dict(line.strip().split(": ", 1) for line in lines[lines.index("summary") + 1 :])
-    assert int(totals["kernel launches"]) == len(program.kernels)
-    assert int(totals["FLOPs"]) == sum(call.flops for call in program.kernels) >= flops
-    assert int(totals["arena bytes"]) == program.plan.arena_bytes
-    assert int(totals["peak bytes without weights"]) > program.plan.arena_bytes
-    assert int(totals["padding waste bytes"]) >= 2 * 29 * 64
-    assert len(program.describe(kernels=False)) < len(text) and "summary" in program.describe(kernels=False)
+    assert lines[2] == "summary"
+    totals = dict(line.strip().split(": ", 1) for line in lines[3 : lines.index("inputs")])
+    assert totals["kernel launches"] == str(len(program.kernels))
+    launches = dict(part.rsplit(" ", 1) for part in totals["by family"].split(", "))
+    assert launches["conv"] == "1" and sum(map(int, launches.values())) == len(program.kernels)
+    assert totals["work"] == f"{format_flops(facts['FLOPs'])}, {format_bytes(facts['bytes moved'])} moved"
+    assert totals["weights"] == f"{len(program.weight_specs)} tensors, {format_bytes(facts['weight bytes'])}"
+    assert totals["arena"] == format_bytes(program.plan.arena_bytes)
+    assert facts["padding waste bytes"] >= 2 * 29 * 64
+    short = program.describe(kernels=False)
+    assert text.startswith(short) and "kernels\n" not in short
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "work"),
+    [
+        (0, "0 B", "0 FLOP"),
+        (1000, "1000 B", "1.0 kFLOP"),
+        (1536, "1.5 KiB", "1.5 kFLOP"),
+        (3 << 20, "3.0 MiB", "3.1 MFLOP"),
+        (5 << 40, "5.0 TiB", "5.5 TFLOP"),
+        (5000 << 40, "5000.0 TiB", "5497.6 TFLOP"),
+    ],
+)
+def test_totals_have_units(count: int, size: str, work: str) -> None:
+    assert (format_bytes(count), format_flops(count)) == (size, work)
+
+
+def layers(count: int) -> CompiledProgram:
+    """A network of `count` layers of two kernels each, with a kernel before them and a weight in each."""
+    g = IRBuilder()
+    x = g("aten.cos.default", g.input("x", 2, 8))
+    for layer in range(count):
+        x = g("aten.linear.default", g("aten.sin.default", x), g.weight(f"layers.{layer}.w", 8, 8))
+    return compile(g.output(x).ir())
+
+
+def test_describe_shows_repeated_layers_once() -> None:
+    program = layers(5)
+    lines = program.describe().splitlines()
+    start = next(number for number, line in enumerate(lines) if "× 5: kernels 1 to 10, 2 each; the first:" in line)
+    assert "0  cos_kernel" in lines[start - 1]
+    assert "1  sin_kernel" in lines[start + 1] and "2  matmul" in lines[start + 2]
+    assert lines[start + 3] == "buffers"
+    assert "  × 5: weights 0 to 4; the first:" in lines
+    assert sum("layers.0.w" in line for line in lines) == 1 and not any("layers.1.w" in line for line in lines)
+
+
+def test_full_describe_shows_every_line() -> None:
+    program = layers(5)
+    text = program.describe(full=True)
+    assert "×" not in text
+    assert text.count("sin_kernel  ") == 5 and all(f"= layers.{layer}.w" in text for layer in range(5))
 
 
 # damaged files

@@ -24,7 +24,8 @@ from npu_compiler import compile
 from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.files import UNFINISHED
 from npu_runtime.background import background_work, current_work
-from npu_runtime.cpu.native import bindings, build, levels
+from npu_runtime.cpu import levels
+from npu_runtime.cpu.native import bindings, build
 from npu_sim.commands.console import _StepLine
 
 RUNNABLE = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]

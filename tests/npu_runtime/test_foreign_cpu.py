@@ -12,8 +12,8 @@ import pytest
 import torch
 from foreign_cpu import ForeignLibrary, missing_tool
 
-from npu_runtime.cpu import native
-from npu_runtime.cpu.native import bindings, build, levels
+from npu_runtime.cpu import levels, native
+from npu_runtime.cpu.native import bindings, build
 
 FOLDER = Path(__file__).parent
 SUPPORT = FOLDER.parent / "support"

@@ -31,6 +31,7 @@ SLOW_TO_IMPORT = {
     "hypothesis",
     "matplotlib",
     "pandas",
+    "prompt_toolkit",
     "scipy",
     "skimage",
     "torch",
@@ -51,7 +52,7 @@ MENTIONS_CUDA = {
     "npu_sim/commands/keys.py": "help",
     "npu_sim/commands/options.py": "help",
     "npu_sim/commands/programs.py": "help",
-    "npu_sim/commands/resources.py": "the target by its name",
+    "npu_sim/commands/targets.py": "the target by its name",
     "npu_sim/commands/tools.py": "help",
     "npu_sim/devices.py": "the device by its name",
 }

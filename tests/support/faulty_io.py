@@ -29,7 +29,8 @@ from npu_compiler import CompiledProgram, compile, files
 from npu_compiler.errors import InputError
 from npu_compiler.files import UNFINISHED
 from npu_runtime import cache_folder
-from npu_runtime.cpu.native import build, levels
+from npu_runtime.cpu import levels
+from npu_runtime.cpu.native import build
 from npu_runtime.cpu.tuning import Choice, ChoiceTable
 from npu_sim.cache import cached_facts, cached_program
 

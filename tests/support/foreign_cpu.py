@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 
+from npu_runtime.cpu.levels import Level, find_level, this_cpu
 from npu_runtime.cpu.native import bindings, build
-from npu_runtime.cpu.native.levels import Level, find_level, this_cpu
 from npu_runtime.cpu.native.threads import usable_threads
 
 _RUNNER = Path(__file__).with_name("foreign_runner.cpp")

@@ -22,7 +22,7 @@ from npu_compiler.errors import DeviceError, NPUError
 from npu_compiler.files import working_folder
 from npu_runtime.background import background_work
 from npu_runtime.cache_folder import cache_folder, read_entry, users_temporary_folder, warn_of_cache, write_entry
-from npu_runtime.cpu.native.levels import VARIABLE, Level, forced_level, this_cpu
+from npu_runtime.cpu.levels import VARIABLE, Level, forced_level, this_cpu
 from npu_runtime.cpu.native.threads import usable_threads
 
 SOURCE_FOLDER = Path(__file__).parent

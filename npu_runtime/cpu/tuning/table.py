@@ -16,8 +16,8 @@ from npu_compiler.errors import ProgramFormatError
 from npu_compiler.files import unseal
 from npu_compiler.program.codec import decoder
 from npu_runtime.cache_folder import cache_folder, keep_entry
+from npu_runtime.cpu.levels import cpu_identity
 from npu_runtime.cpu.native.build import library_path
-from npu_runtime.cpu.native.levels import cpu_identity
 from npu_runtime.cpu.native.threads import usable_threads
 
 _FORMAT = 1

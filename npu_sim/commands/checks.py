@@ -1,0 +1,114 @@
+"""Checks of arguments before anything is loaded, or imported that is slow; each raises an `NPUError`.
+
+Those of one option are callbacks of its declaration in `options`. Each command begins with those of several options.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from npu_compiler.errors import InputError, WeightError
+
+
+def check_file(path: Path, what: str) -> Path:
+    """The path, if it is a file that can be read (or a pipe, which is not opened here)."""
+    if not path.exists():
+        code = errno.ENOENT
+    elif path.is_dir():
+        code = errno.EISDIR
+    elif not os.access(path, os.R_OK):
+        code = errno.EACCES
+    else:
+        return path
+    raise InputError(f"cannot read {what} '{path}': {os.strerror(code)}")
+
+
+def check_output(path: Path | None) -> Path | None:
+    """The path, if a file can be written there; its folder must exist."""
+    if path is None:
+        return None
+    if not path.name or path.is_dir():
+        code = errno.EISDIR
+    elif not path.parent.exists():
+        code = errno.ENOENT
+    elif not path.parent.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    else:
+        return path
+    raise InputError(f"cannot write '{path}': {os.strerror(code)}")
+
+
+def check_not_overwritten(output: Path | None, inputs: Iterable[Path | None]) -> None:
+    """Refuse an output that is one of the files that the command reads."""
+    if output is not None and output.exists():
+        for path in inputs:
+            if path is not None and path.exists() and path.samefile(output):
+                raise InputError(f"cannot write '{output}': it is one of the files to read")
+
+
+def check_text(text: str | None, what: str) -> str | None:
+    """The text, if it is valid Unicode: bytes of an argument that are not UTF-8 arrive as lone surrogates."""
+    if text is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{what} is not UTF-8 text") from None
+    return text
+
+
+def check_dtype(dtype: str | None) -> str | None:
+    """The compute dtype, if there is one of that name."""
+    from npu_compiler.graph.dtypes import COMPUTE_DTYPES
+
+    if dtype is not None and dtype not in COMPUTE_DTYPES:
+        raise InputError(f"unknown compute dtype '{dtype}'; choose one of {', '.join(COMPUTE_DTYPES)}")
+    return dtype
+
+
+def check_device(name: str | None) -> str | None:
+    """The device's name, if there is one of that name, which may still not be usable here."""
+    from npu_runtime.device import find_device
+
+    if name is not None:
+        find_device(name)
+    return name
+
+
+def check_device_options(device: str | None, cpu_level: str | None, fast: bool, no_tune: bool) -> None:
+    """Refuse options for another device than the one that is going to be opened."""
+    from npu_runtime.device import best_device
+
+    name = best_device() if device is None else device
+    if fast and name != "metal-emulator":
+        raise InputError("--fast is for --device metal-emulator only")
+    if no_tune and name != "cpu":
+        raise InputError(f"--no-tune is for --device cpu only; this is {name}")
+    if cpu_level is not None and name != "cpu":
+        raise InputError(f"--cpu-level is for --device cpu only; this is {name}")
+
+
+def check_weights(path: Path | None) -> Path | None:
+    """The path, if it is a file that can be read, or a folder with .safetensors files."""
+    if path is None:
+        return None
+    if not path.exists():
+        raise WeightError(f"no such weights: '{path}'")
+    if not path.is_dir():
+        return check_file(path, "weights")
+    if not any(path.glob("*.safetensors")):
+        raise WeightError(f"no weights at '{path}': the folder has no .safetensors file")
+    return path
+
+
+def check_inputs(assignments: list[str] | None) -> list[str] | None:
+    """The `name=file.npy` or `file.npz` assignments, if their files can be read."""
+    from npu_sim.arrays import split_assignment
+
+    for assignment in assignments or ():
+        check_file(split_assignment(assignment)[1], "input")
+    return assignments

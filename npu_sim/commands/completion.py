@@ -1,0 +1,93 @@
+"""What the shell offers for an argument after Tab; files are left to the shell. Imports nothing that is slow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def devices(incomplete: str) -> list[str]:
+    from npu_runtime import available_devices
+
+    return beginning(incomplete, available_devices())
+
+
+def dtypes(incomplete: str) -> list[str]:
+    from npu_compiler.graph.dtypes import COMPUTE_DTYPES
+
+    return beginning(incomplete, COMPUTE_DTYPES)
+
+
+def cpu_levels(incomplete: str) -> list[str]:
+    from npu_runtime.cpu.levels import PORTABLE, this_cpu
+
+    return beginning(incomplete, [level.name for level in this_cpu().levels() if level is not PORTABLE])
+
+
+def targets(incomplete: str) -> list[str]:
+    from npu_sim.commands.targets import TARGETS
+
+    return beginning(incomplete, TARGETS)
+
+
+def fusions(incomplete: str) -> list[str]:
+    from npu_compiler.fusion_patterns import FUSIONS
+
+    return beginning(incomplete, FUSIONS)
+
+
+def tasks(incomplete: str) -> list[str]:
+    from npu_sim.extract import TASKS
+
+    return beginning(incomplete, TASKS)
+
+
+def vision_models(incomplete: str) -> list[str]:
+    from npu_sim.vision.models import MODELS
+
+    return beginning(incomplete, MODELS)
+
+
+def programs(incomplete: str) -> list[str]:
+    return _files(incomplete, ".npubin")
+
+
+def ir_files(incomplete: str) -> list[str]:
+    return _files(incomplete, ".json")
+
+
+def programs_and_ir(incomplete: str) -> list[str]:
+    return _files(incomplete, ".npubin", ".json")
+
+
+def language_models(incomplete: str) -> list[str]:
+    from npu_sim.llm.loading import SHORTHANDS
+
+    files, folders = _paths(incomplete, ".gguf")
+    return [*beginning(incomplete, SHORTHANDS), *files, *folders]
+
+
+def beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    """The names that begin with what was typed."""
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _files(incomplete: str, *suffixes: str) -> list[str]:
+    """Files with one of these suffixes, and folders if there is such a file: offered nothing, the shell lists all."""
+    files, folders = _paths(incomplete, *suffixes)
+    return files + folders if files else []
+
+
+def _paths(incomplete: str, *suffixes: str) -> tuple[list[str], list[str]]:
+    """The files with one of these suffixes, and the folders, that the incomplete path is the beginning of."""
+    folder = incomplete[: incomplete.rfind("/") + 1]
+    try:
+        entries = sorted(os.scandir(Path(folder or ".").expanduser()), key=lambda entry: entry.name)
+    except OSError:
+        return [], []
+    hidden = incomplete[len(folder) :].startswith(".")
+    found = [entry for entry in entries if hidden or not entry.name.startswith(".")]
+    files = [folder + entry.name for entry in found if entry.name.endswith(suffixes) and entry.is_file()]
+    folders = [f"{folder}{entry.name}/" for entry in found if entry.is_dir()]
+    return beginning(incomplete, files), beginning(incomplete, folders)

@@ -1,0 +1,275 @@
+"""Every wrong argument is refused before anything is loaded, and before anything is imported that is slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ir_builder import IRBuilder
+from PIL import Image
+from safetensors.numpy import save_file
+
+from npu_compiler import compile as compile_ir
+
+ROOT = Path(__file__).parents[2]
+
+# Run in a process of its own: slow imports fail, and so does all that loads a model or opens a device.
+HARNESS = """
+import json, sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"torch", "torch_ir", "transformers", "cupy", "gguf"}:
+            raise ImportError(f"{name} was imported")
+
+# What stands before the blocker would hide the packages that are not there to be found.
+sys.meta_path.insert(0, Blocked())
+
+import npu_compiler, npu_runtime, npu_sim.llm, npu_sim.vision, npu_sim.extract
+
+def loaded(*args, **options):
+    raise AssertionError("something was loaded")
+
+for module, name in [
+    (npu_compiler, "read_ir"), (npu_compiler.CompiledProgram, "load"), (npu_runtime, "Device"),
+    (npu_runtime, "load_weights"), (npu_sim.llm, "load_checkpoint"), (npu_sim.llm, "LanguageModel"),
+    (npu_sim.vision, "Classifier"), (npu_sim.vision, "load_image"), (npu_sim.extract, "load_model"),
+]:
+    setattr(module, name, loaded)
+
+from typer.testing import CliRunner
+from npu_sim.cli import app
+
+results = []
+for args, given in json.load(open("cases.json")):
+    done = CliRunner().invoke(app, args, prog_name="npu-sim", input=bytes.fromhex(given) if given is not None else None)
+    results.append([done.exit_code, done.stdout, done.stderr])
+print(json.dumps(results))
+"""
+
+W = ["-w", "tiny.safetensors"]
+DEVICE_COMMANDS = {
+    "run": ["run", "tiny.npubin", *W],
+    "profile": ["profile", "tiny.npubin", *W],
+    "verify": ["verify", "tiny.json", *W],
+    "generate": ["generate", "model", "-p", "Hi"],
+    "classify": ["classify", "red.png"],
+}
+DEVICE_OPTIONS = [
+    (["--device", "tpu"], "unknown device 'tpu'; choose one of"),
+    (["--device", "cpu:1"], "there is only one 'cpu' device"),
+    (["--device", "cuda:x"], "write a device number after the colon"),
+    (["--fast"], "--fast is for --device metal-emulator only"),
+    (["--device", "cpu", "--fast"], "--fast is for --device metal-emulator only"),
+    (["--device", "cuda", "--no-tune"], "--no-tune is for --device cpu only"),
+    (["--device", "cuda", "--cpu-level", "PRESENT"], "--cpu-level is for --device cpu only"),
+    (["--cpu-level", "x86-64-v9"], "unknown CPU level 'x86-64-v9'; choose one of"),
+    (["--cpu-level", "ABSENT"], "this machine cannot run CPU level"),
+]
+DTYPE = (["--dtype", "int4"], "unknown compute dtype 'int4'; choose one of float16, bfloat16, float32")
+SEED = (["--seed", "-1"], "Invalid value for '--seed'")
+WEIGHTS = [
+    (["-w", "absent.pt"], "no such weights: 'absent.pt'"),
+    (["-w", "empty"], "no weights at 'empty': the folder has no .safetensors file"),
+]
+INPUTS = [
+    (["-i", "x.npy"], "cannot parse input 'x.npy': write name=file.npy"),
+    (["-i", "x=absent.npy"], "cannot read input 'absent.npy': No such file"),
+    (["-i", "x=empty"], "cannot read input 'empty': Is a directory"),
+    (["-i", "absent.npz"], "cannot read input 'absent.npz': No such file"),
+]
+OUTPUT = [
+    (["-o", "no/such/file"], "cannot write 'no/such/file': No such file or directory"),
+    (["-o", "tiny.json/file"], "cannot write 'tiny.json/file': Not a directory"),
+    (["-o", "."], "cannot write '.': Is a directory"),
+    (["-o", ""], "cannot write '.': Is a directory"),
+    (["-o", "empty"], "cannot write 'empty': Is a directory"),
+]
+
+
+def options(command: list[str], *cases: tuple[list[str], str]) -> list[tuple[list[str], str]]:
+    return [([*command, *args], message) for args, message in cases]
+
+
+WRONG = [
+    # extract
+    *options(["extract", "model.py:make"], *OUTPUT),
+    *options(
+        ["extract", "model.py:make", "-o", "out.json"],
+        (["--weights", "no/such.safetensors"], "cannot write 'no/such.safetensors'"),
+        (["--weights", "out.json"], "--output and --weights name the same file"),
+        (["-i", "float32"], "cannot parse input 'float32': write its dtype and shape"),
+        (["-i", "float3[2]"], "unknown dtype in input 'float3[2]'; choose one of"),
+        (["--tokens", "0"], "Invalid value for '--tokens'"),
+        (["--tokens", "8"], "--tokens is for a Hugging Face folder"),
+        (["--task", "fill-mask"], "--task is for a Hugging Face folder"),
+    ),
+    (["extract", "model.py:make", "-o", "model.py"], "cannot write 'model.py': it is one of the files to read"),
+    (["extract", "absent.py:make", "-o", "a.json"], "no such file: 'absent.py'"),
+    (["extract", "no_such_module:f", "-o", "a.json"], "no module named 'no_such_module'"),
+    (["extract", "nowhere", "-o", "a.json"], "neither a folder nor of the form package.module:factory"),
+    (["extract", "model", "-o", "a.json"], "needs --task: one of text-generation"),
+    (["extract", "model", "-o", "a.json", "--task", "sing"], "unknown task 'sing'; choose one of text-generation"),
+    (["extract", "empty", "-o", "a.json", "--task", "fill-mask"], "has no config.json"),
+    # compile
+    *options(["compile", "tiny.json"], *OUTPUT),
+    *options(
+        ["compile", "tiny.json", "-o", "out.npubin"],
+        DTYPE,
+        (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
+        (["--disable-fusion", "magic"], "unknown fusion magic; known are silu"),
+        (["--full"], "--full is for --stages"),
+    ),
+    (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json': No such file"),
+    (["compile", "empty", "-o", "a.npubin"], "cannot read IR file 'empty': Is a directory"),
+    (["compile", "tiny.json"], "give an output file (-o FILE.npubin), --stages, or both"),
+    (["compile", "tiny.json", "--json", "--stages"], "give an output file (-o FILE.npubin)"),
+    (["compile", "tiny.json", "-o", "tiny.json"], "cannot write 'tiny.json': it is one of the files to read"),
+    # describe
+    (["describe", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["describe", "absent.json"], "cannot read IR file 'absent.json'"),
+    # partition
+    (["partition", "absent.json"], "cannot read IR file 'absent.json'"),
+    (["partition", "tiny.json", "--json", "--mermaid"], "choose either --json or --mermaid"),
+    *options(["partition", "tiny.json"], DTYPE),
+    # run, profile, verify
+    (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["profile", "absent.npubin"], "cannot read program 'absent.npubin'"),
+    (["verify", "absent.json"], "cannot read IR file 'absent.json'"),
+    *options(["run", "tiny.npubin", *W], *INPUTS, *OUTPUT, SEED),
+    *options(["profile", "tiny.npubin", *W], *INPUTS, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    *options(["verify", "tiny.json", *W], *INPUTS, SEED, DTYPE),
+    *options(
+        ["verify", "tiny.json", *W],
+        (["--samples", "0"], "Invalid value for '--samples'"),
+        (["--samples", "2", "-i", "x=x.npy"], "--samples is for random inputs; leave out --input"),
+    ),
+    *[
+        case
+        for args in ("run tiny.npubin", "profile tiny.npubin", "verify tiny.json")
+        for case in options(args.split(), *WEIGHTS)
+    ],
+    *options(
+        ["run", "tiny.npubin", *W, "-i", "x=x.npy"],
+        (["-o", "tiny.npubin"], "cannot write 'tiny.npubin': it is one of the files to read"),
+        (["-o", "x.npy"], "cannot write 'x.npy': it is one of the files to read"),
+    ),
+    # generate
+    *options(
+        DEVICE_COMMANDS["generate"],
+        DTYPE,
+        SEED,
+        (["-n", "0"], "Invalid value for '--max-tokens'"),
+        (["-t", "-1"], "--temperature must be a finite number of at least 0, not -1.0"),
+        (["-t", "nan"], "--temperature must be a finite number"),
+        (["-t", "1", "--top-p", "0"], "--top-p must be above 0 and at most 1, not 0.0"),
+        (["-t", "1", "--top-p", "2"], "--top-p must be above 0 and at most 1, not 2.0"),
+        (["-t", "1", "--top-k", "0"], "Invalid value for '--top-k'"),
+        (["--top-k", "5"], "--top-k and --top-p are for sampling; give a --temperature above 0"),
+        (["--top-p", "0.5"], "--top-k and --top-p are for sampling; give a --temperature above 0"),
+        (["--cache-length", "0"], "Invalid value for '--cache-length'"),
+        (["--cache-length", "8", "-n", "9"], "--max-tokens 9 is more than --cache-length 8 holds"),
+        (["--no-chat", "--system", "Be brief"], "--system needs the chat template; leave out --no-chat"),
+        (["--system", "\udcff"], "the system message is not UTF-8 text"),
+    ),
+    (["generate", "model", "-p", ""], "the prompt is empty"),
+    (["generate", "model", "-p", "\udcff"], "the prompt is not UTF-8 text"),
+    (["generate", "absent.gguf", "-p", "Hi"], "no such GGUF file: absent.gguf"),
+    (["generate", "empty", "-p", "Hi"], "has no config.json"),
+    (["generate", "tiny.json", "-p", "Hi"], "tiny.json is neither a model folder nor a .gguf file"),
+    (["generate", "./absent", "-p", "Hi"], "'./absent' is neither a folder, a file nor a Hugging Face id"),
+    # classify
+    *options(
+        ["classify", "red.png"],
+        DTYPE,
+        (["--model", "vgg"], "no vision model named 'vgg'; choose one of"),
+        (["--weights", "absent.pth"], "no such weights: 'absent.pth'"),
+        (["--top", "-1"], "Invalid value for '--top'"),
+        (["--top", "1001"], "Invalid value for '--top'"),
+    ),
+    # bench
+    (["bench", "nothing"], "no benchmark suite 'nothing'; choose one of"),
+    *[case for command in DEVICE_COMMANDS.values() for case in options(command, *DEVICE_OPTIONS)],
+]
+PIPED = [
+    (b"", "standard input is empty; write the prompt there or give it with --prompt"),
+    (b" \n", "standard input is empty; write the prompt there or give it with --prompt"),
+    (b"ab\xff\xfe", "standard input is not UTF-8 text: byte 2 is 0xff"),
+    (bytes(range(256)), "standard input is not UTF-8 text: byte 128 is 0x80"),
+]
+CASES = [*((args, None, message) for args, message in WRONG), *((["generate", "model"], *case) for case in PIPED)]
+
+
+def levels() -> dict[str, str]:
+    """A CPU level that this machine runs, and one that it does not."""
+    from npu_runtime.cpu.levels import LEVELS, PORTABLE, this_cpu
+
+    runs = this_cpu().levels()
+    absent = next(level.name for level in LEVELS if level not in runs)
+    return {"PRESENT": next((level.name for level in runs if level is not PORTABLE), "v2"), "ABSENT": absent}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The exit code, stdout and stderr of each case."""
+    folder = tmp_path_factory.mktemp("arguments")
+    g = IRBuilder("tiny")
+    g.output(g("aten.linear.default", g.input("x", 2, 8), g.weight("w", 8, 8)))
+    (folder / "tiny.json").write_text(json.dumps(g.ir()))
+    compile_ir(g.ir()).save(folder / "tiny.npubin")
+    save_file({"w": np.ones((8, 8), np.float32)}, folder / "tiny.safetensors")
+    np.save(folder / "x.npy", np.ones((2, 8), np.float32))
+    (folder / "model.py").write_text("def make(): ...")
+    (folder / "empty").mkdir()
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    Image.new("RGB", (32, 32), "red").save(folder / "red.png")
+    named = levels()
+    cases = [
+        ([named.get(word, word) for word in args], None if piped is None else piped.hex()) for args, piped, _ in CASES
+    ]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    before = sorted(folder.rglob("*"))
+    done = subprocess.run(
+        [sys.executable, "-c", HARNESS],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(folder.rglob("*")) == before, "a refused command leaves nothing behind"
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[f"{' '.join(a)!a} {p or ''!a}" for a, p, _ in CASES])
+def test_a_wrong_argument_is_refused_before_anything_is_loaded(outcomes: list[Any], index: int) -> None:
+    code, stdout, stderr = outcomes[index]
+    message = CASES[index][2]
+    assert code == 2 and stdout == "", (code, stdout, stderr)
+    assert message in " ".join(stderr.split()), stderr
+    assert "was imported" not in stderr and "was loaded" not in stderr and "Traceback" not in stderr
+
+
+def test_every_option_of_every_command_is_tried_or_cannot_be_wrong() -> None:
+    import typer
+
+    from npu_sim.cli import app
+
+    cannot_be_wrong = {"--json", "--mermaid", "--stages", "--full", "--cpu", "--help", "--debug", "--version"}
+    tried: dict[str, set[str]] = {}
+    for args, _, _ in CASES:
+        tried.setdefault(args[0], set()).update(word for word in args if word.startswith("-"))
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            names = {text for text in parameter.opts if text.startswith("-")}
+            assert not names or names & (tried.get(name, set()) | cannot_be_wrong), f"{name} {names}"
