@@ -8,6 +8,7 @@ from pathlib import Path
 from npu_compiler.errors import InputError, ProgramFormatError
 from npu_compiler.files import write_atomically
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.program.check import check_calls
 from npu_compiler.program.codec import NOT_STORED
 from npu_compiler.program.describe import describe_plan
 from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode, sign
@@ -104,6 +105,13 @@ class CompiledProgram:
     def from_bytes(cls, data: bytes, origin: str = "program", allow_code: bool = False) -> CompiledProgram:
         """The inverse of `to_bytes`; `origin` is named in errors. Otherwise as `load`."""
         program = decode(cls, data, origin)
+        if not program.contains_code:  # its calls are all that it brings
+            import npu_compiler.ops  # noqa: F401  (declares the kernels)
+
+            try:
+                check_calls(program.plan)
+            except ProgramFormatError as error:
+                raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
         if allow_code and program.trust.origin == UNKNOWN.origin:
             program.trust = ALLOWED
         return program

@@ -23,7 +23,7 @@ from npu_compiler.passes.functionalize import functionalize
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
-from npu_compiler.program.check import check_program
+from npu_compiler.program.check import check_calls, check_program
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.trust import MADE_HERE
@@ -110,8 +110,10 @@ def compile(
     plan.unused_weights = tuple(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
     )
-    check_program(target.config.name, dtype, plan)
     is_code = target.config.programs_are_code
+    check_program(dtype, plan)
+    if not is_code:
+        check_calls(plan)
     return CompiledProgram(graph.name, target.config.name, dtype, plan, contains_code=is_code, trust=MADE_HERE)
 
 

@@ -33,7 +33,7 @@ from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
 from npu_runtime.dispatch import DispatchStrategy
 from npu_runtime.executor_inputs import InputPlaces, check_fits
-from npu_runtime.hardware import Hardware, Launch, Operand
+from npu_runtime.hardware import Hardware, Launch, Operand, best_hardware
 from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array
@@ -85,7 +85,7 @@ class Executor:
         if not isinstance(program, CompiledProgram):
             program = CompiledProgram.load(program)
         self.program, self.check_outputs = program, check_outputs
-        self.backend = as_backend(_best_device() if device is None else device)
+        self.backend = best_hardware() if device is None else as_backend(device)
         self.counters: Counter[str] = Counter()
         known = self.backend.runs_targets
         for target in (program.target, *([] if config is None else [config.name])):
@@ -94,6 +94,8 @@ class Executor:
                 raise DeviceError(f"the program was compiled for '{target}', but this device runs '{listed}'")
         if self.backend.config.programs_are_code:
             program.trust.check(program.name)
+        elif program.contains_code:  # so its calls have not been checked
+            raise DeviceError("the program contains code, but this device runs none")
         self.backend.compile([*program.plan.prologue, *program.plan.calls], program.plan.sources)
         with self.backend.lock:
             self._shared = _SharedMemory(program.plan, self.backend, self.counters)
@@ -163,12 +165,6 @@ class Executor:
             else:
                 named[name] = as_array(value, f"input '{name}'")
         return named
-
-
-def _best_device() -> Opened[Hardware]:
-    from npu_runtime.device import Device  # which needs backends, and they need executors
-
-    return Device()
 
 
 class _SharedMemory:

@@ -1,7 +1,7 @@
 """Whether a program holds together: what must be true of a file's content before anything is allocated or run for it.
 
 Types have been checked by then (`codec`). Here every name must refer to something, every view must lie in its buffer,
-and, for targets whose programs are calls of declared kernels, every call must fit its kernel's declaration.
+and, where the kernels are declared ones, every call must fit its kernel's declaration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from npu_compiler.program.elementwise import declaration
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan, WeightSpec
 from npu_compiler.program.views import View, numel
-from npu_compiler.target_config import METAL_GPU, OP_LEVEL
 
 # Elements that a view may repeat for each byte that the program declares; of what a compiler makes, few repeat as much.
 _MOST_REPEATS = 4096
@@ -24,8 +23,8 @@ _MOST_DIMENSIONS = 64  # PyTorch's limit
 _MOST_ELEMENTS = 2**48
 
 
-def check_program(target: str, compute_dtype: str, plan: ExecutionPlan) -> None:
-    """Check a whole program.
+def check_program(compute_dtype: str, plan: ExecutionPlan) -> None:
+    """Check everything but what only the declarations of kernels tell.
 
     Raises:
         ProgramFormatError: says what does not hold, and where.
@@ -40,17 +39,25 @@ def check_program(target: str, compute_dtype: str, plan: ExecutionPlan) -> None:
             _check_view(view, plan.buffers.get(view.buffer))
     _check_outputs(plan)
     _check_writes(plan)
-    if target in (OP_LEVEL.name, METAL_GPU.name):
-        _check_repeats(plan, calls)
-        for call in calls:
-            _check_call(call)
-            _check_index(call, plan)
+
+
+def check_calls(plan: ExecutionPlan) -> None:
+    """Check every call against the declaration of its kernel, in a program that has passed `check_program`.
+
+    The op table, which declares the kernels, must have been imported.
+
+    Raises:
+        ProgramFormatError: no such kernel is declared, or a call does not fit it.
+    """
+    calls = [*plan.prologue, *plan.calls]
+    _check_repeats(plan, calls)
+    for call in calls:
+        _check_call(call)
+        _check_index(call, plan)
 
 
 def _check_call(call: KernelCall) -> None:
     """Check a call against the declaration of its kernel."""
-    import npu_compiler.ops  # noqa: F401  (fills the tables of kernels, which not every program needs)
-
     try:
         problem = declaration(call).problem(call)
     except KeyError:

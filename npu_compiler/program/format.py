@@ -28,7 +28,6 @@ FORMAT_VERSION = 4
 class Program(Protocol):
     """A dataclass that holds a plan, and what else a program's file should say. Its trust is not in the body."""
 
-    target: str
     compute_dtype: str
     plan: ExecutionPlan
     contains_code: bool
@@ -56,7 +55,7 @@ def decode(kind: type[P], data: bytes, origin: str) -> P:
         program = unpack(kind, body)
         if program.plan.sources and not program.contains_code:
             raise ProgramFormatError("it has kernel sources, but says that it contains no code")
-        check_program(program.target, program.compute_dtype, program.plan)
+        check_program(program.compute_dtype, program.plan)
     except ProgramFormatError as error:
         raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
     program.trust = judge(_authenticated(body), authentication)

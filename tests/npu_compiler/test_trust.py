@@ -315,3 +315,10 @@ def test_the_commands_for_keys_say_what_is_wrong(program: CompiledProgram, tmp_p
     assert "is not a .npubin program" in npu_sim("sign", key, "--key", key, code=2)
     compile(ir()).save(file)
     assert "contains no code: it runs without a signature" in npu_sim("sign", file, "--key", key, code=2)
+
+
+def test_a_program_for_a_device_without_code_cannot_pass_its_calls_off_as_code() -> None:
+    """Calls of code are not checked against declarations, so a device that runs none must not run them."""
+    program = replace(compile(ir()), contains_code=True)
+    with pytest.raises(DeviceError, match="the program contains code, but this device runs none"):
+        Executor(program, CPUBackend())
