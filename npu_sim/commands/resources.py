@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npu_sim.collector import collector_paused
 from npu_sim.commands.console import log_as_notes, note, progress, step
 from npu_sim.commands.options import Inputs
 
@@ -63,7 +64,7 @@ def _open(name: str | None, fast: bool, no_tune: bool) -> Device:
     if fast and name != "metal-emulator":
         raise InputError("--fast is for --device metal-emulator only")
     # The first CPU device on a machine compiles kernels, which takes seconds and is worth a word.
-    with log_as_notes("npu_runtime.cpu.native.build"):
+    with collector_paused(), log_as_notes("npu_runtime.cpu.native.build"):
         device = Device("metal-emulator-fast" if fast else name)
     if no_tune:
         if device.name != "cpu":
