@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.constraint_checker import check_constraints
+from npu_compiler.errors import IRError, ProgramFormatError
 from npu_compiler.fusion_patterns import fuse
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.graph.model import IRGraph
@@ -111,9 +112,12 @@ def compile(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
     )
     is_code = target.config.programs_are_code
-    check_program(dtype, plan)
-    if not is_code:
-        check_calls(plan)
+    try:
+        check_program(dtype, plan)
+        if not is_code:
+            check_calls(plan)
+    except ProgramFormatError as error:
+        raise IRError(f"the graph's nodes contradict each other: {error}") from error
     return CompiledProgram(graph.name, target.config.name, dtype, plan, contains_code=is_code, trust=MADE_HERE)
 
 

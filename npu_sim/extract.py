@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import importlib
 import importlib.util
 import json
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
+from npu_sim.collector import collector_paused
 
 if TYPE_CHECKING:
     import torch
@@ -36,19 +36,12 @@ _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\]")
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """What `torch.export` runs under: no gradients, no warnings, and no garbage collection, which would take a tenth of
-    the time looking at objects that nearly all stay."""
+    """What `torch.export` runs under: no gradients, no warnings and no garbage collection."""
     import torch
 
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with collector_paused(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class CPUBuffer(DeviceBuffer):
         _copy_bytes(_bytes(self.native_handle), _bytes(other.native_handle))
 
     def _clear(self) -> None:
-        self.native_handle.zero_()
+        _bytes(self.native_handle).fill(0)  # not by `Tensor.zero_`, for the reason that `_copy_bytes` gives
 
     def tensor(self) -> torch.Tensor:
         """The data as a torch tensor of `shape` that shares this memory."""

@@ -21,6 +21,9 @@ EXIT_DIFFERS = 1
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
 
+# Modules that log what takes a user's time but once on a machine: compiling kernels, or a program for longer prompts.
+_WORTH_A_WORD = ("npu_runtime.cpu.native.build", "npu_sim.llm.session")
+
 Progress = Callable[[int, int], None]
 
 
@@ -36,8 +39,7 @@ class ErrorReporting(TyperGroup):
         return super().parse_args(ctx, [arg for i, arg in enumerate(args) if arg != "--debug" or i > end])
 
     def invoke(self, ctx: Any) -> Any:
-        # The first process on a machine compiles kernels in the background, which takes a minute and is worth a word.
-        with _Interrupts() as interrupts, log_as_notes("npu_runtime.cpu.native.build"), _warnings_as_notes():
+        with _Interrupts() as interrupts, log_as_notes(*_WORTH_A_WORD), _warnings_as_notes():
             try:
                 result = super().invoke(ctx)
             except BrokenPipeError:
@@ -182,17 +184,19 @@ class _Notes(logging.Handler):
 
 
 @contextmanager
-def log_as_notes(name: str) -> Iterator[None]:
-    """Print to stderr what that module logs, from level INFO on."""
-    logger, handler = logging.getLogger(name), _Notes(logging.INFO)
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
+def log_as_notes(*names: str) -> Iterator[None]:
+    """Print to stderr what these modules log, from level INFO on."""
+    loggers, handler = [logging.getLogger(name) for name in names], _Notes(logging.INFO)
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -111,11 +111,12 @@ def generate(
         tokenizer = checkpoint.tokenizer  # read it now, while the device opens
     with concerning("--cache-length"):
         capacity = cache_capacity(checkpoint, cache_length)
-    check_fits(tokenizer.encode(prompt) if no_chat else encode_chat(checkpoint, messages), capacity)
+    ids = tokenizer.encode(prompt) if no_chat else encode_chat(checkpoint, messages)
+    check_fits(ids, capacity)
     chosen = open_device(device, fast, no_tune) if opening is None else opening.result()
     with progress(f"preparing {checkpoint.name}") as report:
         network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
-        network.prepare(sampler)
+        network.prepare(sampler, *([] if interactive else [len(ids)]))
     if prompt is None:
         conversation = Conversation(network, system=system, max_new_tokens=max_tokens, sampler=sampler)
         chat_in_terminal(conversation, f"{network.device.name} ({network.device.backend.device})")
@@ -187,19 +188,13 @@ def classify(
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
-    import warnings
-
     from npu_sim.vision import Classifier, find_model, load_image
 
     check_device_options(device, cpu_level, fast, no_tune)
     find_model(model)
     picture = load_image(image)
-    with step(f"preparing {model}"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with step(f"preparing {model}"):
         classifier = Classifier(model, device=open_device(device, fast, no_tune), weights=weights, compute_dtype=dtype)
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            note(f"warning: {warning.message}")
     guesses = classifier.classify(picture, top=top)
     if json:
         rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]

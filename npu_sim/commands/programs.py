@@ -196,6 +196,7 @@ def run(
     """Run a program once."""
     from npu_compiler import CompiledProgram
     from npu_runtime import Executor
+    from npu_runtime.numerics import doubtful_values
     from npu_sim.arrays import split_assignment, write_outputs
 
     check_not_overwritten(output, [program_file, weights, *(split_assignment(text)[1] for text in inputs or ())])
@@ -210,6 +211,8 @@ def run(
     values = {spec.name: results[spec.name].to_numpy(spec=spec) for spec in program.output_specs}
     if output is not None:
         write_outputs(output, values)
+    for problem in doubtful_values(values, program.output_specs):
+        note(f"warning: {problem}")
     rows = [{"name": name, **_statistics(value)} for name, value in values.items()]
     if json:
         print_json(
@@ -222,8 +225,6 @@ def run(
         )
         return
     for row in rows:
-        if row.get("not_finite"):
-            note(f"warning: {row['not_finite']} of the {row['values']} values of '{row['name']}' are not finite")
         numbers = ", ".join(f"{key} {row[key]:.6g}" for key in ("min", "max", "mean") if key in row)
         typer.echo(f"{row['name']}: {row['dtype']}{row['shape']} {numbers}")
     if output is not None:

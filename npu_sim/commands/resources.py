@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from npu_sim.collector import collector_paused
 from npu_sim.commands.console import note, progress, step
 from npu_sim.commands.options import Inputs
 
@@ -58,7 +59,8 @@ def _open(name: str | None, fast: bool, no_tune: bool) -> Device:
     from npu_runtime import Device
 
     try:
-        device = Device("metal-emulator-fast" if fast else name)
+        with collector_paused():
+            device = Device("metal-emulator-fast" if fast else name)
     except DeviceError as error:
         raise DeviceError(f"{error}; `npu-sim doctor` shows which devices --device can name here") from error
     if no_tune:

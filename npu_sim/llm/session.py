@@ -71,8 +71,8 @@ class LanguageModel:
 
     A prompt is prefilled in runs of 16, 128 or 512 tokens and decode steps, as `prefill_plan.divide` chooses. A program
     for a size is compiled, or read from the cache, when the first prompt needs it, since tracing takes seconds; all of
-    them share the weights and the KV cache. On CUDA, where compiling a program's kernels takes seconds more and a
-    large run costs hardly more than a small one, the choice falls on few sizes and large ones.
+    them share the weights and the KV cache. On devices that run ahead of the host (GPUs), where compiling a program's
+    kernels takes seconds more and a large run costs hardly more than a small one, the choice falls on few large sizes.
 
     Attributes:
         cache_length: The capacity of the KV cache in tokens, a multiple of `chunk`.
