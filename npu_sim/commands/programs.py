@@ -238,7 +238,6 @@ def _statistics(value: np.ndarray) -> dict[str, Any]:
     if value.size:
         wide = np.asarray(value, np.float64)
         finite = wide[np.isfinite(wide)]
-        facts["values"] = wide.size
         facts["not_finite"] = int(wide.size - finite.size)
         if finite.size:
             facts.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))

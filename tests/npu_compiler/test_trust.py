@@ -22,6 +22,7 @@ from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.target import CUDA_GPU
 from npu_compiler import (
     CompiledProgram,
+    DeviceError,
     InputError,
     OpLevelTarget,
     ProgramFormatError,
