@@ -87,7 +87,17 @@ def check_array(data: np.ndarray, spec: TensorSpec) -> None:
         smallest, largest = int(data.min()), int(data.max())
         if smallest < low or largest > high:
             offender = smallest if smallest < low else largest
-            raise InputError(f"'{spec.name}' holds {offender}, which is outside {low}..{high}")
+            raise InputError(f"'{spec.name}' holds {offender}, {outside(low, high)}")
+
+
+def outside(low: int, high: int) -> str:
+    """What is wrong with an integer beyond its bounds; only those of an index begin at 0."""
+    if low == 0 or (low, high) == (INT32_MIN, INT32_MAX):
+        return f"which is outside {low}..{high}"
+    return (
+        f"which is outside {low}..{high}: the program's arithmetic with it, in 32 bits, could overflow; "
+        "partition() with that op on the CPU computes in 64"
+    )
 
 
 def _kind(data: np.ndarray) -> str:
