@@ -70,7 +70,7 @@ def find_integer_ranges(graph: IRGraph, on_cpu: Collection[str] = ()) -> Integer
         too_wide = bisect_left(limits, True, lo=SMALLEST_LIMIT, key=lambda limit: overflows(limit) > fewest)
         bounds = within(too_wide - 1)
         ranges, overflowing = walk(bounds)
-    refused |= {node.name: "its int64 result may not fit in 32 bits, as the device has them" for node in overflowing}
+    refused |= {node.name: "its int64 result may not fit in 32 bits" for node in overflowing}
     return IntegerRanges(ranges, bounds, refused)
 
 
@@ -103,8 +103,10 @@ def index_bounds(graph: IRGraph, on_cpu: Collection[str] = ()) -> dict[str, Rang
             continue
         rows = op.index_bound(node, graph)
         if rows is not None:
-            _, high = bounds.get(node.inputs[1], INT32_RANGE)
-            bounds[node.inputs[1]] = (0, min(high, rows - 1))
+            name = node.inputs[1]
+            low, high = bounds.get(name) or graph.tensors[name].bounds or INT32_RANGE
+            high = min(high, rows - 1)
+            bounds[name] = (max(min(low, high), 0), high)
     return bounds
 
 
@@ -179,4 +181,4 @@ def _results(node: OpNode, graph: IRGraph, ranges: dict[str, Range]) -> tuple[Ra
         return tuple(_range_of_dtype(graph.tensors[out]) for out in node.outputs)
     with well_formed(node):
         found = rule(node, graph, ranges)
-    return found if isinstance(found[0], tuple) else (found,) * len(node.outputs)  # type: ignore[return-value]
+    return found if isinstance(found[0], tuple) else (found,) * len(node.outputs)
