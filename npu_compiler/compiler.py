@@ -21,6 +21,7 @@ from npu_compiler.passes.batch_norm import fold_batch_norm, lower_batch_norm
 from npu_compiler.passes.common_subexpressions import eliminate_common_subexpressions
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_compiler.passes.functionalize import functionalize
+from npu_compiler.passes.integer_ranges import bound_integers
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
@@ -59,6 +60,7 @@ def default_stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: 
     return [
         *_NORMALIZE,
         ("check_constraints", check_constraints),
+        ("bound_integers", bound_integers),
         ("eliminate_common_subexpressions", eliminate_common_subexpressions),
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),

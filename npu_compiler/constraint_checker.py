@@ -6,6 +6,7 @@ from npu_compiler.errors import ConstraintError
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.ops.registry import UNSUPPORTED_DTYPES, unsupported_reason
 from npu_compiler.ops.rotary_region import OPAQUE_OP
+from npu_compiler.passes.integer_ranges import find_integer_ranges
 
 
 def find_violations(graph: IRGraph) -> list[str]:
@@ -17,8 +18,11 @@ def find_violations(graph: IRGraph) -> list[str]:
             violations.append(
                 f"graph input '{name}' {list(spec.shape)} has dtype {spec.dtype}; split it into real parts"
             )
+    reasons = {node.name: unsupported_reason(node, graph) for node in graph.nodes}
+    unsupported = [name for name, reason in reasons.items() if reason is not None]
+    reasons |= find_integer_ranges(graph, on_cpu=unsupported).overflows
     for node in graph.nodes:
-        reason = unsupported_reason(node, graph)
+        reason = reasons[node.name]
         if reason is not None:
             shapes = ", ".join(str(list(graph.tensors[out].shape)) for out in node.outputs) or "nothing"
             if node.op_type == OPAQUE_OP:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from npu_compiler.compiler import normalize
-from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.graph.dtypes import is_int, itemsize
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.graph.writer import graph_to_dict
 from npu_compiler.op_support import is_op_supported
 from npu_compiler.ops.registry import unsupported_reason
+from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 
 DeviceKind: TypeAlias = Literal["npu", "cpu"]
@@ -130,9 +131,12 @@ def partition(
     graph = normalize(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     reasons = _cpu_reasons(graph, is_supported_fn)
+    integers = find_integer_ranges(graph, on_cpu=reasons)
+    reasons |= integers.overflows
+    graph = with_bounds(graph, integers.bounds)
     devices: dict[str, DeviceKind] = {node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes}
     groups = min((_schedule(graph, devices, first) for first in ("npu", "cpu")), key=len)
-    partitions = _build_partitions(graph, groups, dtype)
+    partitions = _build_partitions(graph, groups, dtype, integers.ranges)
     on_device = {name for p in partitions if p.device == "npu" for name in p.graph.outputs}
     back = tuple(
         TransferOp(name, "npu", "cpu", tensor_bytes(graph.tensors[name]))
@@ -191,9 +195,15 @@ def _schedule(
 
 
 def _build_partitions(
-    graph: IRGraph, groups: list[tuple[DeviceKind, list[OpNode]]], compute_dtype: str
+    graph: IRGraph,
+    groups: list[tuple[DeviceKind, list[OpNode]]],
+    compute_dtype: str,
+    ranges: Mapping[str, tuple[int, int]],
 ) -> tuple[Partition, ...]:
     stored = assign_storage(graph, compute_dtype).tensors
+    narrow = {
+        name: found for name, found in ranges.items() if is_int(graph.tensors[name].dtype) and found != INT32_RANGE
+    }
     native = native_dtype(graph)
     readers: dict[str, set[int]] = {}
     home: dict[str, DeviceKind] = dict.fromkeys((*graph.inputs, *graph.constants), "cpu")
@@ -215,7 +225,8 @@ def _build_partitions(
             for name in node.outputs
             if name in graph.outputs or readers.get(name, set()) - {index}
         ]
-        tensors = {name: _boundary_spec(graph.tensors[name], stored, name in inputs) for name in (*read, *made)}
+        tensors = {name: graph.tensors[name] for name in (*read, *made)}
+        tensors |= {name: _boundary_spec(graph.tensors[name], stored, narrow) for name in inputs}
         sub = IRGraph(
             name=f"{graph.name}.{device}{index}",
             nodes=nodes,
@@ -236,10 +247,13 @@ def _build_partitions(
     return tuple(partitions)
 
 
-def _boundary_spec(spec: TensorSpec, stored: Mapping[str, TensorSpec], is_input: bool) -> TensorSpec:
-    """An input keeps the storage that it has in the whole graph; its own partition could not tell."""
+def _boundary_spec(
+    spec: TensorSpec, stored: Mapping[str, TensorSpec], ranges: Mapping[str, tuple[int, int]]
+) -> TensorSpec:
+    """An input keeps the storage and the range that it has in the whole graph; its own partition could not tell."""
     known = stored.get(spec.name)
-    return replace(spec, storage=known.storage) if is_input and known is not None else spec
+    storage = spec.storage if known is None else known.storage
+    return replace(spec, storage=storage, bounds=ranges.get(spec.name, spec.bounds))
 
 
 def tensor_bytes(spec: TensorSpec) -> int:

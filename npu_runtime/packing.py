@@ -84,10 +84,21 @@ def check_array(data: np.ndarray, spec: TensorSpec) -> None:
         raise InputError(f"'{spec.name}' has dtype {data.dtype}, but the program expects {spec.dtype}")
     if wanted == "int" and data.size:
         low, high = spec.bounds or (INT32_MIN, INT32_MAX)
-        smallest, largest = int(data.min()), int(data.max())
-        if smallest < low or largest > high:
-            offender = smallest if smallest < low else largest
-            raise InputError(f"'{spec.name}' holds {offender}, which is outside {low}..{high}")
+        if (problem := out_of_bounds(data, low, high)) is not None:
+            raise InputError(f"'{spec.name}' {problem}")
+
+
+def out_of_bounds(data: np.ndarray, low: int, high: int) -> str | None:
+    """What is wrong with an array of integers, if it holds one beyond its bounds. Those of an index begin at 0."""
+    smallest, largest = int(data.min()), int(data.max())
+    if low <= smallest and largest <= high:
+        return None
+    problem = f"holds {smallest if smallest < low else largest}, which is outside {low}..{high}"
+    if low == 0 or (low, high) == (INT32_MIN, INT32_MAX):
+        return problem
+    return (
+        f"{problem}: integer arithmetic in 32 bits could overflow; partition() with that op on the CPU computes in 64"
+    )
 
 
 def _kind(data: np.ndarray) -> str:

@@ -18,6 +18,7 @@ from npu_compiler.graph.dtypes import FLOAT_MAX, INT32_MAX, INT32_MIN, misfit, n
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_compiler.program.plan import WeightSpec
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
+from npu_runtime.packing import out_of_bounds
 from npu_runtime.pieces import ahead, in_pieces
 
 Progress = Callable[[int, int], None]
@@ -47,10 +48,7 @@ def load_weights(
     with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
     problems = _name_problems(program, with_state, strict)
     known = {} if cache is None else cache
-    keys = {
-        name: f"{weight.recipe}|{weight.spec.storage}|{weight.spec.alloc_shape or weight.spec.shape}"
-        for name, weight in program.weight_specs.items()
-    }
+    keys = {name: _identity(weight) for name, weight in program.weight_specs.items()}
     wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
     made = ahead(lambda weight: _made(weight, with_state), list(wanted.values()))
     for done, key in enumerate(keys.values(), 1):
@@ -67,10 +65,19 @@ def load_weights(
     return {name: known[key] for name, key in keys.items()}
 
 
+def _identity(weight: WeightSpec) -> str:
+    """Equal for weights of several programs that are made, checked and stored alike."""
+    spec = weight.spec
+    return f"{weight.recipe}|{spec.storage}|{spec.alloc_shape or spec.shape}|{spec.bounds}"
+
+
 def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], list[np.ndarray]]:
     """The problems of a weight, and its parts as they are stored, if there are none."""
     state = {key: to_numpy(source[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in source}
     problems = [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
+    if weight.spec.bounds is not None and not problems:
+        found = ((key, out_of_bounds(array, *weight.spec.bounds)) for key, array in state.items() if array.size)
+        problems = [f"too large: '{key}' {problem}" for key, problem in found if problem is not None]
     if problems or len(state) < len(set(weight.recipe.keys())):
         return problems, []
     parts = _parts(weight.recipe, state)

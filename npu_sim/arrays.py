@@ -95,8 +95,8 @@ def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
 def random_inputs(specs: Sequence[TensorSpec], seed: int) -> dict[str, np.ndarray]:
     """Random arrays by input name.
 
-    Floats are standard normal, booleans true with probability 0.9, integers uniform within the input's bounds or, if it
-    has none, from 0 to 15.
+    Floats are standard normal, booleans true with probability 0.9, integers uniform among the rows that
+    an index counts or, for what is no index, from 0 to 15.
     """
     generator = np.random.default_rng(seed)
     return {spec.name: _random(spec, generator) for spec in specs}
@@ -111,7 +111,7 @@ def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
     if spec.dtype.startswith("complex"):
         parts = generator.standard_normal((2, *spec.shape))
         return np.asarray(parts[0] + 1j * parts[1], dtype)
-    low, high = spec.bounds or (0, RANDOM_INDEX_LIMIT - 1)
+    low, high = spec.bounds if spec.bounds and spec.bounds[0] == 0 else (0, RANDOM_INDEX_LIMIT - 1)
     return generator.integers(low, high, spec.shape, endpoint=True).astype(dtype)
 
 

@@ -24,7 +24,8 @@ class TensorSpec:
         dtype: The dtype PyTorch gives it.
         storage: The dtype it has in device memory; empty until the precision stage has run.
         alloc_shape: Its shape in device memory when channels are padded, else None (dense).
-        bounds: Smallest and largest value that an index input may hold, where the graph tells.
+        bounds: Smallest and largest value that an integer input or weight may hold, where the graph tells: an index
+            counts rows, from 0; other bounds keep int64 results that are made of it within 32 bits.
     """
 
     name: str

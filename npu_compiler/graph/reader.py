@@ -109,7 +109,10 @@ class _Reader:
         storage = meta.get("storage") or ""
         if storage and (not isinstance(storage, str) or storage not in KNOWN_DTYPES):
             raise IRError(f"{where}: tensor '{name}': unknown storage dtype {storage!r}")
-        return TensorSpec(name, tuple(shape), dtype, storage)
+        bounds = meta.get("bounds")
+        if bounds is not None and not (isinstance(bounds, (list, tuple)) and [type(x) for x in bounds] == [int, int]):
+            raise IRError(f"{where}: tensor '{name}': bounds {bounds!r} are not a pair of integers")
+        return TensorSpec(name, tuple(shape), dtype, storage, bounds=None if bounds is None else (bounds[0], bounds[1]))
 
     def _read_input(self, meta: Any) -> str:
         spec = self._spec(meta, "graph input")

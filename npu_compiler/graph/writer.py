@@ -17,6 +17,8 @@ def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
         data: dict[str, Any] = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype}
         if spec.storage:
             data["storage"] = spec.storage
+        if spec.bounds is not None:
+            data["bounds"] = list(spec.bounds)
         if name in makers:
             data["producer_node"], data["producer_output_idx"] = makers[name]
         return data

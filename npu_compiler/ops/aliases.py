@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import (
     LowerFn,
+    RangeFn,
     SupportFn,
     ViewFn,
     ViewRule,
@@ -262,9 +264,15 @@ def diagonal_view(source: View, node: OpNode) -> View:
     return replace(source, shape=shape, strides=strides, offset=start)
 
 
-def _parts_op(names: str, tensors: tuple[str, ...], part: Callable[[OpNode, IRGraph, int], OpNode]) -> None:
+def _parts_op(
+    names: str,
+    tensors: tuple[str, ...],
+    part: Callable[[OpNode, IRGraph, int], OpNode],
+    integer_range: RangeFn | None = None,
+) -> None:
     """Add rows of ops of several outputs, each of which another op makes alone."""
-    register_op(names, tensors=tensors, view=ViewRule(_same, part=part), moves=True)(lower_view)
+    rule = ViewRule(_same, part=part)
+    register_op(names, tensors=tensors, view=rule, moves=True, integer_range=integer_range)(lower_view)
 
 
 def _slice_of(node: OpNode, graph: IRGraph, index: int) -> OpNode:
@@ -291,8 +299,8 @@ def _chosen(node: OpNode, graph: IRGraph, index: int) -> OpNode:
 
 _parts_op("aten.split aten.split_with_sizes aten.chunk aten.tensor_split", ("self",), _slice_of)
 _parts_op("aten.unbind", ("self",), _row_of)
-_parts_op("aten.broadcast_tensors", ("*tensors",), _broadcast_of)
-_parts_op("getitem", ("*outputs",), _chosen)
+_parts_op("aten.broadcast_tensors", ("*tensors",), _broadcast_of, ranges.each)
+_parts_op("getitem", ("*outputs",), _chosen, lambda node, graph, known: known[node.inputs[node.attrs["index"]]])
 
 
 def _shuffle(ctx: Lowering, node: OpNode, split: tuple[int, ...], order: list[int]) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.ops import ranges
 from npu_compiler.ops.aliases import write_whole
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, Layout, ViewRule, always, operand, register_op
+from npu_compiler.ops.ranges import by_operands, of_scalar
+from npu_compiler.ops.registry import Args, Layout, Range, ViewRule, always, operand, register_op
 from npu_compiler.program.elementwise import ACTIVATIONS, Elementwise, activation_rule, add_elementwise
 from npu_compiler.program.views import View
 
@@ -31,6 +33,7 @@ def elementwise(
     moves: bool = False,
     one_dtype: bool = False,
     masks: bool = False,
+    integer_range: Callable[..., Range] | None = None,
     **attrs: float | bool,
 ) -> Elementwise:
     """Add an element-wise op and its row in the op table.
@@ -42,6 +45,7 @@ def elementwise(
         integer: The result over ints; `SAME` if the expression serves for both.
         identity, moves, one_dtype: As in `Op`.
         masks: As in `Elementwise`.
+        integer_range: What the op may return of integers, given the ranges of the operands and of the attributes.
     """
     integer = expr if integer == SAME else integer
     op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs, masks)
@@ -62,6 +66,7 @@ def elementwise(
         moves=moves,
         one_dtype=one_dtype,
         activation=activation_rule(name),
+        integer_range=by_operands(integer_range, *attrs) if integer_range is not None else None,
     )(lower)
     return op
 
@@ -102,24 +107,24 @@ for _name, _expr in _UNARY.items():
     elementwise(_name, "self", _expr)
 
 _INTEGER_UNARY = {
-    "abs": ("fabs(a)", "a < 0 ? -a : a"),
-    "ceil": ("ceil(a)", "a"),
-    "floor": ("floor(a)", "a"),
-    "logical_not": ("a == 0", SAME),
-    "neg": ("-a", SAME),
-    "relu": ("a < 0 ? 0 : a", SAME),
-    "round": ("rint(a)", "a"),
-    "sign": ("(a > 0) - (a < 0)", SAME),
-    "square": ("a * a", SAME),
-    "trunc": ("trunc(a)", "a"),
+    "abs": ("fabs(a)", "a < 0 ? -a : a", ranges.absolute),
+    "ceil": ("ceil(a)", "a", ranges.same),
+    "floor": ("floor(a)", "a", ranges.same),
+    "logical_not": ("a == 0", SAME, None),
+    "neg": ("-a", SAME, ranges.neg),
+    "relu": ("a < 0 ? 0 : a", SAME, ranges.relu),
+    "round": ("rint(a)", "a", ranges.same),
+    "sign": ("(a > 0) - (a < 0)", SAME, ranges.sign),
+    "square": ("a * a", SAME, ranges.square),
+    "trunc": ("trunc(a)", "a", ranges.same),
 }
-for _name, (_expr, _integer) in _INTEGER_UNARY.items():
-    elementwise(_name, "self", _expr, integer=_integer)
+for _name, (_expr, _integer, _range) in _INTEGER_UNARY.items():
+    elementwise(_name, "self", _expr, integer=_integer, integer_range=_range)
 
 elementwise("bitwise_not", "self", "~int(a)", "torch.bitwise_not", "npu.bitwise_not", integer="~a")
 elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME, identity=always, moves=True, masks=True)
 elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
-elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME)
+elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME, integer_range=ranges.relu6)
 elementwise("gelu_erf", "self", "0.5f * a * (1 + erf(a * 0.70710678118654752f))", F + "gelu", "npu.gelu_erf")
 elementwise(
     "gelu_tanh",
@@ -158,7 +163,14 @@ elementwise(
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
 elementwise(
-    "add", "self other", "a + alpha * b", integer="a + int(alpha) * b", identity=_scalar_is(0), alpha=1, masks=True
+    "add",
+    "self other",
+    "a + alpha * b",
+    integer="a + int(alpha) * b",
+    identity=_scalar_is(0),
+    alpha=1,
+    masks=True,
+    integer_range=ranges.add,
 )
 elementwise(
     "sub",
@@ -169,20 +181,48 @@ elementwise(
     identity=_scalar_is(0),
     alpha=1,
     masks=True,
+    integer_range=ranges.sub,
 )
-elementwise("rsub", "self other", "b - alpha * a", "torch.rsub", integer="b - int(alpha) * a", alpha=1, masks=True)
-elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME, identity=_scalar_is(1))
+elementwise(
+    "rsub",
+    "self other",
+    "b - alpha * a",
+    "torch.rsub",
+    integer="b - int(alpha) * a",
+    alpha=1,
+    masks=True,
+    integer_range=ranges.rsub,
+)
+elementwise(
+    "mul", "self other", "a * b", aten="mul multiply", integer=SAME, identity=_scalar_is(1), integer_range=ranges.mul
+)
 elementwise("true_divide", "self other", "a / b")
-elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME)
+elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME, integer_range=ranges.floor_divide)
 elementwise(
     "trunc_divide", "self other", "trunc(a / b)", "npu.trunc_divide", "npu.trunc_divide", integer="trunc_div(a, b)"
 )
-elementwise("pow", "self exponent", "pow(a, b)", integer="int_pow(a, b)")
-elementwise("remainder", "self other", "floor_mod(a, b)", integer=SAME)
-elementwise("fmod", "self other", "fmod(a, b)", integer="trunc_mod(a, b)")
+elementwise("pow", "self exponent", "pow(a, b)", integer="int_pow(a, b)", integer_range=ranges.power)
+elementwise("remainder", "self other", "floor_mod(a, b)", integer=SAME, integer_range=ranges.remainder)
+elementwise("fmod", "self other", "fmod(a, b)", integer="trunc_mod(a, b)", integer_range=ranges.fmod)
 elementwise("atan2", "self other", "atan2(a, b)")
-elementwise("maximum", "self other", "a > b || a != a ? a : b", aten="maximum max.other", integer=SAME, masks=True)
-elementwise("minimum", "self other", "a < b || a != a ? a : b", aten="minimum min.other", integer=SAME, masks=True)
+elementwise(
+    "maximum",
+    "self other",
+    "a > b || a != a ? a : b",
+    aten="maximum max.other",
+    integer=SAME,
+    masks=True,
+    integer_range=ranges.maximum,
+)
+elementwise(
+    "minimum",
+    "self other",
+    "a < b || a != a ? a : b",
+    aten="minimum min.other",
+    integer=SAME,
+    masks=True,
+    integer_range=ranges.minimum,
+)
 elementwise("eq", "self other", "a == b", integer=SAME)
 elementwise("ne", "self other", "a != b", aten="ne not_equal", integer=SAME)
 elementwise("lt", "self other", "a < b", aten="lt less", integer=SAME)
@@ -192,17 +232,63 @@ elementwise("ge", "self other", "a >= b", aten="ge greater_equal", integer=SAME)
 elementwise("logical_and", "self other", "a != 0 && b != 0", integer=SAME)
 elementwise("logical_or", "self other", "a != 0 || b != 0", integer=SAME)
 elementwise("logical_xor", "self other", "(a != 0) != (b != 0)", integer=SAME)
-elementwise("bitwise_and", "self other", "int(a) & int(b)", aten="bitwise_and __and__", integer="a & b")
-elementwise("bitwise_or", "self other", "int(a) | int(b)", aten="bitwise_or __or__", integer="a | b")
-elementwise("bitwise_xor", "self other", "int(a) ^ int(b)", aten="bitwise_xor __xor__", integer="a ^ b")
-elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME, masks=True)
-elementwise("addcmul", "self tensor1 tensor2", "a + value * b * c", integer="a + int(value) * b * c", value=1)
+elementwise(
+    "bitwise_and",
+    "self other",
+    "int(a) & int(b)",
+    aten="bitwise_and __and__",
+    integer="a & b",
+    integer_range=ranges.bitwise_and,
+)
+elementwise(
+    "bitwise_or",
+    "self other",
+    "int(a) | int(b)",
+    aten="bitwise_or __or__",
+    integer="a | b",
+    integer_range=ranges.bitwise,
+)
+elementwise(
+    "bitwise_xor",
+    "self other",
+    "int(a) ^ int(b)",
+    aten="bitwise_xor __xor__",
+    integer="a ^ b",
+    integer_range=ranges.bitwise,
+)
+elementwise("where", "condition self other", "a != 0 ? b : c", integer=SAME, masks=True, integer_range=ranges.where)
+elementwise(
+    "addcmul",
+    "self tensor1 tensor2",
+    "a + value * b * c",
+    integer="a + int(value) * b * c",
+    value=1,
+    integer_range=ranges.addcmul,
+)
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
 elementwise(
     "lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp", one_dtype=True
 )
-elementwise("clamp_min", "self min", "a < b || b != b ? b : a", "npu.clamp_min", "clamp_min", integer=SAME, masks=True)
-elementwise("clamp_max", "self max", "a > b || b != b ? b : a", "npu.clamp_max", "clamp_max", integer=SAME, masks=True)
+elementwise(
+    "clamp_min",
+    "self min",
+    "a < b || b != b ? b : a",
+    "npu.clamp_min",
+    "clamp_min",
+    integer=SAME,
+    masks=True,
+    integer_range=ranges.maximum,
+)
+elementwise(
+    "clamp_max",
+    "self max",
+    "a > b || b != b ? b : a",
+    "npu.clamp_max",
+    "clamp_max",
+    integer=SAME,
+    masks=True,
+    integer_range=ranges.minimum,
+)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
 elementwise(
@@ -228,7 +314,7 @@ def lower_gelu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise(ACTIVATIONS[_gelu(node.attrs)], [ctx.view(node.inputs[0])], ctx.output())
 
 
-@register_op("aten.bitwise_not", layout=Layout.ELEMENTWISE)
+@register_op("aten.bitwise_not", layout=Layout.ELEMENTWISE, integer_range=by_operands(ranges.bitwise_not))
 def lower_bitwise_not(ctx: Lowering, node: OpNode) -> None:
     """torch inverts booleans and complements integers."""
     view = ctx.view(node.inputs[0])
@@ -254,11 +340,17 @@ def lower_glu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("glu", [view.slice(dim, 0, half), view.slice(dim, half, 2 * half)], ctx.output())
 
 
+def _quotient_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    divide = ranges.floor_divide if node.attrs["rounding_mode"] == "floor" else ranges.trunc_divide
+    return divide(*Args(node).ranges(known, of_scalar))  # type: ignore[arg-type]
+
+
 @register_op(
     "aten.div aten.divide",
     tensors=("self", "other"),
     layout=Layout.ELEMENTWISE,
     identity=lambda node: _scalar_is(1)(node) and not node.attrs.get("rounding_mode"),
+    integer_range=_quotient_range,
 )
 def lower_div(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -279,6 +371,7 @@ def unclear_bound(node: OpNode) -> str | None:
     tensors=("self", "min", "max"),
     unsupported=lambda node, graph: unclear_bound(node),
     layout=Layout.ELEMENTWISE,
+    integer_range=by_operands(ranges.clamp),
 )
 def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -298,14 +391,19 @@ def lower_clamp(ctx: Lowering, node: OpNode) -> None:
         value = out
 
 
-@register_op("aten.masked_fill", tensors=("self", "mask", "value"), layout=Layout.ELEMENTWISE)
+@register_op(
+    "aten.masked_fill",
+    tensors=("self", "mask", "value"),
+    layout=Layout.ELEMENTWISE,
+    integer_range=by_operands(ranges.masked_fill),
+)
 def lower_masked_fill(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     value, mask, fill = (operand(ctx, args, name) for name in ("self", "mask", "value"))
     ctx.elementwise("where", [mask, fill, value], ctx.output())  # type: ignore[list-item]
 
 
-@register_op("aten.copy", tensors=("self", "src"), layout=Layout.ELEMENTWISE)
+@register_op("aten.copy", tensors=("self", "src"), layout=Layout.ELEMENTWISE, integer_range=by_operands(ranges.second))
 def lower_copy(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(ctx.view(node.inputs[1]), ctx.output())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
@@ -174,6 +175,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
     index_bound=_rows_along_dim,
     one_dtype=True,
+    integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], known[node.inputs[2]]),
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` replace rows of `self`."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 
 from npu_compiler.graph.dtypes import is_int
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.ops.ranges import by_operands
+from npu_compiler.ops.registry import Args, Range, register_op
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import Shape, View, numel
@@ -159,10 +163,18 @@ def _linear_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return f"linear with a bias of shape {list(shapes[0])}" if shapes and len(shapes[0]) > 1 else None
 
 
+def _product_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    """Of a linear layer or a matrix product of the first two inputs, the third added."""
+    a, b, *bias = (known[name] for name in node.inputs)
+    found = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[0]].shape, -1))
+    return ranges.add(found, bias[0]) if bias else found
+
+
 @register_op(
     "aten.linear",
     tensors=("input", "weight", "bias"),
     unsupported=_linear_unsupported,
+    integer_range=_product_range,
     channel_axis=lambda node: 0,
     one_dtype=True,
 )
@@ -202,13 +214,30 @@ def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("gated_matmul_vec_kernel", [row, weight, *bias], [out_row], params, flops=4 * n * k)
 
 
-@register_op("aten.matmul aten.mm aten.bmm aten.mv aten.dot aten.vdot", tensors=("self", "other"), one_dtype=True)
+@register_op(
+    "aten.matmul aten.mm aten.bmm aten.mv aten.dot aten.vdot",
+    tensors=("self", "other"),
+    one_dtype=True,
+    integer_range=_product_range,
+)
 def lower_matmul(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     emit_matmul(ctx, a, b, ctx.output())
 
 
-@register_op("aten.addmm aten.baddbmm aten.addmv", tensors=("self", "mat1", "mat2"), one_dtype=True)
+def _addmm_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    addend, a, b = (known[name] for name in node.inputs)
+    alpha, beta = (ranges.of_scalar(node.attrs.get(name, 1)) for name in ("alpha", "beta"))
+    found = ranges.total(ranges.mul(a, b), ranges.along(graph.tensors[node.inputs[1]].shape, -1))
+    return ranges.add(ranges.mul(found, alpha), addend, beta)
+
+
+@register_op(
+    "aten.addmm aten.baddbmm aten.addmv",
+    tensors=("self", "mat1", "mat2"),
+    one_dtype=True,
+    integer_range=_addmm_range,
+)
 def lower_addmm(ctx: Lowering, node: OpNode) -> None:
     """beta · self + alpha · (mat1 · mat2)."""
     args = Args(node)
@@ -280,7 +309,26 @@ def _einsum_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
-@register_op("aten.einsum", tensors=("*tensors",), unsupported=_einsum_unsupported, one_dtype=True)
+def _einsum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    """A sum over the indices that the result lacks, of products of one element of each operand."""
+    parsed = _parse_einsum(node, graph)
+    assert parsed is not None
+    terms, result = parsed
+    sizes = {x: 1 for term in terms for x in term if x not in result}
+    for name, term in zip(node.inputs, terms, strict=True):
+        for letter, size in zip(term, graph.tensors[name].shape, strict=True):
+            if letter in sizes:
+                sizes[letter] = max(sizes[letter], size)
+    return ranges.total(functools.reduce(ranges.mul, (known[x] for x in node.inputs)), math.prod(sizes.values()))
+
+
+@register_op(
+    "aten.einsum",
+    tensors=("*tensors",),
+    unsupported=_einsum_unsupported,
+    one_dtype=True,
+    integer_range=_einsum_range,
+)
 def lower_einsum(ctx: Lowering, node: OpNode) -> None:
     parsed = _parse_einsum(node, ctx.graph)
     assert parsed is not None
@@ -337,7 +385,7 @@ def _sum_out(ctx: Lowering, view: View, term: str, letters: list[str]) -> tuple[
     return total, kept
 
 
-@register_op("aten.outer aten.ger", tensors=("self", "vec2"))
+@register_op("aten.outer aten.ger", tensors=("self", "vec2"), integer_range=by_operands(ranges.mul))
 def lower_outer(ctx: Lowering, node: OpNode) -> None:
     a, b = (ctx.view(name) for name in node.inputs)
     ctx.elementwise("mul", [a.unsqueeze(1), b.unsqueeze(0)], ctx.output())

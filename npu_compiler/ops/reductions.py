@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from npu_compiler.graph.dtypes import is_float
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import register_op
+from npu_compiler.ops.registry import Range, register_op
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
@@ -60,10 +63,35 @@ def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return "reduction of an empty tensor" if graph.tensors[node.inputs[0]].numel == 0 else None
 
 
+def _reduction_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    """Of the reductions that PyTorch has of integers; the extremes are among the elements."""
+    elements = known[node.inputs[0]]
+    count = graph.tensors[node.inputs[0]].numel // max(graph.tensors[node.outputs[0]].numel, 1)
+    combine = {"aten.sum": ranges.total, "aten.prod": ranges.product}.get(node.base)
+    return elements if combine is None else combine(elements, count)
+
+
+def _value_and_index_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> tuple[Range, ...]:
+    size = ranges.along(graph.tensors[node.inputs[0]].shape, node.attrs["dim"])
+    return known[node.inputs[0]], ranges.index_below(size)
+
+
+def _index_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    return ranges.index_below(ranges.along(graph.tensors[node.inputs[0]].shape, node.attrs.get("dim")))
+
+
+def _running_sum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    elements = known[node.inputs[0]]
+    return ranges.hull(
+        elements, ranges.total(elements, ranges.along(graph.tensors[node.inputs[0]].shape, node.attrs["dim"]))
+    )
+
+
 @register_op(
     "aten.sum aten.mean aten.amax aten.amin aten.any aten.all aten.prod aten.max.default "
     "aten.min.default aten.logsumexp",
     unsupported=_empty_unsupported,
+    integer_range=_reduction_range,
 )
 def lower_reduction(ctx: Lowering, node: OpNode) -> None:
     name = node.base.removeprefix("aten.")
@@ -98,14 +126,14 @@ def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, "mean", view, dims, ctx.output(1))
 
 
-@register_op("aten.max.dim aten.min.dim", unsupported=_empty_unsupported)
+@register_op("aten.max.dim aten.min.dim", unsupported=_empty_unsupported, integer_range=_value_and_index_range)
 def lower_max_with_index(ctx: Lowering, node: OpNode) -> None:
     view, op = ctx.view(node.inputs[0]), node.base.removeprefix("aten.")
     reduce(ctx, op, view, node.attrs["dim"], ctx.output(0))
     reduce(ctx, f"arg{op}", view, node.attrs["dim"], ctx.output(1))
 
 
-@register_op("aten.argmax aten.argmin", unsupported=_empty_unsupported)
+@register_op("aten.argmax aten.argmin", unsupported=_empty_unsupported, integer_range=_index_range)
 def lower_argmax(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     if node.attrs.get("dim") is None:
@@ -144,7 +172,7 @@ def lower_weight_norm(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("mul", [v, scale], ctx.output())
 
 
-@register_op("aten.cumsum")
+@register_op("aten.cumsum", integer_range=_running_sum_range)
 def lower_cumsum(ctx: Lowering, node: OpNode) -> None:
     """Along `dim`, which a transposed view makes the last dimension."""
     out = ctx.output()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +18,8 @@ Scalar: TypeAlias = float | int | bool | str
 LowerFn: TypeAlias = Callable[[Lowering, OpNode], None]
 SupportFn: TypeAlias = Callable[[OpNode, IRGraph], str | None]
 ViewFn: TypeAlias = Callable[[OpNode, View, TensorSpec], View | None]
+Range: TypeAlias = tuple[int, int]
+RangeFn: TypeAlias = Callable[[OpNode, IRGraph, Mapping[str, Range]], Range | tuple[Range, ...]]
 
 NARROW_INTS = frozenset({"int8", "int16", "uint8"})
 UNSUPPORTED_DTYPES = frozenset({"complex64", "complex128"})
@@ -87,6 +89,8 @@ class Op:
         activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
         one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
         float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
+        integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
+            each output. None for an op that moves elements or returns no int32 or int64.
     """
 
     name: str
@@ -105,6 +109,7 @@ class Op:
     activation: Callable[[Attrs], str | None] | None = None
     one_dtype: bool = False
     float32_parameters: bool = False
+    integer_range: RangeFn | None = None
 
 
 OPS: dict[str, Op] = {}
@@ -219,7 +224,7 @@ class Args:
     def __init__(self, node: OpNode) -> None:
         op = find_op(node.op_type)
         assert op is not None, node.op_type
-        self.node = node
+        self.node, self._names = node, op.tensors
         self._tensors: dict[str, str | list[str] | None] = {}
         remaining = list(node.inputs)
         for name in op.tensors:
@@ -240,6 +245,11 @@ class Args:
         value = self._tensors[name]
         assert isinstance(value, list)
         return value
+
+    def ranges(self, known: Mapping[str, Range], of_scalar: Callable[[float], Range]) -> list[Range | None]:
+        """The range of each tensor argument in the schema's order, be it a tensor or a number; None if omitted."""
+        values = ((self.tensor(name), self.attr(name)) for name in self._names)
+        return [known[x] if x is not None else None if y is None else of_scalar(y) for x, y in values]
 
     def attr(self, name: str, default: Any = None) -> Any:
         value = self.node.attrs.get(name)

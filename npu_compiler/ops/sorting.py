@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from npu_compiler.graph.model import OpNode
+from collections.abc import Mapping
+
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import register_op
+from npu_compiler.ops.registry import Range, register_op
 from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import View
 
@@ -12,7 +15,16 @@ from npu_compiler.program.views import View
 declare_kernel("argsort_kernel", Family.INDEXING, "x[*s,n] -> order:i[*s,n]", source="sort.metal", descending="?")
 
 
-@register_op("aten.sort aten.msort", moves=True)
+def _order_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    dim = 0 if node.base == "aten.msort" else node.attrs.get("dim", -1)
+    return ranges.index_below(ranges.along(graph.tensors[node.inputs[0]].shape, dim))
+
+
+def _sorted_ranges(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> tuple[Range, ...]:
+    return known[node.inputs[0]], _order_range(node, graph, known)
+
+
+@register_op("aten.sort aten.msort", moves=True, integer_range=_sorted_ranges)
 def lower_sort(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     dim = node.attrs.get("dim", -1) if node.base == "aten.sort" else 0
@@ -22,13 +34,13 @@ def lower_sort(ctx: Lowering, node: OpNode) -> None:
     _pick(ctx, view, order, values, dim)
 
 
-@register_op("aten.argsort")
+@register_op("aten.argsort", integer_range=_order_range)
 def lower_argsort(ctx: Lowering, node: OpNode) -> None:
     descending = bool(node.attrs.get("descending", False))
     _argsort(ctx, ctx.view(node.inputs[0]), ctx.output(), node.attrs.get("dim", -1), descending)
 
 
-@register_op("aten.topk", moves=True)
+@register_op("aten.topk", moves=True, integer_range=_sorted_ranges)
 def lower_topk(ctx: Lowering, node: OpNode) -> None:
     """The first `k` of all in order; of equals the earlier ones."""
     view, dim = ctx.view(node.inputs[0]), node.attrs.get("dim", -1)

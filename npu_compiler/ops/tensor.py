@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 from npu_compiler.graph.dtypes import as_int32, saturate
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops import ranges
 from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.ops.ranges import by_operands
+from npu_compiler.ops.registry import Args, Range, register_op
 from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import Shape, View
 
@@ -170,6 +174,9 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     "aten.replication_pad2d",
     unsupported=_pad_unsupported,
     moves=True,
+    integer_range=lambda node, graph, known: ranges.hull(
+        known[node.inputs[0]], ranges.of_scalar(node.attrs.get("value") or 0)
+    ),
 )
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
@@ -224,36 +231,48 @@ def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
 
 
 @register_op(
-    "aten.zeros aten.zeros_like aten.new_zeros aten.zero aten.empty aten.empty_like aten.new_empty aten.empty_permuted"
+    "aten.zeros aten.zeros_like aten.new_zeros aten.zero aten.empty aten.empty_like aten.new_empty aten.empty_permuted",
+    integer_range=ranges.constant(0),
 )
 def lower_zeros(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 0)
 
 
-@register_op("aten.ones aten.ones_like aten.new_ones")
+@register_op("aten.ones aten.ones_like aten.new_ones", integer_range=ranges.constant(1))
 def lower_ones(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 1)
 
 
+def _fill_value(node: OpNode) -> Any:
+    return node.attrs.get("fill_value", node.attrs.get("value", node.attrs.get("s")))
+
+
 def _fill_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    value = node.attrs.get("fill_value", node.attrs.get("value", node.attrs.get("s")))
+    value = _fill_value(node)
     return None if isinstance(value, (bool, int, float)) else "fill value is not a number"
 
 
 @register_op(
-    "aten.full aten.full_like aten.new_full aten.fill.Scalar aten.scalar_tensor", unsupported=_fill_unsupported
+    "aten.full aten.full_like aten.new_full aten.fill.Scalar aten.scalar_tensor",
+    unsupported=_fill_unsupported,
+    integer_range=lambda node, graph, known: ranges.of_scalar(_fill_value(node)),
 )
 def lower_full(ctx: Lowering, node: OpNode) -> None:
-    attrs = node.attrs
-    _fill(ctx, node, attrs.get("fill_value", attrs.get("value", attrs.get("s"))))  # type: ignore[arg-type]
+    _fill(ctx, node, _fill_value(node))
 
 
-@register_op("aten.fill.Tensor", tensors=("self", "value"))
+@register_op("aten.fill.Tensor", tensors=("self", "value"), integer_range=by_operands(ranges.second))
 def lower_fill_tensor(ctx: Lowering, node: OpNode) -> None:
     ctx.copy(ctx.view(node.inputs[1]).expand(ctx.spec(node.outputs[0]).shape), ctx.output())
 
 
-@register_op("aten.arange")
+def _arange_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    start, step = node.attrs.get("start", 0), node.attrs.get("step", 1)
+    last = start + step * max(graph.tensors[node.outputs[0]].numel - 1, 0)
+    return ranges.hull(ranges.of_scalar(start), ranges.of_scalar(last))
+
+
+@register_op("aten.arange", integer_range=_arange_range)
 def lower_arange(ctx: Lowering, node: OpNode) -> None:
     _arange(ctx, node.attrs.get("start", 0), node.attrs.get("step", 1))
 
@@ -263,17 +282,28 @@ def _arange(ctx: Lowering, start: float, step: float) -> None:
     ctx.emit("arange_kernel", [], [ctx.output()], params)
 
 
-@register_op("aten.linspace", unsupported=lambda node, graph: "linspace between tensors" if node.inputs else None)
+@register_op(
+    "aten.linspace",
+    unsupported=lambda node, graph: "linspace between tensors" if node.inputs else None,
+    integer_range=lambda node, graph, known: ranges.hull(
+        ranges.of_scalar(node.attrs["start"]), ranges.of_scalar(node.attrs["end"])
+    ),
+)
 def lower_linspace(ctx: Lowering, node: OpNode) -> None:
     start, steps = node.attrs["start"], node.attrs["steps"]
     step = (node.attrs["end"] - start) / (steps - 1) if steps > 1 else 0.0
     _arange(ctx, start, step)
 
 
-@register_op("aten.tril aten.triu")
+@register_op("aten.tril aten.triu", integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], (0, 0)))
 def lower_triangle(ctx: Lowering, node: OpNode) -> None:
     params = {"upper": int("triu" in node.base), "diagonal": node.attrs.get("diagonal", 0)}
     ctx.emit("triangle_kernel", [ctx.view(node.inputs[0])], [ctx.output()], params)
+
+
+def _difference_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    joined = ranges.hull(*(known[name] for name in node.inputs))
+    return ranges.sub(joined, joined)
 
 
 @register_op(
@@ -284,6 +314,7 @@ def lower_triangle(ctx: Lowering, node: OpNode) -> None:
         if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
         else "diff of higher order or with both ends given"
     ),
+    integer_range=_difference_range,
 )
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
     """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not record."""
@@ -302,7 +333,7 @@ def lower_diff(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise("ne" if view.dtype == "bool" else "sub", [later, earlier], out)
 
 
-@register_op("aten.meshgrid", tensors=("*tensors",))
+@register_op("aten.meshgrid", tensors=("*tensors",), integer_range=ranges.each)
 def lower_meshgrid(ctx: Lowering, node: OpNode) -> None:
     views = [ctx.view(name) for name in node.inputs]
     swap = node.attrs.get("indexing", "ij") == "xy" and len(views) >= 2

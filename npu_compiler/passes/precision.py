@@ -11,9 +11,10 @@ from collections import Counter
 from dataclasses import replace
 
 from npu_compiler.errors import NPUError
-from npu_compiler.graph.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT32_MAX, INT_DTYPES
+from npu_compiler.graph.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.ops.registry import find_op, well_formed
+from npu_compiler.ops.registry import find_op
+from npu_compiler.passes.integer_ranges import index_bounds
 
 
 def choose_compute_dtype(graph: IRGraph, requested: str | None = None) -> str:
@@ -113,15 +114,6 @@ def _split_wide_weights(graph: IRGraph) -> tuple[IRGraph, set[str]]:
 
 def _with_index_bounds(graph: IRGraph, tensors: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
     """Note on each integer input the range that the op reading it as an index allows."""
-    bounds: dict[str, tuple[int, int]] = {}
-    inputs = set(graph.inputs)
-    for node in graph.nodes:
-        op = find_op(node.op_type)
-        if op is None or op.index_bound is None:
-            continue
-        with well_formed(node):
-            rows, index = op.index_bound(node, graph), node.inputs[1]
-        if rows is not None and index in inputs:
-            low, high = bounds.get(index, (0, INT32_MAX))
-            bounds[index] = (low, min(high, rows - 1))
-    return {name: replace(spec, bounds=bounds[name]) if name in bounds else spec for name, spec in tensors.items()}
+    bounds = index_bounds(graph)
+    noted = {name: replace(tensors[name], bounds=bounds[name]) for name in graph.inputs if name in bounds}
+    return {**tensors, **noted}

@@ -1,0 +1,223 @@
+"""Which integers an op may return, given which its operands may hold: the rules that rows of the op table name.
+
+A range is (lowest, highest), both included, in Python's unbounded integers: what the op would return in exact
+arithmetic. Booleans are 0 and 1; a float is taken to hold no integer beyond 2^24, where float32 stops holding each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from npu_compiler.graph.dtypes import as_int32
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.registry import Args, Range, RangeFn, find_op
+
+Ranges: TypeAlias = Mapping[str, Range]
+
+FLOAT_RANGE = (-(2**24), 2**24)
+_MOST_FACTORS = 64  # two to this power is beyond int64, and so is every higher power
+
+
+def hull(*ranges: Range) -> Range:
+    """The smallest range that holds all of these."""
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def of_scalar(value: float) -> Range:
+    """The integers next to a number."""
+    if not math.isfinite(value):
+        return as_int32(value), as_int32(value)
+    return math.floor(value), math.ceil(value)
+
+
+def by_operands(function: Callable[..., Range], *factors: str) -> RangeFn:
+    """The rule of an op whose result depends on its operands alone.
+
+    Args:
+        function: Takes the range of each tensor argument in the schema's order, which may be a number instead (None if
+            it is not there), then those of `factors`.
+        factors: Names of attributes that are 1 unless given.
+    """
+
+    def rule(node: OpNode, graph: IRGraph, ranges: Ranges) -> Range:
+        args = Args(node)
+        return function(*args.ranges(ranges, of_scalar), *(of_scalar(args.attr(name, 1)) for name in factors))
+
+    return rule
+
+
+def moved(node: OpNode, graph: IRGraph, ranges: Ranges) -> Range:
+    """Of an op that moves elements: of its first input, or of all where it joins several."""
+    op = find_op(node.op_type)
+    assert op is not None, node.op_type
+    joins = op.tensors[0].startswith("*") or "src" in op.tensors
+    return hull(*(ranges[name] for name in (node.inputs if joins else node.inputs[:1])))
+
+
+def each(node: OpNode, graph: IRGraph, ranges: Ranges) -> tuple[Range, ...]:
+    """Of an op that has an output for each input."""
+    return tuple(ranges[name] for name in node.inputs)
+
+
+def constant(value: int) -> RangeFn:
+    return lambda node, graph, ranges: (value, value)
+
+
+def add(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
+    """a + factor · b"""
+    low, high = mul(factor, b)
+    return a[0] + low, a[1] + high
+
+
+def sub(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
+    """a - factor · b"""
+    return add(a, neg(b), factor)
+
+
+def rsub(a: Range, b: Range, factor: Range = (1, 1)) -> Range:
+    """b - factor · a"""
+    return sub(b, a, factor)
+
+
+def neg(a: Range) -> Range:
+    return -a[1], -a[0]
+
+
+def mul(a: Range, b: Range) -> Range:
+    products = [x * y for x in a for y in b]
+    return min(products), max(products)
+
+
+def addcmul(a: Range, b: Range, c: Range, factor: Range) -> Range:
+    """a + factor · b · c"""
+    return add(a, mul(b, c), factor)
+
+
+def absolute(a: Range) -> Range:
+    return max(a[0], -a[1], 0), max(abs(a[0]), abs(a[1]))
+
+
+def square(a: Range) -> Range:
+    low, high = absolute(a)
+    return low * low, high * high
+
+
+def sign(a: Range) -> Range:
+    return (a[0] > 0) - (a[0] < 0), (a[1] > 0) - (a[1] < 0)
+
+
+def same(a: Range) -> Range:
+    return a
+
+
+def maximum(a: Range, b: Range) -> Range:
+    return max(a[0], b[0]), max(a[1], b[1])
+
+
+def minimum(a: Range, b: Range) -> Range:
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def clamp(a: Range, low: Range | None = None, high: Range | None = None) -> Range:
+    """torch.clamp: the upper bound wins."""
+    raised = a if low is None else maximum(a, low)
+    return raised if high is None else minimum(raised, high)
+
+
+def relu(a: Range) -> Range:
+    return maximum(a, (0, 0))
+
+
+def relu6(a: Range) -> Range:
+    return clamp(a, (0, 0), (6, 6))
+
+
+def where(condition: Range, a: Range, b: Range) -> Range:
+    return hull(a, b)
+
+
+def masked_fill(a: Range, mask: Range, value: Range) -> Range:
+    return hull(a, value)
+
+
+def second(a: Range, b: Range) -> Range:
+    return b
+
+
+def power(base: Range, exponent: Range) -> Range:
+    """PyTorch's integer power: a negative exponent gives 1, -1 or 0."""
+    low, high = (min(max(x, 0), _MOST_FACTORS) for x in exponent)
+    exponents = {low, min(low + 1, high), max(high - 1, low), high}
+    bases = {*base, *(x for x in (-1, 0, 1) if base[0] <= x <= base[1])}
+    powers = [x**y for x in bases for y in exponents]
+    found = min(powers), max(powers)
+    return hull(found, (-1, 1)) if exponent[0] < 0 else found
+
+
+def _quotients(a: Range, b: Range) -> list[tuple[int, int]]:
+    """Dividends and divisors between whose quotients all others lie, without division by zero, which raises."""
+    divisors = {x for x in (*b, -1, 1) if x and b[0] <= x <= b[1]}
+    return [(x, y) for x in {*a, *((0,) if a[0] <= 0 <= a[1] else ())} for y in divisors]
+
+
+def floor_divide(a: Range, b: Range) -> Range:
+    quotients = [x // y for x, y in _quotients(a, b)] or [0]
+    return min(quotients), max(quotients)
+
+
+def trunc_divide(a: Range, b: Range) -> Range:
+    quotients = [abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1) for x, y in _quotients(a, b)] or [0]
+    return min(quotients), max(quotients)
+
+
+def remainder(a: Range, b: Range) -> Range:
+    """The sign is the divisor's; where both are positive, no more than the dividend is left."""
+    high = max(b[1] - 1, 0)
+    if a[0] >= 0 and b[0] >= 0:
+        high = min(high, a[1])
+    return min(b[0] + 1, 0), high
+
+
+def fmod(a: Range, b: Range) -> Range:
+    """The sign is the dividend's."""
+    most = max(absolute(b)[1] - 1, 0)
+    return max(min(a[0], 0), -most), min(max(a[1], 0), most)
+
+
+def bitwise(a: Range, b: Range) -> Range:
+    """Of any bitwise combination of two numbers, which has no more bits than the longer one."""
+    bits = max(x.bit_length() if x >= 0 else (~x).bit_length() for x in (*a, *b))
+    return (0 if min(a[0], b[0]) >= 0 else -(1 << bits)), (1 << bits) - 1
+
+
+def bitwise_and(a: Range, b: Range) -> Range:
+    """No more than a number that is never negative."""
+    high = [x[1] for x in (a, b) if x[0] >= 0]
+    return (0, min(high)) if high else bitwise(a, b)
+
+
+def bitwise_not(a: Range) -> Range:
+    return ~a[1], ~a[0]
+
+
+def total(a: Range, count: int) -> Range:
+    """The sum of `count` numbers."""
+    return a[0] * count, a[1] * count
+
+
+def product(a: Range, count: int) -> Range:
+    """The product of `count` numbers."""
+    count = min(count, _MOST_FACTORS)
+    most = absolute(a)[1] ** count
+    return (a[0] ** count if a[0] >= 0 else -most), most
+
+
+def along(shape: tuple[int, ...], dim: int | None) -> int:
+    """The number of elements along a dimension, or of all of them."""
+    return math.prod(shape) if dim is None else shape[dim] if shape else 1
+
+
+def index_below(size: int) -> Range:
+    return 0, max(size - 1, 0)

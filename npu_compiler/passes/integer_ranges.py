@@ -1,0 +1,184 @@
+"""Keep integer arithmetic within the 32 bits in which devices do it.
+
+PyTorch's int64 is stored as int32. From what inputs, weights and constants may hold, the op table says what each int64
+result may be in exact arithmetic. Where that may pass 32 bits, the inputs that it is made of get bounds, as wide as no
+result passes 32 bits, and are checked against them when they are written:
+
+    def main(x: int64[3], y: int64[3]):        x and y with bounds -46340..46340
+        %mul = aten.mul(x, y)
+
+Where even small inputs would not do, nodes are refused: they run on the CPU, in 64 bits.
+
+The integer that a float becomes is taken to be at most 2^24; one beyond int32 becomes the nearest limit of int32.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, is_int
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.ops.ranges import FLOAT_RANGE, moved
+from npu_compiler.ops.registry import Range, find_op, well_formed
+
+INT32_RANGE = (INT32_MIN, INT32_MAX)
+SMALLEST_LIMIT = 255  # inputs are not held to less than what a byte holds
+
+
+@dataclass(frozen=True)
+class IntegerRanges:
+    """What the integers of a graph may be.
+
+    Attributes:
+        ranges: Each tensor's lowest and highest value; of a float, those of the integer that it may become.
+        bounds: The inputs, weights and results of the CPU that have to be checked, so that `ranges` hold.
+        overflows: Node name → why the device cannot run it.
+    """
+
+    ranges: dict[str, Range]
+    bounds: dict[str, Range] = field(default_factory=dict)
+    overflows: dict[str, str] = field(default_factory=dict)
+
+
+def find_integer_ranges(graph: IRGraph, on_cpu: Collection[str] = ()) -> IntegerRanges:
+    """The ranges of a graph whose nodes run on the device, but for those named in `on_cpu`.
+
+    Raises:
+        IRError: a node lacks an argument.
+    """
+    refused = _readers_of_wide_constants(graph)
+    walk = _Walk(graph, {*on_cpu, *refused})
+    ranges, overflowing = walk({})
+    sources = walk.sources_of(overflowing)
+
+    def within(limit: int) -> dict[str, Range]:
+        return dict.fromkeys(sources, (-limit, limit))
+
+    def overflows(limit: int) -> int:
+        return len(walk(within(limit))[1])
+
+    bounds: dict[str, Range] = {}
+    if sources:
+        _, hopeless = walk(within(SMALLEST_LIMIT))
+        sources -= walk.sources_of(hopeless)  # bounds on these would be of no use
+        fewest = overflows(SMALLEST_LIMIT)
+        limits = range(INT32_MAX + 1)
+        too_wide = bisect_left(limits, True, lo=SMALLEST_LIMIT, key=lambda limit: overflows(limit) > fewest)
+        bounds = within(too_wide - 1)
+        ranges, overflowing = walk(bounds)
+    refused |= {node.name: "its int64 result may not fit in 32 bits" for node in overflowing}
+    return IntegerRanges(ranges, bounds, refused)
+
+
+def _readers_of_wide_constants(graph: IRGraph) -> dict[str, str]:
+    """The nodes that read a constant which the device cannot hold, with that as the reason."""
+    consumers = graph.consumers()
+    return {
+        node.name: f"constant '{name}' holds integers that do not fit in 32 bits"
+        for name, value in graph.constants.items()
+        if is_int(graph.tensors[name].dtype) and value.size and not _fits(_extremes(value))
+        for node in consumers.get(name, [])
+    }
+
+
+def bound_integers(graph: IRGraph) -> IRGraph:
+    """The graph with bounds on inputs and weights, so that no int64 result passes 32 bits."""
+    return with_bounds(graph, find_integer_ranges(graph).bounds)
+
+
+def with_bounds(graph: IRGraph, bounds: Mapping[str, Range]) -> IRGraph:
+    return graph.with_nodes(graph.nodes, {x: replace(graph.tensors[x], bounds=found) for x, found in bounds.items()})
+
+
+def index_bounds(graph: IRGraph, on_cpu: Collection[str] = ()) -> dict[str, Range]:
+    """The values that index ops on the device allow their index operands, tensor by tensor."""
+    bounds: dict[str, Range] = {}
+    for node in graph.nodes:
+        op = find_op(node.op_type)
+        if op is None or op.index_bound is None or node.name in on_cpu:
+            continue
+        with well_formed(node):
+            rows, name = op.index_bound(node, graph), node.inputs[1]
+        if rows is not None:
+            low, high = bounds.get(name) or graph.tensors[name].bounds or INT32_RANGE
+            high = min(high, rows - 1)
+            bounds[name] = (max(min(low, high), 0), high)
+    return bounds
+
+
+class _Walk:
+    """Called with bounds of sources: the range of every tensor, and the nodes that overflow.
+
+    A source is a tensor whose values only the run tells: an input, a weight, what the CPU has computed.
+    """
+
+    def __init__(self, graph: IRGraph, on_cpu: Collection[str]) -> None:
+        self.graph = graph
+        self.known = {name: spec.bounds or _range_of_dtype(spec) for name, spec in graph.tensors.items()}
+        constants = ((name, value) for name, value in graph.constants.items() if is_int(graph.tensors[name].dtype))
+        self.known |= {name: _extremes(value) for name, value in constants if value.size}
+        made = [out for node in graph.nodes if node.name in on_cpu for out in node.outputs]
+        checked = (*graph.inputs, *made)
+        self.known |= {name: found for name, found in index_bounds(graph, on_cpu).items() if name in checked}
+        self.sources = {name for name in (*checked, *graph.weights) if self.known[name] == INT32_RANGE}
+        self.nodes = [
+            node
+            for node in graph.nodes
+            if node.name not in on_cpu and any(is_int(graph.tensors[out].dtype) for out in node.outputs)
+        ]
+
+    def __call__(self, bounds: Mapping[str, Range]) -> tuple[dict[str, Range], list[OpNode]]:
+        ranges, overflowing = {**self.known, **bounds}, []
+        for node in self.nodes:
+            for out, found in zip(node.outputs, _results(node, self.graph, ranges), strict=False):
+                spec = self.graph.tensors[out]
+                if not is_int(spec.dtype):
+                    continue
+                ranges[out] = found if _fits(found) else INT32_RANGE
+                if not _fits(found) and spec.dtype == "int64":
+                    overflowing.append(node)
+        return ranges, overflowing
+
+    def sources_of(self, overflowing: Collection[OpNode]) -> set[str]:
+        """The sources of integers that these nodes compute with."""
+        producers = {out: node for node in self.nodes for out in node.outputs}
+        pending = [name for node in overflowing for name in node.inputs]
+        seen: set[str] = set()
+        while pending:
+            name = pending.pop()
+            if name not in seen and is_int(self.graph.tensors[name].dtype):
+                seen.add(name)
+                pending += producers[name].inputs if name in producers else ()
+        return seen & self.sources
+
+
+def _range_of_dtype(spec: TensorSpec) -> Range:
+    if spec.dtype == "bool":
+        return 0, 1
+    if not is_int(spec.dtype):
+        return FLOAT_RANGE
+    info = np.iinfo(spec.dtype if spec.dtype != "int64" else "int32")
+    return int(info.min), int(info.max)
+
+
+def _extremes(value: np.ndarray) -> Range:
+    return int(value.min()), int(value.max())
+
+
+def _fits(found: Range) -> bool:
+    return found[0] >= INT32_MIN and found[1] <= INT32_MAX
+
+
+def _results(node: OpNode, graph: IRGraph, ranges: dict[str, Range]) -> tuple[Range, ...]:
+    """The range of each output; where no rule is known, what its dtype holds."""
+    op = find_op(node.op_type)
+    rule = (op.integer_range or (moved if op.moves else None)) if op is not None else None
+    if rule is None:
+        return tuple(_range_of_dtype(graph.tensors[out]) for out in node.outputs)
+    with well_formed(node):
+        found = rule(node, graph, ranges)
+    return found if isinstance(found[0], tuple) else (found,) * len(node.outputs)
