@@ -9,7 +9,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,8 @@ def tracing() -> Iterator[None]:
 def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:
     """Trace a module and return its IR as JSON data. The module is not modified.
 
-    Buffers with `persistent=False`, which are not in the state dict, become constants of the IR.
+    Buffers with `persistent=False`, which are not in the state dict, become constants of the IR. Outputs that the module
+    returns in a dict are called by its keys.
 
     Args:
         examples: Positional arguments; the IR is for inputs of the same shapes and dtypes.
@@ -63,6 +64,12 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
 
     on_meta = to_meta(module).eval()
     inputs = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in examples)
+    names: list[str] = []
+
+    def note_names(_module: Any, _inputs: Any, result: Any) -> None:
+        names[:] = _names_in(result)
+
+    on_meta.register_forward_hook(note_names)  # tracing runs the module once
     with tracing():
         try:
             traced = trace(on_meta, inputs, model_name=name or type(module).__name__)
@@ -70,11 +77,31 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
             reason = str(error).strip().splitlines()[0]
             raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {reason}") from error
     ir: dict[str, Any] = traced.to_dict()
+    if names and len(names) == len(ir["graph_outputs"]):
+        ir["output_names"] = names
     constants = {**ir.get("constants", {}), **_transient_buffers(module, {weight["name"] for weight in ir["weights"]})}
     if constants:
         ir["constants"] = constants
     plain: dict[str, Any] = json.loads(json.dumps(ir, default=_to_plain))
     return plain
+
+
+def _names_in(result: Any) -> list[str]:
+    """The names under which a module returns tensors in a dict: keys, with those of what is nested behind a dot.
+
+    Empty where it returns them otherwise.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if not isinstance(result, Mapping):
+        return []
+    leaves, _ = pytree.tree_flatten_with_path(result)
+    return [
+        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def to_meta(module: nn.Module) -> nn.Module:

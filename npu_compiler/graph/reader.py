@@ -81,12 +81,22 @@ class _Reader:
             tensors=self.tensors,
             inputs=inputs,
             outputs=outputs,
-            output_names=unique_names(outputs),
+            output_names=self._read_output_names(outputs),
             weights={name: from_key(key) for name, key in self.weights.items()},
             constants=self.constants,
             native_dtype=str(self.data.get("native_dtype") or ""),
         )
         return graph
+
+    def _read_output_names(self, outputs: list[str]) -> list[str]:
+        """The names that the IR gives its outputs, if it does; else those of the tensors."""
+        given = self.data.get("output_names")
+        if given is None:
+            return unique_names(outputs)
+        is_list = isinstance(given, (list, tuple)) and all(isinstance(name, str) and name for name in given)
+        if not is_list or len(given) != len(outputs) or len(set(given)) != len(given):
+            raise IRError(f"IR field 'output_names' does not give each of the {len(outputs)} outputs a name of its own")
+        return list(given)
 
     def _spec(self, meta: Any, where: str) -> TensorSpec:
         if not isinstance(meta, Mapping):

@@ -30,6 +30,7 @@ def graph_to_dict(graph: IRGraph) -> dict[str, Any]:
         "native_dtype": graph.native_dtype,
         "graph_inputs": [meta(name) for name in graph.inputs],
         "graph_outputs": [meta(name) for name in graph.outputs],
+        "output_names": list(graph.output_names),
         "weights": [{**meta(name), "name": key} for key, name in {key: name for name, key in named.items()}.items()],
         "weight_name_mapping": named,
         "constants": {
