@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -53,25 +54,25 @@ def find_integer_ranges(graph: IRGraph, on_cpu: Collection[str] = ()) -> Integer
     refused = _readers_of_wide_constants(graph)
     walk = _Walk(graph, {*on_cpu, *refused})
     ranges, overflowing = walk({})
-    sources = walk.sources_of(overflowing)
-
-    def within(limit: int) -> dict[str, Range]:
-        return dict.fromkeys(sources, (-limit, limit))
-
-    def overflows(limit: int) -> int:
-        return len(walk(within(limit))[1])
-
-    bounds: dict[str, Range] = {}
-    if sources:
-        _, hopeless = walk(within(SMALLEST_LIMIT))
-        sources -= walk.sources_of(hopeless)  # bounds on these would be of no use
-        fewest = overflows(SMALLEST_LIMIT)
-        limits = range(INT32_MAX + 1)
-        too_wide = bisect_left(limits, True, lo=SMALLEST_LIMIT, key=lambda limit: overflows(limit) > fewest)
-        bounds = within(too_wide - 1)
+    bounds = {name: found for group in walk.groups_of(overflowing) for name, found in _widest(walk, group).items()}
+    if bounds:
         ranges, overflowing = walk(bounds)
     refused |= {node.name: "its int64 result may not fit in 32 bits" for node in overflowing}
     return IntegerRanges(ranges, bounds, refused)
+
+
+def _widest(walk: _Walk, sources: set[str]) -> dict[str, Range]:
+    """The widest bounds, the same for all these sources, with which no more overflows than with the narrowest."""
+
+    def overflowing(limit: int) -> list[OpNode]:
+        return walk(dict.fromkeys(sources, (-limit, limit)))[1]
+
+    sources = sources - walk.sources_of(overflowing(SMALLEST_LIMIT))  # for the others, bounds are of no use
+    if not sources:
+        return {}
+    fewest, limits = len(overflowing(SMALLEST_LIMIT)), range(INT32_MAX + 1)
+    too_wide = bisect_left(limits, True, lo=SMALLEST_LIMIT, key=lambda limit: len(overflowing(limit)) > fewest)
+    return dict.fromkeys(sources, (1 - too_wide, too_wide - 1))
 
 
 def _readers_of_wide_constants(graph: IRGraph) -> dict[str, str]:
@@ -143,14 +144,30 @@ class _Walk:
                     overflowing.append(node)
         return ranges, overflowing
 
+    def groups_of(self, overflowing: Collection[OpNode]) -> list[set[str]]:
+        """The sources of these nodes; in one group are those that a node computes with."""
+        groups: list[set[str]] = []
+        for node in overflowing:
+            found = self.sources_of([node])
+            joined = [group for group in groups if group & found]
+            groups = [group for group in groups if not group & found] + [found.union(*joined)]
+        return groups
+
+    @cached_property
+    def _bounded(self) -> set[str]:
+        """The tensors whose range depends on the bounds of sources."""
+        widest, _ = self({})
+        narrowest, _ = self(dict.fromkeys(self.sources, (-SMALLEST_LIMIT, SMALLEST_LIMIT)))
+        return {name for name, found in widest.items() if narrowest[name] != found}
+
     def sources_of(self, overflowing: Collection[OpNode]) -> set[str]:
-        """The sources of integers that these nodes compute with."""
+        """The sources whose bounds matter to what these nodes compute with."""
         producers = {out: node for node in self.nodes for out in node.outputs}
         pending = [name for node in overflowing for name in node.inputs]
         seen: set[str] = set()
         while pending:
             name = pending.pop()
-            if name not in seen and is_int(self.graph.tensors[name].dtype):
+            if name not in seen and name in self._bounded:
                 seen.add(name)
                 pending += producers[name].inputs if name in producers else ()
         return seen & self.sources

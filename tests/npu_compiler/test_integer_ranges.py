@@ -87,6 +87,19 @@ def test_what_can_be_bounded_stays_on_the_device_beside_what_cannot() -> None:
     assert plan.graph.tensors["x0"].bounds is None
 
 
+def test_inputs_that_do_not_meet_are_bounded_by_themselves() -> None:
+    g = IRBuilder()
+    g.output(product(g), g("aten.add.Tensor", ints(g, "position"), 1))
+    assert bounds(g) == {"x0": (-46340, 46340), "x1": (-46340, 46340), "position": (1 - INT32_MAX, INT32_MAX - 1)}
+
+
+def test_an_input_is_not_bounded_for_what_does_not_depend_on_its_values() -> None:
+    g = IRBuilder()
+    x, y = ints(g, "x"), ints(g, "y")
+    g.output(g("aten.add.Tensor", g("aten.mul.Tensor", y, 3), g("aten.ones_like.default", g("aten.mul.Tensor", x, 9))))
+    assert bounds(g) == {"x": (-(INT32_MAX // 9), INT32_MAX // 9), "y": (-((INT32_MAX - 1) // 3), (INT32_MAX - 1) // 3)}
+
+
 CASES: dict[str, tuple[Callable[[IRBuilder], Tensor], int | None]] = {
     "add": (lambda g: g("aten.add.Tensor", ints(g, "x"), ints(g, "y")), INT32_MAX // 2),
     "increment": (lambda g: g("aten.add.Tensor", ints(g, "x"), 1), INT32_MAX - 1),
