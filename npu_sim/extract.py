@@ -47,7 +47,7 @@ def tracing() -> Iterator[None]:
 def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:
     """Trace a module and return its IR as JSON data. The module is not modified.
 
-    Buffers with `persistent=False`, which are not in the state dict, become constants of the IR. Outputs that the module
+    Buffers with `persistent=False`, which are not in the state dict, become constants of the IR. Outputs that it
     returns in a dict are called by its keys.
 
     Args:

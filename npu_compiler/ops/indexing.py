@@ -205,6 +205,7 @@ def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str],
             ctx.copy(base, outputs[-1])
     index, *rows = (ctx.view(name) for name in (node.inputs[1], *sources))
     index = index.unsqueeze(0) if index.rank == 0 else index
+    rows = [source.unsqueeze(0) if source.rank == 0 else source for source in rows]
     params = {"dim": outputs[0].dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])}
     touched = distinct_bytes(index) + 2 * sum(distinct_bytes(source) for source in rows)
     ctx.emit(kernel, [index, *rows], outputs, params, bytes_moved=touched)

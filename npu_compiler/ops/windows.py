@@ -68,9 +68,6 @@ def _slides(
     before = [size + pads[0] for size, pads in zip(image, padding, strict=True)]
     if list(out) != [_stops(*axis, ceil_mode) for axis in zip(padded, spans, stride, before, strict=True)]:
         return False
-    # A longer stride than the padded image is as good as one of its length.
-    if any(step > max(size, 1) for step, size in zip(stride, padded, strict=True)):
-        return False
     return math.prod(padded) <= 4 * (math.prod(image) + math.prod(out) + math.prod(window)) + _SLACK
 
 

@@ -38,7 +38,7 @@ def check_program(compute_dtype: str, plan: ExecutionPlan) -> None:
         for view in (*call.inputs, *call.outputs):
             _check_view(view, plan.buffers.get(view.buffer))
     _check_outputs(plan)
-    _check_writes(plan)
+    _check_writes(calls, plan)
 
 
 def check_calls(plan: ExecutionPlan) -> None:
@@ -50,6 +50,7 @@ def check_calls(plan: ExecutionPlan) -> None:
         ProgramFormatError: no such kernel is declared, or a call does not fit it.
     """
     calls = [*plan.prologue, *plan.calls]
+    _check_prologue(plan)
     _check_repeats(plan, calls)
     for call in calls:
         _check_call(call)
@@ -165,30 +166,34 @@ def _check_outputs(plan: ExecutionPlan) -> None:
             raise ProgramFormatError(f"output '{spec.name}' is not what its buffer '{view.buffer}' holds")
 
 
-def _check_writes(plan: ExecutionPlan) -> None:
-    """Nothing writes to what is read-only, or to one place under two indices.
-
-    The prologue makes what is persistent, of weights, constants and what it made before; no other call writes that.
-    """
+def _check_writes(calls: Sequence[KernelCall], plan: ExecutionPlan) -> None:
+    """Nothing writes to what is read-only, or to one place under two indices."""
     donated = set(plan.donations.values())
-    for call in plan.prologue:
-        _check_written(call, plan, {"persistent"}, set())
-        if not {plan.buffers[view.buffer].kind for view in call.inputs} <= {"weight", "constant", "persistent"}:
-            raise ProgramFormatError(
-                f"kernel '{call.kernel}' (node '{call.node}') makes a constant of what changes from run to run"
-            )
-    for call in plan.calls:
-        _check_written(call, plan, {"arena", "output"}, donated)
+    for call in calls:
+        where = f"kernel '{call.kernel}' (node '{call.node}') writes"
+        kinds = {plan.buffers[view.buffer].kind for view in call.outputs if view.buffer not in donated}
+        if not call.outputs or kinds & {"input", "weight", "constant"}:
+            raise ProgramFormatError(f"{where} to no buffer, or to one that is read-only")
+        if not all(map(_writes_apart, call.outputs)):
+            raise ProgramFormatError(f"{where} several elements to one place")
 
 
-def _check_written(call: KernelCall, plan: ExecutionPlan, kinds: set[str], donated: set[str]) -> None:
-    """A call may write to buffers of these kinds, and to inputs that are donated."""
-    where = f"kernel '{call.kernel}' (node '{call.node}') writes"
-    written = [view.buffer for view in call.outputs]
-    if not written or any(plan.buffers[name].kind not in kinds and name not in donated for name in written):
-        raise ProgramFormatError(f"{where} to no buffer, or to one that is read-only")
-    if not all(map(_writes_apart, call.outputs)):
-        raise ProgramFormatError(f"{where} several elements to one place")
+def _check_prologue(plan: ExecutionPlan) -> None:
+    """The prologue makes what is persistent, of weights, constants and what it made before; no other call writes that.
+
+    (In programs that are code, calls may keep state there from run to run.)
+    """
+    for calls, reads, writes in (
+        (plan.prologue, {"weight", "constant", "persistent"}, {"persistent"}),
+        (plan.calls, None, {"input", "arena", "output"}),
+    ):
+        for call in calls:
+            read = {plan.buffers[view.buffer].kind for view in call.inputs}
+            written = {plan.buffers[view.buffer].kind for view in call.outputs}
+            if not written <= writes or (reads is not None and not read <= reads):
+                raise ProgramFormatError(
+                    f"kernel '{call.kernel}' (node '{call.node}') makes a constant of what changes from run to run"
+                )
 
 
 def _writes_apart(view: View) -> bool:

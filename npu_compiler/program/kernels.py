@@ -104,10 +104,10 @@ class KernelDecl:
         """The index that a call, which fits this declaration, takes for checked, and the limit of its values."""
         if self.index_limit is None or not call.params["checked"]:
             return None
-        index = next(view for view in call.inputs if view.dtype == "int32")
+        index = next(operand.name for operand in self.inputs if operand.dtypes == {"int32"})
         matched = self._match(call)
         assert not isinstance(matched, str)
-        return index, self.index_limit(matched)
+        return getattr(matched, index), self.index_limit(matched)
 
     def parameter_problem(self, call: KernelCall) -> str | None:
         """What is wrong with a call's parameters by themselves."""
