@@ -12,7 +12,14 @@ import numpy as np
 
 from npu_compiler.compiler import compile
 from npu_compiler.errors import WeightError
-from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, numpy_dtype
+from npu_compiler.graph.dtypes import (
+    INT32_MAX,
+    INT32_MIN,
+    misfit,
+    numpy_dtype,
+    saturating_cast,
+    stands_for_infinity,
+)
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
 from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
@@ -210,7 +217,7 @@ class DAGExecutor:
                 return buffer
             value = value.to_numpy()
         elif spec.name not in self.plan.graph.inputs:
-            value = _in_int32(value)
+            value = _as_the_device_makes_it(value, spec.storage)
         start = time.perf_counter()
         if buffer is None:
             buffer = uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
@@ -230,11 +237,17 @@ class DAGExecutor:
         return array
 
 
-def _in_int32(array: np.ndarray) -> np.ndarray:
-    """int64 values near its limits (what PyTorch makes of an infinity as an integer) as the limits of int32.
+def _as_the_device_makes_it(array: np.ndarray, storage: str) -> np.ndarray:
+    """A result of the CPU as the device would have made it of the same operands.
 
-    The device would have made those of an infinity itself; smaller values that int32 cannot hold stay, to be refused.
+    Floats beyond its dtype become infinite, but for those that stand for an infinity. int64 values near their limits
+    (what PyTorch makes of an infinity as an integer) become the limits of int32; smaller ones that int32 cannot hold
+    stay, to be refused.
     """
+    if array.dtype in (np.float32, np.float64) and misfit(array, storage) is not None:
+        with np.errstate(over="ignore"):
+            cast = array.astype(numpy_dtype(storage))
+        return np.where(stands_for_infinity(array), saturating_cast(array, storage), cast)
     if array.dtype != np.int64:
         return array
     near = 2**62

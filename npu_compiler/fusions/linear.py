@@ -8,6 +8,7 @@ from npu_compiler.fusions.engine import ACTIVATION_OPS, CASTS, Fusion, Match, P,
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 from npu_compiler.ops.aliases import slice_bounds
+from npu_compiler.ops.registry import well_formed
 from npu_compiler.program.views import numel
 
 
@@ -35,12 +36,13 @@ def fuse_shared_input_linears(graph: IRGraph) -> IRGraph:
 
 
 def _can_join(node: OpNode, graph: IRGraph) -> bool:
-    return (
-        all(name in graph.weights for name in node.inputs[1:])
-        and len(graph.tensors[node.inputs[1]].shape) == 2
-        and len(graph.tensors[node.inputs[0]].shape) >= 2
-        and node.outputs[0] not in graph.outputs
-    )
+    with well_formed(node):
+        return (
+            all(name in graph.weights for name in node.inputs[1:])
+            and len(graph.tensors[node.inputs[1]].shape) == 2
+            and len(graph.tensors[node.inputs[0]].shape) >= 2
+            and node.outputs[0] not in graph.outputs
+        )
 
 
 def _join_linears(

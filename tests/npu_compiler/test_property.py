@@ -357,7 +357,7 @@ NOT_DRAWN |= {"enable_gqa"}  # nor does a process survive this with zero heads
 
 
 # In the names of overloads that no exported program has: out-variants, named dimensions, and TorchScript's own.
-UNEXPORTED = ("out", "names", "prim_", "Dict_Tensor", "hacked_twin", "to.device")
+UNEXPORTED = ("out", "names", "imname", "prim_", "Dict_Tensor", "hacked_twin", "to.device")
 # Overloads whose arguments are never drawn such that PyTorch's CPU and the op table both take them: products of mixed
 # dtypes, which PyTorch has for CUDA only; counts and indices as tensors, which the table refuses; and what needs shapes
 # that no random draw hits. What is supported of them has cases in tests/npu_runtime/test_ops.py.

@@ -492,3 +492,37 @@ def test_a_call_that_cannot_be_prepared_for_new_buffers_does_not_run_on_the_old_
         executor.run(other, weights)
     backend.broken = False
     assert executor.run(other, weights)["scores"].to_numpy()[0, 0] == 4
+
+
+def test_a_linear_without_a_weight_is_malformed() -> None:
+    g = IRBuilder()
+    g.output(g("aten.linear.default", g.input("x", 2, 3), g.weight("w", 4, 3), name="linear"))
+    ir = g.ir()
+    ir["nodes"][0]["inputs"] = ir["nodes"][0]["inputs"][:1]
+    with pytest.raises(IRError, match="node 'linear'"):
+        compile(ir)
+
+
+def test_operands_that_pytorch_does_not_take_are_a_device_error() -> None:
+    """A clamp of a number, which no compiler makes, but a file may hold."""
+    g = IRBuilder()
+    g.output(g("aten.clamp_min.Tensor", g.input("x", 3), g.input("low", 3), name="y"))
+    program = compile(g.ir())
+    (call,) = program.plan.calls
+    changed = replace(call, inputs=call.inputs[:1], params={"scalars": [1.0, None]})
+    program.plan.calls[:] = [changed]
+    with pytest.raises(DeviceError, match="clamp_min"):
+        Executor(CompiledProgram.from_bytes(program.to_bytes()), CPUBackend()).run(
+            {"x": np.ones(3, np.float32), "low": np.ones(3, np.float32)}
+        )
+
+
+def test_a_result_of_the_cpu_overflows_on_its_way_to_the_device_as_it_would_there() -> None:
+    """It becomes infinite, which shows, and neither clamped nor an error: nobody wrote that value."""
+    g = IRBuilder()
+    large = g("aten.erfinv.default", g.input("x", 3))
+    g.output(g("aten.neg.default", g("aten.mul.Tensor", large, 1.0), name="y"))
+    plan = partition(g.ir(), lambda op: "erfinv" not in op)
+    result = DAGExecutor(plan, CPUBackend())
+    result._cpu[0].run = lambda inputs: {"erfinv": np.array([1e6, -3.4e38, 2], np.float32)}  # type: ignore[method-assign]
+    np.testing.assert_array_equal(result.execute({"x": np.zeros(3, np.float32)})["y"], [-np.inf, 65504, -2])

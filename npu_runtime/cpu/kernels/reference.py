@@ -38,7 +38,7 @@ def reporting(call: KernelCall, run: Callable[[], None]) -> Callable[[], None]:
     def launch() -> None:
         try:
             run()
-        except (RuntimeError, IndexError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise DeviceError(f"kernel '{name}' (node '{node}') failed: {error}") from error
 
     return launch
