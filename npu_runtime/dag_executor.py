@@ -207,7 +207,8 @@ class DAGExecutor:
         buffer = uploads.get((index, spec.name))
         if isinstance(value, DeviceBuffer):
             is_alike = value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape)
-            if is_alike and spec.bounds is None:  # bounds are checked on the host, and the program relies on that
+            # An index is checked on the host, and programs rely on that.
+            if is_alike and not spec.is_index:
                 if not keep_value:
                     return value
                 if buffer is None:
@@ -217,7 +218,7 @@ class DAGExecutor:
                 return buffer
             value = value.to_numpy()
         elif spec.name not in self.plan.graph.inputs:
-            value = _as_the_device_makes_it(value, spec.storage)
+            value = _as_the_device_makes_it(value, spec)
         start = time.perf_counter()
         if buffer is None:
             buffer = uploads[index, spec.name] = self.backend.allocate_buffer(value, spec=spec)
@@ -237,18 +238,27 @@ class DAGExecutor:
         return array
 
 
-def _as_the_device_makes_it(array: np.ndarray, storage: str) -> np.ndarray:
+def _as_the_device_makes_it(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """A result of the CPU as the device would have made it of the same operands.
 
-    Floats beyond its dtype become infinite, but for those that stand for an infinity. int64 values near their limits
-    (what PyTorch makes of an infinity as an integer) become the limits of int32; smaller ones that int32 cannot hold
-    stay, to be refused.
+    Floats beyond its dtype become infinite, but for those that stand for an infinity. Integers that were made of an
+    infinity become the limits; others that the device cannot hold stay, to be refused.
     """
-    if array.dtype in (np.float32, np.float64) and misfit(array, storage) is not None:
+    if array.dtype in (np.float32, np.float64) and misfit(array, spec.storage) is not None:
         with np.errstate(over="ignore"):
-            cast = array.astype(numpy_dtype(storage))
-        return np.where(stands_for_infinity(array), saturating_cast(array, storage), cast)
-    if array.dtype != np.int64:
+            cast = array.astype(numpy_dtype(spec.storage))
+        return np.where(stands_for_infinity(array), saturating_cast(array, spec.storage), cast)
+    if array.dtype.kind != "i" or spec.is_index:
         return array
-    near = 2**62
-    return np.where(array < -near, INT32_MIN, np.where(array > near, INT32_MAX, array))
+    low, high = spec.bounds or (INT32_MIN, INT32_MAX)
+    return np.where(_is_infinite(array, -1), low, np.where(_is_infinite(array, 1), high, array)).astype(array.dtype)
+
+
+_NEAR = 2**20  # what arithmetic may have added since
+
+
+def _is_infinite(array: np.ndarray, sign: int) -> np.ndarray:
+    """Where an integer was made of an infinity of that sign, so that it is near a limit of int32 or int64."""
+    wide = array.astype(np.float64) * sign
+    result: np.ndarray = (wide > 2.0**62) | (wide >= INT32_MAX - _NEAR) & (wide <= INT32_MAX + _NEAR)
+    return result

@@ -111,7 +111,7 @@ def _random(spec: TensorSpec, generator: np.random.Generator) -> np.ndarray:
     if spec.dtype.startswith("complex"):
         parts = generator.standard_normal((2, *spec.shape))
         return np.asarray(parts[0] + 1j * parts[1], dtype)
-    low, high = spec.bounds if spec.bounds and spec.bounds[0] == 0 else (0, RANDOM_INDEX_LIMIT - 1)
+    low, high = spec.bounds if spec.bounds and spec.is_index else (0, RANDOM_INDEX_LIMIT - 1)
     return generator.integers(low, high, spec.shape, endpoint=True).astype(dtype)
 
 

@@ -42,6 +42,11 @@ class TensorSpec:
             count *= size
         return count
 
+    @property
+    def is_index(self) -> bool:
+        """Whether its bounds are those of an index."""
+        return self.bounds is not None and self.bounds[0] == 0
+
 
 @dataclass(frozen=True)
 class OpNode:

@@ -197,6 +197,13 @@ WRONG = [
     # bench
     (["bench", "nothing"], "no benchmark suite 'nothing'; choose one of"),
     *[case for command in DEVICE_COMMANDS.values() for case in options(command, *DEVICE_OPTIONS)],
+    # sign, trust, keygen
+    (["sign", "absent.npubin", "--key", "key"], "cannot read program 'absent.npubin': No such file"),
+    (["sign", "tiny.npubin", "--key", "absent.pem"], "'tiny.npubin' contains no code: it runs without a signature"),
+    (["trust", "absent.pub"], "cannot read 'absent.pub': No such file"),
+    (["trust", "tiny.npubin"], "'tiny.npubin' holds no public key in PEM format"),
+    (["trust", "--remove", "00"], "no trusted key has the fingerprint '00'"),
+    (["keygen", "no/such/key"], "cannot write 'no/such/key': No such file"),
 ]
 PIPED = [
     (b"", "standard input is empty; write the prompt there or give it with --prompt"),
@@ -265,7 +272,7 @@ def test_every_option_of_every_command_is_tried_or_cannot_be_wrong() -> None:
 
     from npu_sim.cli import app
 
-    cannot_be_wrong = {"--json", "--mermaid", "--stages", "--full", "--cpu", "--help", "--debug", "--version"}
+    cannot_be_wrong = set("--json --mermaid --stages --full --cpu --help --debug --version --allow-code".split())
     tried: dict[str, set[str]] = {}
     for args, _, _ in CASES:
         tried.setdefault(args[0], set()).update(word for word in args if word.startswith("-"))

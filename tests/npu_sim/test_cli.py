@@ -482,7 +482,7 @@ def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPa
         def __init__(self, checkpoint: Any, **options: Any) -> None:
             assert options["cache_length"] == 64
 
-        def prepare(self, sampler: Any) -> None:
+        def prepare(self, sampler: Any, prompt_tokens: int) -> None:
             pass
 
     asked: list[list[dict[str, str]]] = []
