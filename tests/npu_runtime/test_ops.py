@@ -1375,7 +1375,8 @@ def assert_near(ours: np.ndarray, reference: np.ndarray, case: Case, variant: Va
     got, want = got[finite], want[finite]
     largest = float(np.abs(want).max(initial=0.0))
     if variant.compute == "float32":
-        allowed = 1e-5 * np.maximum(np.abs(want), (0.1 + case.spread) * largest)
+        # Elements are about 1, so a mean that cancels by the luck of the draw is not more exact than they are.
+        allowed = 1e-5 * np.maximum(np.abs(want), (0.1 + case.spread) * max(largest, 0.1))
     else:
         step = float(np.finfo(np.float32).tiny) if variant.compute == "bfloat16" else 2.0**-24
         allowed = variant.eps * (case.ulps * np.abs(want) + case.spread * max(largest, 1.0)) + 2e-6 * largest + step
