@@ -89,8 +89,9 @@ def stands_for_infinity(values: np.ndarray) -> np.ndarray:
 
 def misfit(values: np.ndarray, dtype: str) -> float | None:
     """A finite value, none that stands for an infinity, that a float dtype cannot hold; None where there is none."""
-    limit = FLOAT_MAX.get(dtype)
-    if limit is None or values.size == 0 or np.dtype(values.dtype).name not in ("float32", "float64", "bfloat16"):
+    limit, source = FLOAT_MAX.get(dtype), values.dtype.name
+    wider = ("float32", "float64", "bfloat16") if dtype == "float16" else ("float64",)
+    if limit is None or values.size == 0 or source not in wider:
         return None
     with np.errstate(over="ignore", invalid="ignore"):
         if -limit <= values.min() and values.max() <= limit:
