@@ -298,11 +298,11 @@ def _cached(name: str, program: Callable[[], str], flags: Sequence[str]) -> Path
 def _made_in(folder: Path, name: str, program: Callable[[], str], flags: Sequence[str]) -> Path:
     path = folder / name
     with suppress(FileNotFoundError):
-        if unseal(path.read_bytes()) is not None:
+        if unseal(path.read_bytes(), path.name) is not None:
             return path
     folder.mkdir(parents=True, exist_ok=True)
     with working_folder(folder) as work:
-        write_atomically(path, seal(_compile(program(), flags, work)))
+        write_atomically(path, seal(_compile(program(), flags, work), path.name))
     return path
 
 

@@ -78,19 +78,25 @@ def remove_leftovers(folder: Path) -> None:
                 _remove_leftover(Path(entry.path))
 
 
-def seal(content: bytes) -> bytes:
-    """The content and after it, as a line of text, its checksum; linkers and loaders ignore what follows a library."""
-    return content + _seal_of(content)
+def seal(content: bytes, name: str) -> bytes:
+    """The content and after it, as a line of text, its checksum; linkers and loaders ignore what follows a library.
+
+    Args:
+        name: Of the file, which is a part of the checksum: the content of another file is not taken for this one's.
+    """
+    return content + _seal_of(content, name)
 
 
-def unseal(data: bytes) -> bytes | None:
+def unseal(data: bytes, name: str) -> bytes | None:
     """The content of what `seal` returned; None for anything else (damaged, truncated, foreign)."""
     content = data[:-_SEAL_BYTES]
-    return content if data[len(content) :] == _seal_of(content) else None
+    return content if data[len(content) :] == _seal_of(content, name) else None
 
 
-def _seal_of(content: bytes) -> bytes:
-    return b"%b%b\n" % (_SEAL, hashlib.sha256(content).hexdigest().encode())
+def _seal_of(content: bytes, name: str) -> bytes:
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape") + b"\0")
+    digest.update(content)
+    return b"%b%b\n" % (_SEAL, digest.hexdigest().encode())
 
 
 def _begin(folder: Path, create: Callable[[Path], int]) -> tuple[Path, int]:

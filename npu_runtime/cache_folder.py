@@ -27,7 +27,7 @@ def read_entry(path: Path) -> bytes | None:
     """What `keep_entry` or `write_entry` wrote there; None where there is nothing, or nothing that is whole."""
     remove_leftovers(path.parent)
     try:
-        content = unseal(path.read_bytes())
+        content = unseal(path.read_bytes(), path.name)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -41,7 +41,7 @@ def read_entry(path: Path) -> bytes | None:
 def write_entry(path: Path, content: bytes) -> None:
     """Write an entry, whole or not at all, with its checksum. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, seal(content))
+    write_atomically(path, seal(content, path.name))
 
 
 def keep_entry(path: Path, content: bytes) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from npu_compiler.errors import ConstraintError
 from npu_compiler.graph.dtypes import saturate
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import MAX_RANK, Shape, View, collapse, contiguous_strides
+
+_MOST_SLICES = 4096  # launches of one copy
 
 
 @dataclass
@@ -152,6 +156,11 @@ class Lowering:
         source = source.expand(out.shape)
         dims, _ = collapse(out.shape, source.strides, out.strides)
         if len(dims) > MAX_RANK:
+            slices = math.prod(sorted(dims)[: len(dims) - MAX_RANK])
+            if slices > _MOST_SLICES:
+                assert self.node is not None
+                where = f"node '{self.node.name}' ({self.node.op_type})"
+                raise ConstraintError([f"{where}: it copies {len(dims)} dimensions in {slices} parts"])
             dim = min((dim for dim, size in enumerate(out.shape) if size > 1), key=out.shape.__getitem__)
             for index in range(out.shape[dim]):
                 self.copy(source.select(dim, index), out.select(dim, index))

@@ -287,7 +287,7 @@ def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
     again = Tuned(tmp_path, 1)
     again.tune([call])
     assert again.counters == {"tuned": 1}
-    assert path.read_text() == content and json.loads(unseal(content.encode()) or "")["microseconds"] == 1
+    assert path.read_text() == content and json.loads(unseal(content.encode(), path.name) or "")["microseconds"] == 1
 
 
 def test_what_there_was_no_time_for_is_tried_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -540,7 +540,7 @@ def pytorchs_answer(graph: IRGraph, inputs: Arrays) -> list[np.ndarray] | None:
 
 
 def accepted_nodes(
-    op: str, r: random.Random, draws: int = 200
+    op: str, r: random.Random, draws: int = 1000
 ) -> Iterator[tuple[dict[str, Any], Arrays, list[np.ndarray]]]:
     """Graphs of one node that both the op table and PyTorch's CPU take, with inputs and what PyTorch makes of them."""
     for _ in range(draws):

@@ -526,3 +526,11 @@ def test_a_result_of_the_cpu_overflows_on_its_way_to_the_device_as_it_would_ther
     result = DAGExecutor(plan, CPUBackend())
     result._cpu[0].run = lambda inputs: {"erfinv": np.array([1e6, -3.4e38, 2], np.float32)}  # type: ignore[method-assign]
     np.testing.assert_array_equal(result.execute({"x": np.zeros(3, np.float32)})["y"], [-np.inf, 65504, -2])
+
+
+def test_a_copy_in_absurdly_many_parts_is_refused() -> None:
+    """Kernels walk eight dimensions; what has more is copied in slices, of which there may be too many."""
+    g = IRBuilder()
+    g.output(g("aten.repeat.default", g.input("x", *[3] * 8), [8] * 8, name="y"))
+    with pytest.raises(ConstraintError, match=r"it copies 16 dimensions in 6561 parts"):
+        compile(g.ir())

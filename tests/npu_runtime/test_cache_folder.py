@@ -27,11 +27,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @given(st.binary(), st.data())
 def test_a_seal_breaks_with_any_change(content: bytes, data: st.DataObject) -> None:
-    sealed = seal(content)
-    assert unseal(sealed) == content
+    sealed = seal(content, "name")
+    assert unseal(sealed, "name") == content and unseal(sealed, "other") is None
     at = data.draw(st.integers(0, len(sealed) - 1))
     flipped = sealed[:at] + bytes([sealed[at] ^ data.draw(st.integers(1, 255))]) + sealed[at + 1 :]
-    assert [unseal(wrong) for wrong in (flipped, sealed[:at], sealed + b"\n")] == [None] * 3
+    assert [unseal(wrong, "name") for wrong in (flipped, sealed[:at], sealed + b"\n")] == [None] * 3
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")

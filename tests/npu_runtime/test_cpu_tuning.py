@@ -299,7 +299,7 @@ def test_a_slow_native_kernel_is_given_to_pytorch_and_the_choice_is_kept(slow_na
     result, expected = run_mlp(backend)
     np.testing.assert_allclose(result, expected, atol=1e-4)
     assert backend._tuner.trials == 2 and len(slow_native) == 2, "one trial for each of two different calls"
-    kept = json.loads(unseal(backend.choices.path.read_bytes()) or b"")["choices"]
+    kept = json.loads(unseal(backend.choices.path.read_bytes(), backend.choices.path.name) or b"")["choices"]
     assert len(kept) == 2
     for choice in kept.values():
         assert choice["chosen"] in ("onednn", "sgemm")
@@ -464,19 +464,19 @@ def test_choices_come_back(tmp_path: Path) -> None:
 
 
 def damaged(path: Path) -> dict[str, bytes]:
-    whole = json.loads(unseal(path.read_bytes()) or b"")
+    whole = json.loads(unseal(path.read_bytes(), path.name) or b"")
 
     def changed(**fields: Any) -> bytes:
-        return seal(json.dumps({**whole, **fields}).encode())
+        return seal(json.dumps({**whole, **fields}).encode(), path.name)
 
     return {
         "truncated": path.read_bytes()[:-20],
         "empty": b"",
-        "unsealed": unseal(path.read_bytes()) or b"",
-        "no text": seal(b"\xff\xfe\x00"),
+        "unsealed": unseal(path.read_bytes(), path.name) or b"",
+        "no text": seal(b"\xff\xfe\x00", path.name),
         "another version": changed(format=99),
         "another machine": changed(machine={**whole["machine"], "processor": "other"}),
-        "a list": seal(b"[]"),
+        "a list": seal(b"[]", path.name),
         "a name that is a number": changed(choices={"a call": {"chosen": 3, "microseconds": {}}}),
         "a time that is text": changed(choices={"a call": {"chosen": "sgemm", "microseconds": {"sgemm": "fast"}}}),
         "no choices": changed(choices=None),

@@ -106,7 +106,7 @@ class ChoiceTable:
             ProgramFormatError: it holds other JSON than it should.
         """
         try:
-            data = unseal(self.path.read_bytes())
+            data = unseal(self.path.read_bytes(), self.path.name)
         except FileNotFoundError:
             return {}
         if data is None:
