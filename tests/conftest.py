@@ -8,6 +8,7 @@ import random
 import tempfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return f"TEST_SEED={SEED} (set it to repeat this run's random inputs)"
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """One cache of programs in all of pytest's workers, away from the user's; for a whole file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
+        yield
 
 
 @pytest.fixture

@@ -21,10 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import traces
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
+from tiny_llms import save_letters, tokenizers, transformers
 from typer.testing import CliRunner
 
 from npu_compiler.errors import InputError, NPUError
@@ -32,43 +31,20 @@ from npu_sim.cli import app
 from npu_sim.commands.chat import HELP, chat_in_terminal, speed
 from npu_sim.llm import Conversation, GenerationStats, LanguageModel, encode_chat, load_checkpoint
 
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
 ROOT = Path(__file__).parents[2]
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}z"
 CACHE = 64
 LONG_CACHE = 16384  # a reply that fills it takes many seconds
 
 
-@pytest.fixture(autouse=True, scope="module")
-def program_cache() -> Iterator[None]:
-    """One cache of programs in all of pytest's workers, away from the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
-        yield
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen2 whose tokens are letters and that never ends by itself, as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("letters")
-    torch.manual_seed(3)
-    config = transformers.Qwen2Config(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=26,
-        max_position_embeddings=LONG_CACHE,
-        initializer_range=0.3,
-        eos_token_id=None,
-        dtype="bfloat16",
-    )
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    vocabulary = {chr(ord("a") + letter): letter for letter in range(26)}
-    letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    letters = save_letters(folder, LONG_CACHE)
     letters.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
     letters.decoder = tokenizers.decoders.Fuse()
     transformers.PreTrainedTokenizerFast(tokenizer_object=letters, chat_template=TEMPLATE).save_pretrained(folder)

@@ -3,32 +3,24 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import traces
-from tiny_llms import TEMPLATE, save_gguf, save_tiny, save_tokenizer, tensors, transformers
+from tiny_llms import TEMPLATE, assert_same_tokens, save_gguf, save_tiny, save_tokenizer, tensors, transformers
 
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import LanguageModel, load_checkpoint
 from npu_sim.llm.gguf_reader import read_gguf
-from npu_sim.llm.tokenizer import StoredTokenizer
 
 gguf = pytest.importorskip("gguf")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def program_cache() -> Iterator[None]:
-    """One cache of programs for this file's tests in all of pytest's workers, away from the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
-        yield
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -74,14 +66,7 @@ def test_tensors_are_what_the_package_gguf_makes_of_them(
 def test_a_gguf_tokenizer_does_what_the_whole_one_does(file: Path) -> None:
     ours = load_checkpoint(file).tokenizer
     whole = transformers.PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
-    assert isinstance(ours, StoredTokenizer) and ours.eos_token_id == whole.eos_token_id
-    for text in ("the cat", "  na\u00efve \U0001f389\n\u65e5\u672c <|im|> x</s>", "", "a ,b 's n't 12345"):
-        for special in (True, False):
-            ids = ours.encode(text, add_special_tokens=special)
-            assert ids == whole.encode(text, add_special_tokens=special)
-            options = {"skip_special_tokens": special, "clean_up_tokenization_spaces": False}
-            for end in range(len(ids) + 1):
-                assert ours.decode(ids[:end], **options) == whole.decode(ids[:end], **options)
+    assert_same_tokens(ours, whole)
     talk = [{"role": "system", "content": " Be brief "}, {"role": "user", "content": "Hi <b>"}]
     options = {"add_generation_prompt": True, "tokenize": False}
     assert ours.apply_chat_template(talk, **options) == whole.apply_chat_template(talk, **options)

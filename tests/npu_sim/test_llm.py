@@ -1,10 +1,9 @@
 """Language models: the graphs, the KV cache, sampling, streaming, and agreement with Hugging Face."""
 
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import traces
 from cuda_gpu import DEVICES, PROBLEM
 from cuda_toolchain import compile_in_turn
 from metal_harness import METAL_DEVICE
 from numerics import MIN_DRAWS, assert_design6
 from safetensors.torch import load_file, save_file
-from tiny_llms import TEMPLATE, VOCAB, save_tiny, save_tokenizer, tensors, tiny_config
+from tiny_llms import TEMPLATE, VOCAB, assert_same_tokens, save_tiny, save_tokenizer, tensors, tiny_config
 from torch_ir import extract_ir
 
 from cuda_compiler import CUDACodegenTarget
@@ -47,7 +45,7 @@ from npu_sim.llm import (
 from npu_sim.llm.graph import meta_model
 from npu_sim.llm.modules import drawn
 from npu_sim.llm.sampling import draw
-from npu_sim.llm.tokenizer import StoredTokenizer, load_tokenizer
+from npu_sim.llm.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -57,12 +55,7 @@ EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def program_cache() -> Iterator[None]:
-    """One cache of programs for this file's tests in all of pytest's workers, away from the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
-        yield
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def reference_logits(folder: Path, dtype: torch.dtype, ids: list[int]) -> np.ndarray:
@@ -585,13 +578,7 @@ def test_a_stored_tokenizer_does_what_the_whole_one_does(tmp_path: Path) -> None
     save_tokenizer(tmp_path, TEMPLATE)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     ours, whole = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert isinstance(ours, StoredTokenizer) and ours.eos_token_id == whole.eos_token_id
-    for text in ("the cat", "  naïve 🎉\n日本 <|im|> x</s>", "", "a ,b 's n't"):
-        for special in (True, False):
-            ids = ours.encode(text, add_special_tokens=special)
-            assert ids == whole.encode(text, add_special_tokens=special)
-            options = {"skip_special_tokens": special, "clean_up_tokenization_spaces": False}
-            assert ours.decode(ids, **options) == whole.decode(ids, **options)
+    assert_same_tokens(ours, whole)
     talk = [{"role": "system", "content": " Be brief "}, {"role": "user", "content": "Hi <b>"}]
     for conversation in (talk, talk[1:], 2 * talk):
         for prompt in (True, False):

@@ -1,13 +1,10 @@
 """Prefill in runs of several sizes: how a prompt is divided, and that the division does not matter."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import traces
 from cuda_gpu import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,12 +16,7 @@ from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 CACHE = 24
 
 
-@pytest.fixture(autouse=True, scope="module")
-def program_cache() -> Iterator[None]:
-    """One cache of programs for this file's tests in all of pytest's workers, away from the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
-        yield
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 @pytest.fixture(scope="module")

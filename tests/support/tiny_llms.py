@@ -13,7 +13,9 @@ import torch
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
 from npu_sim.llm.gguf_file import _LAYER_NAMES, _ROOT_NAMES
+from npu_sim.llm.tokenizer import StoredTokenizer
 
+tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 160
@@ -59,6 +61,33 @@ def save_tiny(folder: Path, family: str, dtype: str, **changes: Any) -> Path:
     return folder
 
 
+def save_letters(folder: Path, length: int) -> Any:
+    """A random Qwen2 whose tokens are the letters a to z and that never ends by itself, as a Hugging Face folder.
+
+    Args:
+        length: Its maximum context length.
+
+    Returns:
+        The letters as a tokenizer, which is not saved: it lacks what divides a text.
+    """
+    torch.manual_seed(3)
+    config = transformers.Qwen2Config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=26,
+        max_position_embeddings=length,
+        initializer_range=0.3,
+        eos_token_id=None,
+        dtype="bfloat16",
+    )
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    vocabulary = {chr(ord("a") + letter): letter for letter in range(26)}
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+
+
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return {key: numpy_to_tensor(array) for key, array in checkpoint.state.items()}
 
@@ -74,6 +103,18 @@ def save_tokenizer(folder: Path, template: str) -> None:
     )
     whole.chat_template = template
     whole.save_pretrained(folder)
+
+
+def assert_same_tokens(ours: Any, whole: Any) -> None:
+    """A tokenizer read without transformers encodes and decodes, also a part of the ids, as the one of transformers."""
+    assert isinstance(ours, StoredTokenizer) and ours.eos_token_id == whole.eos_token_id
+    for text in ("the cat", "  naïve 🎉\n日本 <|im|> x</s>", "", "a ,b 's n't 12345"):
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == whole.encode(text, add_special_tokens=special)
+            options = {"skip_special_tokens": special, "clean_up_tokenization_spaces": False}
+            for end in range(len(ids) + 1):
+                assert ours.decode(ids[:end], **options) == whole.decode(ids[:end], **options)
 
 
 def save_gguf(folder: Path, path: Path, encoding: str = "F32", **metadata: Any) -> Path:
