@@ -87,6 +87,7 @@ class Executor:
         self.program, self.check_outputs = program, check_outputs
         self.backend = best_hardware() if device is None else as_backend(device)
         self.counters: Counter[str] = Counter()
+        self._specs = {spec.name: spec for spec in program.input_specs}
         known = self.backend.runs_targets
         for target in (program.target, *([] if config is None else [config.name])):
             if target not in known:
@@ -156,12 +157,11 @@ class Executor:
 
     def _checked(self, inputs: Mapping[str, DeviceBuffer | np.ndarray]) -> Mapping[str, DeviceBuffer | np.ndarray]:
         """The inputs by the program's names for them; buffers are checked here, arrays when they are uploaded."""
-        specs = {spec.name: spec for spec in self.program.input_specs}
-        named = dict(inputs_by_name(inputs, specs, "program"))
+        named = dict(inputs_by_name(inputs, self._specs, "program"))
         for name, value in named.items():
             if isinstance(value, DeviceBuffer):
                 value.check_current()
-                check_fits(value, specs[name], f"input '{name}'", InputError)
+                check_fits(value, self._specs[name], f"input '{name}'", InputError)
             else:
                 named[name] = as_array(value, f"input '{name}'")
         return named
