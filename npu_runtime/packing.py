@@ -22,6 +22,17 @@ from npu_compiler.graph.model import TensorSpec
 _KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
 
 
+def to_numpy(value: Any) -> np.ndarray:
+    """A NumPy array of an array or torch tensor; bfloat16 as ml_dtypes.bfloat16."""
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "detach"):
+        from npu_runtime.torch_arrays import tensor_to_numpy
+
+        return tensor_to_numpy(value.cpu())
+    return np.asarray(value)
+
+
 def as_array(value: Any, what: str) -> np.ndarray:
     """An array of what a user may give for one: an array, a torch tensor, a number, or a nested list of numbers.
 
@@ -31,17 +42,13 @@ def as_array(value: Any, what: str) -> np.ndarray:
     Raises:
         InputError: it is none of these.
     """
-    if isinstance(value, np.ndarray):
-        return value
-    if hasattr(value, "detach"):
-        from npu_runtime.torch_arrays import tensor_to_numpy
-
-        return tensor_to_numpy(value.detach().cpu())
     problem = f"{what} is a {type(value).__name__}; give a device buffer, an array, a torch tensor or a list of numbers"
     try:
-        array = np.asarray(value)
+        array = to_numpy(value)
     except (TypeError, ValueError) as error:
         raise InputError(f"{problem} ({error})") from error
+    if isinstance(value, np.ndarray) or hasattr(value, "detach"):
+        return array
     if array.dtype.kind not in _KINDS:
         raise InputError(problem)
     return array.astype(np.float32) if isinstance(value, (float, list, tuple)) and array.dtype.kind == "f" else array
@@ -57,10 +64,8 @@ def pack_array(data: np.ndarray, spec: TensorSpec) -> np.ndarray:
     check_array(data, spec)
     storage = spec.storage or spec.dtype
     if (lost := misfit(data, storage)) is not None:
-        raise InputError(
-            f"'{spec.name}' holds {lost:.6g}, which {storage} cannot hold (at most {FLOAT_MAX[storage]:.6g}); compile "
-            "the program for compute dtype bfloat16 or float32"
-        )
+        problem = f"'{spec.name}' holds {beyond_range(lost, storage)}"
+        raise InputError(f"{problem}; compile the program for compute dtype bfloat16 or float32")
     stored = saturating_cast(np.asarray(data, order="C"), storage)
     if spec.alloc_shape is not None and spec.alloc_shape != spec.shape:
         if not _fits_in(spec.shape, spec.alloc_shape):
@@ -86,6 +91,11 @@ def check_array(data: np.ndarray, spec: TensorSpec) -> None:
         low, high = spec.bounds or (INT32_MIN, INT32_MAX)
         if (problem := out_of_bounds(data, low, high)) is not None:
             raise InputError(f"'{spec.name}' {problem}")
+
+
+def beyond_range(value: float, dtype: str) -> str:
+    """The part of a message that says of a value that a float dtype cannot hold it."""
+    return f"{value:.6g}, which {dtype} cannot hold (at most {FLOAT_MAX[dtype]:.6g})"
 
 
 def out_of_bounds(data: np.ndarray, low: int, high: int) -> str | None:

@@ -14,11 +14,11 @@ import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import WeightError
-from npu_compiler.graph.dtypes import FLOAT_MAX, INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
+from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_compiler.program.plan import WeightSpec
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
-from npu_runtime.packing import out_of_bounds
+from npu_runtime.packing import beyond_range, out_of_bounds, to_numpy
 from npu_runtime.pieces import ahead, in_pieces
 
 Progress = Callable[[int, int], None]
@@ -83,15 +83,9 @@ def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], lis
     parts = _parts(weight.recipe, state)
     lost = next((value for part in parts if (value := find_misfit(part, weight.spec.storage)) is not None), None)
     if lost is not None:
-        return [f"too large: '{weight.recipe}' {_does_not_fit(lost, weight.spec.storage)}"], []
+        reason = f"contains {beyond_range(lost, weight.spec.storage)}; compile for compute dtype bfloat16 or float32"
+        return [f"too large: '{weight.recipe}' {reason}"], []
     return [], [cast_weight(part, weight.spec.storage) for part in parts]
-
-
-def _does_not_fit(value: float, dtype: str) -> str:
-    return (
-        f"contains {value:.6g}, which {dtype} cannot hold (at most {FLOAT_MAX[dtype]:.6g}); "
-        "compile for compute dtype bfloat16 or float32"
-    )
 
 
 def find_misfit(array: np.ndarray, dtype: str) -> float | None:
@@ -180,17 +174,6 @@ def cast_weight(array: np.ndarray, dtype: str) -> np.ndarray:
 
     in_pieces(cast, source.size, _PIECE)
     return result
-
-
-def to_numpy(value: Any) -> np.ndarray:
-    """A NumPy array of an array or torch tensor; bfloat16 as ml_dtypes.bfloat16."""
-    if isinstance(value, np.ndarray):
-        return value
-    if hasattr(value, "detach"):
-        from npu_runtime.torch_arrays import tensor_to_numpy
-
-        return tensor_to_numpy(value.cpu())
-    return np.asarray(value)
 
 
 _STORED = {
