@@ -12,6 +12,7 @@ import numpy as np
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 
 Attrs = dict[str, Any]
+TENSOR_NAMES = "_tensor_names"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class OpNode:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attrs: Attrs = field(default_factory=dict)
+
+    @property
+    def tensor_names(self) -> list[str] | None:
+        """The schema's names of the tensor arguments that the inputs are, in order; None where the IR does not say.
+
+        IR that names them does so where several are optional and some were left out.
+        """
+        names, sizes = self.attrs.get(TENSOR_NAMES), self.attrs.get("_tensor_list_sizes") or []
+        is_complete = names is not None and len(names) - len(sizes) + sum(sizes) == len(self.inputs)
+        return list(names) if names is not None and is_complete else None
 
     @property
     def base(self) -> str:

@@ -361,7 +361,8 @@ def lower_div(ctx: Lowering, node: OpNode) -> None:
 def unclear_bound(node: OpNode) -> str | None:
     """Why a clamp cannot be read: the IR drops an omitted bound without a trace."""
     is_clamp = node.base.removesuffix("_") in ("aten.clamp", "aten.clip")
-    if is_clamp and node.op_type.endswith(".Tensor") and len(node.inputs) == 2:
+    is_unclear = node.tensor_names is None and len(node.inputs) == 2
+    if is_clamp and node.op_type.endswith(".Tensor") and is_unclear:
         return "clamp with one tensor bound: the IR does not record whether it is the lower or the upper"
     return None
 
@@ -371,6 +372,7 @@ def unclear_bound(node: OpNode) -> str | None:
     tensors=("self", "min", "max"),
     unsupported=lambda node, graph: unclear_bound(node),
     layout=Layout.ELEMENTWISE,
+    by_name=True,
     integer_range=by_operands(ranges.clamp),
 )
 def lower_clamp(ctx: Lowering, node: OpNode) -> None:

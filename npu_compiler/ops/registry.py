@@ -89,6 +89,7 @@ class Op:
         activation: For an op that is an activation: attributes → its name in `ACTIVATIONS`, where it is one of them.
         one_dtype: Whether PyTorch wants all its float operands in one dtype, instead of promoting them.
         float32_parameters: Whether its inputs beyond the first stay float32 whatever the compute dtype.
+        by_name: Whether its lowering asks for tensors by name, so that an earlier one may be left out.
         integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
             each output. None for an op that moves elements or returns no int32 or int64.
     """
@@ -109,6 +110,7 @@ class Op:
     activation: Callable[[Attrs], str | None] | None = None
     one_dtype: bool = False
     float32_parameters: bool = False
+    by_name: bool = False
     integer_range: RangeFn | None = None
 
 
@@ -192,6 +194,9 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
     for name, value in node.attrs.items():
         if isinstance(value, int) and not INT32_MIN <= value <= INT32_MAX and name not in _UNBOUNDED_ATTRS:
             return f"attribute '{name}' = {value} does not fit in int32"
+    given = node.tensor_names
+    if given is not None and given != [x.lstrip("*") for x in op.tensors][: len(given)] and not op.by_name:
+        return f"of its optional tensors only {' and '.join(given[1:])} was given"
     with well_formed(node):
         return op.unsupported(node, graph)
 
@@ -226,8 +231,10 @@ class Args:
         assert op is not None, node.op_type
         self.node, self._names = node, op.tensors
         self._tensors: dict[str, str | list[str] | None] = {}
-        remaining = list(node.inputs)
+        remaining, given = list(node.inputs), node.tensor_names
         for name in op.tensors:
+            if given is not None and name.lstrip("*") not in given:
+                continue
             if name.startswith("*"):
                 self._tensors[name[1:]], remaining = remaining, []
             elif name in node.attrs:

@@ -309,26 +309,23 @@ def _difference_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) 
 @register_op(
     "aten.diff",
     tensors=("self", "prepend", "append"),
-    unsupported=lambda node, graph: (
-        None
-        if node.attrs.get("n", 1) == 1 and len(node.inputs) <= 2
-        else "diff of higher order or with both ends given"
-    ),
+    unsupported=lambda node, graph: None if node.attrs.get("n", 1) == 1 else "diff of higher order",
+    by_name=True,
     integer_range=_difference_range,
 )
 def lower_diff(ctx: Lowering, node: OpNode) -> None:
-    """One tensor to join is taken for `prepend`, as masks of language models have it: the IR does not record."""
-    view, out = ctx.view(node.inputs[0]), ctx.output()
+    """One tensor to join, where the IR does not name it, is taken for `prepend`, as in masks of language models."""
+    view, out, args = ctx.view(node.inputs[0]), ctx.output(), Args(node)
     dim = view.dim(node.attrs.get("dim", -1))
-    prepend = Args(node).tensor("prepend")
-    size = view.shape[dim]
-    if prepend is not None:
-        head = ctx.view(prepend)
-        extra = head.shape[dim]
-        joined = ctx.temp((*view.shape[:dim], size + extra, *view.shape[dim + 1 :]), view.dtype)
-        ctx.copy(head, joined.slice(dim, 0, extra))
-        ctx.copy(view, joined.slice(dim, extra, extra + size))
-        view, size = joined, size + extra
+    ends = [args.tensor(name) for name in ("prepend", "append")]
+    parts = [x for x in (ends[0] and ctx.view(ends[0]), view, ends[1] and ctx.view(ends[1])) if x]
+    size = sum(part.shape[dim] for part in parts)
+    if len(parts) > 1:
+        joined, start = ctx.temp((*view.shape[:dim], size, *view.shape[dim + 1 :]), view.dtype), 0
+        for part in parts:
+            ctx.copy(part, joined.slice(dim, start, start + part.shape[dim]))
+            start += part.shape[dim]
+        view = joined
     later, earlier = view.slice(dim, 1, size), view.slice(dim, 0, size - 1)
     ctx.elementwise("ne" if view.dtype == "bool" else "sub", [later, earlier], out)
 

@@ -94,6 +94,8 @@ def unclear_affine(node: OpNode, graph: IRGraph) -> str | None:
     One tensor of a layer norm is its weight (`nn.LayerNorm(bias=False)`), and two of an instance norm are its weight
     and bias, unless their names tell otherwise.
     """
+    if node.tensor_names is not None:
+        return None
     op, first = node.base.removeprefix("aten."), (*node.inputs[1:], "")[0]
     if op in ("group_norm", "native_group_norm", "instance_norm") and len(node.inputs) == 2:
         return f"{op} with one affine tensor: the IR does not record whether it is the weight or the bias"
