@@ -51,6 +51,9 @@ CONFIGS = {
     "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
     "qwen2": config(Qwen2Config),
     "qwen3": config(Qwen3Config),
+    "qwen3 of odd sizes": config(
+        Qwen3Config, hidden_size=240, intermediate_size=328, head_dim=40, num_key_value_heads=1, vocab_size=501
+    ),
 }
 
 
