@@ -53,7 +53,8 @@ def attention_phase(match: AttentionMatch) -> Phase:
     kv_heads, keys = match.k.shape[1], match.k.shape[2]
     rows = queries * (heads // kv_heads)
     items = batch * kv_heads * groups(rows, BLOCK_ROWS)
-    splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(MULTIPROCESSORS, items))
+    # One more split would give some blocks two items, and the others wait for them.
+    splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), max(MULTIPROCESSORS // items, 1))
     return Phase(
         match.call,
         "resident/attention.cu",

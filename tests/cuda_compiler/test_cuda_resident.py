@@ -91,6 +91,14 @@ def test_only_norms_of_single_heads_that_are_alike_are_part_of_attention(
     assert normed_in_attention(replace(plan, calls=calls)) == [False]
 
 
+@pytest.mark.parametrize(("kv_heads", "most"), [(2, 66), (7, 18), (8, 16), (90, 1), (140, 1)])
+def test_no_block_has_two_splits_of_keys_where_there_are_enough_blocks(kv_heads: int, most: int) -> None:
+    phases = Phases("bfloat16", np.random.default_rng(0))
+    phases.attention(kv_heads, kv_heads, 1, 8192, 16, 201, splits=1)
+    ((phase,),) = (run.phases for run in find_runs(phases.plan))
+    assert phase.constants["splits"] == most
+
+
 def test_many_rows_go_to_ordinary_kernels() -> None:
     assert all(call.kernel != RESIDENT for call in plan_of("llama", 16).calls)
 
