@@ -68,6 +68,7 @@ class Trace:
         written: (the graph's output, graph input or weight key) for each tensor that a call changes in place.
         ranges: Symbol → its smallest and largest value (None: no limit).
         example_device: The torch device of the inputs.
+        passed: The outputs that are graph inputs or weights as they are, as the IR describes them, by `source`.
     """
 
     ir: dict[str, Any]
@@ -80,6 +81,7 @@ class Trace:
     written: tuple[tuple[int, str], ...]
     ranges: dict[str, tuple[int, int | None]]
     example_device: torch.device
+    passed: dict[str, dict[str, Any]]
 
     @property
     def is_dynamic(self) -> bool:
@@ -216,6 +218,12 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
     for changed in sorted(nodes.written & (names | keys.keys())):
         written.append((len(graph_outputs), keys.get(changed, changed)))
         graph_outputs.append(sources[changed])
+    passed = {
+        leaf.source: {**sources[key].meta(), "name": key}
+        for leaf in outputs
+        for key in ([leaf.source] if leaf.source in sources else [x for x, y in keys.items() if y == leaf.source])
+        if leaf.source is not None
+    }
     weights, constants = _split(keys, state, exported, {x for _, x in written})
     described = {keys[x.name]: {**x.meta(as_input=False), "name": keys[x.name]} for x in values if _is_weight(x)}
     ir: dict[str, Any] = {
@@ -245,7 +253,35 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         tuple(written),
         _ranges(exported),
         inputs[0].value.device if inputs else torch.device("cpu"),
+        passed,
     )
+
+
+def plain_ir(traced: Trace) -> dict[str, Any]:
+    """The IR by itself: with all tensors that the module returns as its outputs, in order.
+
+    Those in a dict are called by its keys, with the keys of what is nested behind a dot.
+
+    Raises:
+        IRError: sizes are symbolic.
+    """
+    if traced.is_dynamic:
+        raise IRError("the exported program has dynamic shapes; npu_sim.compile() makes programs for their sizes")
+    computed = traced.ir["graph_outputs"]
+    found = []
+    names = []
+    placed = pytree.tree_unflatten(list(range(traced.out_spec.num_leaves)), traced.out_spec)
+    paths, _ = pytree.tree_flatten_with_path(placed)
+    for leaf, (path, _) in zip(traced.outputs, paths, strict=True):
+        if leaf.output is not None or leaf.source is not None:
+            found.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
+            names.append(
+                ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+            )
+    ir = {**traced.ir, "graph_outputs": found}
+    if traced.out_spec.type is not None and issubclass(traced.out_spec.type, Mapping) and len(set(names)) == len(names):
+        ir["output_names"] = names
+    return ir
 
 
 def _is_weight(value: object) -> bool:
