@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -151,12 +153,19 @@ def load_exported(path: str | Path) -> ExportedProgram:
     """
     if not Path(path).is_file():
         raise IRError(f"cannot read '{path}': there is no such file")
+    if not zipfile.is_zipfile(path):
+        raise IRError(f"'{path}' is not a .pt2 file, which is a zip archive")
+    logger = logging.getLogger("torch.export")
+    level = logger.level
     try:
+        logger.setLevel(logging.CRITICAL)  # what it logs of a file that it cannot read, the error says
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.load(str(path))
     except Exception as error:  # zipfile, pickle, JSON and version errors
         raise IRError(f"'{path}' is not a .pt2 file that this PyTorch reads: {first_line(error)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def trace(exported: ExportedProgram, name: str) -> Trace:
@@ -282,6 +291,16 @@ def plain_ir(traced: Trace) -> dict[str, Any]:
     if traced.out_spec.type is not None and issubclass(traced.out_spec.type, Mapping) and len(set(names)) == len(names):
         ir["output_names"] = names
     return ir
+
+
+def ir_of_exported(exported: ExportedProgram) -> dict[str, Any]:
+    """The IR of an exported program of static shapes. Errors as in `trace` and `plain_ir`."""
+    return plain_ir(trace(exported, "exported"))
+
+
+def ir_of_file(path: str | Path) -> dict[str, Any]:
+    """The IR of a `.pt2` file. Errors as in `load_exported`, `trace` and `plain_ir`."""
+    return plain_ir(trace(load_exported(path), Path(path).stem))
 
 
 def _is_weight(value: object) -> bool:
