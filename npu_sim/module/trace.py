@@ -338,6 +338,8 @@ def _split(
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
     ranges = {}
     for symbol, limits in exported.range_constraints.items():
+        if not symbol.is_Symbol:
+            continue  # of an expression of others
         upper = limits.upper
         ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
     return ranges
