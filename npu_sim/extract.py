@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
+from npu_runtime.pytorch import require_torch
 from npu_sim.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
         IRError: PyTorch cannot export the model as one graph, or a buffer with `persistent=False` has no value because
             it is on the meta device.
     """
+    require_torch("tracing a model")
     import torch
     from torch_ir import ConversionError, ExportError
     from torch_ir import extract_ir as trace
@@ -187,6 +189,7 @@ def load_model(
         InputError: the source is not found, is not a module, or there are no example inputs.
     """
     check_source(source, inputs, task)
+    require_torch("tracing a model")
     given = tuple(parse_example(text) for text in inputs)
     if Path(source).is_dir():
         assert task is not None

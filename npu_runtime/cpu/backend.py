@@ -99,14 +99,16 @@ class CPUBackend(Backend):
         native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`. Without them PyTorch's
             optimized kernels run on float32 copies of the weights, or NumPy where PyTorch is not installed.
         tune: Choose between native and PyTorch's kernels by measuring them; by default unless `NPU_SIM_TUNE=0`.
+        pytorch: Use PyTorch's kernels where it is installed.
     """
 
     config: TargetConfig = OP_LEVEL
     runs_targets = (OP_LEVEL.name, METAL_GPU.name)
 
-    def __init__(self, native: bool | None = None, tune: bool | None = None) -> None:
+    def __init__(self, native: bool | None = None, tune: bool | None = None, pytorch: bool = True) -> None:
         self._wants_native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
         self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
+        self._wants_pytorch = pytorch
         if self._wants_native:
             forced_level()  # which may be none that can be had
             # The first process on a machine compiles the native kernels; it can trace and compile a model meanwhile.
@@ -116,6 +118,11 @@ class CPUBackend(Backend):
     def native(self) -> bool:
         """Whether there are native kernels and they are wanted; waits for their compilation."""
         return self._wants_native and native_available()
+
+    @functools.cached_property
+    def pytorch(self) -> bool:
+        """Whether there is PyTorch and it is wanted; imports it."""
+        return self._wants_pytorch and find_torch() is not None
 
     @functools.cached_property
     def choices(self) -> ChoiceTable:
@@ -128,7 +135,7 @@ class CPUBackend(Backend):
 
     @property
     def device(self) -> str:
-        torch = find_torch()
+        torch = find_torch() if self.pytorch else None
         threads, library = (usable_threads(), "NumPy") if torch is None else (torch.get_num_threads(), "torch")
         return f"CPU, {threads} threads, {'native and ' * self.native}{library} kernels"
 
@@ -138,16 +145,16 @@ class CPUBackend(Backend):
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         """Waits for the native kernels and imports torch, so that no run does."""
-        _ = self.native, find_torch()
+        _ = self.native, self.pytorch
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         if self._wants_native and not self.native:
-            _warn_of_missing_kernels()
+            _warn_of_missing_kernels(self.pytorch)
         bound = BoundCall(call, [bind(x) for x in inputs], [bind(x) for x in outputs], inputs)
-        implementations = candidates(bound, self.native)
+        implementations = candidates(bound, self.native, self.pytorch)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
-        return reference(bound, self.native) if launch is None else launch
+        return launch or reference(bound, self.native, self.pytorch)
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """Runs of native launches become one foreign call each."""
@@ -171,14 +178,15 @@ class CPUBackend(Backend):
         return execute
 
 
-def candidates(call: ArrayCall, native: bool) -> list[Candidate]:
+def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Candidate]:
     """The implementations of a call besides the reference, the default first.
 
     Args:
         native: Whether native kernels are among them.
+        pytorch: Whether PyTorch's are.
     """
     found = native_candidates(call) if native else []
-    if find_torch() is not None:
+    if pytorch:
         from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
 
         found += prepacked_candidates(call)
@@ -186,10 +194,10 @@ def candidates(call: ArrayCall, native: bool) -> list[Candidate]:
 
 
 @functools.cache
-def _warn_of_missing_kernels() -> None:
+def _warn_of_missing_kernels(pytorch: bool) -> None:
     """Once, however many backends there are, and only where something is about to run."""
     reason = (failure_reason() or "no reason given").splitlines()[0]
-    library = "NumPy" if find_torch() is None else "PyTorch"
+    library = "PyTorch" if pytorch else "NumPy"
     warnings.warn(
         f"the native CPU kernels are not built ({reason}); {library}'s kernels run on float32 copies of the "
         "weights instead. With a C++ compiler (such as g++, or another in $CXX), 16-bit weights take half that memory "
@@ -214,16 +222,17 @@ def bind(operand: Operand) -> np.ndarray:
     return np.ndarray(view.shape, dtype, memory, operand.byte_offset + view.offset * size, strides)
 
 
-def reference(call: ArrayCall, among_native: bool) -> Launch:
-    """What runs a call that no candidate handles: its meaning in torch, or in NumPy where torch is not installed.
+def reference(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
+    """What runs a call that no candidate handles: its meaning in torch, or its kernel in NumPy.
 
     Args:
         among_native: Whether native kernels run before and after it.
+        pytorch: Whether to use torch.
 
     Raises:
-        DeviceError: this device has no kernel of that name, or none without torch.
+        DeviceError: there is no kernel of that name, or none in NumPy.
     """
-    if find_torch() is None:
+    if not pytorch:
         return numpy_launch(call)
     from npu_runtime.cpu.kernels.reference import bound_reference
 
