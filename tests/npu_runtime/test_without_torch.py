@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,8 @@ from npu_sim.vision.resnet import random_images, resnet18, seed_weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODELS = ("ResNet", "MobileNet", "MobileNetV3", "EfficientNet", "bert", "gpt2", "vit", "t5", "llama")
-BACKENDS = ("native", "numpy")
 
-# Runs each program of a folder on each sample of its inputs, on the native kernels and on NumPy alone.
+# Runs each program of a folder on each sample of its inputs, on the native kernels, and the first on NumPy alone.
 RUN = """
 import sys
 from pathlib import Path
@@ -44,7 +44,7 @@ for backend in (CPUBackend(), CPUBackend(native=False)):
         executor = Executor(path, backend)
         program = executor.program
         weights = load_weights(folder / "weights.safetensors", program, backend, strict=False)
-        for draw in range(len(samples["0"])):
+        for draw in range(len(samples["0"]) if backend.native else 1):
             given = {spec.name: samples[str(i)][draw] for i, spec in enumerate(program.input_specs)}
             results = executor.run(given, weights)
             for i, spec in enumerate(program.output_specs):
@@ -52,6 +52,15 @@ for backend in (CPUBackend(), CPUBackend(native=False)):
 assert "torch" not in sys.modules
 np.savez(folder / "outputs.npz", **outputs)
 """
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine PyTorch's small parallel operations wait for threads that lost their core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def write_model(name: str, folder: Path, samples: list[list[torch.Tensor]]) -> None:
@@ -88,9 +97,10 @@ def test_a_process_without_pytorch_gets_pytorchs_answer(name: str, tmp_path: Pat
         for kind in kinds:
             ours = results_of(outputs, f"{kind} {dtype} ")
             if dtype == "float32":
-                for a, b in zip(sum(ours, []), sum(reference, []), strict=True):
+                expected = reference[: len(ours)]
+                for a, b in zip(sum(ours, []), sum(expected, []), strict=True):
                     np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max(), err_msg=f"{kind} {seed=}")
-            else:
+            elif kind == "native":
                 check(ours, reference, rounded, seed)
 
 
@@ -196,7 +206,7 @@ from npu_runtime import Device, Executor, load_weights
 folder, device = Path(sys.argv[1]), Device(sys.argv[2])
 executor = Executor(folder / "layers.npubin", device)
 weights = load_weights(folder / "weights.safetensors", executor.program, device)
-result = executor.run({"x": np.load(folder / "x.npy")}, weights)["output"]
+result = executor.run({"x": np.load(folder / "x.npy")}, weights)["softmax"]
 np.testing.assert_allclose(result.to_numpy(), np.load(folder / "expected.npy"), atol=1e-5)
 if sys.argv[2] == "cpu":
     np.testing.assert_array_equal(np.from_dlpack(result), result.to_numpy())
@@ -229,7 +239,7 @@ def test_the_command_runs_programs_without_pytorch(program: Path, tmp_path: Path
     arguments = ["-w", program / "weights.safetensors", "-i", f"x={program / 'x.npy'}", "-o", out]
     done = run_without_torch(COMMAND, "run", file, "--device", "cpu", *arguments)
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(np.load(out)["output"], np.load(program / "expected.npy"), atol=1e-5)
+    np.testing.assert_allclose(np.load(out)["softmax"], np.load(program / "expected.npy"), atol=1e-5)
 
 
 def test_what_traces_says_what_to_install(program: Path, tmp_path: Path) -> None:
@@ -238,7 +248,7 @@ def test_what_traces_says_what_to_install(program: Path, tmp_path: Path) -> None
     done = run_without_torch(COMMAND, "extract", source, "-i", "float32[1,2]", "-o", tmp_path / "ir.json")
     message = "tracing a model needs PyTorch: pip install 'npu-simulation[torch]'"
     assert done.returncode == 2 and done.stderr.strip() == f"error: {message}"
-    done = run_without_torch(COMMAND, "verify", program / "layers.json")
+    done = run_without_torch(COMMAND, "verify", program / "layers.json", "-w", program / "weights.safetensors")
     assert done.returncode == 2 and "needs PyTorch: pip install 'npu-simulation[torch]'" in done.stderr
 
 

@@ -17,24 +17,42 @@ from npu_runtime.cpu.window_lengths import window_lengths
 def conv2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """out = act(conv(x, w) + bias + residual); padding is top, bottom, left, right."""
     x, weight, *rest = map(as_float32, inputs)
-    groups, (_, _, *kernel), (batch, channels, *size) = params["groups"], weight.shape, outputs[0].shape
     pairs = [(0, 0), (0, 0), params["padding"][:2], params["padding"][2:]]
     x = np.pad(x, [(max(before, 0), max(after, 0)) for before, after in pairs])
     within = (slice(max(-before, 0), n - max(-after, 0)) for n, (before, after) in zip(x.shape, pairs, strict=True))
     x = x[tuple(within)]
-    (down, right), (below, beside) = params["stride"], params["dilation"]
-    spans = [(count - 1) * apart + 1 for count, apart in zip(kernel, params["dilation"], strict=True)]
-    windows = sliding_window_view(x, spans, (2, 3))[:, :, ::down, ::right, ::below, ::beside]  # [n, c, p, q, kh, kw]
-    weights = weight.reshape(groups, channels // groups, -1)
-    result = np.empty((batch, channels, *size), np.float32)
-    for item, target in zip(windows, result, strict=True):  # one at a time: its columns are many times its size
-        columns = item.transpose(0, 3, 4, 1, 2).reshape(groups, weights.shape[2], -1)
-        target[...] = (weights @ columns).reshape(target.shape)
+    if weight.shape[1] == 1:
+        result = _depthwise(x, weight, outputs[0].shape, params)
+    else:
+        result = _by_columns(x, weight, outputs[0].shape, params)
     if params["has_bias"]:
         result += rest.pop(0)[:, None, None]
     if params["has_residual"]:
         result += rest.pop(0)
     outputs[0][...] = activated(result, params["activation"])
+
+
+def _depthwise(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], params: Params) -> np.ndarray:
+    """The convolution of padded maps where each output channel reads one map: tap by tap."""
+    x = np.repeat(x, shape[1] // x.shape[1], 1)
+    result = np.zeros(shape, np.float32)
+    for (row, column), place in _taps(weight.shape[2:], shape[2:], params["stride"], params["dilation"]):
+        result += x[place] * weight[:, :, row, column, None]
+    return result
+
+
+def _by_columns(x: np.ndarray, weight: np.ndarray, shape: tuple[int, ...], params: Params) -> np.ndarray:
+    """The convolution of padded maps as a product with what each window holds."""
+    groups, kernel = params["groups"], weight.shape[2:]
+    (down, right), (below, beside) = params["stride"], params["dilation"]
+    spans = [(count - 1) * apart + 1 for count, apart in zip(kernel, params["dilation"], strict=True)]
+    windows = sliding_window_view(x, spans, (2, 3))[:, :, ::down, ::right, ::below, ::beside]  # [n, c, p, q, kh, kw]
+    weights = weight.reshape(groups, shape[1] // groups, -1)
+    result = np.empty(shape, np.float32)
+    for item, target in zip(windows, result, strict=True):  # one at a time: its columns are many times its size
+        columns = item.transpose(0, 3, 4, 1, 2).reshape(groups, weights.shape[2], -1)
+        target[...] = (weights @ columns).reshape(target.shape)
+    return result
 
 
 @numpy_kernel("conv_transpose2d_kernel")
