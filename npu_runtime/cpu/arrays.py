@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import ml_dtypes
@@ -13,6 +14,8 @@ from npu_compiler.program.views import numel, reshape_strides
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 _ALIGNMENT = 64  # bytes: a cache line
+# Bytes from which NumPy asks for huge pages: the first use of weights on these takes three times as long.
+_MAPPED = 4 * 2**20
 
 
 def host_memory(count: int, dtype: np.dtype) -> np.ndarray:
@@ -23,11 +26,16 @@ def host_memory(count: int, dtype: np.dtype) -> np.ndarray:
     """
     size = count * dtype.itemsize
     try:
-        block = np.empty(size + _ALIGNMENT, np.uint8)
-    except ValueError as error:  # more than an address can tell
-        raise MemoryError(str(error)) from error
+        block = _pages(size) if size >= _MAPPED else np.empty(size + _ALIGNMENT, np.uint8)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
     start = -address(block) % _ALIGNMENT
     return block[start : start + size].view(dtype)
+
+
+def _pages(size: int) -> np.ndarray:
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return np.frombuffer(mmap.mmap(-1, size, **private), np.uint8)
 
 
 def address(array: np.ndarray) -> int:
