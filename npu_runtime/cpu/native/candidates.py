@@ -7,6 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 from npu_runtime.cpu import native
+from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.native import NativeLaunch
 from npu_runtime.cpu.native import conv as native_conv
@@ -230,6 +231,14 @@ def _avg_pool(call: ArrayCall) -> NativeLaunch | None:
         bool(params["count_include_pad"]),
         params["divisor"] or None,
     )
+
+
+@_accelerates("mean_kernel")
+def _mean_of_maps(call: ArrayCall) -> NativeLaunch | None:
+    x, out = call.inputs[0], call.out
+    if x.ndim != 4 or out.ndim != 2:
+        return None
+    return native_conv.global_avg_pool2d(x, with_strides(out, (*out.shape, 1, 1), (*strides_of(out), 1, 1)))
 
 
 @_accelerates("adaptive_avg_pool2d_kernel")

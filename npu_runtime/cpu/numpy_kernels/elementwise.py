@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import Params
 from npu_runtime.cpu.numpy_kernels.expression import Value, parse
-from npu_runtime.cpu.numpy_kernels.registry import Arrays, Kernel, as_float32, is_float
+from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, is_float
+from npu_runtime.hardware import Launch
 from npu_runtime.pieces import in_pieces
 
 _PIECE = 2**16  # elements: the intermediate results of a piece stay in the cache
@@ -109,17 +110,11 @@ _INTEGER_FUNCTIONS: dict[str, Any] = {
 }
 
 
-def elementwise_kernel(op: Elementwise) -> Kernel:
-    """out = op(operands…): in float32, rounded once, or in int32 where no operand is a float."""
-    return functools.partial(_copy if op.name == "copy" else _compute, op)
-
-
-def _copy(op: Elementwise, inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    outputs[0][...] = inputs[0] if inputs else params["scalars"][0]
-
-
-def _compute(op: Elementwise, inputs: Arrays, outputs: Arrays, params: Params) -> None:
-    scalars, out = params["scalars"], outputs[0]
+def bound_elementwise(op: Elementwise, inputs: Arrays, out: np.ndarray, params: Params) -> Launch:
+    """out = op(operands…) on fixed arrays: in float32, rounded once, or in int32 where no operand is a float."""
+    scalars = params["scalars"]
+    if op.name == "copy":
+        return partial(_copy, out, inputs[0] if inputs else scalars[0])
     floats = any(is_float(x.dtype) for x in inputs) or any(isinstance(x, float) for x in scalars)
     if op.integer is None or floats:
         evaluate, functions, scalar, array = parse(op.expr), _FLOAT_FUNCTIONS, _float32, as_float32
@@ -129,17 +124,24 @@ def _compute(op: Elementwise, inputs: Arrays, outputs: Arrays, params: Params) -
     names |= {name: scalar(x) for name, x in zip("abc", scalars, strict=False) if x is not None}
     absent = [name for name, x in zip("abc", scalars, strict=False) if x is None]
 
-    def piece(target: np.ndarray, sources: Arrays) -> None:
+    def compute(target: np.ndarray, *sources: np.ndarray) -> None:
         own = {name: array(x) for name, x in zip(absent, sources, strict=True)}
         with np.errstate(all="ignore"):
             target[...] = evaluate(names | own)
 
     flat = _one_dimensional([out, *inputs])
-    if flat is None:
-        piece(out, inputs)
-        return
-    target, *sources = flat
-    in_pieces(lambda part: piece(target[part], [x[part] for x in sources]), target.size, _PIECE)
+    if flat is None or out.size <= _PIECE:
+        return partial(compute, out, *inputs)
+
+    def compute_pieces() -> None:
+        in_pieces(lambda piece: compute(*(x[piece] for x in flat)), out.size, _PIECE)
+
+    return compute_pieces
+
+
+def _copy(out: np.ndarray, value: Value) -> None:
+    with np.errstate(invalid="ignore"):  # NaN as an integer
+        out[...] = value
 
 
 def _one_dimensional(arrays: Arrays) -> list[np.ndarray] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, Family
 from npu_runtime.cpu.arrays import HALVES
 from npu_runtime.cpu.bound_call import ArrayCall, reporting
-from npu_runtime.cpu.numpy_kernels.elementwise import elementwise_kernel
+from npu_runtime.cpu.numpy_kernels.elementwise import bound_elementwise
 from npu_runtime.cpu.numpy_kernels.registry import NUMPY_KERNELS, Kernel, as_float32
 from npu_runtime.hardware import Launch
 from npu_runtime.pytorch import INSTALL
@@ -23,24 +23,26 @@ def numpy_launch(call: ArrayCall) -> Launch:
     Raises:
         DeviceError: the program names a kernel that has no form in NumPy.
     """
-    kernel, (name, params, outputs) = _kernel(call.call.kernel), (call.call.kernel, call.params, call.outputs)
-    declared = KERNELS.get(name)
+    name = call.call.kernel
+    if name in NUMPY_KERNELS:
+        run = _bound(NUMPY_KERNELS[name], call)
+    elif (elementwise := elementwise_kernel(call.call)) is not None:
+        run = bound_elementwise(elementwise.op, call.inputs, call.out, call.params)
+    else:
+        raise DeviceError(f"the CPU device has no kernel '{name}' without PyTorch: {INSTALL}, if that has it")
+    return reporting(call.call, run)
+
+
+def _bound(kernel: Kernel, call: ArrayCall) -> Launch:
+    declared = KERNELS.get(call.call.kernel)
     widens = declared is not None and declared.family in _HEAVY
     inputs = [_widened(call, i) if widens and call.is_constant(i) else x for i, x in enumerate(call.inputs)]
 
     def run() -> None:
         with np.errstate(all="ignore"):
-            kernel(inputs, outputs, params)
+            kernel(inputs, call.outputs, call.params)
 
-    return reporting(call.call, run)
-
-
-def _kernel(name: str) -> Kernel:
-    if name in ELEMENTWISE_KERNELS and name not in NUMPY_KERNELS:
-        return elementwise_kernel(ELEMENTWISE_KERNELS[name].op)
-    if name not in NUMPY_KERNELS:
-        raise DeviceError(f"the CPU device has no kernel '{name}' without PyTorch: {INSTALL}, if that has it")
-    return NUMPY_KERNELS[name]
+    return run
 
 
 def _widened(call: ArrayCall, index: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 from npu_compiler.ops import ELEMENTWISE
 from npu_compiler.program.elementwise import ACTIVATIONS
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.elementwise import elementwise_kernel
+from npu_runtime.cpu.numpy_kernels.elementwise import bound_elementwise
 from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, numpy_kernel, to_float
 from npu_runtime.cpu.numpy_kernels.rows import softmax_of
 
@@ -16,7 +16,7 @@ def activated(array: np.ndarray, activation: str) -> np.ndarray:
     """A float32 array under one of `npu_compiler`'s `ACTIVATIONS`, or as it is under "none"; it is overwritten."""
     if activation != "none":
         op = ELEMENTWISE[ACTIVATIONS[activation]]
-        elementwise_kernel(op)([array], [array], {"scalars": [None], **op.attrs})
+        bound_elementwise(op, [array], array, {"scalars": [None], **op.attrs})()
     return array
 
 
