@@ -227,10 +227,17 @@ class BoundProgram:
                 for spec in self._plan.outputs
             }
 
+    def rebind(self, inputs: Mapping[str, DeviceBuffer]) -> None:
+        """Prepare the program for other input buffers."""
+        self.bind(self._weights, inputs)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the arena has moved, so that `bind` comes before the next launch."""
+        return self._run.is_outdated
+
     def launch(self) -> None:
         """Run the program; the caller holds the backend's lock."""
-        if self._run.is_outdated:
-            self.bind(self._weights)
         self._run.launch()
 
     def mover(self, name: str) -> Callable[[int], None] | None:
