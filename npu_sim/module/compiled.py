@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError
-from npu_runtime import Device
-from npu_runtime.hardware import Hardware
 from npu_sim.module.arguments import Arguments, Results
+from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.programs import PROGRAMS, Programs, Settings
 from npu_sim.module.report import Report, report
 from npu_sim.module.shapes import InputShapes, dimension_names, flat_dimensions
@@ -162,10 +160,6 @@ class CompiledModule:
             self.trace.ir["constants"][key]["data"] = tensor_to_numpy(value.cpu())
 
 
-def dtype_name(dtype: str | torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def check_module(module: nn.Module, arguments: Any = ()) -> None:
     """Refuse a module that cannot be compiled as it is.
 
@@ -190,19 +184,6 @@ def check_module(module: nn.Module, arguments: Any = ()) -> None:
         raise InputError(f"all tensors have to be on one device, but there are {listed}")
     if any(device.type == "meta" for device in devices):
         raise InputError("the module is on the meta device and has no weights; materialize it first")
-
-
-@cache
-def open_backend(name: str) -> Hardware:
-    """The device of that name; all compiled modules of the process share it."""
-    return Device(name).backend
-
-
-def device_name(device: torch.device) -> str:
-    """The device that runs programs on the tensors of a torch device."""
-    if device.type == "cuda":
-        return f"cuda:{device.index or 0}"
-    return "metal" if device.type == "mps" else "cpu"
 
 
 def _torch_device(traced: Trace) -> torch.device:

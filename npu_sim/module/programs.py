@@ -103,9 +103,9 @@ class Programs:
         self._trace, self._settings, self.symbols = traced, settings, symbols
         self.compiled = compiled or Compiled(traced, settings)
         self.tensors = dict(weights)
-        used = {key: weights[key] for key in traced.weights}
         arena = Arena(settings.backend)
-        self._loaded = Loaded(settings.backend, used, settings.device, arena, {} if cache is None else cache)
+        self._loaded = Loaded(settings.backend, {}, settings.device, arena, {} if cache is None else cache)
+        self._take(weights)
         self._keys: dict[str, str] = traced.ir["weight_name_mapping"]
         names = [meta["name"] for meta in traced.ir["graph_inputs"]]
         self._updated = [(index, name) for index, name in traced.written if name in names]
@@ -115,11 +115,14 @@ class Programs:
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load these weights from now on."""
-        self.tensors = dict(weights)
-        self._loaded.weights = {key: weights[key] for key in self._trace.weights}
         self._loaded.cache.clear()
+        self._take(weights)
         for runner in self.runners.values():
             runner.refresh()
+
+    def _take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(weights)
+        self._loaded.weights = {key: value for key, value in weights.items() if key not in self._trace.constants}
 
     def clear(self) -> None:
         """Drop the programs, since constants of the trace have changed."""
