@@ -86,7 +86,7 @@ class Captured:
             "nodes": nodes.nodes,
             "constants": {key: _constant(value) for key, value in small.items()},
         }
-        symbols: dict[str, tuple[int, int | None]] = {symbol: (0, None) for symbol in self.sizes}
+        symbols: dict[str, tuple[int, int | None]] = dict.fromkeys(self.sizes, (0, None))
         return Trace(ir, large, small, (), _LEAF, read.leaves, _LEAF, read.written, symbols, self.device, read.views)
 
 

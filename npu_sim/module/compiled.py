@@ -12,8 +12,10 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, IRError
 from npu_sim.module.arguments import Arguments, Results
+from npu_sim.module.dynamo_backend import Options
+from npu_sim.module.graph_breaks import BrokenModule
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.programs import PROGRAMS, Programs, Settings
 from npu_sim.module.report import Report, report
@@ -31,11 +33,12 @@ def compile(
     dtype: str | torch.dtype | None = None,
     dynamic_shapes: Any = None,
     programs: int = PROGRAMS,
-) -> CompiledModule:
+) -> CompiledModule | BrokenModule:
     """Compile a PyTorch module for inference.
 
     What comes back is called as the module is and returns what the module returns: tensors on the same torch device, in
-    the same structure. The module itself is not modified and keeps its weights.
+    the same structure. The module itself is not modified and keeps its weights. One that PyTorch cannot trace as one
+    graph is compiled in several, with Python in between: `report()` lists why.
 
     Args:
         module: A module in eval mode with all its tensors on one device; an `ExportedProgram`; or a `.pt2` file.
@@ -49,7 +52,7 @@ def compile(
         programs: How many programs to keep; the one that has not been used for longest is dropped.
 
     Raises:
-        IRError: PyTorch cannot trace the module as one graph, for the reason given.
+        IRError: PyTorch can trace no part of the module, for the reason given.
         InputError: the module is in training mode, has hooks, or has tensors on several devices or of a dtype for which
             there are no programs.
         DeviceError: there is no such device.
@@ -57,14 +60,29 @@ def compile(
     if isinstance(module, nn.Module):
         given = (args,) if isinstance(args, torch.Tensor) else tuple(args)
         check_module(module, (given, kwargs or {}))
-        exported = export(module, given, kwargs, dynamic_shapes=dynamic_shapes)
+        try:
+            traced = trace(export(module, given, kwargs, dynamic_shapes=dynamic_shapes), type(module).__name__)
+        except IRError as error:
+            options = Options(device, dtype, programs)
+            return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        return CompiledModule(trace(exported, type(module).__name__), module, device, dtype, dims, programs)
+        return CompiledModule(traced, module, device, dtype, dims, programs)
     if args or kwargs or dynamic_shapes is not None:
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
     name = Path(module).stem if isinstance(module, (str, Path)) else "exported"
     return CompiledModule(trace(program, name), None, device, dtype, (), programs)
+
+
+def _with_breaks(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, dynamic: bool, error: IRError
+) -> BrokenModule:
+    """The module in several graphs; the error says why it is not one."""
+    tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
+    device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    broken = BrokenModule(module, device, options, dynamic, str(error))
+    broken.try_out(args, kwargs)
+    return broken
 
 
 class CompiledModule:

@@ -25,7 +25,7 @@ from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.programs import PROGRAMS, Compiled, Programs, Settings, overlapping
 from npu_sim.module.report import ProgramReport, report
 from npu_sim.module.shared_weights import SharedWeights
-from npu_sim.module.trace import Trace
+from npu_sim.module.trace import Trace, first_line
 
 _CHANGES = 3  # of a buffer between calls, until it is an argument
 
@@ -67,6 +67,15 @@ def backend(
     if mode is not None:
         raise InputError(f"backend 'npu_sim' has no mode '{mode}'; it has the options {', '.join(known)}")
     return compile_graph(graph_module, Options(**(options or {})))
+
+
+def break_reason(graph_module: GraphModule) -> str | None:
+    """Why TorchDynamo ended a graph where it did, and where in the source that is; None where the function ended."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
+    return f"{first_line(reason.reason)}{where}"
 
 
 def compile_graph(graph_module: GraphModule, options: Options) -> Subgraph | Callable[..., Any]:

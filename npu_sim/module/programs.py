@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import increment_version
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
@@ -148,6 +149,8 @@ class Programs:
         for index, name in self._updated:
             if outputs[index] is not inputs[name]:
                 inputs[name].copy_(outputs[index])
+            elif not inputs[name].is_inference():
+                increment_version(inputs[name])  # so that whoever else reads it as a weight notices
         for index, weight in self._stored:
             self.tensors[weight].copy_(outputs[index])
         return outputs

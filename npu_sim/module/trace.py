@@ -122,7 +122,8 @@ def export(
         seen.remove()
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
+    """Of a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
