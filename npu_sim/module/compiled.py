@@ -149,8 +149,16 @@ class CompiledModule:
 
         A call does so by itself where PyTorch tells that they were written or replaced; what is written through
         `Tensor.data` it does not tell.
+
+        Raises:
+            InputError: a submodule was replaced, so that the module's code may be another.
+            WeightError: a weight has another shape now, or values that it should not.
         """
         with self.backend.lock:
+            if self._watched.new_part is not None:
+                raise InputError(
+                    f"submodule '{self._watched.new_part}' was replaced after the module was compiled; compile it again"
+                )
             known = self._programs.tensors
             if self._module is not None:
                 known = current_tensors(self._module, known)
