@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,6 +72,7 @@ class Trace:
         written: (the graph's output, name of the graph input or weight) for each tensor that a call changes in place.
         ranges: Symbol → its smallest and largest value (None: no limit).
         example_device: The torch device of the inputs.
+        passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
         views: Name → view, for results that share memory with something else.
     """
 
@@ -83,6 +86,7 @@ class Trace:
     written: tuple[tuple[int, str], ...]
     ranges: dict[str, tuple[int, int | None]]
     example_device: torch.device
+    passed: dict[str, dict[str, Any]]
     views: dict[str, AliasedView] = field(default_factory=dict)
 
     @property
@@ -154,12 +158,19 @@ def load_exported(path: str | Path) -> ExportedProgram:
     """
     if not Path(path).is_file():
         raise IRError(f"cannot read '{path}': there is no such file")
+    if not zipfile.is_zipfile(path):
+        raise IRError(f"'{path}' is not a .pt2 file, which is a zip archive")
+    logger = logging.getLogger("torch.export")
+    level = logger.level
     try:
+        logger.setLevel(logging.CRITICAL)  # what it logs of a file that it cannot read, the error says
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.load(str(path))
     except Exception as error:  # zipfile, pickle, JSON and version errors
         raise IRError(f"'{path}' is not a .pt2 file that this PyTorch reads: {first_line(error)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def trace(exported: ExportedProgram, name: str) -> Trace:
@@ -235,6 +246,7 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         read.written,
         _ranges(exported),
         inputs[0].value.device if inputs else torch.device("cpu"),
+        read.passed,
         read.views,
     )
 
@@ -246,6 +258,7 @@ class ReadResults:
     leaves: tuple[OutputLeaf, ...]
     outputs: tuple[Reference, ...]
     written: tuple[tuple[int, str], ...]
+    passed: dict[str, dict[str, Any]]
     views: dict[str, AliasedView]
 
 
@@ -259,6 +272,7 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
     """
     sources = {x.name: x for x in given if isinstance(x, Reference)}
     outputs: dict[str, Reference] = {}
+    passed: dict[str, dict[str, Any]] = {}
     views: dict[str, AliasedView] = {}
     leaves: list[OutputLeaf] = []
 
@@ -277,14 +291,53 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
             continue
         root = root_of(value)
         is_given = root in sources
-        if value.name == root or not (is_given or sharing[root] > 1):
-            leaves.append(OutputLeaf(source=root) if is_given else OutputLeaf(output=index_of(value)))
+        if not is_given and (value.name == root or sharing[root] == 1):
+            leaves.append(OutputLeaf(output=index_of(value)))
             continue
-        index = None if is_given else index_of(nodes.references[root])
-        views[value.name] = AliasedView(root if is_given else None, index, nodes.lineage(value.name))
+        if value.name != root:
+            index = None if is_given else index_of(nodes.references[root])
+            views[value.name] = AliasedView(root if is_given else None, index, nodes.lineage(value.name))
+        passed[value.name] = value.meta()
         leaves.append(OutputLeaf(source=value.name))
     written = [(index_of(sources[name]), name) for name in sorted(nodes.written & sources.keys())]
-    return ReadResults(tuple(leaves), tuple(outputs.values()), tuple(written), views)
+    return ReadResults(tuple(leaves), tuple(outputs.values()), tuple(written), passed, views)
+
+
+def plain_ir(traced: Trace) -> dict[str, Any]:
+    """The IR by itself: with all tensors that the module returns as its outputs, in order.
+
+    Those in a dict are called by its keys, with the keys of what is nested behind a dot.
+
+    Raises:
+        IRError: sizes are symbolic.
+    """
+    if traced.is_dynamic:
+        raise IRError("the exported program has dynamic shapes; npu_sim.compile() makes programs for their sizes")
+    computed = traced.ir["graph_outputs"]
+    found = []
+    names = []
+    placed = pytree.tree_unflatten(list(range(traced.out_spec.num_leaves)), traced.out_spec)
+    paths, _ = pytree.tree_flatten_with_path(placed)
+    for leaf, (path, _) in zip(traced.outputs, paths, strict=True):
+        if leaf.output is not None or leaf.source is not None:
+            found.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
+            names.append(
+                ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+            )
+    ir = {**traced.ir, "graph_outputs": found}
+    if traced.out_spec.type is not None and issubclass(traced.out_spec.type, Mapping) and len(set(names)) == len(names):
+        ir["output_names"] = names
+    return ir
+
+
+def ir_of_exported(exported: ExportedProgram) -> dict[str, Any]:
+    """The IR of an exported program of static shapes. Errors as in `trace` and `plain_ir`."""
+    return plain_ir(trace(exported, "exported"))
+
+
+def ir_of_file(path: str | Path) -> dict[str, Any]:
+    """The IR of a `.pt2` file. Errors as in `load_exported`, `trace` and `plain_ir`."""
+    return plain_ir(trace(load_exported(path), Path(path).stem))
 
 
 def _is_weight(value: object) -> bool:
@@ -322,6 +375,8 @@ def _split(
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
     ranges = {}
     for symbol, limits in exported.range_constraints.items():
+        if not symbol.is_Symbol:
+            continue  # of an expression of others
         upper = limits.upper
         ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
     return ranges
