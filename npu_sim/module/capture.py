@@ -87,8 +87,8 @@ class Captured:
             "constants": {key: _constant(value) for key, value in small.items()},
         }
         symbols: dict[str, tuple[int, int | None]] = dict.fromkeys(self.sizes, (0, None))
-        made = read.leaves, _LEAF, read.written, symbols, {}, self.device, read.passed, read.views
-        return Trace(ir, large, small, (), _LEAF, *made)
+        results = read.leaves, _LEAF, read.written
+        return Trace(ir, large, small, (), _LEAF, *results, symbols, {}, self.device, read.passed, read.views)
 
 
 def capture(graph_module: GraphModule) -> Captured:
