@@ -1,0 +1,179 @@
+"""The ways from a module to an answer that the architectures are put through, and how an answer is judged."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from benchmarks.architecture_models import Architecture, NotBuilt, build, reason_of, run
+from npu_compiler.errors import NPUError
+from npu_sim.verify.criteria import MIN_PEARSON, compare_output
+
+# Of float32, whose sums another order rounds otherwise: largest RMS error of an output, relative to its RMS.
+MOST_FLOAT32_ERROR = 1e-4
+
+RIGHT, WRONG, REFUSED, CRASHED, UNBUILT = "right", "wrong", "refused", "crashed", "unbuilt"
+
+
+@dataclass
+class Outcome:
+    """What became of one architecture on one route.
+
+    Attributes:
+        status: `right`; `wrong`: an answer that is not PyTorch's; `refused`: an `NPUError` that says why; `crashed`:
+            any other error, a time-out or the end of the process; `unbuilt`: no module that runs in eager PyTorch.
+        reason: Why it is not right.
+        pearson: The lowest Pearson r of its float outputs with eager PyTorch in float32.
+        error: The largest RMS error of its float outputs, relative to the RMS of the reference.
+        largest: The largest error of a value, relative to the largest value of that output.
+        nodes: Of the graph; `on_device` of them ran on the device.
+        graphs: The number of graphs that `torch.compile` handed over; breaks are one fewer.
+        cpu: Reason and op → the number of nodes that were not on the device for it.
+    """
+
+    model_type: str
+    route: str
+    device: str
+    dtype: str
+    status: str = CRASHED
+    reason: str = ""
+    inputs: str = ""
+    pearson: float | None = None
+    error: float | None = None
+    largest: float | None = None
+    nodes: int = 0
+    on_device: int = 0
+    graphs: int = 1
+    cpu: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a route put the nodes of a model."""
+
+    nodes: int
+    on_device: int
+    graphs: int
+    cpu: Mapping[str, int]
+
+
+Route = Callable[[Architecture, str, str], tuple[tuple[Tensor, ...], Callable[[], Placement]]]
+
+
+def through_dag(model: Architecture, device: str, dtype: str) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
+    """`torch.export`, `partition()` and `DAGExecutor`, by hand."""
+    from npu_compiler.partitioner import partition
+    from npu_runtime import DAGExecutor, Device
+    from npu_sim.module.trace import export, trace
+
+    with torch.no_grad():
+        found = trace(export(model.module, (), model.kwargs), model.model_type)
+    plan = partition(found.ir, compute_dtype=dtype)
+    executor = DAGExecutor(plan, Device(device))
+    executor.load_weights(found.weights)
+    leaves = pytree.tree_leaves(((), dict(model.kwargs)))
+    inputs = {leaf.name: value for leaf, value in zip(found.inputs, leaves, strict=True) if leaf.name is not None}
+    results = executor.execute({name: x.numpy() for name, x in inputs.items()})
+    by_index = [torch.from_numpy(np.ascontiguousarray(results[name])) for name in plan.graph.output_names]
+    answer = []
+    for leaf in found.outputs:
+        if leaf.output is not None:
+            answer.append(by_index[leaf.output])
+        elif leaf.source is not None:
+            answer.append(inputs[leaf.source] if leaf.source in inputs else found.weights[leaf.source])
+    ops = {node.name: node.op_type for node in plan.graph.nodes}
+    cpu = Counter(f"{ops[name]}: {reason}" for name, reason in plan.reasons.items() if name in ops)
+    return tuple(answer), lambda: Placement(len(ops), len(ops) - sum(cpu.values()), 1, cpu)
+
+
+ROUTES: dict[str, Route] = {"dag": through_dag}
+
+
+def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
+    """Put one architecture through one route."""
+    outcome, start = Outcome(model_type, route, device, dtype), time.perf_counter()
+    try:
+        model = build(model_type)
+    except NotBuilt as error:
+        outcome.status, outcome.reason = UNBUILT, str(error)
+        return outcome
+    outcome.inputs = ", ".join(model.kwargs)
+    try:
+        answer, placement = ROUTES[route](model, device, dtype)
+        where = placement()
+        outcome.nodes, outcome.on_device, outcome.graphs = where.nodes, where.on_device, where.graphs
+        outcome.cpu = dict(where.cpu)
+        judge(outcome, answer, model, device)
+    except NPUError as error:
+        outcome.status, outcome.reason = REFUSED, reason_of(error)
+    except Exception as error:  # whatever it is, it is no clear error
+        outcome.status, outcome.reason = CRASHED, reason_of(error)
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def judge(outcome: Outcome, answer: tuple[Tensor, ...], model: Architecture, device: str) -> None:
+    """Compare an answer with eager PyTorch's, by the criteria of `npu_sim.verify`.
+
+    In a 16-bit dtype an output may be 1.25 times as far from float32 as PyTorch in that dtype is; in float32 its
+    relative RMS error is at most `MOST_FLOAT32_ERROR`.
+    """
+    expected = model.expected
+    if len(answer) != len(expected):
+        outcome.status, outcome.reason = WRONG, f"{len(answer)} tensors came back instead of {len(expected)}"
+        return
+    half = expected if outcome.dtype == "float32" else _in_dtype(model, device, outcome.dtype)
+    problems: list[str] = []
+    for index, (ours, exact, near) in enumerate(zip(answer, expected, half, strict=True)):
+        if ours.shape != exact.shape:
+            problems.append(f"output {index} has shape {tuple(ours.shape)} instead of {tuple(exact.shape)}")
+            continue
+        problems += _compare(outcome, index, *(_array(x) for x in (ours, exact, near)))
+    outcome.status, outcome.reason = (WRONG, "; ".join(problems)) if problems else (RIGHT, "")
+
+
+def _compare(outcome: Outcome, index: int, ours: Any, exact: Any, near: Any) -> list[str]:
+    report = compare_output(f"output {index}", [ours], [exact], [near], outcome.dtype)
+    problems = list(report.problems)
+    if exact.dtype.kind == "f":
+        finite = np.isfinite(exact) & np.isfinite(ours)
+        scale = float(np.sqrt(np.mean(np.square(exact[finite], dtype=np.float64)))) if finite.any() else 0.0
+        peak = float(np.abs(exact[finite]).max()) if finite.any() else 0.0
+        error = report.rms_error / scale if scale else report.rms_error
+        off = float(np.abs(ours[finite] - exact[finite]).max()) / peak if peak else 0.0
+        outcome.error, outcome.largest = max(outcome.error or 0.0, error), max(outcome.largest or 0.0, off)
+        if report.pearson is not None:
+            outcome.pearson = min(1.0 if outcome.pearson is None else outcome.pearson, report.pearson)
+        if outcome.dtype == "float32" and error <= MOST_FLOAT32_ERROR:
+            problems = [x for x in problems if not x.startswith("the RMS error")]
+    return [f"output {index}: {problem}" for problem in problems]
+
+
+def _array(value: Tensor) -> Any:
+    value = value.detach().cpu()
+    return (value.float() if value.is_floating_point() else value).numpy()
+
+
+def _in_dtype(model: Architecture, device: str, dtype: str) -> tuple[Tensor, ...]:
+    """Eager PyTorch's answer in a 16-bit dtype."""
+    to = {"device": "cuda" if device.startswith("cuda") else "cpu", "dtype": getattr(torch, dtype)}
+    kwargs = {
+        name: x.to(to["device"]).to(to["dtype"] if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x
+        for name, x in model.kwargs.items()
+    }
+    return run(model.module.to(**to), kwargs)
+
+
+__all__ = ["MIN_PEARSON", "ROUTES", "Outcome", "Placement", "attempt"]
