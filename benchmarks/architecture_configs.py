@@ -8,7 +8,7 @@ rule on names can know, a relation that one architecture demands, is data in `RE
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -72,6 +72,7 @@ RULES: tuple[tuple[str, Callable[[Any], Any] | None], ...] = (
     (r".*(in|num|input|image|audio|vision_in)_channels|channels", _lists_only(_at_most(WIDTH, 8))),
     (r"type_vocab_size|.*codebook_dim|patch_dim", None),
     (r".*vocab_size.*|n_words|n_tokens", _each_at_most(VOCABULARY)),
+    (r"index_n_heads", _scalar_at_most(32)),  # fewer give scores of exactly 0, among which the choice is arbitrary
     (r"qk_head_dim", _scalar_at_most(2 * HEAD_DIM)),
     (r".*(head_dim|d_kv|d_head|head_size|dim_head|dim_per_head)", _scalar_at_most(HEAD_DIM)),
     (r".*lora_rank|.*_rank", _scalar_at_most(WIDTH // 2)),
@@ -120,8 +121,19 @@ def tiny_config(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = _shrink(CONFIG_MAPPING[model_type](), _Shrinking(), RELATIONS.get(model_type, {}))
-    config.use_cache = False
+    for part in (config, *nested(config)):
+        part.use_cache = False
     return config
+
+
+def nested(config: Any) -> Iterator[Any]:
+    """The configurations within a configuration, at any depth."""
+    from transformers import PreTrainedConfig
+
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield value
+            yield from nested(value)
 
 
 def _shrink(config: Any, shared: _Shrinking, extra: Mapping[str, Any]) -> Any:
@@ -199,7 +211,7 @@ def _relate_images(config: Any, changed: dict[str, Any], kept: int) -> None:
     patch = max(patch) if isinstance(patch, (list, tuple)) else patch
     side = 4 * patch if isinstance(patch, int) and patch > 8 else 64
     for name in ("image_size", "pretrain_image_size", "input_size"):
-        value = getattr(config, name, None)
+        value: Any = getattr(config, name, None)
         if isinstance(value, int) and value > side:
             changed[name] = side
         elif _is_list(value) and len(value) == 2 and min(value) > side:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.architecture_configs import WORDS
+from benchmarks.architecture_configs import WORDS, nested
 
 BATCH, TOKENS, TARGETS, FRAMES, SAMPLES = 2, 12, 7, 64, 4000
 MOST_CANDIDATES = 48
@@ -27,7 +27,7 @@ class Sizes:
     """Sizes that inputs depend on, looked up by name in a configuration and those within it."""
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
-        self.configs, self.generator = [config, *_nested(config)], generator
+        self.configs, self.generator = [config, *nested(config)], generator
 
     def find(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that a configuration has, outer configurations first."""
@@ -61,15 +61,6 @@ class Sizes:
         if not isinstance(height, int) or height < 8:
             height = width = 64
         return self.number("num_channels", "in_channels", "in_chans", default=3), height, width
-
-
-def _nested(config: Any) -> Iterator[Any]:
-    from transformers import PreTrainedConfig
-
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield value
-            yield from _nested(value)
 
 
 def _tokens(s: Sizes) -> Iterator[Tensor]:

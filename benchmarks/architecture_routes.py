@@ -106,8 +106,8 @@ def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
     outcome, start = Outcome(model_type, route, device, dtype), time.perf_counter()
     try:
         model = build(model_type)
-    except NotBuilt as error:
-        outcome.status, outcome.reason = UNBUILT, str(error)
+    except Exception as error:  # of any of several hundred models
+        outcome.status, outcome.reason = UNBUILT, str(error) if isinstance(error, NotBuilt) else reason_of(error)
         return outcome
     outcome.inputs = ", ".join(model.kwargs)
     try:
