@@ -65,8 +65,26 @@ def build(model_type: str) -> Architecture:
         elif not any(torch.isfinite(x).any() for x in first if x.is_floating_point()):
             raise NotBuilt("none of its outputs is finite")
         else:
-            return Architecture(model_type, module, kwargs, first)
+            return Architecture(model_type, module, _prepared(module, kwargs, first), first)
     raise NotBuilt(reasons[0] if reasons else f"no rule for the arguments of {type(module).__name__}.forward")
+
+
+def _prepared(module: nn.Module, kwargs: dict[str, Any], expected: tuple[Tensor, ...]) -> dict[str, Any]:
+    """The inputs with what the library itself computes beforehand of those that decide on shapes (grids of patches).
+
+    Its exporters give a model these tensors as arguments, since `forward` computes them with shapes that depend on
+    data. They are left out where the model does not give the same answer with them.
+    """
+    from transformers.exporters.utils import precompute_export_inputs
+
+    more = dict(kwargs)
+    try:
+        precompute_export_inputs(module, more)
+        answer = run(module, more)
+    except Exception:  # of any of several hundred models; they are optional
+        return kwargs
+    same = len(answer) == len(expected) and all(map(torch.equal, answer, expected))
+    return more if same else kwargs
 
 
 def reason_of(error: BaseException) -> str:

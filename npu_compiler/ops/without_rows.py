@@ -9,9 +9,7 @@ from npu_compiler.ops.registry import find_op
 UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
 
 _ONE_DTYPE = frozenset(
-    (
-        "aten.conv3d aten.grid_sampler aten.index_add aten.index_put aten.masked_scatter aten.scatter aten.scatter_add"
-    ).split()
+    "aten.conv3d aten.grid_sampler aten.index_add aten.masked_scatter aten.scatter aten.scatter_add".split()
 )
 
 
