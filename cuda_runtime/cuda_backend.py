@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.overlapping import overlapping_launch
+from cuda_runtime.tensor_copies import SOURCE, THREADS, Copy, TensorCopies
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler.errors import DeviceError
@@ -38,6 +40,8 @@ from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.cache_folder import cache_folder
+
+_ALIGNMENT = 256  # bytes, which kernels may rely on
 
 
 class CUDABuffer(DeviceBuffer):
@@ -132,6 +136,15 @@ class GraphSequence:
         self._graph: Any = None
 
     def __call__(self) -> None:
+        device = self._device
+        if self._graph is not None and device.caller_stream is not None:
+            try:
+                device.continue_on(device.caller_stream)
+                self._graph.launch(device.caller_stream)
+            except device.failures as error:
+                raise DeviceError(f"the program does not start: {error}") from error
+            device.counters["graph_launches"] += 1
+            return
         with self._device.active("the program does not start"):
             if not self._has_run:
                 self._enqueue()
@@ -363,6 +376,70 @@ class CUDABackend(Backend):
 
     def create_executor(self, program: CUDAProgram) -> CUDAExecutor:
         return CUDAExecutor(program, self, config=CUDA_GPU)
+
+    def call_on(self, stream: int) -> None:
+        """Run programs on a caller's stream (its handle) from now on, in order after everything before."""
+        try:
+            self._device.call_on(stream)
+        except self._device.failures as error:
+            raise DeviceError(f"the caller's stream cannot be used: {error}") from error
+
+    def adopt(self, parts: Sequence[Any], spec: TensorSpec) -> DeviceBuffer | None:
+        """A buffer over tensors that are on this GPU: one tensor's own memory, or a copy that joins several."""
+        stored = spec.storage or spec.dtype
+        whole = (sum(len(part) for part in parts), *parts[0].shape[1:]) if parts[0].ndim else ()
+        if whole != (spec.alloc_shape or spec.shape) or any(not self._device.holds(part, stored) for part in parts):
+            return None
+        self._device.runtime.deviceSynchronize()  # what another library enqueued for these tensors
+        if len(parts) == 1 and parts[0].data_ptr() % _ALIGNMENT == 0:
+            return CUDABuffer(self._device, spec.shape, spec.alloc_shape, stored, self._device.foreign(parts[0]))
+        buffer = CUDABuffer(self._device, spec.shape, spec.alloc_shape, stored)
+        start = 0
+        for part in parts:
+            source = self._device.foreign(part)
+            self._device.copy(buffer.native_handle[start : start + source.nbytes], source)
+            start += source.nbytes
+        return buffer
+
+    def borrow(self, tensor: Any, buffer: DeviceBuffer) -> DeviceBuffer:
+        """A buffer like another one, in the memory of a tensor on this GPU that holds as much."""
+        return CUDABuffer(self._device, buffer.shape, buffer.alloc_shape, buffer.dtype, self._device.foreign(tensor))
+
+    def tensor_copies(self, copies: Sequence[Copy], inwards: bool) -> TensorCopies:
+        """Prepare copies between a caller's tensors and buffers of programs."""
+        grid, block = (1, 1, 1), (THREADS, 1, 1)
+        call = KernelCall(
+            "tensor_copies",
+            "tensor_copies",
+            (),
+            (),
+            KernelLaunch(grid, block, 0, LaunchKind.KERNEL).params(),
+            "tensor_copies",
+        )
+        self.compile([call], {"tensor_copies": SOURCE})
+        function, launch = self._function(call, THREADS, 0), self._device.driver.launchKernel
+        pointer = function.ptr
+
+        def start(grid: tuple[int, int], argument: int, stream: int) -> None:
+            place = ctypes.c_uint64(argument)
+            try:
+                launch(pointer, *grid, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(place), 0)
+            except self._device.failures as error:
+                raise DeviceError(f"tensors cannot be copied: {error}") from error
+
+        return TensorCopies(start, copies, inwards, int(self._flag[0].data.ptr))
+
+    def out_of_bounds(self) -> int:
+        """The number of a copy, from 1, that met an integer out of bounds some time ago; 0 for none. Resets it."""
+        found = int(self._flag[1][0])
+        if found:
+            self._flag[1][0] = 0
+        return found
+
+    @cached_property
+    def _flag(self) -> tuple[Any, np.ndarray]:
+        memory, host = self._device.allocate_visible(4)
+        return memory, host.view(np.int32)
 
     @cached_property
     def _hold(self) -> Callable[[], object]:

@@ -100,6 +100,7 @@ class CUDADevice:
     """A GPU and the stream on which a backend enqueues all its work, in order.
 
     Attributes:
+        stream: Its own stream. A graph runs on the caller's instead, where `call_on` has named it.
         counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
             what the kernel cache counts.
         arch: Compute capability as CUDA writes it: 90 is 9.0.
@@ -121,6 +122,9 @@ class CUDADevice:
         self.arch = 10 * int(self.properties["major"]) + int(self.properties["minor"])
         with self._gpu:
             self.stream = cuda.Stream(non_blocking=True)
+        self.caller_stream: Any = None
+        self._latest = self.stream
+        self._callers: dict[int, Any] = {}
         self._lock = threading.RLock()
         self._staging: Staging | None = None
         self._staging_lock = threading.Lock()
@@ -147,9 +151,32 @@ class CUDADevice:
         """
         try:
             with self._lock, self._gpu, self.stream:
+                self.continue_on(self.stream)
                 yield
         except self.failures as error:
             raise DeviceError(f"{doing}: {error}") from error
+
+    def continue_on(self, stream: Any) -> None:
+        """Have what is enqueued on a stream from now on come after what was enqueued on the one used before."""
+        if stream is not self._latest:
+            with self._gpu:
+                event = self.cupy.cuda.Event(disable_timing=True)
+                event.record(self._latest)
+                stream.wait_event(event)
+            self._latest = stream
+
+    def call_on(self, pointer: int) -> None:
+        """Have graphs run on a caller's stream from now on, after what has been enqueued elsewhere.
+
+        Args:
+            pointer: The stream's handle; 0 is the default stream.
+        """
+        stream = self._callers.get(pointer)
+        if stream is None:
+            cuda = self.cupy.cuda
+            stream = self._callers[pointer] = cuda.ExternalStream(pointer) if pointer else cuda.Stream.null
+        self.continue_on(stream)
+        self.caller_stream = stream
 
     def synchronize(self) -> None:
         with self.active(_FAILED):
@@ -209,6 +236,22 @@ class CUDADevice:
                 kind = self.runtime.memcpyDeviceToDevice
                 self.runtime.memcpyAsync(copied.data.ptr, memory.data.ptr, memory.nbytes, kind, self.stream.ptr)
         return copied
+
+    def holds(self, tensor: Any, dtype: str) -> bool:
+        """Whether something is a dense torch tensor of that dtype on this GPU."""
+        is_here = getattr(tensor, "is_cuda", False) and tensor.get_device() == self._gpu.id
+        return is_here and str(tensor.dtype) == f"torch.{dtype}" and tensor.is_contiguous()
+
+    def foreign(self, tensor: Any) -> Any:
+        """The bytes of a torch tensor on this GPU as a CuPy array, which keeps it alive."""
+        size, cuda = tensor.numel() * tensor.element_size(), self.cupy.cuda
+        memory = cuda.UnownedMemory(tensor.data_ptr(), size, tensor, self._gpu.id)
+        return self.cupy.ndarray((size,), np.uint8, cuda.MemoryPointer(memory, 0))
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy bytes on the GPU."""
+        with self.active("cannot copy memory"):
+            target.data.copy_from_device_async(source.data, source.nbytes)
 
     def upload(self, memory: Any, data: np.ndarray) -> None:
         """Copy an array's bytes to the front of `memory`; the array may be changed as soon as this returns."""

@@ -196,6 +196,14 @@ class DeviceMemory:
         """Upload arrays that follow each other along the first dimension of what the spec describes."""
         return self.allocate_buffer(parts[0] if len(parts) == 1 else np.concatenate(parts), spec=spec)
 
+    def adopt(self, parts: Sequence[Any], spec: TensorSpec) -> DeviceBuffer | None:
+        """A buffer over tensors of another library that are on the device already, as they follow each other.
+
+        Returns:
+            None where they are not, or are stored in another way than the spec says.
+        """
+        return None
+
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A zero-filled buffer of a storage dtype.
 

@@ -1,53 +1,68 @@
-"""Run a CPU partition through `torch_ir.IRExecutor`."""
+"""Run a partition with PyTorch's own ops: on the CPU, or on the GPU where its tensors are there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch_ir import IR, IRExecutor
-from torch_ir.executor import ExecutionError
-from torch_ir.ir import OpNode as TorchNode
-from torch_ir.ir import TensorMeta
-from torch_ir.ops.registry import register_executor
 
 from npu_compiler.errors import DeviceError
-from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.graph.model import TENSOR_NAMES, IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
 from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
 from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
-_PREFIX = "npu_fallback::"
-_registered: set[str] = set()
-
 
 class CPUPartition:
-    """A graph prepared for the CPU: built once, run many times, by several threads at once if need be.
+    """A graph for PyTorch: prepared once, run many times, by several threads at once if need be.
+
+    Args:
+        weights: Checkpoint key → array or torch tensor, for every weight of the graph.
+        device: The torch device that runs it and holds its weights.
 
     Raises:
-        DeviceError: the IR does not record which of its optional tensors a node was given.
+        DeviceError: the IR does not record which of its optional tensors a node was given, or PyTorch has no such op.
     """
 
-    def __init__(self, graph: IRGraph, weights: Mapping[str, Any]) -> None:
-        self.graph = graph
-        self._ir, self._weights = _torch_ir(graph), dict(_weight_tensors(graph, weights))
+    def __init__(self, graph: IRGraph, weights: Mapping[str, Any], device: str = "cpu") -> None:
+        self.graph, self._device = graph, torch.device(device)
+        self._steps = [_Step(node, graph, self._device) for node in graph.nodes]
+        last = {name: index for index, node in enumerate(graph.nodes) for name in node.inputs}
+        self._free: list[list[str]] = [[] for _ in graph.nodes]
+        for name, index in last.items():
+            if name not in graph.outputs and name not in graph.weights and name not in graph.constants:
+                self._free[index].append(name)
+        self._fixed = {name: value.to(self._device) for name, value in _weight_tensors(graph, weights)}
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Input name → array in, output name → array out, in the graph's own (PyTorch) dtypes.
 
         Raises:
-            DeviceError: an op failed, or PyTorch has none of that name.
+            DeviceError: an op failed.
         """
-        tensors = tuple(numpy_to_tensor(inputs[name]) for name in self.graph.inputs)
-        try:
-            with torch.no_grad():
-                outputs = IRExecutor(self._ir, self._weights).execute(tensors)  # it holds the state of one run
-        except ExecutionError as error:
-            raise DeviceError(f"CPU partition '{self.graph.name}' failed: {error}") from error
-        return {name: tensor_to_numpy(value) for name, value in zip(self.graph.outputs, outputs, strict=True)}
+        results = self.run_tensors({name: numpy_to_tensor(inputs[name]) for name in self.graph.inputs})
+        return {name: tensor_to_numpy(value) for name, value in results.items()}
+
+    def run_tensors(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same for tensors that are on the partition's device, where the results stay.
+
+        Raises:
+            DeviceError: an op failed.
+        """
+        values = {**self._fixed, **inputs}
+        with torch.no_grad():
+            for step, free in zip(self._steps, self._free, strict=True):
+                try:
+                    values.update(step([values[name] for name in step.node.inputs]))
+                except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                    where = f"node '{step.node.name}' ({step.node.op_type}): {error}"
+                    raise DeviceError(f"CPU partition '{self.graph.name}' failed: {where}") from error
+                for name in free:
+                    values.pop(name, None)
+        return {name: values[name] for name in self.graph.outputs}
 
 
 def execute_cpu_partition(
@@ -57,79 +72,44 @@ def execute_cpu_partition(
     return CPUPartition(graph, weights or {}).run(inputs)
 
 
-def _weight_tensors(graph: IRGraph, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    tensors = {}
+def _weight_tensors(graph: IRGraph, weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, recipe in graph.weights.items():
         value = weights[next(recipe.keys())]
-        tensor = value if isinstance(value, torch.Tensor) else numpy_to_tensor(np.asarray(value))
-        tensors[name] = tensor.to(getattr(torch, graph.tensors[name].dtype))
+        tensor = value.detach() if isinstance(value, torch.Tensor) else numpy_to_tensor(np.asarray(value))
+        yield name, tensor.to(getattr(torch, graph.tensors[name].dtype))
     for name, array in graph.constants.items():
-        tensors[name] = numpy_to_tensor(array)
-    return tensors
+        yield name, numpy_to_tensor(array)
 
 
-def _torch_ir(graph: IRGraph) -> IR:
-    """The graph as torch_ir data. Op types get a prefix whose executor is ours, see `_call`."""
-    makers = {out: (node.name, index) for node in graph.nodes for index, out in enumerate(node.outputs)}
-    makers.update({name: (name, 0) for name in graph.inputs})
+class _Step:
+    """A node as a function of its input tensors."""
 
-    def meta(name: str) -> TensorMeta:
-        spec = graph.tensors[name]
-        producer, index = makers.get(name, (None, 0))
-        return TensorMeta(name, spec.shape, spec.dtype, producer, index)
-
-    nodes = []
-    for node in graph.nodes:
+    def __init__(self, node: OpNode, graph: IRGraph, device: torch.device) -> None:
+        self.node, self._device = node, device
         reason = unclear_reason(node, graph)
         if reason is not None:
             raise DeviceError(f"node '{node.name}' ({node.op_type}) cannot run on the CPU either: {reason}")
-        _ensure_executor(node.op_type)
-        shapes = [graph.tensors[out].shape for out in node.outputs]
-        attrs = {"attrs": node.attrs, "dtypes": [graph.tensors[out].dtype for out in node.outputs], "shapes": shapes}
-        nodes.append(
-            TorchNode(
-                node.name,
-                _PREFIX + node.op_type,
-                [meta(x) for x in node.inputs],
-                [meta(x) for x in node.outputs],
-                attrs,
-            )
-        )
-    return IR(
-        nodes, [meta(x) for x in graph.inputs], [meta(x) for x in graph.outputs], [meta(x) for x in graph.weights]
-    )
+        self._dtypes = [getattr(torch, graph.tensors[name].dtype) for name in node.outputs]
+        self._function = None if node.base == "getitem" else _resolve(node.op_type)
 
-
-def _ensure_executor(op_type: str) -> None:
-    if op_type in _registered:
-        return
-    _registered.add(op_type)
-
-    def execute(inputs: list[torch.Tensor], attrs: dict[str, Any]) -> list[torch.Tensor]:
-        results = _call(op_type, inputs, attrs["attrs"])
-        return [
-            value.to(getattr(torch, dtype)).contiguous() for value, dtype in zip(results, attrs["dtypes"], strict=False)
-        ]
-
-    register_executor(_PREFIX + op_type)(execute)
-
-
-def _call(op_type: str, inputs: list[torch.Tensor], attrs: Mapping[str, Any]) -> list[torch.Tensor]:
-    if op_type == "<built-in function getitem>":
-        return [inputs[attrs["index"]]]
-    function = _resolve(op_type)
-    args, kwargs = bind_arguments(function._schema, op_type, inputs, attrs)
-    try:
-        result = function(*args, **kwargs)
-    except NotImplementedError:
-        # Meta kernels accept integer inputs that some CPU kernels (histc) refuse.
-        result = function(*[a.float() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-    except RuntimeError as error:
-        if "not implemented for" not in str(error):
-            raise
-        result = function(*[a.float() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
-    values = list(result) if isinstance(result, (tuple, list)) else [result]
-    return [value if isinstance(value, torch.Tensor) else torch.tensor(value) for value in values if value is not None]
+    def __call__(self, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._function is None:
+            return {self.node.outputs[0]: inputs[self.node.attrs["index"]]}
+        node = self.node
+        args, kwargs = bind_arguments(self._function._schema, node.op_type, inputs, node.attrs, self._device)
+        try:
+            result = self._function(*args, **kwargs)
+        except RuntimeError as error:
+            # Meta kernels accept integer inputs that some kernels (histc) refuse.
+            if not isinstance(error, NotImplementedError) and "not implemented for" not in str(error):
+                raise
+            result = self._function(*[a.float() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+        values = [x for x in (result if isinstance(result, (tuple, list)) else [result]) if x is not None]
+        tensors = (x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in values)
+        return {
+            name: x.to(self._device, dtype).contiguous()
+            for name, x, dtype in zip(node.outputs, tensors, self._dtypes, strict=False)
+        }
 
 
 def _resolve(op_type: str) -> Any:
@@ -142,15 +122,17 @@ def _resolve(op_type: str) -> Any:
     try:
         function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         if any(argument.name == "filename" for argument in function._schema.arguments):
-            raise ExecutionError(f"op '{op_type}' reads and writes a file that the IR names, which is not allowed")
+            raise DeviceError(f"op '{op_type}' reads and writes a file that the IR names, which is not allowed")
         return function
     except (AttributeError, RuntimeError) as error:
         advice = "; extract the IR under torch.no_grad()" if op_type.startswith("wrap_with") else ""
-        raise ExecutionError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either{advice}") from error
+        raise DeviceError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either{advice}") from error
 
 
 def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:
     """Why a node's tensors cannot be told apart: the IR does not record which optional ones were omitted."""
+    if node.tensor_names is not None:
+        return None
     base = node.base.removesuffix("_")
     in_training = base in BATCH_NORM_OPS and (node.attrs.get("training") or node.attrs.get("train"))
     if in_training and len(node.inputs) == 3 and not is_named(node.inputs[1], graph, "running_mean"):
@@ -162,14 +144,21 @@ _STATS_ONLY = frozenset({*BATCH_NORM_OPS, "aten.instance_norm"})
 
 
 def bind_arguments(
-    schema: Any, op_type: str, inputs: Sequence[torch.Tensor], attrs: Mapping[str, Any]
+    schema: Any,
+    op_type: str,
+    inputs: Sequence[torch.Tensor],
+    attrs: Mapping[str, Any],
+    device: torch.device | None = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Rebuild an op's arguments from the IR's flat tensor list and attributes.
 
-    The IR does not record which optional tensors were omitted. Where their count tells (normalization with statistics
-    but no affine parameters), None stands for them; `unclear_reason` refuses the nodes where it does not.
+    Not all IR records which optional tensors were omitted. Where their count tells (normalization with statistics but
+    no affine parameters), None stands for them; `unclear_reason` refuses the nodes where it does not.
+
+    Args:
+        device: For tensors that the op makes; default: the CPU.
     """
-    remaining = list(inputs)
+    remaining, given = list(inputs), attrs.get(TENSOR_NAMES)
     sizes, masks = list(attrs.get("_tensor_list_sizes") or []), list(attrs.get("_tensor_list_none_masks") or [])
     stats_only = (
         ".".join(op_type.split(".")[:2]) in _STATS_ONLY and len(inputs) == 3 and not attrs.get("use_input_stats")
@@ -178,8 +167,10 @@ def bind_arguments(
     kwargs: dict[str, Any] = {}
     for argument in schema.arguments:
         kind = str(argument.type)
-        if "Tensor" in kind and ("[]" in kind or "List" in kind):
-            value: Any = _tensor_list(remaining, sizes, masks)
+        if "Tensor" in kind and given is not None and argument.name not in given:
+            value: Any = attrs.get(argument.name)
+        elif "Tensor" in kind and ("[]" in kind or "List" in kind):
+            value = _tensor_list(remaining, sizes, masks)
         elif "Tensor" in kind:
             if argument.name in attrs:
                 value = attrs[argument.name]
@@ -188,11 +179,11 @@ def bind_arguments(
             else:
                 value = remaining.pop(0) if remaining else None
         elif argument.name in attrs:
-            value = decode_attr(argument.name, attrs[argument.name], kind)
+            value = decode_attr(argument.name, attrs[argument.name], kind, device)
         elif argument.has_default_value():
             value = argument.default_value
         else:
-            raise ExecutionError(f"argument '{argument.name}' of op '{op_type}' is missing")
+            raise DeviceError(f"argument '{argument.name}' of op '{op_type}' is missing")
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
@@ -231,10 +222,10 @@ _TORCH_TYPES = {
 }
 
 
-def decode_attr(name: str, value: Any, kind: str) -> Any:
-    """Attributes that were torch objects and are now their names; tensors made here are made on the CPU."""
+def decode_attr(name: str, value: Any, kind: str, device: torch.device | None = None) -> Any:
+    """Attributes that were torch objects and are now their names; tensors are made on the given device, or the CPU."""
     if name == "device":
-        return torch.device("cpu")
+        return device or torch.device("cpu")
     if isinstance(value, str) and value in _TORCH_TYPES and "str" not in kind:
         return _TORCH_TYPES[value]
     if isinstance(value, dict) and value.keys() == {"real", "imag"}:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,7 @@ class Executor:
         config: The target's parameters, as a check: the device has to run that target's programs.
         check_outputs: Look at the outputs of every run, which downloads them, and warn (`NumericalWarning`) of values
             that are not finite or at the limit of float16.
+        arena: Memory for intermediate values that is shared with other programs of the same device.
 
     Attributes:
         counters: How often buffers were allocated, calls prepared, launch lists rebuilt and runs made.
@@ -81,6 +82,7 @@ class Executor:
         config: TargetConfig | None = None,
         *,
         check_outputs: bool = False,
+        arena: Arena | None = None,
     ) -> None:
         if not isinstance(program, CompiledProgram):
             program = CompiledProgram.load(program)
@@ -99,12 +101,16 @@ class Executor:
             raise DeviceError("the program contains code, but this device runs none")
         self.backend.compile([*program.plan.prologue, *program.plan.calls], program.plan.sources)
         with self.backend.lock:
-            self._shared = _SharedMemory(program.plan, self.backend, self.counters)
+            self._shared = _SharedMemory(program.plan, self.backend, self.counters, arena or Arena(self.backend))
             self._threads = threading.local()
             self._threads.run = self._run_of_a_thread()
 
     def _run_of_a_thread(self) -> _ThreadRun:
         return _ThreadRun(self.program.plan, self.backend, self._shared, self.counters)
+
+    def bound(self, weights: Mapping[str, DeviceBuffer] | None = None) -> BoundProgram:
+        """The program on buffers of its own, for a caller that fills and reads them itself."""
+        return BoundProgram(self._run_of_a_thread(), self.program, self.backend, weights or {})
 
     @property
     def _run(self) -> _ThreadRun:
@@ -167,6 +173,84 @@ class Executor:
         return named
 
 
+class Arena:
+    """Memory for the intermediate values of any number of programs, which run one at a time; it grows as needed.
+
+    Attributes:
+        memory: None until a program needs some.
+        generation: How often it has moved to larger memory.
+    """
+
+    def __init__(self, backend: Hardware) -> None:
+        self.memory: DeviceBuffer | None = None
+        self.generation = 0
+        self._backend = backend
+
+    def reserve(self, size: int) -> DeviceBuffer:
+        """Memory of at least `size` bytes; programs that hold the memory before are to bind the new one."""
+        if self.memory is None or self.memory.size_bytes < size:
+            self.memory = self._backend.allocate_zeros((size,), "uint8")
+            self.generation += 1
+        return self.memory
+
+
+class BoundProgram:
+    """A program prepared on fixed buffers: the caller writes `inputs`, launches and reads `outputs`.
+
+    All that holds the backend's lock, since several programs may share an arena.
+
+    Attributes:
+        inputs: Input name → buffer, of undefined content at first.
+        outputs: Output name → buffer; a donated input's, where the output updates it in place.
+    """
+
+    def __init__(
+        self, run: _ThreadRun, program: CompiledProgram, backend: Hardware, weights: Mapping[str, DeviceBuffer]
+    ) -> None:
+        self._run, self._plan, self._backend = run, program.plan, backend
+        self.inputs = {
+            spec.name: backend.allocate_zeros(spec.shape, spec.storage, spec.alloc_shape)
+            for spec in program.input_specs
+        }
+        self.bind(weights)
+
+    def bind(self, weights: Mapping[str, DeviceBuffer], inputs: Mapping[str, DeviceBuffer] | None = None) -> None:
+        """Prepare the program for these weights, and for other input buffers where given."""
+        with self._backend.lock:
+            self.inputs.update(inputs or {})
+            self._weights = weights
+            self._run.bind(self.inputs, weights)
+            self.outputs: dict[str, DeviceBuffer] = {
+                spec.name: self.inputs[donor]
+                if (donor := self._plan.donations.get(spec.name)) is not None
+                else self._run.memory[self._plan.output_views[spec.name].buffer]
+                for spec in self._plan.outputs
+            }
+
+    def rebind(self, inputs: Mapping[str, DeviceBuffer]) -> None:
+        """Prepare the program for other input buffers."""
+        self.bind(self._weights, inputs)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the arena has moved, so that `bind` comes before the next launch."""
+        return self._run.is_outdated
+
+    def launch(self) -> None:
+        """Run the program; the caller holds the backend's lock."""
+        self._run.launch()
+
+    def mover(self, name: str) -> Callable[[int], None] | None:
+        """A function that has launches read an input, or write an output, at another address from now on.
+
+        The memory there is dense and in the buffer's layout, and stays as long as it is used. None where the device
+        cannot do that for all launches concerned.
+        """
+        buffer = self._plan.output_views[name].buffer if name in self.outputs else name
+        memory = self.outputs[name] if name in self.outputs else self.inputs[name]
+        return self._backend.mover(self._run.launches_of(buffer), memory)
+
+
 class _SharedMemory:
     """The buffers that all threads share: arena, constants, weights, and what the prologue makes of weights.
 
@@ -176,18 +260,18 @@ class _SharedMemory:
         prologue_runs: How often the prologue has run, and so replaced what it makes.
     """
 
-    def __init__(self, plan: ExecutionPlan, backend: Hardware, counters: Counter[str]) -> None:
+    def __init__(self, plan: ExecutionPlan, backend: Hardware, counters: Counter[str], arena: Arena) -> None:
         self.memory: dict[str, DeviceBuffer] = {}
+        self.arena = arena
         self.versions: dict[str, int] = {}
         self.prologue_runs = 0
         self._plan, self._backend, self._counters = plan, backend, counters
         self._weights: Mapping[str, DeviceBuffer] | None = None
         if any(buffer.kind == "arena" for buffer in plan.buffers.values()):
-            arena = self.zeros((plan.arena_bytes,), "uint8")
+            arena.reserve(plan.arena_bytes)
+            counters["buffers"] += 1
         for name, buffer in plan.buffers.items():
-            if buffer.kind == "arena":
-                self.memory[name] = arena
-            elif buffer.kind == "persistent":
+            if buffer.kind == "persistent":
                 self.memory[name] = self.zeros(buffer.alloc_shape, buffer.dtype)
             elif buffer.kind == "constant":
                 value = plan.constants[name]
@@ -217,10 +301,13 @@ class _SharedMemory:
         if not is_same:
             self._weights, self.versions = None, {}
             self.memory.update({name: weights[name] for name in plan.weights})
+            memory = dict(self.memory)
+            if self.arena.memory is not None:
+                memory |= {name: self.arena.memory for name, x in plan.buffers.items() if x.kind == "arena"}
             for call in plan.prologue:
-                prepare(call, plan, self.memory, self._backend, self._counters)()
+                prepare(call, plan, memory, self._backend, self._counters)()
                 for view in call.outputs:
-                    self.memory[view.buffer].prepared.clear()
+                    memory[view.buffer].prepared.clear()
             self._backend.synchronize()
             self.prologue_runs += 1
         self._weights, self.versions = dict(weights), _versions(weights)
@@ -246,6 +333,7 @@ class _ThreadRun:
         self._outputs = {spec.name: self._handle(spec) for spec in plan.outputs if spec.name not in plan.donations}
         self._versions: dict[str, int] = {}  # of the weights that the launches are prepared for
         self._prologue_runs = shared.prologue_runs
+        self._arena_generation = -1
         self._launches: list[Launch | None] = [None] * len(plan.calls)
         self._sequence: Launch | None = None
         self._users: dict[str, list[int]] = {}
@@ -271,6 +359,8 @@ class _ThreadRun:
                 moved[name] = value
         if moved:
             self._check_sharing({name: value for name, value in inputs.items() if isinstance(value, DeviceBuffer)})
+        if self.is_outdated:
+            self._follow_arena()
         self._shared.bind_weights(weights)
         if self._prologue_runs != self._shared.prologue_runs:
             self._follow_weights()
@@ -287,6 +377,28 @@ class _ThreadRun:
             self._sequence = self._backend.sequence([launch for launch in self._launches if launch is not None])
             self._counters["sequences"] += 1
         return bound
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the arena has moved since the launches were prepared."""
+        return self._arena_generation != self._shared.arena.generation
+
+    def _follow_arena(self) -> None:
+        memory = self._shared.arena.memory
+        moved = [name for name, buffer in self._plan.buffers.items() if buffer.kind == "arena"]
+        if memory is not None:
+            self.memory.update(dict.fromkeys(moved, memory))
+        self._forget(moved)
+        self._arena_generation = self._shared.arena.generation
+
+    def launches_of(self, buffer: str) -> list[tuple[Launch, int]]:
+        """The prepared launches that touch a buffer, and how many of their operands are in it."""
+        found = []
+        for index in self._users.get(buffer, ()):
+            call, launch = self._plan.calls[index], self._launches[index]
+            assert launch is not None
+            found.append((launch, sum(view.buffer == buffer for view in (*call.inputs, *call.outputs))))
+        return found
 
     def _follow_weights(self) -> None:
         """Have the calls prepared again that read a weight which is another now, or what the prologue made."""

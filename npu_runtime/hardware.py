@@ -93,6 +93,17 @@ class Hardware(DeviceMemory, ABC):
 
         return run
 
+    def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
+        """A function that has prepared launches use memory at another address in a buffer's place.
+
+        Args:
+            launches: All that touch the buffer, each with the number of its operands there.
+
+        Returns:
+            None where the device cannot do that.
+        """
+        return None
+
     def marker(self) -> Callable[[], None]:
         """A place in the order of what is launched; calling it waits until everything before has finished."""
         return self.synchronize

@@ -49,6 +49,11 @@ def load_weights(
     problems = _name_problems(program, with_state, strict)
     known = {} if cache is None else cache
     keys = {name: _identity(weight) for name, weight in program.weight_specs.items()}
+    if isinstance(source, dict):  # other mappings may read a file for every access
+        for name, spec in program.weight_specs.items():
+            adopted = _adopted(spec, source, backend) if keys[name] not in known else None
+            if adopted is not None:
+                known[keys[name]] = adopted
     wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
     made = ahead(lambda weight: _made(weight, with_state), list(wanted.values()))
     for done, key in enumerate(keys.values(), 1):
@@ -69,6 +74,20 @@ def _identity(weight: WeightSpec) -> str:
     """Equal for weights of several programs that are made, checked and stored alike."""
     spec = weight.spec
     return f"{weight.recipe}|{spec.storage}|{spec.alloc_shape or spec.shape}|{spec.bounds}"
+
+
+def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemory) -> DeviceBuffer | None:
+    """A weight that is a tensor on the device already, or several that follow each other."""
+    recipe = weight.recipe
+    joined = recipe.op == "concat" and recipe.params["axis"] == 0
+    parts = recipe.args if joined else (recipe,)
+    if weight.spec.bounds is not None or any(part.op != "key" for part in parts):
+        return None
+    tensors = [source.get(key) for part in parts for key in part.keys()]
+    shapes = [weight.source_shapes[key] for part in parts for key in part.keys()]
+    if any(x is None or tuple(x.shape) != shape for x, shape in zip(tensors, shapes, strict=True)):
+        return None
+    return backend.adopt(tensors, weight.spec)
 
 
 def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], list[np.ndarray]]:

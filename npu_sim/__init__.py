@@ -1,1 +1,18 @@
-"""The user-facing package: the `npu-sim` command, IR extraction, language models, vision models and verification."""
+"""For users: `compile` a PyTorch module, the `npu-sim` command, language and vision models, verification."""
+
+from typing import TYPE_CHECKING
+
+from npu_compiler.deferred_import import deferred
+
+if TYPE_CHECKING:
+    from npu_sim.module.compiled import CompiledModule, compile
+
+# Imported when used: tracing needs PyTorch.
+__getattr__ = deferred(__name__, {"CompiledModule": "module.compiled", "compile": "module.compiled"})
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+__all__ = ["CompiledModule", "compile"]

@@ -112,7 +112,7 @@ def _clean_division(a: int, b: int) -> int:
 def _power(a: int, b: int) -> int:
     if b > _MAX_EXPONENT:
         raise ValueError(f"the exponent {b} is too large")
-    return a**b
+    return int(a**b)
 
 
 _MAX_EXPONENT = 16

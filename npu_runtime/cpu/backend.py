@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +25,7 @@ from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
 from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
+from npu_runtime.cpu.native.bindings import pointers
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.pieces import in_pieces
 from npu_runtime.torch_arrays import tensor_to_numpy
@@ -143,6 +144,22 @@ class CPUBackend(Backend):
         reference = reference_launch(call, sources, targets)
         is_small = sum(x.numel() for x in (*sources, *targets)) <= _SMALL
         return _on_one_thread(reference) if self.native and is_small else reference
+
+    def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
+        """For native launches, whose argument blocks hold addresses."""
+        address = buffer.native_handle.data_ptr()
+        fields = []
+        for launch, operands in launches:
+            found = pointers(launch.args, address, buffer.size_bytes) if isinstance(launch, NativeLaunch) else []
+            if len(found) != operands:
+                return None
+            fields += found
+
+        def move(to: int) -> None:
+            for field, offset in fields:
+                field.value = to + offset
+
+        return move
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """Runs of native launches become one foreign call each."""

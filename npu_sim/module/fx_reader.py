@@ -1,7 +1,7 @@
 """From the graph of `torch.export` to IR: the schema of torch_ir, and beside it what that cannot say.
 
-Beyond torch_ir's own converter this reads keyword tensors, regions under `no_grad` and `autocast`, symbolic sizes, which
-of several optional tensors a call gave, and which inputs a graph changes in place.
+Beyond torch_ir's own converter this reads keyword tensors, regions under `no_grad` and `autocast`, symbolic sizes,
+which of several optional tensors a call gave, and which inputs a graph changes in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from npu_compiler.errors import IRError
 from npu_compiler.graph.model import TENSOR_NAMES, unique_name
 from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
-
 
 _GETITEM = "<built-in function getitem>"
 _ASSERTIONS = ("_assert", "sym_constrain_range")

@@ -67,6 +67,7 @@ class Trace:
         outputs: The leaves of the result; `out_spec` is their structure.
         written: (the graph's output, graph input or weight key) for each tensor that a call changes in place.
         ranges: Symbol → its smallest and largest value (None: no limit).
+        example_device: The torch device of the inputs.
     """
 
     ir: dict[str, Any]
@@ -78,6 +79,7 @@ class Trace:
     out_spec: pytree.TreeSpec
     written: tuple[tuple[int, str], ...]
     ranges: dict[str, tuple[int, int | None]]
+    example_device: torch.device
 
     @property
     def is_dynamic(self) -> bool:
@@ -242,6 +244,7 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         exported.call_spec.out_spec,
         tuple(written),
         _ranges(exported),
+        inputs[0].value.device if inputs else torch.device("cpu"),
     )
 
 

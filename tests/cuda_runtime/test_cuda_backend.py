@@ -324,6 +324,10 @@ class FakeDevice:
         self.counters: Counter[str] = Counter()
         self.log: list[str] = []
         self.stream = FakeStream(self.log)
+        self.caller_stream: Any = None
+
+    def continue_on(self, stream: Any) -> None:
+        self.log.append(f"on {stream}")
 
     @contextmanager
     def active(self, doing: str) -> Iterator[None]:
@@ -350,7 +354,8 @@ class FakeStream:
         assert self.before is not None
         captured = self.log[len(self.before) :]
         self.log[:], self.before = self.before, None
-        return SimpleNamespace(launch=lambda stream: self.log.append(f"graph of {captured}"))
+        on = {self: ""}
+        return SimpleNamespace(launch=lambda stream: self.log.append(f"graph of {captured}{on.get(stream, stream)}"))
 
 
 @pytest.mark.parametrize(("ta", "tb", "batch", "pad"), GEMMS)
@@ -517,6 +522,15 @@ def test_a_sequence_runs_plainly_then_captures_then_replays() -> None:
         sequence()
     assert device.log == ["a", "b", "graph of ['a', 'b']", "graph of ['a', 'b']"]
     assert device.counters == {"launches": 2, "captures": 1, "graph_launches": 2}
+
+
+def test_a_captured_sequence_runs_on_the_callers_stream_after_what_was_enqueued_elsewhere() -> None:
+    device = FakeDevice()
+    device.caller_stream = " of the caller"
+    sequence: Any = GraphSequence(device, launches(device, "a"))  # type: ignore[arg-type]
+    for _ in range(3):
+        sequence()
+    assert device.log == ["a", "graph of ['a']", "on  of the caller", "graph of ['a'] of the caller"]
 
 
 def test_a_failure_during_a_capture_ends_it_and_names_the_kernel() -> None:

@@ -399,7 +399,7 @@ def test_an_op_that_pytorch_does_not_have_is_a_device_error(backend: Backend) ->
     plan = partition(g.ir())
     assert devices(plan) == ["cpu"]
     with pytest.raises(
-        DeviceError, match="failed: .*PyTorch has no op 'custom.unknown.default', so the CPU cannot run it either"
+        DeviceError, match="PyTorch has no op 'custom.unknown.default', so the CPU cannot run it either"
     ):
         answers(backend, plan, {}, {"x": np.ones(2, np.float32)})
 

@@ -154,6 +154,20 @@ class NativeLaunch:
         return ctypes.cast(self._function, ctypes.c_void_p).value or 0, self._args_address
 
 
+def pointers(args: ctypes.Structure, start: int, size: int) -> list[tuple[ctypes.c_uint64, int]]:
+    """The fields of an argument block that point into `size` bytes from `start`, each with its distance from there."""
+    found = []
+    for name, kind, *_ in args._fields_:
+        place = ctypes.addressof(args) + getattr(type(args), name).offset
+        if issubclass(kind, ctypes.Structure):
+            found += pointers(kind.from_address(place), start, size)
+        elif kind is ctypes.c_void_p:
+            field = ctypes.c_uint64.from_address(place)
+            if start <= field.value < start + size:
+                found.append((field, field.value - start))
+    return found
+
+
 class NativeSequence:
     """Launches that run one after the other within a single foreign call, up to one that fails (`DeviceError`)."""
 

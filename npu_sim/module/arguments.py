@@ -1,0 +1,158 @@
+"""A call's arguments as the tensors that a graph takes, and its results as what the module returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from npu_compiler.errors import InputError
+from npu_sim.module.trace import InputLeaf, OutputLeaf
+
+
+class Arguments:
+    """Takes a call's arguments apart in the way in which they were given when the module was traced.
+
+    Positional and keyword arguments may be exchanged, and those left out that have the default with which the module
+    was traced.
+
+    Args:
+        signature: Of the module's `forward`; None where it is not known, as for a `.pt2` file.
+        leaves: The leaves of (args, kwargs) then.
+        spec: Their structure.
+    """
+
+    def __init__(self, signature: inspect.Signature | None, leaves: Sequence[InputLeaf], spec: pytree.TreeSpec) -> None:
+        self._signature, self._leaves = signature, tuple(leaves)
+        positional, keyword = spec.children()
+        self._positional = len(positional.children())
+        self._keys: tuple[str, ...] = tuple(keyword.context or ())
+        self._key_set = set(self._keys)
+        self._specs = (*positional.children(), *keyword.children())
+        self._is_flat = all(child.is_leaf() for child in self._specs)
+        self._fixed = [(index, leaf) for index, leaf in enumerate(self._leaves) if leaf.name is None]
+        self._tensors = [(index, leaf) for index, leaf in enumerate(self._leaves) if leaf.name is not None]
+        self._names = self._parameter_names()
+
+    def _parameter_names(self) -> list[str]:
+        if self._signature is None:
+            return [f"args[{index}]" for index in range(self._positional)] + list(self._keys)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        named = [p.name for p in self._signature.parameters.values() if p.kind in kinds]
+        rest = [f"args[{index}]" for index in range(len(named), self._positional)]
+        return [*(*named, *rest)[: self._positional], *self._keys]
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call, in the order of the graph's inputs.
+
+        Raises:
+            InputError: an argument is missing or unknown, is of another structure, or has another value than the one
+                that became a part of the graph.
+        """
+        if len(args) == self._positional and kwargs.keys() == self._key_set:
+            values = (*args, *(kwargs[key] for key in self._keys)) if kwargs else args
+        else:
+            values = self._rebound(args, kwargs)
+        leaves = values if self._is_flat else self._flattened(values)
+        for index, leaf in self._fixed:
+            if leaves[index] is not leaf.value and not _is_same(leaves[index], leaf.value):
+                raise InputError(
+                    f"argument '{leaf.path}' is {_shown(leaves[index])}, but the module was compiled with "
+                    f"{_shown(leaf.value)}, which is a part of its graph; compile it again for another value"
+                )
+        found = []
+        for index, leaf in self._tensors:
+            value = leaves[index]
+            if not isinstance(value, torch.Tensor):
+                raise InputError(f"argument '{leaf.path}' is {_shown(value)}, but the module was compiled for a tensor")
+            found.append(value)
+        return found
+
+    def _rebound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The values that were given at tracing, out of a call that spells its arguments differently."""
+        if self._signature is None:
+            raise InputError(
+                f"the call has {len(args)} positional arguments and the keywords {sorted(kwargs)}; "
+                f"exported were {self._positional} and {list(self._keys)}"
+            )
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"the arguments do not fit the module's forward(): {error}") from error
+        bound.apply_defaults()
+        given: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            match self._signature.parameters[name].kind:
+                case inspect.Parameter.VAR_POSITIONAL:
+                    start = len(given)
+                    given |= {f"args[{start + index}]": item for index, item in enumerate(value)}
+                case inspect.Parameter.VAR_KEYWORD:
+                    given |= value
+                case _:
+                    given[name] = value
+        for name in given.keys() - set(self._names):
+            parameter = self._signature.parameters.get(name)
+            default = parameter.default if parameter is not None else inspect.Parameter.empty
+            if not _is_same(given[name], default):
+                raise InputError(f"argument '{name}' was not given when the module was compiled; compile it with it")
+        missing = [name for name in self._names if name not in given]
+        if missing:
+            raise InputError(f"missing arguments: {', '.join(missing)}")
+        return tuple(given[name] for name in self._names)
+
+    def _flattened(self, values: Sequence[Any]) -> list[Any]:
+        leaves: list[Any] = []
+        for name, value, spec in zip(self._names, values, self._specs, strict=True):
+            if spec.is_leaf():
+                leaves.append(value)
+                continue
+            found, actual = pytree.tree_flatten(value)
+            if actual != spec:
+                raise InputError(
+                    f"argument '{name}' is of another structure than the one that the module was compiled with"
+                )
+            leaves += found
+        return leaves
+
+
+def _is_same(value: Any, known: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(known, torch.Tensor):
+        return value is known
+    return type(value) is type(known) and bool(value == known)
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+
+
+class Results:
+    """Puts what a module returns together from the graph's outputs."""
+
+    def __init__(self, leaves: Sequence[OutputLeaf], spec: pytree.TreeSpec) -> None:
+        self._leaves, self._spec = tuple(leaves), spec
+        is_computed = all(leaf.output == index for index, leaf in enumerate(leaves))
+        self._is_one = spec.is_leaf() and is_computed
+        self._is_tuple = spec.type is tuple and is_computed and all(child.is_leaf() for child in spec.children())
+
+    def of(self, outputs: Sequence[torch.Tensor], source: Callable[[str], torch.Tensor]) -> Any:
+        """The module's result.
+
+        Args:
+            source: The tensor that a graph input's name or a weight's key stands for in this call.
+        """
+        if self._is_one:
+            return outputs[0]
+        if self._is_tuple:
+            return tuple(outputs[: len(self._leaves)])
+        values = [
+            outputs[leaf.output]
+            if leaf.output is not None
+            else leaf.value
+            if leaf.source is None
+            else source(leaf.source)
+            for leaf in self._leaves
+        ]
+        return pytree.tree_unflatten(values, self._spec)

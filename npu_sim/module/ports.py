@@ -1,0 +1,218 @@
+"""Between a caller's tensors and a program's buffers: in shared memory where PyTorch reaches it, else by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.utils.dlpack
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import FLOAT_MAX, INT32_MAX, INT32_MIN, is_int
+from npu_compiler.graph.model import TensorSpec
+from npu_runtime.buffer import DeviceBuffer
+from npu_runtime.executor import BoundProgram
+from npu_runtime.packing import beyond_range, out_of_bounds
+from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
+
+
+class TensorPorts:
+    """All inputs and outputs of a bound program.
+
+    Args:
+        device: The torch device of the caller's tensors.
+        results: Outputs that the caller keeps, so that they need memory of their own.
+        in_place: Donated inputs whose memory the program may change, since the caller wants that.
+    """
+
+    def __init__(
+        self, program: CompiledProgram, bound: BoundProgram, device: torch.device, results: set[str], in_place: set[str]
+    ) -> None:
+        donors = program.plan.donations
+        fixed = set(donors.values()) - in_place
+        self._inputs = [InputPort(spec, bound, device, spec.name not in fixed) for spec in program.input_specs]
+        self._outputs = [
+            OutputPort(spec, bound, device, spec.name in results, donors.get(spec.name, ""))
+            for spec in program.output_specs
+        ]
+        self._ports: list[InputPort | OutputPort] = [*self._inputs, *self._outputs]
+        self._in_place = {port.name: port for port in self._inputs if port.name in in_place}
+
+    def go_home(self) -> None:
+        """Have the program use its own buffers again, before its launches are prepared again."""
+        for port in self._ports:
+            port.go_home()
+
+    def follow(self) -> None:
+        """Take up launches that were prepared again."""
+        for port in self._ports:
+            port.follow()
+
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        """Make the inputs hold these values from the next launch on, and have the outputs go to new tensors.
+
+        Raises:
+            InputError: an index is out of bounds, or a number does not fit the storage dtype.
+        """
+        for port, value in zip(self._inputs, values, strict=True):
+            port.fill(value)
+        for output in self._outputs:
+            output.make_room()
+
+    def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
+        return {
+            port.name: values[port.donor] if self._is_in_place(port.donor, values) else port.take()
+            for port in self._outputs
+        }
+
+    def _is_in_place(self, donor: str, values: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the program has changed the caller's own tensor."""
+        return donor in self._in_place and self._in_place[donor].is_at(values[donor])
+
+
+def shared_tensor(buffer: DeviceBuffer, device: torch.device) -> torch.Tensor | None:
+    """A tensor over a buffer's memory, without padding; None where PyTorch cannot reach that memory."""
+    try:
+        return torch.utils.dlpack.from_dlpack(buffer)
+    except (AttributeError, BufferError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+class InputPort:
+    """Brings a tensor into a program's input.
+
+    Where the device can read the tensor's own memory, nothing is copied; else it is copied, and cast if need be.
+
+    Args:
+        may_move: Whether the program may work on the caller's memory.
+    """
+
+    def __init__(self, spec: TensorSpec, bound: BoundProgram, device: torch.device, may_move: bool) -> None:
+        self.name, self._spec = spec.name, spec
+        self._buffer = bound.inputs[spec.name]
+        self._static = shared_tensor(self._buffer, device)
+        is_dense = spec.alloc_shape is None or spec.alloc_shape == spec.shape
+        self._bound, self._may_move = bound, may_move and is_dense and self._static is not None
+        self.follow()
+        self._home = self._address = 0 if self._static is None else self._static.data_ptr()
+        self._low, self._high = spec.bounds or (INT32_MIN, INT32_MAX)
+        self._checks_integers = is_int(spec.dtype) and (spec.bounds is not None or spec.dtype == "int64")
+        self._limit = FLOAT_MAX.get(spec.storage) if spec.storage != spec.dtype else None
+
+    def go_home(self) -> None:
+        """Have the program read its own buffer again."""
+        if self._move is not None:
+            self._go_to(self._home)
+
+    def follow(self) -> None:
+        """Find the prepared launches again, which read the program's own buffer."""
+        self._move = self._bound.mover(self.name) if self._may_move else None
+
+    def is_at(self, value: torch.Tensor) -> bool:
+        """Whether the program works on this tensor's own memory."""
+        return self._address == value.data_ptr()
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Make the input hold this value from the next launch on; the tensor must stay until that has finished.
+
+        Raises:
+            InputError: it holds an index out of bounds, or a number that the storage dtype cannot hold.
+        """
+        if self._checks_integers:
+            self._check_integers(value)
+        elif self._limit is not None:
+            self._check_floats(value, self._limit)
+        static = self._static
+        if static is None:
+            self._buffer.write(tensor_to_numpy(value.cpu()), self._spec)
+            return
+        if (
+            self._move is not None
+            and value.dtype == static.dtype
+            and value.is_contiguous()
+            and value.device == static.device
+        ):
+            self._go_to(value.data_ptr())
+            return
+        if self._move is not None:
+            self._go_to(self._home)
+        static.copy_(value)
+
+    def _go_to(self, address: int) -> None:
+        if address != self._address:
+            assert self._move is not None
+            self._move(address)
+            self._address = address
+
+    def _check_integers(self, value: torch.Tensor) -> None:
+        if value.device.type != "cpu" or not value.numel():
+            return
+        low, high = torch.aminmax(value)
+        if int(low) < self._low or int(high) > self._high:
+            problem = out_of_bounds(value.numpy(), self._low, self._high)
+            raise InputError(f"'{self.name}' {problem}")
+
+    def _check_floats(self, value: torch.Tensor, limit: float) -> None:
+        if value.device.type != "cpu" or not value.numel() or not value.is_floating_point():
+            return
+        low, high = torch.aminmax(value)
+        largest = max(-float(low), float(high))
+        if limit < largest < float("inf"):
+            lost = beyond_range(largest, self._spec.storage)
+            raise InputError(f"'{self.name}' holds {lost}; compile the module with dtype bfloat16 or float32")
+
+
+class OutputPort:
+    """Takes a program's output as a tensor.
+
+    Args:
+        is_result: Whether the caller keeps it, so that it has to have memory of its own.
+        donor: The input whose memory it is in, if it is.
+    """
+
+    def __init__(
+        self, spec: TensorSpec, bound: BoundProgram, device: torch.device, is_result: bool, donor: str
+    ) -> None:
+        self.name, self.donor = spec.name, donor
+        self._spec, self._device, self._is_result = spec, device, is_result
+        self._buffer = bound.outputs[spec.name]
+        self._static = shared_tensor(self._buffer, device)
+        if self._static is not None:
+            self._static = self._static.reshape(spec.shape)
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        is_dense = spec.alloc_shape is None or spec.alloc_shape == spec.shape
+        is_plain = is_dense and self._static is not None and self._static.dtype == self._dtype
+        is_near = self._static is not None and self._static.device == device
+        self._bound, self._may_move = bound, is_result and is_plain and is_near and not donor
+        self._move: Callable[[int], None] | None = None
+        self._room: torch.Tensor | None = None
+        self.follow()
+
+    def go_home(self) -> None:
+        """Have the program write its own buffer again."""
+        if self._move is not None and self._static is not None:
+            self._move(self._static.data_ptr())
+
+    def follow(self) -> None:
+        """Find the prepared launches again, which write the program's own buffer."""
+        self._move = self._bound.mover(self.name) if self._may_move else None
+
+    def make_room(self) -> None:
+        """Have the program write this output into a new tensor, where the device can do that."""
+        if self._move is not None:
+            self._room = torch.empty(self._spec.shape, dtype=self._dtype, device=self._device)
+            self._move(self._room.data_ptr())
+
+    def take(self) -> torch.Tensor:
+        """The output of the launch before: a new tensor if it is a result, else one that the next launch overwrites."""
+        if self._room is not None:
+            room, self._room = self._room, None
+            return room
+        static = self._static
+        if static is None:
+            return numpy_to_tensor(self._buffer.to_numpy(self._spec)).to(self._device)
+        if static.dtype != self._dtype or static.device != self._device:
+            return static.to(self._device, self._dtype)
+        return static.clone(memory_format=torch.contiguous_format) if self._is_result else static
