@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+import npu_sim
 from benchmarks.architecture_models import Architecture, NotBuilt, build, reason_of, run
 from npu_compiler.errors import NPUError
-from npu_sim.verify.criteria import MIN_PEARSON, compare_output
+from npu_sim.verify.criteria import compare_output
 
 # Of float32, whose sums another order rounds otherwise: largest RMS error of an output, relative to its RMS.
 MOST_FLOAT32_ERROR = 1e-4
@@ -69,36 +69,39 @@ class Placement:
     cpu: Mapping[str, int]
 
 
-Route = Callable[[Architecture, str, str], tuple[tuple[Tensor, ...], Callable[[], Placement]]]
+Route = Callable[[Any, Mapping[str, Any], Architecture, str], tuple[tuple[Tensor, ...], Callable[[], Placement]]]
 
 
-def through_dag(model: Architecture, device: str, dtype: str) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
-    """`torch.export`, `partition()` and `DAGExecutor`, by hand."""
-    from npu_compiler.partitioner import partition
-    from npu_runtime import DAGExecutor, Device
-    from npu_sim.module.trace import export, trace
-
-    with torch.no_grad():
-        found = trace(export(model.module, (), model.kwargs), model.model_type)
-    plan = partition(found.ir, compute_dtype=dtype)
-    executor = DAGExecutor(plan, Device(device))
-    executor.load_weights(found.weights)
-    leaves = pytree.tree_leaves(((), dict(model.kwargs)))
-    inputs = {leaf.name: value for leaf, value in zip(found.inputs, leaves, strict=True) if leaf.name is not None}
-    results = executor.execute({name: x.numpy() for name, x in inputs.items()})
-    by_index = [torch.from_numpy(np.ascontiguousarray(results[name])) for name in plan.graph.output_names]
-    answer = []
-    for leaf in found.outputs:
-        if leaf.output is not None:
-            answer.append(by_index[leaf.output])
-        elif leaf.source is not None:
-            answer.append(inputs[leaf.source] if leaf.source in inputs else found.weights[leaf.source])
-    ops = {node.name: node.op_type for node in plan.graph.nodes}
-    cpu = Counter(f"{ops[name]}: {reason}" for name, reason in plan.reasons.items() if name in ops)
-    return tuple(answer), lambda: Placement(len(ops), len(ops) - sum(cpu.values()), 1, cpu)
+def through_compile(
+    module: Any, kwargs: Mapping[str, Any], model: Architecture, device: str
+) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
+    """`npu_sim.compile`."""
+    compiled = npu_sim.compile(module, (), kwargs, device=device)
+    return run(compiled, kwargs), lambda: _placement([compiled.report()])
 
 
-ROUTES: dict[str, Route] = {"dag": through_dag}
+def through_backend(
+    module: Any, kwargs: Mapping[str, Any], model: Architecture, device: str
+) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
+    """`torch.compile` with the backend, graph breaks allowed."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    answer = run(torch.compile(module, backend="npu_sim"), kwargs)
+    graphs = counters["stats"]["unique_graphs"]
+    return answer, lambda: Placement(0, 0, graphs, {})
+
+
+def _placement(reports: Sequence[Any]) -> Placement:
+    programs = [program for report in reports for program in report.programs]
+    cpu = Counter(f"{node.op}: {node.reason}" for program in programs for node in program.off_device)
+    nodes = sum(program.nodes for program in programs)
+    graphs = sum(1 + len(report.graph_breaks) for report in reports)
+    return Placement(nodes, nodes - sum(cpu.values()), graphs, cpu)
+
+
+ROUTES: dict[str, Route] = {"compile": through_compile, "backend": through_backend}
 
 
 def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
@@ -111,11 +114,15 @@ def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
         return outcome
     outcome.inputs = ", ".join(model.kwargs)
     try:
-        answer, placement = ROUTES[route](model, device, dtype)
+        module, kwargs = _moved(model, device, dtype)
+        half = model.expected if dtype == "float32" else _eager(module, kwargs)
+        answer, placement = ROUTES[route](module, kwargs, model, device)
         where = placement()
         outcome.nodes, outcome.on_device, outcome.graphs = where.nodes, where.on_device, where.graphs
         outcome.cpu = dict(where.cpu)
-        judge(outcome, answer, model, device)
+        judge(outcome, answer, model.expected, half)
+    except NotBuilt as error:
+        outcome.status, outcome.reason = UNBUILT, str(error)
     except NPUError as error:
         outcome.status, outcome.reason = REFUSED, reason_of(error)
     except Exception as error:  # whatever it is, it is no clear error
@@ -124,17 +131,19 @@ def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
     return outcome
 
 
-def judge(outcome: Outcome, answer: tuple[Tensor, ...], model: Architecture, device: str) -> None:
+def judge(outcome: Outcome, answer: tuple[Tensor, ...], expected: tuple[Tensor, ...], half: tuple[Tensor, ...]) -> None:
     """Compare an answer with eager PyTorch's, by the criteria of `npu_sim.verify`.
 
     In a 16-bit dtype an output may be 1.25 times as far from float32 as PyTorch in that dtype is; in float32 its
     relative RMS error is at most `MOST_FLOAT32_ERROR`.
+
+    Args:
+        expected: Eager PyTorch's answer in float32.
+        half: The same in the outcome's dtype.
     """
-    expected = model.expected
     if len(answer) != len(expected):
         outcome.status, outcome.reason = WRONG, f"{len(answer)} tensors came back instead of {len(expected)}"
         return
-    half = expected if outcome.dtype == "float32" else _in_dtype(model, device, outcome.dtype)
     problems: list[str] = []
     for index, (ours, exact, near) in enumerate(zip(answer, expected, half, strict=True)):
         if ours.shape != exact.shape:
@@ -166,14 +175,19 @@ def _array(value: Tensor) -> Any:
     return (value.float() if value.is_floating_point() else value).numpy()
 
 
-def _in_dtype(model: Architecture, device: str, dtype: str) -> tuple[Tensor, ...]:
-    """Eager PyTorch's answer in a 16-bit dtype."""
-    to = {"device": "cuda" if device.startswith("cuda") else "cpu", "dtype": getattr(torch, dtype)}
+def _eager(module: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Eager PyTorch's answer in the module's own dtype."""
+    try:
+        return run(module, kwargs)
+    except Exception as error:  # of any of several hundred models; what PyTorch does not run is not compared
+        raise NotBuilt(f"eager PyTorch does not run it in this dtype: {reason_of(error)}") from error
+
+
+def _moved(model: Architecture, device: str, dtype: str) -> tuple[Any, dict[str, Any]]:
+    """The module and its arguments on the torch device, floats in the dtype."""
+    place, to = "cuda" if device.startswith("cuda") else "cpu", getattr(torch, dtype)
     kwargs = {
-        name: x.to(to["device"]).to(to["dtype"] if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x
+        name: x.to(place, to if x.is_floating_point() else x.dtype) if isinstance(x, Tensor) else x
         for name, x in model.kwargs.items()
     }
-    return run(model.module.to(**to), kwargs)
-
-
-__all__ = ["MIN_PEARSON", "ROUTES", "Outcome", "Placement", "attempt"]
+    return model.module.to(place, to), kwargs

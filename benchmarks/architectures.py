@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.architectures", description=__doc__.splitlines()[0])
-    parser.add_argument("--route", nargs="+", default=["compile"], help="compile, backend or dag (default: compile)")
+    parser.add_argument(
+        "--route", nargs="+", default=["compile"], choices=("compile", "backend"), help="default: compile"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types")
@@ -128,7 +130,7 @@ def _import_heavy() -> None:
     import transformers.modeling_utils  # noqa: F401
 
     import benchmarks.architecture_routes  # noqa: F401
-    import npu_runtime  # noqa: F401
+    import npu_sim.module.compiled  # noqa: F401
 
     torch.set_num_threads(1)
 
