@@ -98,6 +98,7 @@ def run_all(keys: Sequence[Key], jobs: int, timeout: float, memory: float) -> It
         timeout: Seconds for each; one that takes longer is ended.
         memory: GiB of address space for each, CUDA excepted, which reserves far more than it uses.
     """
+    os.environ.setdefault("NPU_SIM_TUNE", "0")  # models of this size are not worth trials
     _import_heavy()
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(keys))

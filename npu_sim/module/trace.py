@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
-from npu_sim.module.fx_reader import Nodes, Reference, dtype_of, sizes_of
+from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, dtype_of, sizes_of
+from npu_sim.module.library_models import patched_for_export
 
 if TYPE_CHECKING:
     from torch import nn
@@ -110,12 +111,19 @@ def export(
         _register_dataclasses(value)
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
-        with tracing():
-            return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+        with tracing(), patched_for_export(module):
+            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+            return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
         raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {first_line(error)}") from error
     finally:
         seen.remove()
+
+
+def _holds_vmap(exported: ExportedProgram) -> bool:
+    """Whether calls of functorch are left in the graph, which a second tracing replaces by what they do."""
+    targets = (node.target for node in exported.graph.nodes if node.op == "call_function")
+    return any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets)
 
 
 def first_line(error: Exception) -> str:
@@ -283,6 +291,8 @@ def _split(
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
     ranges = {}
     for symbol, limits in exported.range_constraints.items():
+        if str(symbol).startswith(UNBACKED):
+            continue  # depends on data; a size that does is refused where it is read
         upper = limits.upper
         ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
     return ranges
