@@ -2,7 +2,9 @@
 
 from npu_compiler.ops import (
     aliases,
+    comparing,
     conv,
+    conv3d,
     elementwise,
     experts,
     indexing,
@@ -24,7 +26,9 @@ __all__ = [
     "Args",
     "Op",
     "aliases",
+    "comparing",
     "conv",
+    "conv3d",
     "declaration",
     "elementwise",
     "elementwise_kernel",

@@ -1,7 +1,4 @@
-"""Ops that write or count at indices: each place asks which of the indices names it, so no two threads write one place.
-
-They need memory for a flag per place and index; beyond `MOST_FLAGS` of them a node is refused.
-"""
+"""Ops that write at indices: each place asks which of the indices names it, so no two threads write one place."""
 
 from __future__ import annotations
 
@@ -9,41 +6,25 @@ from collections.abc import Mapping
 
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
+from npu_compiler.ops.comparing import compared, counted, too_many_flags
 from npu_compiler.ops.indexing import copy_rows
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.reductions import reduce
 from npu_compiler.ops.registry import Args, Range, register_op
-from npu_compiler.ops.tensor import emit_arange
 from npu_compiler.program.views import Shape, View, numel
-
-MOST_FLAGS = 2**24
-
-
-def _too_many(places: int, indices: int, what: str) -> str | None:
-    return f"{what} of {indices} indices over {places} places" if places * indices > MOST_FLAGS else None
-
-
-def _places(ctx: Lowering, count: int, dtype: str = "int32") -> View:
-    """0, 1, … count - 1."""
-    view = ctx.temp((count,), dtype)
-    emit_arange(ctx, view, 0, 1)
-    return view
 
 
 def _hits(ctx: Lowering, index: View, size: int) -> View:
     """index[*lead, k] → flags[*lead, size, k]: whether an index names a place."""
     shape = (*index.shape[:-1], size, index.shape[-1])
-    flags = ctx.temp(shape, "bool")
-    places = _places(ctx, size).unsqueeze(1)
-    ctx.elementwise("eq", [index.unsqueeze(index.rank - 1).expand(shape), places.expand(shape)], flags)
-    return flags
+    return compared(ctx, "eq", index.unsqueeze(index.rank - 1), counted(ctx, size).unsqueeze(1), shape)
 
 
 def _scatter_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     shape, index = (graph.tensors[name].shape for name in node.inputs[:2])
     if not shape or len(index) != len(shape):
         return "scatter to or from a scalar"
-    return _too_many(shape[node.attrs["dim"]], numel(index), "scatter")
+    return too_many_flags(shape[node.attrs["dim"]], numel(index), "scatter")
 
 
 def _scatter_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
@@ -105,7 +86,7 @@ def lower_scatter(ctx: Lowering, node: OpNode) -> None:
         source = source.slice(d, 0, size)
     flags = _hits(ctx, index, window.shape[-1])
     chosen = ctx.temp(flags.shape, "int32")
-    ctx.elementwise("where", [flags, _places(ctx, index.shape[-1]), -1], chosen)
+    ctx.elementwise("where", [flags, counted(ctx, index.shape[-1]), -1], chosen)
     place = ctx.temp(window.shape, "int32")
     reduce(ctx, "max", chosen, -1, place)
     hit, row = ctx.temp(window.shape, "bool"), ctx.temp(window.shape, "int32")
@@ -146,44 +127,3 @@ def lower_index_put(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     ctx.copy(base, out)
     copy_rows(ctx, "index_copy_kernel", positive, [rows], [out], dim=0)
-
-
-def _histc_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    bins, low, high = _histogram(node)
-    if low >= high:
-        return "a histogram whose limits are those of the data"
-    return _too_many(bins, graph.tensors[node.inputs[0]].numel, "histogram")
-
-
-def _histogram(node: OpNode) -> tuple[int, float, float]:
-    """The number of bins, and the limits."""
-    return node.attrs.get("bins", 100), node.attrs.get("min", 0), node.attrs.get("max", 0)
-
-
-@register_op(
-    "aten.histc",
-    unsupported=_histc_unsupported,
-    integer_range=lambda node, graph, known: (0, graph.tensors[node.inputs[0]].numel),
-)
-def lower_histc(ctx: Lowering, node: OpNode) -> None:
-    """How many elements are in each bin; one at the upper limit is in the last, one outside of the limits in none."""
-    bins, low, high = _histogram(node)
-    view, out = ctx.view(node.inputs[0]), ctx.output()
-    values = ctx.reshaped(ctx.cast(view, "float32"), (view.numel,))
-    steps: tuple[tuple[str, float], ...] = (("sub", low), ("true_divide", high - low), ("mul", bins))
-    position = values
-    for op, operand in steps:
-        moved = ctx.temp(values.shape, "float32")
-        ctx.elementwise(op, [position, float(operand)], moved)
-        position = moved
-    whole, last = ctx.temp(values.shape, "float32"), ctx.temp(values.shape, "float32")
-    ctx.elementwise("floor", [position], whole)
-    ctx.elementwise("minimum", [whole, float(bins - 1)], last)
-    inside, named = ctx.temp(values.shape, "bool"), ctx.temp(values.shape, "float32")
-    ctx.elementwise("le", [values, float(high)], inside)
-    ctx.elementwise("where", [inside, last, -1.0], named)
-    flags = ctx.temp((bins, view.numel), "bool")
-    ctx.elementwise(
-        "eq", [named.expand(flags.shape), _places(ctx, bins, "float32").unsqueeze(1).expand(flags.shape)], flags
-    )
-    reduce(ctx, "sum", ctx.cast(flags, "float32"), -1, out)

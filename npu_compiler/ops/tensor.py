@@ -283,6 +283,17 @@ def emit_arange(ctx: Lowering, out: View, start: float, step: float) -> None:
     ctx.emit("arange_kernel", [], [out], params)
 
 
+@register_op("aten.eye", integer_range=lambda node, graph, known: (0, 1))
+def lower_eye(ctx: Lowering, node: OpNode) -> None:
+    out = ctx.output()
+    rows, columns = (ctx.temp((size,), "int32") for size in out.shape)
+    for numbers in (rows, columns):
+        emit_arange(ctx, numbers, 0, 1)
+    flags = ctx.temp(out.shape, "bool")
+    ctx.elementwise("eq", [rows.unsqueeze(1), columns], flags)
+    ctx.copy(flags, out)
+
+
 @register_op(
     "aten.linspace",
     unsupported=lambda node, graph: "linspace between tensors" if node.inputs else None,

@@ -537,7 +537,7 @@ case(
 )
 case("conv_transpose2d-unbatched", F.conv_transpose2d, f(4, 5, 6), w(4, 3, 2, 2), w(3))
 case("conv_transpose1d", lambda x, v, c: F.conv_transpose1d(x, v, c, 3, 1, 1), f(2, 4, 7), w(4, 3, 4), w(3))
-refused("conv3d", F.conv3d, f(1, 2, 4, 4, 4), w(3, 2, 3, 3, 3))
+case("conv3d", F.conv3d, f(1, 2, 4, 4, 4), w(3, 2, 3, 3, 3), spread=1)
 
 # Normalization.
 case(
@@ -1186,6 +1186,30 @@ refused("index_put-broadcast", lambda x, n, y: A.index_put(x, [n], y), f(4, 3), 
 refused("index_put-second", lambda x, n, y: A.index_put(x, [None, n], y), f(3, 4), rows(2, 0), f(3, 2))
 refused("index_put-two", lambda x, n, m, y: A.index_put(x, [n, m], y), f(3, 4), rows(2, 0), rows(1, 1), f(2))
 refused("index_put-mask", lambda x, m, y: A.index_put(x, [m], y), f(3), b(3), f(1))
+case("isin", lambda n, m: (torch.isin(n, m), torch.isin(n, m, invert=True)), i(3, 5, high=9), i(2, 2, high=9))
+case("isin-float", lambda x, y: torch.isin(x, y), whole(7), whole(1))
+refused("isin-scalar", lambda n: torch.isin(n, 2), i(3))
+refused("isin-mixed", lambda n, x: torch.isin(n, x), i(3), whole(2))
+refused("isin-large", lambda n, m: torch.isin(n, m), i(4097, high=9), i(4096, high=9))
+LIMITS = Arg((4,), lambda s: torch.tensor([-1.0, 0.0, 0.5, 2.0]))
+case("bucketize", lambda x, y: (torch.bucketize(x, y), torch.bucketize(x, y, right=True)), halves(3, 9), LIMITS)
+case("bucketize-nan", lambda x, y: torch.bucketize(x / 0.0, y), whole(9), LIMITS)
+case("bucketize-int32", lambda n, m: torch.bucketize(n, m, out_int32=True), i(7, high=9), rows(2, 4, 4))
+case("eye", lambda x: (torch.eye(4, device=x.device) + x, torch.eye(2, 4, device=x.device) * x[:2]), f(4, 4))
+case("eye-int", lambda n: torch.eye(3, dtype=torch.int64, device=n.device) + n, i(3))
+case("linalg_norm", lambda x: (torch.linalg.norm(x), torch.linalg.norm(x, dim=-1, keepdim=True)), f(3, 4))
+case("linalg_norm-order", lambda x: (torch.linalg.norm(x, 1, 1), torch.linalg.norm(x, 3.0, dim=(0,))), p(3, 4))
+refused("linalg_norm-matrix", lambda x: torch.linalg.norm(x, "fro"), f(3, 4))
+case("conv3d-patches", lambda x, v, c: F.conv3d(x, v, c, (2, 3, 4)), f(2, 3, 4, 7, 9), w(5, 3, 2, 3, 4), w(5), spread=1)
+case(
+    "conv3d-overlap",
+    lambda x, v: F.conv3d(x, v, None, (1, 2, 1), 1, (2, 1, 1)),
+    f(1, 2, 5, 5, 4),
+    w(3, 2, 2, 3, 2),
+    spread=1,
+)
+case("conv3d-input", lambda x, v: F.conv3d(x.transpose(2, 4), v) * 2, f(1, 2, 3, 4, 3), w(2, 2, 1, 2, 2), spread=1)
+refused("conv3d-groups", lambda x, v: F.conv3d(x, v, groups=2), f(1, 2, 3, 4, 3), w(2, 1, 1, 2, 2))
 
 
 def ends(*values: int) -> Arg:
