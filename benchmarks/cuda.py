@@ -1,5 +1,7 @@
 """The CUDA device against PyTorch eager and `torch.compile` on one GPU: Qwen2.5-1.5B decode and prefill, ResNets.
 
+Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`.
+
     python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]
     python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md --chart docs/cuda.svg
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu_timing import Budget, Ceilings
 
 TASKS = ("decode", "prefill", "resnet18", "resnet50", "start")
+LARGE_DECODE = "large-decode"
 
 
 def machine(ceilings: Ceilings) -> dict[str, Any]:
@@ -48,12 +51,18 @@ def measurements(
 ) -> Iterator[Iterator[Figure | Account]]:
     """The measurements to make, one iterator of results per compiled graph."""
     from benchmarks import cuda_llm, cuda_vision
+    from benchmarks.dispatches import qwen
 
+    if LARGE_DECODE in only:
+        models = cuda_llm.Models(cuda_llm.LARGE_MODEL, cuda_llm.qwen3(), seed=0)
+        for cache_length, positions in cuda_llm.LARGE_POSITIONS.items():
+            yield cuda_llm.measure_decode(LARGE_DECODE, models, cache_length, positions, ceilings, budget)
+        del models  # whose memory the next ones may need
     if only & {"decode", "prefill"}:
-        models = cuda_llm.Models(seed=0)
+        models = cuda_llm.Models(cuda_llm.MODEL, qwen(), seed=0)
         if "decode" in only:
             for cache_length, positions in (cuda_llm.FEW_POSITIONS if quick else cuda_llm.POSITIONS).items():
-                yield cuda_llm.measure_decode(models, cache_length, positions, ceilings, budget)
+                yield cuda_llm.measure_decode("decode", models, cache_length, positions, ceilings, budget)
         if "prefill" in only:
             for tokens in cuda_llm.FEW_PROMPTS if quick else cuda_llm.PROMPTS:
                 yield cuda_llm.measure_prefill(models, tokens, ceilings, budget)
@@ -126,7 +135,8 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(TASKS), help="comma-separated tasks, or none (default: %(default)s)")
+    only_help = f"comma-separated tasks, also {LARGE_DECODE}, or none (default: %(default)s)"
+    parser.add_argument("--only", default=",".join(TASKS), help=only_help)
     parser.add_argument("--quick", action="store_true", help="measure fewer positions, prompts and rounds")
     parser.add_argument("--limit", type=float, default=420, help="start no torch.compile after this many seconds")
     parser.add_argument("--json", type=Path, help="write the results to this file")
@@ -135,8 +145,8 @@ def main() -> int:
     parser.add_argument("--chart", type=Path, help="draw a chart, as .svg or .png")
     arguments = parser.parse_args()
     only = set(arguments.only.split(",")) - {"none"}
-    if unknown := only - set(TASKS):
-        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join(TASKS)}")
+    if unknown := only - {*TASKS, LARGE_DECODE}:
+        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join((*TASKS, LARGE_DECODE))}")
     run = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
     status = 0
     if only:

@@ -1,10 +1,10 @@
-"""Qwen2.5-1.5B on the CUDA device and in PyTorch: decode time by position, prefill time by prompt length."""
+"""Language models on the CUDA device and in PyTorch: decode time by position, prefill time by prompt length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 import npu_compiler
-from benchmarks.dispatches import qwen
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure
 from benchmarks.gpu_timing import (
     Budget,
@@ -29,17 +28,41 @@ from benchmarks.peers import ATTENTION, StaticLanguageModel, compiled
 from cuda_runtime import CUDABackend
 from npu_runtime import DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_sim.llm import Checkpoint, extract_graph
-from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.llm.graph import kv_shape, meta_model, state_with_buffers
 
-MODEL = "Qwen2.5-1.5B"
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
+
+MODEL, LARGE_MODEL = "Qwen2.5-1.5B", "Qwen3-8B"
 BYTES = 2  # of a bfloat16
 POSITIONS = {
     2048: (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2000),
     32768: (1, 2, 4, 8, 16, 32, 64, 128, 200, 512, 1024, 2048, 4096, 8192, 16384, 32640),
 }
+LARGE_POSITIONS: dict[int, tuple[int, ...]] = {2048: (1, 2000)}
 FEW_POSITIONS = {2048: (1, 2000), 32768: (200, 32640)}
 PROMPTS, FEW_PROMPTS = (128, 512, 2048, 8192), (128, 2048, 8192)
 SHORTEST_CACHE = 2048
+
+
+def qwen3() -> Qwen3Config:
+    """The configuration of Qwen3-8B."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
 
 
 @torch.no_grad()
@@ -93,10 +116,14 @@ class Step:
 
 
 class Models:
-    """The same random weights as compiled programs and as PyTorch modules."""
+    """The same random weights as compiled programs and as PyTorch modules.
 
-    def __init__(self, seed: int) -> None:
-        self.checkpoint = Checkpoint(MODEL, qwen(), {}, "bfloat16", load_tokenizer=lambda: None)
+    Args:
+        config: The transformers config.
+    """
+
+    def __init__(self, name: str, config: Any, seed: int) -> None:
+        self.checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None)
         self.checkpoint.state = seeded_state(self.checkpoint, seed)
         self.state = {name: torch.as_tensor(x) for name, x in state_with_buffers(self.checkpoint).items()}
         self.backend = CUDABackend()
@@ -147,14 +174,17 @@ class Models:
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of weights that a step must read: all, including the embedding table, which is also the LM head."""
-        return BYTES * sum(int(tensor.numel()) for tensor in self.checkpoint.state.values())
+        """The bytes of weights that a step must read: all but an embedding table that is not also the LM head."""
+        state, tied = self.checkpoint.state, self.checkpoint.config.tie_word_embeddings
+        read = (value for name, value in state.items() if tied or name != "model.embed_tokens.weight")
+        return BYTES * sum(int(tensor.numel()) for tensor in read)
 
 
 def measure_decode(
-    models: Models, cache_length: int, positions: tuple[int, ...], ceilings: Ceilings, budget: Budget
+    task: str, models: Models, cache_length: int, positions: tuple[int, ...], ceilings: Ceilings, budget: Budget
 ) -> Iterator[Figure | Account]:
     """Decode one token at each position, over a cache that is filled with random keys and values."""
+    model = models.checkpoint.name
     step = models.step(1, cache_length)
     attention, tried = _fastest_attention(models, 1, cache_length, ("grouped", "expanded"))
     peers = _Peers(models, 1, cache_length, attention, budget)
@@ -169,9 +199,9 @@ def measure_decode(
         case = {"cache": cache_length, "position": position}
         steady = steady_run(models.backend, step.program, step.run)
         floor, says = 1000 * least / ceilings.bandwidth, f"{least / 1e9:.2f} GB of weights, keys and values"
-        yield Figure("decode", MODEL, case, medians(results), floor, says, steady, errors, tried)
+        yield Figure(task, model, case, medians(results), floor, says, steady, errors, tried)
         if position in (positions[0], positions[-1]):
-            yield Account("decode", MODEL, case, medians(results)[OURS], account(step.run))
+            yield Account(task, model, case, medians(results)[OURS], account(step.run))
 
 
 def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Budget) -> Iterator[Figure | Account]:
@@ -189,14 +219,14 @@ def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Bud
     by_memory, by_matrices = models.weight_bytes / ceilings.bandwidth, flops / ceilings.matrix_rate
     says = f"{models.weight_bytes / 1e9:.2f} GB of weights" if by_memory > by_matrices else f"{flops / 1e12:.2f} TFLOP"
     steady, floor = steady_run(models.backend, step.program, step.run), 1000 * max(by_memory, by_matrices)
-    yield Figure("prefill", MODEL, case, medians(results), floor, says, steady, errors, tried)
-    yield Account("prefill", MODEL, case, medians(results)[OURS], account(step.run))
+    model = models.checkpoint.name
+    yield Figure("prefill", model, case, medians(results), floor, says, steady, errors, tried)
+    yield Account("prefill", model, case, medians(results)[OURS], account(step.run))
 
 
 def _cache_row_bytes(models: Models) -> int:
     config = models.checkpoint.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    return int(2 * BYTES * config.num_hidden_layers * config.num_key_value_heads * head_dim)
+    return 2 * BYTES * int(config.num_hidden_layers) * int(np.prod(kv_shape(config, 1)))
 
 
 def _prefill_flops(models: Models, tokens: int) -> float:
@@ -251,9 +281,8 @@ class _Peers:
 def _fastest_attention(models: Models, tokens: int, cache_length: int, names: tuple[str, ...]) -> tuple[str, str]:
     """The fastest way to call SDPA for this shape, each compiled and timed alone, and a text with the time of each."""
     config = models.checkpoint.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    shape = (1, config.num_key_value_heads, cache_length, head_dim)
-    q = torch.randn(1, config.num_attention_heads, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+    shape = kv_shape(config, cache_length)
+    q = torch.randn(1, config.num_attention_heads, tokens, shape[3], device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "kv")
     mask = torch.ones(tokens, cache_length, device="cuda", dtype=torch.bool).tril(cache_length - tokens)[None, None]
     contenders = {}

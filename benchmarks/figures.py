@@ -21,7 +21,7 @@ class Figure:
     """The time of a step for every contender, and its lower bound.
 
     Attributes:
-        task: `decode`, `prefill` or `vision`.
+        task: `decode`, `large-decode`, `prefill` or `vision`.
         case: The parameters: cache length and position, prompt tokens, or batch size.
         ms: Contender → median milliseconds per step.
         floor_ms: The lower bound that the machine's bandwidth or matrix rate sets; `floor` says how it is derived.

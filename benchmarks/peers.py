@@ -145,6 +145,8 @@ class StaticLanguageModel(nn.Module):
         heads = [self.heads, self.kv_heads, self.kv_heads]
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(1, x.shape[1], sum(heads), self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(heads, dim=1)
+        if layer.q_norm is not None:
+            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
         q, k = _rotated(q, *rotation), _rotated(k, *rotation)
         layer.k.index_copy_(2, positions, k)
         layer.v.index_copy_(2, positions, v)
@@ -162,6 +164,8 @@ def _layer(state: Mapping[str, Tensor], prefix: str) -> nn.Module:
     layer.register_buffer("qkv", torch.cat([state[f"{part}.weight"] for part in parts]))
     biased = f"{parts[0]}.bias" in state
     layer.register_buffer("qkv_bias", torch.cat([state[f"{part}.bias"] for part in parts]) if biased else None)
+    for name in ("q_norm", "k_norm"):
+        layer.register_buffer(name, state.get(f"{prefix}self_attn.{name}.weight"))
     layer.register_buffer("out", state[f"{prefix}self_attn.o_proj.weight"])
     layer.register_buffer("gate_up", torch.cat([state[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")]))
     layer.register_buffer("down", state[f"{prefix}mlp.down_proj.weight"])

@@ -40,6 +40,8 @@ def document(run: Run, chart_name: str) -> str:
     for cache_length in sorted({figure.case["cache"] for figure in _of(run, "decode")}):
         rows = [figure for figure in _of(run, "decode") if figure.case["cache"] == cache_length]
         parts.append(f"## Decode, cache {cache_length:,}\n\n" + _table(rows, "position", lambda f: f.case["position"]))
+    if rows := _of(run, "large-decode"):
+        parts.append("## Decode of a larger model\n\n" + _table(rows, "model, cache, position", _model_and_place))
     if rows := _of(run, "prefill"):
         parts.append("## Prefill\n\n" + _table(rows, "tokens", lambda f: f.case["tokens"]))
     if rows := _of(run, "vision"):
@@ -60,6 +62,10 @@ def document(run: Run, chart_name: str) -> str:
 
 def _of(run: Run, task: str) -> list[Figure]:
     return sorted((figure for figure in run.figures if figure.task == task), key=lambda figure: figure.key)
+
+
+def _model_and_place(figure: Figure) -> str:
+    return f"{figure.model}, {figure.case['cache']:,}, {figure.case['position']:,}"
 
 
 def _network(figure: Figure) -> str:

@@ -104,9 +104,6 @@ class TensorCopies:
 SOURCE = (
     f"#define MOST {MOST}"
     + """
-#include <cuda_fp16.h>
-#include <cuda_bf16.h>
-
 struct Copy {
     const char* source;
     char* target;
@@ -122,17 +119,27 @@ struct Copies {
 __device__ float read_float(const char* data, int kind, long long i) {
     switch (kind) {
         case 0: return ((const float*)data)[i];
-        case 1: return __half2float(((const __half*)data)[i]);
-        case 2: return __bfloat162float(((const __nv_bfloat16*)data)[i]);
+        case 1: {
+            float value;
+            asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(((const unsigned short*)data)[i]));
+            return value;
+        }
+        case 2: return __uint_as_float((unsigned)((const unsigned short*)data)[i] << 16);
         default: return (float)((const double*)data)[i];
     }
+}
+
+__device__ unsigned short bfloat16(float value) {
+    const unsigned bits = __float_as_uint(value);
+    const unsigned rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (unsigned short)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : rounded);
 }
 
 __device__ void write_float(char* data, int kind, long long i, float value) {
     switch (kind) {
         case 0: ((float*)data)[i] = value; break;
-        case 1: ((__half*)data)[i] = __float2half(value); break;
-        case 2: ((__nv_bfloat16*)data)[i] = __float2bfloat16(value); break;
+        case 1: asm("cvt.rn.f16.f32 %0, %1;" : "=h"(((unsigned short*)data)[i]) : "f"(value)); break;
+        case 2: ((unsigned short*)data)[i] = bfloat16(value); break;
         default: ((double*)data)[i] = value;
     }
 }

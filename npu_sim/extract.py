@@ -1,22 +1,19 @@
-"""Extracting IR from PyTorch models. Tracing uses the meta device and `torch.no_grad()`, so no weight is copied."""
+"""Extracting IR from PyTorch models, and finding the models that commands name."""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import json
 import re
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
-from npu_sim.collector import collector_paused
 
 if TYPE_CHECKING:
     import torch
@@ -34,24 +31,15 @@ TASKS = {
 _SPEC = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d, ]*)\]")
 
 
-@contextmanager
-def tracing() -> Iterator[None]:
-    """What `torch.export` runs under: no gradients, no warnings and no garbage collection."""
-    import torch
-
-    with collector_paused(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None = None) -> dict[str, Any]:
-    """Trace a module and return its IR as JSON data. The module is not modified.
+    """Trace a module, in eval mode, and return its IR as JSON data. The module is not modified.
 
-    Buffers with `persistent=False`, which are not in the state dict, become constants of the IR. Outputs that it
-    returns in a dict are called by its keys.
+    What is no weight in the state dict becomes constants of the IR: buffers with `persistent=False`, and tensors that
+    `forward()` makes of Python numbers. Outputs that it returns in a dict are called by its keys.
 
     Args:
-        examples: Positional arguments; the IR is for inputs of the same shapes and dtypes.
+        examples: Positional arguments; the IR is for inputs of the same shapes and dtypes. Tensors on the meta device
+            stand for tensors of the module's device.
         name: Of the model. Default: the module's class.
 
     Raises:
@@ -59,82 +47,33 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
             it is on the meta device.
     """
     import torch
-    from torch_ir import ConversionError, ExportError
-    from torch_ir import extract_ir as trace
 
-    on_meta = to_meta(module).eval()
-    inputs = tuple(x.to("meta") if isinstance(x, torch.Tensor) else x for x in examples)
-    names: list[str] = []
+    from npu_sim.module.trace import export, plain_ir, trace
 
-    def note_names(_module: Any, _inputs: Any, result: Any) -> None:
-        names[:] = _names_in(result)
-
-    on_meta.register_forward_hook(note_names)  # tracing runs the module once
-    with tracing():
-        try:
-            traced = trace(on_meta, inputs, model_name=name or type(module).__name__)
-        except (ConversionError, ExportError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {reason}") from error
-    ir: dict[str, Any] = traced.to_dict()
-    if names and len(names) == len(ir["graph_outputs"]):
-        ir["output_names"] = names
-    constants = {**ir.get("constants", {}), **_transient_buffers(module, {weight["name"] for weight in ir["weights"]})}
-    if constants:
-        ir["constants"] = constants
-    plain: dict[str, Any] = json.loads(json.dumps(ir, default=_to_plain))
+    tensors = [*module.parameters(), *module.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    inputs = tuple(_on_device(x, device) if isinstance(x, torch.Tensor) else x for x in examples)
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        exported = export(module, inputs)
+    finally:
+        for part in training:
+            part.training = True
+    for key in exported.graph_signature.non_persistent_buffers:
+        if exported.constants[key].is_meta:
+            raise IRError(
+                f"buffer '{key}' is not in the state dict and has no value on the meta device; build it on the CPU"
+            )
+    ir = plain_ir(trace(exported, name or type(module).__name__))
+    plain: dict[str, Any] = json.loads(json.dumps(ir, default=lambda array: array.tolist()))
     return plain
 
 
-def _names_in(result: Any) -> list[str]:
-    """The names under which a module returns tensors in a dict: keys, with those of what is nested behind a dot.
-
-    Empty where it returns them otherwise.
-    """
-    import torch
-    from torch.utils import _pytree as pytree
-
-    if not isinstance(result, Mapping):
-        return []
-    leaves, _ = pytree.tree_flatten_with_path(result)
-    return [
-        ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    ]
-
-
-def to_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module with its parameters and buffers on the meta device; tied parameters stay tied."""
+def _on_device(example: torch.Tensor, device: torch.device) -> torch.Tensor:
     import torch
 
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        memo[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-    for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
-
-
-def _transient_buffers(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
-    saved, constants = module.state_dict().keys(), {}
-    for name, buffer in module.named_buffers():
-        if name in wanted and name not in saved:
-            if buffer.is_meta:
-                raise IRError(
-                    f"buffer '{name}' is not in the state dict and has no value on the meta device; build it on the CPU"
-                )
-            dtype = str(buffer.dtype).removeprefix("torch.")
-            constants[name] = {"data": buffer.tolist(), "dtype": dtype, "shape": list(buffer.shape)}
-    return constants
-
-
-def _to_plain(value: Any) -> str:
-    import torch
-
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
-        return str(value).removeprefix("torch.")
-    raise IRError(f"the IR contains a {type(value).__name__}, which JSON cannot represent")
+    return torch.zeros_like(example, device=device) if example.is_meta != (device.type == "meta") else example
 
 
 def write_ir(ir: dict[str, Any], path: Path) -> None:

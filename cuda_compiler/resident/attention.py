@@ -1,15 +1,15 @@
-"""The attention phase: which calls are rotary embedding, update of the KV cache and attention of a few queries."""
+"""The attention phase: which calls are norm, rotary embedding, cache update and attention of a few queries."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cuda_compiler.resident.layout import WARPS, whole_lines
+from cuda_compiler.resident.origins import Origin, find_origin
 from cuda_compiler.resident.phases import BACKOFF_NS, Phase
 from cuda_compiler.rules.attention import BLOCK_KEYS, BLOCK_ROWS, found_memory, suits_tensor_cores
-from cuda_compiler.rules.rotary import shown_heads
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import itemsize
@@ -18,7 +18,11 @@ from npu_compiler.program.views import View
 
 _FEW_QUERIES = 8
 _MIN_TILES = 4  # of keys that a split has, as more splits have more partial sums to exchange
-_PREFETCHED = ("k", "v", "mask", "index", "cos", "sin")
+MOST_CALLS = 8  # a copy, an RMSNorm and a rotary embedding of queries and of keys, a cache update, attention
+_ANGLES_AND_GAINS = ("cos", "sin", "query_gain", "key_gain")
+_INPUTS = ("unrotated", *_ANGLES_AND_GAINS, "index", "key_source", "value_source", "mask")
+_PREFETCHED = ("k", "v", "mask", "index", *_ANGLES_AND_GAINS)
+_NOT_NORMED: dict[str, bool | float] = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class AttentionMatch:
         call: The attention call.
         q, k, v: Queries as they are read, the caches.
         inputs, outputs: Operands of the phase, by name.
+        norm: Constants of the RMSNorm of queries and new keys.
     """
 
     taken: int
@@ -39,6 +44,7 @@ class AttentionMatch:
     v: View
     inputs: dict[str, View | None]
     outputs: dict[str, View | None]
+    norm: dict[str, bool | float]
 
 
 def attention_phase(match: AttentionMatch) -> Phase:
@@ -47,14 +53,15 @@ def attention_phase(match: AttentionMatch) -> Phase:
     kv_heads, keys = match.k.shape[1], match.k.shape[2]
     rows = queries * (heads // kv_heads)
     items = batch * kv_heads * groups(rows, BLOCK_ROWS)
-    splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), groups(MULTIPROCESSORS, items))
+    # One more split would give some blocks two items, and the others wait for them.
+    splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), max(MULTIPROCESSORS // items, 1))
     return Phase(
         match.call,
         "resident/attention.cu",
         "attend_keys",
         {**match.inputs, "message": None},
         {**match.outputs, "out": match.call.outputs[0]},
-        {"splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS},
+        {**match.norm, "splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS},
         whole_lines(_scratch_bytes(match)),
         _PREFETCHED,
         _prefetched_bytes(match),
@@ -66,7 +73,8 @@ def _prefetched_bytes(match: AttentionMatch) -> int:
     """Bytes of `Prefetched` in `attention.cu`."""
     cos = match.inputs["cos"]
     angles = 2 * match.q.shape[3] * (match.q.shape[2] * itemsize(cos.dtype) if cos is not None else 4)
-    return angles + 4 * _tokens(match) + 24 * WARPS + 16
+    gains = 4 * (2 * match.q.shape[3] if match.norm["normed"] else 4)
+    return angles + gains + 4 * _tokens(match) + 24 * WARPS + 16
 
 
 def _scratch_bytes(match: AttentionMatch) -> int:
@@ -83,63 +91,83 @@ def _tokens(match: AttentionMatch) -> int:
 
 
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
-    """The attention that begins with the first of up to three calls.
+    """The attention that the first of some calls begins, if all of these up to the attention itself belong to it.
 
-    The rotated queries and keys must be read by nobody else, since they are not stored.
+    What is made on the way must be read by nobody else, since it is not stored.
+
+    Args:
+        calls: Up to `MOST_CALLS`.
+        readers: Buffer → how many calls and program outputs read it.
     """
-    kernels = [call.kernel for call in calls]
-    if kernels[:1] == ["attention_kernel"]:
-        return _match(None, None, calls[0], readers)
-    if kernels[:2] == ["index_copy_pair_kernel", "attention_kernel"]:
-        return _match(None, calls[0], calls[1], readers)
-    if kernels == ["rope_kernel", "index_copy_pair_kernel", "attention_kernel"]:
-        return _match(calls[0], calls[1], calls[2], readers)
-    return None
-
-
-def _match(
-    rope: KernelCall | None, update: KernelCall | None, call: KernelCall, readers: Counter[str]
-) -> AttentionMatch | None:
+    end = next((at for at, call in enumerate(calls) if call.kernel == "attention_kernel"), None)
+    if end is None:
+        return None
+    before, call = calls[:end], calls[end]
     q, k, v, mask, out = KERNELS[call.kernel].bind(call)
     assert q is not None and k is not None and v is not None and out is not None
-    heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[3]
-    if q.shape[2] > _FEW_QUERIES or not suits_tensor_cores(q, k, v) or heads % kv_heads:
+    if q.shape[2] > _FEW_QUERIES or not suits_tensor_cores(q, k, v) or q.shape[1] % k.shape[1]:
         return None
-    inputs: dict[str, View | None] = {
-        "unrotated": q,
-        "cos": None,
-        "sin": None,
-        "index": None,
-        "key_source": None,
-        "value_source": None,
-        "mask": mask,
-    }
-    if update is not None:
-        index, keys, values = update.inputs
-        if update.outputs != (k, v) or update.params["dim"] != 2 or not _alike(keys, k) or not _alike(values, v):
+    inputs: dict[str, View | None] = dict.fromkeys(_INPUTS)
+    inputs["mask"] = mask
+    outputs: dict[str, View | None] = {}
+    steps = list(before)
+    new_keys = None
+    if steps and steps[-1].kernel == "index_copy_pair_kernel":
+        update = steps.pop()
+        inputs["index"], new_keys, values = update.inputs
+        if update.outputs != (k, v) or update.params["dim"] != 2 or not _alike(new_keys, k) or not _alike(values, v):
             return None
-        inputs |= {"index": index, "key_source": keys, "value_source": values}
+        inputs["value_source"] = values
+        outputs = {"k": k, "v": v}
+    else:
+        inputs |= {"k": k, "v": v}
+    makers = {view.buffer: step for step in steps for view in step.outputs}
+    origins = [find_origin(view, makers) for view in (q, new_keys) if view is not None]
+    found = [origin for origin in origins if origin is not None]
+    if len(found) < len(origins) or not _turned_alike(found) or not _normed_alike(found):
+        return None
+    for origin, source, gain in zip(found, ("unrotated", "key_source"), ("query_gain", "key_gain"), strict=False):
+        inputs[source] = origin.view
+        if origin.norm is not None:
+            inputs[gain] = KERNELS[origin.norm.kernel].bind(origin.norm)[1]
+    rope, norm = found[0].rope, found[0].norm
     if rope is not None:
-        x, cos, sin = rope.inputs
-        turned = rope.outputs[0]
-        new_keys = inputs["key_source"]
-        before = [_before(view, turned, x) for view in (q, new_keys) if view is not None]
-        if (
-            readers[turned.buffer] != 2
-            or rope.params["rotary_dim"] != width
-            or any(view is None for view in before)
-            or cos.strides[1]
-            or sin.strides[1]
-            or cos.strides[3] != 1
-            or sin.strides[3] != 1
-        ):
-            return None
-        inputs |= {"unrotated": before[0], "key_source": before[1], "cos": cos, "sin": sin}
-    caches: dict[str, View | None] = {"k": k, "v": v}
-    taken = 1 + (update is not None) + (rope is not None)
-    if update is None:
-        return AttentionMatch(taken, call, q, k, v, {**inputs, **caches}, {})
-    return AttentionMatch(taken, call, q, k, v, inputs, caches)
+        _, inputs["cos"], inputs["sin"] = rope.inputs
+    constants = dict(_NOT_NORMED)
+    if norm is not None:
+        constants = {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": norm.params["weight_offset"]}
+    used = [step for origin in found for step in origin.calls]
+    read = Counter(view.buffer for step in (*before, call) for view in step.inputs)
+    if (
+        any(all(step is not other for other in used) for step in steps)
+        or any(readers[name] != read[name] for name in makers)
+        or any(view is not None and view.buffer in makers for view in inputs.values())
+    ):
+        return None
+    return AttentionMatch(end + 1, call, q, k, v, inputs, outputs, constants)
+
+
+def _turned_alike(origins: Sequence[Origin]) -> bool:
+    """Whether none is rotated, or all are by the same angles, which all heads share."""
+    angles = [_angles(origin) for origin in origins]
+    return len(set(angles)) == 1 and all(strides[1] == 0 and strides[3] == 1 for _, _, strides in angles[0])
+
+
+def _angles(origin: Origin) -> tuple[tuple[str, int, tuple[int, ...]], ...]:
+    """Where the cosines and sines of its rotary embedding are: buffer, offset, strides; nothing where there is none."""
+    views = origin.rope.inputs[1:] if origin.rope is not None else ()
+    return tuple((view.buffer, view.offset, _strides(view)) for view in views)
+
+
+def _strides(view: View) -> tuple[int, ...]:
+    """Its strides, 0 in dimensions of one element."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(view.shape, view.strides, strict=True))
+
+
+def _normed_alike(origins: Sequence[Origin]) -> bool:
+    """Whether none is normalized, or all are but for their gains."""
+    norms = [origin.norm.params if origin.norm is not None else None for origin in origins]
+    return len({(norm["eps"], norm["weight_offset"]) if norm is not None else None for norm in norms}) == 1
 
 
 def _alike(source: View, cache: View) -> bool:
@@ -150,11 +178,3 @@ def _alike(source: View, cache: View) -> bool:
         and (*source.shape[:2], source.shape[3]) == (*cache.shape[:2], cache.shape[3])
         and source.strides[3] == 1
     )
-
-
-def _before(view: View, turned: View, x: View) -> View | None:
-    """Where what `view` shows of a rotation's result was before; None where it does not show whole heads."""
-    heads = shown_heads(view, turned)
-    if heads is None or x.strides[3] != 1:
-        return None
-    return replace(x, shape=view.shape, offset=x.offset + heads.start * x.strides[1])

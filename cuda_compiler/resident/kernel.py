@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from cuda_compiler.cuda_program import KernelLaunch, LaunchKind
-from cuda_compiler.resident.attention import attention_phase, match_attention
+from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
 from cuda_compiler.resident.mailboxes import connect_mailboxes
 from cuda_compiler.resident.phases import Phase
@@ -110,7 +110,7 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int,
         if product.kernel in PRODUCTS and alone and product.inputs[0] == normalized:
             phase = product_phase(plan, product, first)
             return (2, phase) if phase is not None else (1, None)
-    match = match_attention(calls[index : index + 3], readers)
+    match = match_attention(calls[index : index + MOST_CALLS], readers)
     return (match.taken, attention_phase(match)) if match is not None else (1, None)
 
 

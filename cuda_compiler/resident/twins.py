@@ -20,7 +20,7 @@ _LOWEST = np.float32(-3.402823466e38)
 
 
 def rms_norm(x: Array, gain: Array | None, eps: float, gain_offset: float) -> Array:
-    """x / sqrt(mean(x²) + eps) · (gain + gain_offset) over rows. Shapes: x [M, K]; gain [K]."""
+    """x / sqrt(mean(x²) + eps) · (gain + gain_offset) over rows, or over heads. Shapes: x [..., K]; gain [K]."""
     wide = x.astype(np.float32)
     result: Array = wide / np.sqrt(np.mean(wide * wide, -1, keepdims=True) + np.float32(eps))
     if gain is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ from npu_compiler.graph.dtypes import KNOWN_DTYPES, numpy_dtype
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name, unique_names
 from npu_compiler.graph.weight_recipe import from_key
 
+IR_SOURCES = "npu_simulation.ir_sources"
+
 
 def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
     """Build an `IRGraph` from a path to IR JSON, an IR dict, or an object with `to_dict()`.
+
+    What else can become IR, packages say: an entry point of the group `npu_simulation.ir_sources`, named by a file's
+    suffix (`pt2`) or an object's class (`ExportedProgram`), is a function from such a path or object to an IR dict.
 
     Raises:
         IRError: the file cannot be read or is not JSON; a field is missing or of the wrong kind; a shape is
@@ -25,13 +31,26 @@ def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
     """
     if isinstance(source, IRGraph):
         return source
-    if isinstance(source, (str, Path)):
+    converter = _converter(source)
+    if converter is not None:
+        source = converter(source)
+    elif isinstance(source, (str, Path)):
         source = _load_json(Path(source))
     elif not isinstance(source, Mapping):
         if not hasattr(source, "to_dict"):
             raise IRError(f"cannot read IR from a {type(source).__name__}: give a path, a dict, or a torch_ir IR")
         source = source.to_dict()
     return _Reader(source).read()
+
+
+def _converter(source: object) -> Callable[[Any], Mapping[str, Any]] | None:
+    """What makes IR of a source that is no IR itself."""
+    is_path = isinstance(source, (str, Path))
+    kind = Path(str(source)).suffix.removeprefix(".") if is_path else type(source).__name__
+    if kind in ("", "json", "dict", "IR"):
+        return None
+    found = next(iter(entry_points(group=IR_SOURCES, name=kind)), None)
+    return None if found is None else found.load()
 
 
 def _load_json(path: Path) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Symbolic sizes: IR whose shapes and attributes depend on sizes that are known when a program is wanted.
 
-In such IR a size may be written `{"$size": "2*s0 + 1"}`. `specialize` puts numbers in for the symbols, which gives plain
-IR; nothing is traced again, and neither PyTorch nor SymPy is needed.
+In such IR a size may be written `{"$size": "2*s0 + 1"}`. `specialize` puts numbers in for the symbols, which gives
+plain IR; nothing is traced again, and neither PyTorch nor SymPy is needed.
 """
 
 from __future__ import annotations

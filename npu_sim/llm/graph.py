@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_compiler.errors import InputError, NPUError
+from npu_compiler.errors import InputError, IRError, NPUError
 from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
-from npu_sim.extract import tracing
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
 
 if TYPE_CHECKING:
@@ -111,15 +110,12 @@ def _empty_caches(checkpoint: Checkpoint, cache_length: int) -> tuple[list["torc
 
 
 def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], name: str) -> dict[str, Any]:
-    from torch_ir import extract_ir
+    from npu_sim.module.trace import export, plain_ir, trace
 
     try:
-        with tracing():
-            ir = extract_ir(model.eval(), inputs, model_name=name)
-    except Exception as error:  # torch.export and the model's own code raise errors of any kind
+        return plain_ir(trace(export(model.eval(), inputs), name))
+    except IRError as error:
         raise _unsupported(checkpoint, error) from error
-    found: dict[str, Any] = ir.to_dict()
-    return found
 
 
 def compile_prefill(
@@ -179,7 +175,7 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
     versions = [version(package) for package in ("torch", "transformers", "pytorch-ir")]
-    return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm")]
+    return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm", "npu_sim.module")]
 
 
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:

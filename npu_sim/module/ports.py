@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.utils.dlpack
 
@@ -97,6 +98,8 @@ class InputPort:
         self._bound, self._may_move = bound, may_move and is_dense and self._static is not None
         self.follow()
         self._home = self._address = 0 if self._static is None else self._static.data_ptr()
+        is_array = self._static is not None and self._static.is_cpu and self._static.dtype != torch.bfloat16
+        self._array = self._static.numpy() if self._static is not None and is_array else None
         self._low, self._high = spec.bounds or (INT32_MIN, INT32_MAX)
         self._checks_integers = is_int(spec.dtype) and (spec.bounds is not None or spec.dtype == "int64")
         self._limit = FLOAT_MAX.get(spec.storage) if spec.storage != spec.dtype else None
@@ -138,7 +141,11 @@ class InputPort:
             return
         if self._move is not None:
             self._go_to(self._home)
-        static.copy_(value)
+        if self._array is not None and value.dtype == static.dtype and not value.requires_grad:
+            # Not `Tensor.copy_`: PyTorch's threads keep spinning for a while and delay the native kernels that follow.
+            np.copyto(self._array, value.numpy())
+        else:
+            static.copy_(value)
 
     def _go_to(self, address: int) -> None:
         if address != self._address:

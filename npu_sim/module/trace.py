@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +71,7 @@ class Trace:
         written: (the graph's output, graph input or weight key) for each tensor that a call changes in place.
         ranges: Symbol → its smallest and largest value (None: no limit).
         example_device: The torch device of the inputs.
+        passed: The outputs that are graph inputs or weights as they are, as the IR describes them, by `source`.
     """
 
     ir: dict[str, Any]
@@ -81,6 +84,7 @@ class Trace:
     written: tuple[tuple[int, str], ...]
     ranges: dict[str, tuple[int, int | None]]
     example_device: torch.device
+    passed: dict[str, dict[str, Any]]
 
     @property
     def is_dynamic(self) -> bool:
@@ -157,12 +161,19 @@ def load_exported(path: str | Path) -> ExportedProgram:
     """
     if not Path(path).is_file():
         raise IRError(f"cannot read '{path}': there is no such file")
+    if not zipfile.is_zipfile(path):
+        raise IRError(f"'{path}' is not a .pt2 file, which is a zip archive")
+    logger = logging.getLogger("torch.export")
+    level = logger.level
     try:
+        logger.setLevel(logging.CRITICAL)  # what it logs of a file that it cannot read, the error says
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.load(str(path))
     except Exception as error:  # zipfile, pickle, JSON and version errors
         raise IRError(f"'{path}' is not a .pt2 file that this PyTorch reads: {first_line(error)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def trace(exported: ExportedProgram, name: str) -> Trace:
@@ -224,6 +235,12 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
     for changed in sorted(nodes.written & (names | keys.keys())):
         written.append((len(graph_outputs), keys.get(changed, changed)))
         graph_outputs.append(sources[changed])
+    passed = {
+        leaf.source: {**sources[key].meta(), "name": key}
+        for leaf in outputs
+        for key in ([leaf.source] if leaf.source in sources else [x for x, y in keys.items() if y == leaf.source])
+        if leaf.source is not None
+    }
     weights, constants = _split(keys, state, exported, {x for _, x in written})
     described = {keys[x.name]: {**x.meta(as_input=False), "name": keys[x.name]} for x in values if _is_weight(x)}
     ir: dict[str, Any] = {
@@ -253,7 +270,45 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         tuple(written),
         _ranges(exported),
         inputs[0].value.device if inputs else torch.device("cpu"),
+        passed,
     )
+
+
+def plain_ir(traced: Trace) -> dict[str, Any]:
+    """The IR by itself: with all tensors that the module returns as its outputs, in order.
+
+    Those in a dict are called by its keys, with the keys of what is nested behind a dot.
+
+    Raises:
+        IRError: sizes are symbolic.
+    """
+    if traced.is_dynamic:
+        raise IRError("the exported program has dynamic shapes; npu_sim.compile() makes programs for their sizes")
+    computed = traced.ir["graph_outputs"]
+    found = []
+    names = []
+    placed = pytree.tree_unflatten(list(range(traced.out_spec.num_leaves)), traced.out_spec)
+    paths, _ = pytree.tree_flatten_with_path(placed)
+    for leaf, (path, _) in zip(traced.outputs, paths, strict=True):
+        if leaf.output is not None or leaf.source is not None:
+            found.append(computed[leaf.output] if leaf.output is not None else traced.passed[str(leaf.source)])
+            names.append(
+                ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)
+            )
+    ir = {**traced.ir, "graph_outputs": found}
+    if traced.out_spec.type is not None and issubclass(traced.out_spec.type, Mapping) and len(set(names)) == len(names):
+        ir["output_names"] = names
+    return ir
+
+
+def ir_of_exported(exported: ExportedProgram) -> dict[str, Any]:
+    """The IR of an exported program of static shapes. Errors as in `trace` and `plain_ir`."""
+    return plain_ir(trace(exported, "exported"))
+
+
+def ir_of_file(path: str | Path) -> dict[str, Any]:
+    """The IR of a `.pt2` file. Errors as in `load_exported`, `trace` and `plain_ir`."""
+    return plain_ir(trace(load_exported(path), Path(path).stem))
 
 
 def _is_weight(value: object) -> bool:

@@ -85,13 +85,13 @@ def find_model(name: str) -> VisionModel:
 def extract_model_ir(model: VisionModel) -> dict[str, Any]:
     """IR of the model for an input [1, 3, size, size], traced on the meta device, where weights take no memory."""
     import torch
-    from torch_ir import extract_ir
+
+    from npu_sim.extract import extract_ir
 
     size = model.preprocessing.size
     with torch.device("meta"):
         module, image = model.build().eval(), torch.empty(1, 3, size, size)
-    ir: dict[str, Any] = extract_ir(module, (image,), model_name=model.name).to_dict()
-    return ir
+    return extract_ir(module, (image,), name=model.name)
 
 
 def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None) -> dict[str, "Tensor"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of, step_of
+from cuda_phases import Phases
 from cuda_wirings import WIRED, AddsItsInput, NarrowValues, Wired, check_wired, wired_program
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.resident import phases as resident_phases
-from cuda_compiler.resident.kernel import RESIDENT, form_resident_kernels
+from cuda_compiler.resident.kernel import RESIDENT, find_runs, form_resident_kernels
 from cuda_compiler.resident.products import own_rows
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler import CompiledProgram
+from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
 from npu_sim.llm.graph import state_with_buffers
@@ -31,7 +33,7 @@ from npu_sim.llm.graph import state_with_buffers
 LONG_BYTES = 150_000  # so that some of the small models' weights are long ones
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str) -> None:
     calls = plan_of(name, 1).calls
     assert [call.kernel for call in calls].count(RESIDENT) == 1
@@ -39,12 +41,62 @@ def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str)
     assert calls[-1].kernel == RESIDENT
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("llama", 4), ("qwen3", 1)])
-def test_what_has_no_phase_stands_between_resident_kernels(name: str, tokens: int) -> None:
-    kernels = [call.kernel for call in plan_of(name, tokens).calls]
-    first = kernels.index(RESIDENT)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_what_has_no_phase_stands_between_resident_kernels(name: str) -> None:
+    kernels = [call.kernel for call in plan_of(name, 4).calls]
+    first, last = kernels.index(RESIDENT), len(kernels) - kernels[::-1].index(RESIDENT)
     assert kernels.count(RESIDENT) >= 3
-    assert any(kernel != RESIDENT for kernel in kernels[first : len(kernels) - kernels[::-1].index(RESIDENT)])
+    assert set(kernels[first:last]) == {RESIDENT, "silu_mul_kernel"}
+
+
+def normed_attention() -> Phases:
+    phases = Phases("bfloat16", np.random.default_rng(0))
+    phases.attention(6, 2, 1, 500, 64, 201, splits=8, normed=True)
+    return phases
+
+
+def normed_in_attention(plan: ExecutionPlan) -> list[bool]:
+    """Of each attention phase, whether it normalizes queries and keys."""
+    phases = [phase for run in find_runs(plan) for phase in run.phases if phase.function == "attend_keys"]
+    return [bool(phase.constants["normed"]) for phase in phases]
+
+
+@pytest.mark.parametrize("buffer", ["q.normal", "new.normal", "q.turned", "new.turned"])
+def test_a_norm_whose_result_others_need_is_not_part_of_attention(buffer: str) -> None:
+    plan = normed_attention().plan
+    assert normed_in_attention(plan) == [True]
+    (made,) = (view for call in plan.calls for view in call.outputs if view.buffer == buffer)
+    assert normed_in_attention(replace(plan, output_views={"out": made})) == [False]
+
+
+def with_other_eps(norm: KernelCall) -> KernelCall:
+    return replace(norm, params={**norm.params, "eps": 1e-3})
+
+
+def over_all_heads(norm: KernelCall) -> KernelCall:
+    (rows, width), gain = norm.inputs[0].shape, norm.inputs[1]
+    x, out = (replace(v, shape=(1, rows * width), strides=(rows * width, 1)) for v in (norm.inputs[0], norm.outputs[0]))
+    whole_gain = replace(gain, shape=(rows * width,))
+    return replace(norm, inputs=(x, whole_gain), outputs=(out,), params={**norm.params, "width": rows * width})
+
+
+@pytest.mark.parametrize("change", [with_other_eps, over_all_heads])
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_norms_of_single_heads_that_are_alike_are_part_of_attention(
+    change: Callable[[KernelCall], KernelCall], which: int
+) -> None:
+    plan = normed_attention().plan
+    at = [index for index, call in enumerate(plan.calls) if call.kernel == "rmsnorm_kernel"][which]
+    calls = [*plan.calls[:at], change(plan.calls[at]), *plan.calls[at + 1 :]]
+    assert normed_in_attention(replace(plan, calls=calls)) == [False]
+
+
+@pytest.mark.parametrize(("kv_heads", "most"), [(2, 66), (7, 18), (8, 16), (90, 1), (140, 1)])
+def test_no_block_has_two_splits_of_keys_where_there_are_enough_blocks(kv_heads: int, most: int) -> None:
+    phases = Phases("bfloat16", np.random.default_rng(0))
+    phases.attention(kv_heads, kv_heads, 1, 8192, 16, 201, splits=1)
+    ((phase,),) = (run.phases for run in find_runs(phases.plan))
+    assert phase.constants["splits"] == most
 
 
 def test_many_rows_go_to_ordinary_kernels() -> None:
@@ -93,6 +145,8 @@ def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
         ("llama of odd sizes", "float16", 0),
         ("llama of many heads", "bfloat16", 1),
         ("llama of long rows", "bfloat16", 2),
+        ("qwen3", "bfloat16", 2),
+        ("qwen3 of odd sizes", "float16", 1),
     ],
 )
 def test_it_compiles(name: str, dtype: str, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def test_a_product_means_what_its_calls_do(
     keys=st.integers(8, 100),
     half_width=st.integers(1, 20),
     splits=st.integers(1, 8),
+    normed=st.booleans(),
     data=st.data(),
 )
 def test_attention_over_splits_means_what_its_calls_do(
@@ -55,11 +56,12 @@ def test_attention_over_splits_means_what_its_calls_do(
     keys: int,
     half_width: int,
     splits: int,
+    normed: bool,
     data: st.DataObject,
 ) -> None:
     phases = Phases(dtype, np.random.default_rng(seed))
     start = data.draw(st.integers(0, keys - queries))
-    phases.attention(sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits)
+    phases.attention(sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits, normed)
     phases.check(run_reference(phases), TOLERANCE[dtype])
 
 
@@ -91,7 +93,14 @@ def attention(dtype: str, seed: int, queries: int) -> Phases:
     return phases
 
 
-PHASES = {"products": products, "attention": attention}
+def normed_attention(dtype: str, seed: int, queries: int) -> Phases:
+    """The same with the RMSNorm of every head, whose pairs of packs are five."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    phases.product(phases.attention(6, 2, queries, 500, 80, 201, splits=8, normed=True), "out", 96)
+    return phases
+
+
+PHASES = {"products": products, "attention": attention, "normed attention": normed_attention}
 needs_gpu = pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
 
 

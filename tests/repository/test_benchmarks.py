@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import cuda
+from benchmarks.cuda_llm import qwen3
 from benchmarks.dispatches import qwen
 from benchmarks.figures import COMPILED, EAGER, OURS, Account, Figure, Run, load_run
 from benchmarks.gpu_timing import agreement
@@ -40,6 +42,7 @@ def run() -> Run:
         figure("decode", "Qwen", 1.0, 2.0, cache=32768, position=4),
         figure("decode", "Qwen", 1.0, None, cache=32768, position=16),
         figure("decode", "Qwen", 0.8, 2.0, cache=2048, position=1),
+        figure("large-decode", "Qwen L", 4.0, None, cache=2048, position=2000),
         figure("prefill", "Qwen", 10.5, 21.0, tokens=128, cache=2048),
         figure("vision", "ResNet-18", 0.25, 0.5, batch=64),
     ]
@@ -58,7 +61,7 @@ def test_merging_keeps_other_figures_in_order_and_takes_the_later_of_the_same(ru
     new = figure("vision", "ResNet-18", 0.1, 0.3, batch=1)
     later = Run({**MACHINE, "date": "2026-01-03"}, [again, new], [], {"weights, GB/s": 6.0})
     merged = run.merged(later)
-    assert merged.figures == [again, *run.figures[:2], run.figures[3], new, run.figures[4]]
+    assert merged.figures == [again, *run.figures[:2], *run.figures[3:5], new, run.figures[5]]
     assert merged.accounts == run.accounts
     assert merged.other == {"second start, s": 0.75, "weights, GB/s": 6.0}
     assert merged.machine["date"] == "2026-01-03"
@@ -73,6 +76,7 @@ def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:
     assert headings == [
         "Decode, cache 2,048",
         "Decode, cache 32,768",
+        "Decode of a larger model",
         "Prefill",
         "ResNets, float16",
         "Start-up",
@@ -80,6 +84,7 @@ def test_the_page_has_a_table_for_each_cache_and_task(run: Run) -> None:
         "Time per kernel",
     ]
     assert "| 1 | **0.800** | 0.500 | 62% | 2.000 | 20.0 | 2.50 |" in page
+    assert "| Qwen L, 2,048, 2,000 | **4.000** | 0.500 | 12% |  | 20.0 |  |" in page
     assert "| 128 | **10.5** | 0.500 | 5% | 21.0 | 20.0 | 2.00 |" in page
     assert "| ResNet-18, 64 | **0.250** | 0.500 | 200% | 0.500 | 20.0 | 2.00 |" in page
     assert "| second start, s | 0.75 |" in page
@@ -152,17 +157,19 @@ def test_agreement_refuses_logits_that_are_wrong() -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_the_peer_is_the_hugging_face_model(attention: str) -> None:
+@pytest.mark.parametrize("model", [qwen, qwen3])
+def test_the_peer_is_the_hugging_face_model(model: Callable[[], Any], attention: str) -> None:
     from transformers import AutoModelForCausalLM
 
     seed = secrets.randbits(32)
     torch.manual_seed(seed)
-    config = qwen(2)
+    config = model()
     config.vocab_size, config.hidden_size, config.intermediate_size, config.num_attention_heads = 300, 192, 256, 6
+    config.num_hidden_layers, config.num_key_value_heads = 2, 2
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {**model.state_dict(), "model.rotary_emb.inv_freq": model.model.rotary_emb.inv_freq}
     for name in state:
-        if name.endswith("bias"):
+        if name.endswith(("bias", "q_norm.weight", "k_norm.weight")):
             state[name].normal_()
     ids = torch.randint(0, config.vocab_size, (1, 20))
     peer = StaticLanguageModel(config, state)

@@ -42,7 +42,12 @@ CONFIGS = {
     ),
     # More parts of keys than blocks, and a head of more units than a block hands over at a time, three times over.
     "llama of many heads": config(
-        LlamaConfig, hidden_size=320, num_attention_heads=20, num_key_value_heads=20, vocab_size=20_000
+        LlamaConfig,
+        hidden_size=280,
+        head_dim=16,
+        num_attention_heads=140,
+        num_key_value_heads=140,
+        vocab_size=20_000,
     ),
     # Two units of two chunks for a block, the second one of which is a part.
     "llama of long rows": config(
@@ -51,6 +56,9 @@ CONFIGS = {
     "llama of odd sizes": config(LlamaConfig, hidden_size=240, intermediate_size=328, head_dim=40, vocab_size=501),
     "qwen2": config(Qwen2Config),
     "qwen3": config(Qwen3Config),
+    "qwen3 of odd sizes": config(
+        Qwen3Config, hidden_size=240, intermediate_size=328, head_dim=40, num_key_value_heads=1, vocab_size=501
+    ),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,14 +88,26 @@ class Phases:
         return out
 
     def attention(
-        self, heads: int, kv_heads: int, queries: int, keys: int, width: int, start: int, splits: int
+        self,
+        heads: int,
+        kv_heads: int,
+        queries: int,
+        keys: int,
+        width: int,
+        start: int,
+        splits: int,
+        normed: bool = False,
     ) -> View:
-        """Appends rotary embedding, cache update and attention up to each query's own key; returns [T, H · D]."""
+        """Appends rotary embedding, cache update and attention up to each query's own key; returns [T, H · D].
+
+        Args:
+            start: The first query's own key.
+            normed: Appends the RMSNorm of each query and of each new key before that.
+        """
         d, tokens = self.data, range(start, start + queries)
         x = self.operand("x", 1, heads + kv_heads, queries, width)
         values = self.operand("values", 1, kv_heads, queries, width)
         cos, sin = (self.operand(name, 1, 1, queries, width) for name in ("cos", "sin"))
-        turned = self.operand("turned", *x.shape, kind="arena")
         index = self.operand("index", queries, values=tokens)
         k, v = (self.operand(name, 1, kv_heads, keys, width) for name in "kv")
         reached = np.arange(keys) <= np.array(tokens)[:, None]
@@ -104,20 +116,53 @@ class Phases:
             "attended", queries, heads * width, kind="output", values=np.full((queries, heads * width), np.nan)
         )
         out = View("attended", (1, heads, queries, width), (0, width, heads * width, 1), 0, self.dtype)
-        angles = [cos.expand(x.shape), sin.expand(x.shape)]
-        q, new_keys = turned.slice(1, 0, heads), turned.slice(1, heads, heads + kv_heads)
         scale = width**-0.5
-        self.call("rope_kernel", [x, *angles], [turned], rotary_dim=width)
+        if normed:
+            parts = {"q": x.slice(1, 0, heads), "new": x.slice(1, heads, heads + kv_heads)}
+            q, new_keys = (self._rotated(self._head_norm(part, name), name, cos, sin) for name, part in parts.items())
+        else:
+            turned = self._rotated(x, "qk", cos, sin)
+            q, new_keys = turned.slice(1, 0, heads), turned.slice(1, heads, heads + kv_heads)
         self.call("index_copy_pair_kernel", [index, new_keys, values], [k, v], dim=2, checked=1)
         inputs = [q, k, v, mask.expand((1, heads, queries, keys))]
         self.call("attention_kernel", inputs, [out], scale=scale, causal=0, has_mask=1)
-        rotated = self.expected["turned"] = twins.rotate(d["x"], d["cos"], d["sin"])
-        new = {"k": rotated[:, heads:], "v": d["values"]}
+        by_view = [self.expected[view.buffer] for view in (q, new_keys)]
+        rotated = by_view if normed else np.split(by_view[0], [heads], 1)
+        new = {"k": rotated[1], "v": d["values"]}
         caches = {name: twins.update_cache(d[name], d["index"], rows) for name, rows in new.items()}
         bias = np.broadcast_to(d["mask"].astype(np.float32), (1, heads, queries, keys))
-        result = twins.attend_keys(rotated[:, :heads], caches["k"], caches["v"], bias, scale, splits)
+        result = twins.attend_keys(rotated[0], caches["k"], caches["v"], bias, scale, splits)
         self.expected |= {**caches, "attended": result.swapaxes(1, 2).reshape(whole.shape)}
         return whole
+
+    def _head_norm(self, heads: View, name: str) -> View:
+        """Appends the RMSNorm of heads [1, H, T, D] that are row-major in a part of a buffer."""
+        width = heads.shape[3]
+        rows = heads.numel // width
+        gain = self.operand(f"{name}.gain", width, kind="weight")
+        normal = self.operand(f"{name}.normal", *heads.shape, kind="arena")
+        views = [replace(view, shape=(rows, width), strides=(width, 1)) for view in (heads, normal)]
+        self.call(
+            "rmsnorm_kernel",
+            [views[0], gain],
+            views[1:],
+            rows=rows,
+            width=width,
+            eps=1e-5,
+            weight_offset=1.0,
+            has_weight=1,
+        )
+        values = self.data[heads.buffer].ravel()[heads.offset : heads.offset + heads.numel].reshape(heads.shape)
+        self.expected[normal.buffer] = twins.rms_norm(values, self.data[gain.buffer], 1e-5, 1.0)
+        return normal
+
+    def _rotated(self, x: View, name: str, cos: View, sin: View) -> View:
+        """Appends the rotary embedding of all that is in a buffer, x [1, H, T, D], by angles [1, 1, T, D]."""
+        turned = self.operand(f"{name}.turned", *x.shape, kind="arena")
+        self.call("rope_kernel", [x, cos.expand(x.shape), sin.expand(x.shape)], [turned], rotary_dim=x.shape[3])
+        values = self.expected.get(x.buffer, self.data[x.buffer])
+        self.expected[turned.buffer] = twins.rotate(values, self.data[cos.buffer], self.data[sin.buffer])
+        return turned
 
     @property
     def plan(self) -> ExecutionPlan:

@@ -1,7 +1,8 @@
 // Phase of a resident kernel for attention of few queries: rotary embedding of queries and keys, update of the KV cache,
 // attention over splits of the keys, and combination of the splits' tagged partial sums, which is divided among all blocks.
-// With `from_mailbox`, queries and new rows are read from the mailbox, and with `to_mailbox` the result goes to the next one as
-// well as to memory. What it means: `attend_keys` in `resident/twins.py`.
+// With `normed`, each head of queries and new keys is RMS-normalized first. With `from_mailbox`, queries and new rows are read
+// from the mailbox, and with `to_mailbox` the result goes to the next one as well as to memory. What it means: `rms_norm`,
+// `rotate`, `update_cache` and `attend_keys` in `resident/twins.py`.
 //
 // Invariants, besides those of `ring.cuh` (I1 to I5), `prefetch.cuh` (I6, I7) and `grid.cuh` (I8 to I17)
 // I20. A row of the cache is replaced by the blocks whose split has its key, one for each KV head and 16 rows of queries, all
@@ -39,6 +40,7 @@ struct FirstTiles {
 struct Prefetched {
     alignas(16) Cos::type cosines[Cos::present ? queries : 1][width];
     alignas(16) Sin::type sines[Cos::present ? queries : 1][width];
+    alignas(16) float gains[2][normed ? width : 2];  // of queries and of keys, with what is added to them
     int token_keys[larger(tokens, 1)];  // -1 for an index out of range
     FirstTiles first_tiles[warps];
 };
@@ -138,13 +140,21 @@ __device__ __forceinline__ void load(ValueWords &values, const Problem &problem,
     load(values, problem.v, V::stride(2), first, value_width);
 }
 
-// Stores the cosines and sines of the queries' angles and the tokens' places in the cache (I6), by thread `thread` of
-// `threads`.
+// Stores the cosines and sines of the queries' angles, the gains, and the tokens' places in the cache (I6), by thread `thread`
+// of `threads`.
 template <typename Cosines, typename Indices>
-__device__ __forceinline__ void store_angles_and_places(
-    Prefetched &prefetched, const Item &item, const Cos::type *cos, const Sin::type *sin, const Index::type *index, int thread,
-    int threads
+__device__ __forceinline__ void store_small_operands(
+    Prefetched &prefetched, const Item &item, const Cos::type *cos, const Sin::type *sin, const Query_gain::type *query_gain,
+    const Key_gain::type *key_gain, const Index::type *index, int thread, int threads
 ) {
+    if constexpr (normed) {
+#pragma unroll 4
+        for (int dim = thread; dim < width; dim += threads) {
+            prefetched.gains[0][dim] =
+                Query_gain::present ? to_float(query_gain[dim * Query_gain::stride(0)]) + gain_offset : 1.0f;
+            prefetched.gains[1][dim] = Key_gain::present ? to_float(key_gain[dim * Key_gain::stride(0)]) + gain_offset : 1.0f;
+        }
+    }
     if constexpr (Indices::present) {
         for (int token = thread; token < tokens; token += threads) {
             const int key = index[token * Indices::stride(0)];
@@ -166,7 +176,8 @@ __device__ __forceinline__ void store_angles_and_places(
 // a new row of them (I6). By warp `part` of `parts`.
 __device__ __forceinline__ void prefetch_item(
     Prefetched &prefetched, const Item &item, const K::type *k, const V::type *v, const Mask::type *mask, const Cos::type *cos,
-    const Sin::type *sin, const Index::type *index, int part, int parts
+    const Sin::type *sin, const Query_gain::type *query_gain, const Key_gain::type *key_gain, const Index::type *index, int part,
+    int parts
 ) {
     const Problem problem(nullptr, k, v, mask, item.batch, item.kv_head);
     const int lane = threadIdx.x % WARP;
@@ -181,7 +192,18 @@ __device__ __forceinline__ void prefetch_item(
             prefetched.first_tiles[warp] = FirstTiles{key, next, turns.turn, turns.found, turns.looked, turns.lowest_counts};
         }
     }
-    store_angles_and_places<Cos, Index>(prefetched, item, cos, sin, index, part * WARP + lane, parts * WARP);
+    store_small_operands<Cos, Index>(
+        prefetched, item, cos, sin, query_gain, key_gain, index, part * WARP + lane, parts * WARP
+    );
+}
+
+// Neighbouring lanes that divide so many parts among themselves: a power of two.
+__device__ __forceinline__ constexpr int lanes_for(int parts) {
+    int lanes = 1;
+    while (lanes < parts && lanes < WARP) {
+        lanes *= 2;
+    }
+    return lanes;
 }
 
 constexpr int pack = smaller(
@@ -191,9 +213,11 @@ constexpr int pack = smaller(
 
 static_assert(pack == 8 || !from_mailbox, "messages are read eight at a time");
 
+constexpr int row_pairs = larger(width, value_width) / 2 / pack;
+
 // Two packs of a row, half the row apart, which the rotary embedding combines: where they come from and where they go.
 struct Pair {
-    static constexpr int of_row = larger(width, value_width) / 2 / pack;
+    static constexpr int of_row = normed ? lanes_for(row_pairs) : row_pairs;  // normalized by lanes of one warp
     static constexpr int count = (held_rows + 2 * tokens) * of_row;
 
     const Half *source = nullptr;  // null where the block needs no such pair
@@ -202,6 +226,7 @@ struct Pair {
     int half;  // elements from a pack to its partner
     int dim;
     int angle = -1;  // the query by whose angles it is rotated, -1 for values
+    bool is_key = false;
     Pack<Half, pack> low, high;
 
     // The `number`-th pair of the queries, the new keys and the new values of a block.
@@ -238,6 +263,7 @@ struct Pair {
                     staged = &scratch.new_keys[token][dim];
                     cached = k + item.batch * K::stride(0) + item.kv_head * K::stride(1) + key * K::stride(2) + dim;
                     angle = token;
+                    is_key = true;
                 }
             } else {
                 half = value_width / 2;
@@ -265,6 +291,35 @@ struct Pair {
             low = load_pack<pack>(source);
             high = load_pack<pack>(source + half);
             return true;
+        }
+    }
+
+    // RMS-normalizes the pair if it is of a query or a key. By whole warps, whose lanes exchange the sums of squares.
+    __device__ __forceinline__ void normalize(const Prefetched &prefetched) {
+        static_assert(!normed || (of_row >= row_pairs && WARP % of_row == 0), "a row's pairs are in lanes of one warp");
+        const bool wanted = source != nullptr && angle >= 0;
+        float first[pack], second[pack];
+        float squares = 0.0f;
+        if (wanted) {
+            to_floats(first, low);
+            to_floats(second, high);
+#pragma unroll
+            for (int i = 0; i < pack; i++) {
+                squares = fmaf(first[i], first[i], fmaf(second[i], second[i], squares));
+            }
+        }
+#pragma unroll
+        for (int step = of_row / 2; step > 0; step /= 2) {
+            squares += __shfl_xor_sync(0xffffffffu, squares, step);
+        }
+        if (wanted) {
+            const float scale = rsqrtf(squares / float(width) + norm_eps);
+            const float *gains = prefetched.gains[is_key];
+#pragma unroll
+            for (int i = 0; i < pack; i++) {
+                low.item[i] = from<Half>(first[i] * scale * gains[dim + i]);
+                high.item[i] = from<Half>(second[i] * scale * gains[dim + half + i]);
+            }
         }
     }
 
@@ -350,14 +405,6 @@ struct SendPartials {
     }
 };
 
-__device__ __forceinline__ constexpr int lanes_for(int splits) {
-    int lanes = 1;
-    while (lanes < splits && lanes < WARP) {
-        lanes *= 2;
-    }
-    return lanes;
-}
-
 // This block's share of the results, four dimensions at a time: neighbouring lanes read the splits' tagged sums for them (I16)
 // and combine these with each other.
 __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials, Out::type *out) {
@@ -442,7 +489,8 @@ __device__ __forceinline__ void combine_partials(const Grid &grid, int *partials
 
 PREFETCH {
     if (blockIdx.x < items) {
-        prefetch_item(*reinterpret_cast<Prefetched *>(queue.current_memory()), Item(blockIdx.x), k, v, mask, cos, sin, index, 0, 1);
+        Prefetched &prefetched = *reinterpret_cast<Prefetched *>(queue.current_memory());
+        prefetch_item(prefetched, Item(blockIdx.x), k, v, mask, cos, sin, query_gain, key_gain, index, 0, 1);
     }
 }
 
@@ -461,7 +509,7 @@ PHASE(attend_keys) {
         const SendPartials send{grid, partials, item.split};
         if (number >= gridDim.x) {  // what was prefetched is for the block's first item
             sync_block();  // I22
-            prefetch_item(prefetched, item, k, v, mask, cos, sin, index, warp, warps);
+            prefetch_item(prefetched, item, k, v, mask, cos, sin, query_gain, key_gain, index, warp, warps);
             sync_block();
         }
         const int used = warps_with_keys(prefetched);
@@ -502,6 +550,9 @@ PHASE(attend_keys) {
         } while (!complete);
 #pragma unroll
         for (Pair &pair : pairs) {
+            if constexpr (normed) {
+                pair.normalize(prefetched);
+            }
             pair.store(prefetched);
         }
         sync_block();
