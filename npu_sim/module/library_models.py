@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 def patched_for_export(module: nn.Module) -> Iterator[None]:
     """While it is open, the parts of transformers that cannot be traced are replaced by those that it has for export.
 
-    Its caches become known to pytree, for good. Nothing happens where the module is not transformers' own, or that
-    library is older than its exporters.
+    Its caches become known to pytree, for good. Nothing happens where the library is older than its exporters.
+
+    Args:
+        module: A model of transformers.
     """
     with ExitStack() as stack:
-        if is_of_transformers(module):
-            try:
-                from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model, reset_model_state
-                from transformers.exporters.utils import apply_patches
-            except ImportError:
-                pass
-            else:
-                register_cache_pytrees_for_model(module)  # type: ignore[arg-type]
-                stack.enter_context(apply_patches("dynamo"))
-                stack.enter_context(reset_model_state(module))
+        try:
+            from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model, reset_model_state
+            from transformers.exporters.utils import apply_patches
+        except ImportError:
+            pass
+        else:
+            register_cache_pytrees_for_model(module)  # type: ignore[arg-type]
+            stack.enter_context(apply_patches("dynamo"))
+            stack.enter_context(reset_model_state(module))
         yield
 
 

@@ -20,7 +20,7 @@ from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
 from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, dtype_of, sizes_of
-from npu_sim.module.library_models import patched_for_export
+from npu_sim.module.library_models import is_of_transformers, patched_for_export
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,13 +115,28 @@ def export(
         _register_dataclasses(value)
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
-        with tracing(), patched_for_export(module):
-            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+        with tracing():
+            call = (module, tuple(args), dict(kwargs or {}))
+            try:
+                exported = torch.export.export(*call, dynamic_shapes=dynamic_shapes)
+            except Exception:
+                if not is_of_transformers(module):
+                    raise
+                with patched_for_export(module):
+                    exported = torch.export.export(*call, dynamic_shapes=dynamic_shapes)
+                if _asserts_data(exported):  # what replaced a part is right only then, and programs do not check it
+                    raise
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
         raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {first_line(error)}") from error
     finally:
         seen.remove()
+
+
+def _asserts_data(exported: ExportedProgram) -> bool:
+    """Whether the graph checks values, not only shapes."""
+    targets = (str(node.target) for node in exported.graph.nodes if node.op == "call_function")
+    return any("_assert_scalar" in target or "_assert_async" in target for target in targets)
 
 
 def _holds_vmap(exported: ExportedProgram) -> bool:
