@@ -77,27 +77,44 @@ def through_compile(
 ) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
     """`npu_sim.compile`."""
     compiled = npu_sim.compile(module, (), kwargs, device=device)
-    return run(compiled, kwargs), lambda: _placement([compiled.report()])
+    answer = run(compiled, kwargs)
+    report = compiled.report()
+    return answer, lambda: _placement(report.programs, 1 + len(report.graph_breaks))
 
 
 def through_backend(
     module: Any, kwargs: Mapping[str, Any], model: Architecture, device: str
 ) -> tuple[tuple[Tensor, ...], Callable[[], Placement]]:
     """`torch.compile` with the backend, graph breaks allowed."""
-    from torch._dynamo.utils import counters
+    compiled: list[tuple[Any, int]] = []
+
+    def noted(graph_module: Any, inputs: Sequence[Any]) -> Any:
+        found = npu_sim.backend(graph_module, inputs, options={"device": device})
+        compiled.append((found, sum(node.op.startswith("call") for node in graph_module.graph.nodes)))
+        return found
 
     torch._dynamo.reset()
-    counters.clear()
-    answer = run(torch.compile(module, backend="npu_sim"), kwargs)
-    graphs = counters["stats"]["unique_graphs"]
-    return answer, lambda: Placement(0, 0, graphs, {})
+    answer = run(torch.compile(module, backend=noted), kwargs)
+
+    def placement() -> Placement:
+        programs = [program for found, _ in compiled for program in _programs(found)]
+        eager = sum(size for found, size in compiled if not _programs(found))
+        return _placement(programs, len(compiled), eager)
+
+    return answer, placement
 
 
-def _placement(reports: Sequence[Any]) -> Placement:
-    programs = [program for report in reports for program in report.programs]
+def _programs(found: Any) -> Sequence[Any]:
+    """The programs of a graph; none if PyTorch runs it."""
+    return found.programs() if hasattr(found, "programs") else ()
+
+
+def _placement(programs: Sequence[Any], graphs: int, eager: int = 0) -> Placement:
+    """Where the nodes of these programs are, and those of graphs that PyTorch runs as they are."""
     cpu = Counter(f"{node.op}: {node.reason}" for program in programs for node in program.off_device)
-    nodes = sum(program.nodes for program in programs)
-    graphs = sum(1 + len(report.graph_breaks) for report in reports)
+    if eager:
+        cpu["a graph that PyTorch runs"] = eager
+    nodes = sum(program.nodes for program in programs) + eager
     return Placement(nodes, nodes - sum(cpu.values()), graphs, cpu)
 
 

@@ -38,6 +38,7 @@ def models(device: torch.device, dtype: torch.dtype) -> dict[str, tuple[nn.Modul
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds a call, back to back."""
+    call()
     count = 1
     while True:
         _wait(device)

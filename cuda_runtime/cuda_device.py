@@ -6,6 +6,7 @@ import ctypes
 import platform
 import queue
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -173,10 +174,16 @@ class CUDADevice:
         """
         stream = self._callers.get(pointer)
         if stream is None:
-            cuda = self.cupy.cuda
-            stream = self._callers[pointer] = cuda.ExternalStream(pointer) if pointer else cuda.Stream.null
+            stream = self._callers[pointer] = self._external(pointer)
         self.continue_on(stream)
         self.caller_stream = stream
+
+    def _external(self, pointer: int) -> Any:
+        """A stream that somebody else made; it must stay while it is used."""
+        cuda = self.cupy.cuda
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # CuPy 14 prefers an object to a handle
+            return cuda.ExternalStream(pointer) if pointer else cuda.Stream.null
 
     def synchronize(self) -> None:
         with self.active(_FAILED):

@@ -90,7 +90,7 @@ class _Step:
         if reason is not None:
             raise DeviceError(f"node '{node.name}' ({node.op_type}) cannot run on the CPU either: {reason}")
         self._dtypes = [getattr(torch, graph.tensors[name].dtype) for name in node.outputs]
-        self._function = None if node.base == "getitem" else _resolve(node.op_type)
+        self._function = None if node.base == "getitem" else resolve_op(node.op_type)
 
     def __call__(self, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._function is None:
@@ -112,7 +112,12 @@ class _Step:
         }
 
 
-def _resolve(op_type: str) -> Any:
+def resolve_op(op_type: str) -> Any:
+    """PyTorch's op of that name.
+
+    Raises:
+        DeviceError: it has none, or it is one that reads and writes files.
+    """
     parts = op_type.split(".")
     namespace, name, overload = (
         (parts[0], parts[1], parts[2] if len(parts) > 2 else "default") if len(parts) > 1 else ("", op_type, "")

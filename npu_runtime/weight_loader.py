@@ -6,7 +6,7 @@ import copy
 import json
 import mmap
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def load_weights(
     *,
     strict: bool = True,
     progress: Progress | None = None,
-    cache: dict[str, DeviceBuffer] | None = None,
+    cache: MutableMapping[str, DeviceBuffer] | None = None,
 ) -> dict[str, DeviceBuffer]:
     """Load a program's weights onto a device.
 
@@ -47,7 +47,7 @@ def load_weights(
     backend = as_backend(device)
     with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
     problems = _name_problems(program, with_state, strict)
-    known = {} if cache is None else cache
+    known: MutableMapping[str, DeviceBuffer] = {} if cache is None else cache
     keys = {name: _identity(weight) for name, weight in program.weight_specs.items()}
     if isinstance(source, dict):  # other mappings may read a file for every access
         for name, spec in program.weight_specs.items():
@@ -85,7 +85,7 @@ def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemor
         return None
     tensors = [source.get(key) for part in parts for key in part.keys()]
     shapes = [weight.source_shapes[key] for part in parts for key in part.keys()]
-    if any(x is None or tuple(x.shape) != shape for x, shape in zip(tensors, shapes, strict=True)):
+    if any(getattr(x, "shape", None) != shape for x, shape in zip(tensors, shapes, strict=True)):
         return None
     return backend.adopt(tensors, weight.spec)
 

@@ -6,13 +6,17 @@ from npu_compiler.deferred_import import deferred
 
 if TYPE_CHECKING:
     from npu_sim.module.compiled import CompiledModule, compile
+    from npu_sim.module.dynamo_backend import backend
 
 # Imported when used: tracing needs PyTorch.
-__getattr__ = deferred(__name__, {"CompiledModule": "module.compiled", "compile": "module.compiled"})
+__getattr__ = deferred(
+    __name__,
+    {"CompiledModule": "module.compiled", "backend": "module.dynamo_backend", "compile": "module.compiled"},
+)
 
 
 def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["CompiledModule", "compile"]
+__all__ = ["CompiledModule", "backend", "compile"]

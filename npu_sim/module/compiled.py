@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from npu_compiler.errors import InputError
-from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.graph.reader import read_ir
-from npu_compiler.graph.symbolic import specialize
-from npu_compiler.partitioner import partition
-from npu_compiler.passes.precision import native_dtype
-from npu_runtime import Device
-from npu_runtime.executor import Arena
-from npu_runtime.hardware import Hardware
+from npu_compiler.errors import InputError, IRError
 from npu_sim.module.arguments import Arguments, Results
+from npu_sim.module.dynamo_backend import Options
+from npu_sim.module.graph_breaks import BrokenModule
+from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.library_models import is_library_hook
+from npu_sim.module.programs import PROGRAMS, Programs, Settings
 from npu_sim.module.report import Report, report
-from npu_sim.module.runner import Loaded, Runner
-from npu_sim.module.shapes import InputShapes, Key, dimension_names, flat_dimensions
+from npu_sim.module.shapes import InputShapes, dimension_names, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace
 from npu_sim.module.watch import WeightWatch, current_tensors, live_tensor
-
-if TYPE_CHECKING:
-    from npu_compiler.graph.model import IRGraph
-
-PROGRAMS = 8
 
 
 def compile(
@@ -46,11 +34,12 @@ def compile(
     dtype: str | torch.dtype | None = None,
     dynamic_shapes: Any = None,
     programs: int = PROGRAMS,
-) -> CompiledModule:
+) -> CompiledModule | BrokenModule:
     """Compile a PyTorch module for inference.
 
     What comes back is called as the module is and returns what the module returns: tensors on the same torch device, in
-    the same structure. The module itself is not modified and keeps its weights.
+    the same structure. The module itself is not modified and keeps its weights. One that PyTorch cannot trace as one
+    graph is compiled in several, with Python in between: `report()` lists why.
 
     Args:
         module: A module in eval mode with all its tensors on one device; an `ExportedProgram`; or a `.pt2` file.
@@ -64,7 +53,7 @@ def compile(
         programs: How many programs to keep; the one that has not been used for longest is dropped.
 
     Raises:
-        IRError: PyTorch cannot trace the module as one graph, for the reason given.
+        IRError: PyTorch can trace no part of the module, for the reason given.
         InputError: the module is in training mode, has hooks, or has tensors on several devices or of a dtype for which
             there are no programs.
         DeviceError: there is no such device.
@@ -72,14 +61,29 @@ def compile(
     if isinstance(module, nn.Module):
         given = (args,) if isinstance(args, torch.Tensor) else tuple(args)
         check_module(module, (given, kwargs or {}))
-        exported = export(module, given, kwargs, dynamic_shapes=dynamic_shapes)
+        try:
+            traced = trace(export(module, given, kwargs, dynamic_shapes=dynamic_shapes), type(module).__name__)
+        except IRError as error:
+            options = Options(device, dtype, programs)
+            return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        return CompiledModule(trace(exported, type(module).__name__), module, device, dtype, dims, programs)
+        return CompiledModule(traced, module, device, dtype, dims, programs)
     if args or kwargs or dynamic_shapes is not None:
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
     name = Path(module).stem if isinstance(module, (str, Path)) else "exported"
     return CompiledModule(trace(program, name), None, device, dtype, (), programs)
+
+
+def _with_breaks(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, dynamic: bool, error: IRError
+) -> BrokenModule:
+    """The module in several graphs; the error says why it is not one."""
+    tensors = [*module.parameters(), *module.buffers(), *pytree.tree_leaves((args, kwargs))]
+    device = next((x.device for x in tensors if isinstance(x, torch.Tensor)), torch.device("cpu"))
+    broken = BrokenModule(module, device, options, dynamic, str(error))
+    broken.try_out(args, kwargs)
+    return broken
 
 
 class CompiledModule:
@@ -102,10 +106,9 @@ class CompiledModule:
         dims: Sequence[Any] = (),
         programs: int = PROGRAMS,
     ) -> None:
-        self.trace, self._module, self._limit = traced, module, programs
+        self.trace, self._module = traced, module
         self.device = _torch_device(traced)
         self.backend = open_backend(device or device_name(self.device))
-        self._dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         forward = None if module is None else inspect.signature(module.forward)
         self._arguments = Arguments(forward, traced.inputs, traced.in_spec)
         self._results = Results(traced.outputs, traced.out_spec)
@@ -113,14 +116,12 @@ class CompiledModule:
         paths = [leaf.path for leaf in traced.inputs if leaf.name is not None]
         self._shapes = InputShapes(described, paths, traced.ranges, dimension_names(described, dims), self.device)
         self._names = [meta["name"] for meta in described]
-        self._updated = [(index, name) for index, name in traced.written if name in self._names]
-        self._stored = [(index, key) for index, key in traced.written if key not in self._names]
-        self._runners: OrderedDict[Key, Runner] = OrderedDict()
-        self._arena = Arena(self.backend)
-        self._take_weights(traced.weights | traced.constants)
-        if not traced.is_dynamic:
-            with self.backend.lock:
-                self._runner(())
+        settings = Settings(self.backend, self.device, dtype_name(dtype), programs)
+        tensors = traced.weights | traced.constants
+        self._programs = Programs(traced, settings, tensors, self._shapes.symbols)
+        self._watch(tensors)
+        with self.backend.lock:
+            self._programs.runner(tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result.
@@ -133,80 +134,56 @@ class CompiledModule:
         key = self._shapes.check(tensors)
         inputs = dict(zip(self._names, tensors, strict=True))
         with self.backend.lock:
-            if self._watch.has_changed():
+            if self._watched.has_changed():
                 self.refresh()
-            runner = self._runners.get(key) or self._runner(key)
-            if len(self._runners) > 1:
-                self._runners.move_to_end(key)
-            outputs = runner(inputs)
-            for index, name in self._updated:
-                if outputs[index] is not inputs[name]:
-                    inputs[name].copy_(outputs[index])
-            for index, weight in self._stored:
-                self._tensors[weight].copy_(outputs[index])
-        return self._results.of(outputs, lambda name: inputs[name] if name in inputs else self._own(name))
+            outputs = self._programs.run(key, inputs)
+        return self._results.of(outputs, lambda name: self._programs.source(name, key, inputs, outputs, self._own))
 
     def _own(self, key: str) -> torch.Tensor:
         """The module's own parameter or buffer."""
-        return self._tensors[key] if self._module is None else live_tensor(self._module, key, self._tensors[key])
+        known = self._programs.tensors[key]
+        return known if self._module is None else live_tensor(self._module, key, known)
 
     def refresh(self) -> None:
         """Load the module's weights again, as they are now.
 
         A call does so by itself where PyTorch tells that they were written or replaced; what is written through
         `Tensor.data` it does not tell.
+
+        Raises:
+            InputError: a submodule was replaced, so that the module's code may be another.
+            WeightError: a weight has another shape now, or values that it should not.
         """
         with self.backend.lock:
-            known = self._tensors if self._module is None else current_tensors(self._module, self._tensors)
-            constants = {key: known[key] for key in self.trace.constants}
-            same = all(torch.equal(known[key], value) for key, value in self._constants.items())
-            self._take_weights(known)
-            if not same:
-                self._set_constants(constants)
-                self._runners.clear()
-            for runner in self._runners.values():
-                runner.refresh()
+            if self._watched.new_part is not None:
+                raise InputError(
+                    f"submodule '{self._watched.new_part}' was replaced after the module was compiled; compile it again"
+                )
+            known = self._programs.tensors
+            if self._module is not None:
+                known = current_tensors(self._module, known)
+            if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
+                self._set_constants({key: known[key] for key in self.trace.constants})
+                self._programs.clear()
+            self._programs.replace_weights(known)
+            self._watch(known)
 
     def report(self) -> Report:
         """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""
         with self.backend.lock:
-            plans = {key: runner.plan for key, runner in self._runners.items()}
+            plans = {key: runner.plan for key, runner in self._programs.runners.items()}
         names = [self._shapes.names[symbol] for symbol in self._shapes.symbols]
         return report(self.trace.ir["model_name"], self.backend.device, str(self.device), names, plans)
 
-    def _take_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = dict(tensors)
+    def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}
-        self._watch = WeightWatch(self._module, tensors)
-        weights = {key: tensors[key] for key in self.trace.weights}
-        if not hasattr(self, "_loaded"):
-            self._loaded = Loaded(self.backend, weights, self.device, self._arena, {})
-        else:
-            self._loaded.weights = weights
-            self._loaded.cache.clear()
+        self._watched = WeightWatch(self._module, tensors)
 
     def _set_constants(self, values: Mapping[str, torch.Tensor]) -> None:
         from npu_runtime.torch_arrays import tensor_to_numpy
 
         for key, value in values.items():
             self.trace.ir["constants"][key]["data"] = tensor_to_numpy(value.cpu())
-
-    def _runner(self, key: Key) -> Runner:
-        """The program for these sizes, made if need be."""
-        if key not in self._runners:
-            sizes = dict(zip(self._shapes.symbols, key, strict=True))
-            graph = read_ir(specialize(self.trace.ir, sizes) if sizes else self.trace.ir)
-            plan = partition(graph, compute_dtype=self._compute_dtype(graph))
-            self._runners[key] = Runner(plan, self._loaded, [name for _, name in self._updated])
-            while len(self._runners) > self._limit:
-                self._runners.popitem(last=False)
-        return self._runners[key]
-
-    def _compute_dtype(self, graph: IRGraph) -> str:
-        if self._dtype is not None:
-            return self._dtype
-        own = native_dtype(graph)
-        return own if own in HALF_DTYPES else "float32"
 
 
 def check_module(module: nn.Module, arguments: Any = ()) -> None:
@@ -234,19 +211,6 @@ def check_module(module: nn.Module, arguments: Any = ()) -> None:
         raise InputError(f"all tensors have to be on one device, but there are {listed}")
     if any(device.type == "meta" for device in devices):
         raise InputError("the module is on the meta device and has no weights; materialize it first")
-
-
-@cache
-def open_backend(name: str) -> Hardware:
-    """The device of that name; all compiled modules of the process share it."""
-    return Device(name).backend
-
-
-def device_name(device: torch.device) -> str:
-    """The device that runs programs on the tensors of a torch device."""
-    if device.type == "cuda":
-        return f"cuda:{device.index or 0}"
-    return "metal" if device.type == "mps" else "cpu"
 
 
 def _torch_device(traced: Trace) -> torch.device:

@@ -49,11 +49,15 @@ class Nodes:
     Attributes:
         nodes: Node descriptions in the IR's form.
         root: Tensor name → the tensor whose memory it shares, for views and in-place ops.
+        parent: Tensor name → the node that makes it, and the tensor which that looks into, for the same.
+        references: Tensor name → the tensor, for all that nodes make.
         written: The tensors whose memory the graph changes, by their root's name.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     root: dict[str, str] = field(default_factory=dict)
+    parent: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    references: dict[str, Reference] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
     _names: set[str] = field(default_factory=set)
 
@@ -112,9 +116,9 @@ class Nodes:
         name = self.take_name(node.name)
         value = node.meta.get("val")
         outputs = _outputs(name, value)
-        self._note_memory(target._schema, args, kwargs, outputs)
         references = [x for x in outputs if x is not None]
         self._append(name, str(target), inputs, references, attrs)
+        self._note_memory(target._schema, args, kwargs, outputs)
         if isinstance(value, torch.Tensor):
             return references[0]
         return outputs if outputs else None
@@ -126,9 +130,22 @@ class Nodes:
         out = Reference(name, node.meta["val"], name)
         source = sources[index]
         assert source is not None
-        self.root[name] = self.root.get(source.name, source.name)
         self._append(name, _GETITEM, [x for x in sources if x is not None], [out], {"index": source.index})
+        self._note_shared(out.name, source.name)
         return out
+
+    def lineage(self, name: str) -> tuple[dict[str, Any], ...]:
+        """The nodes that lead from the tensor whose memory this one shares to it, in order."""
+        nodes: list[dict[str, Any]] = []
+        while name in self.parent:
+            node, name = self.parent[name]
+            nodes.append(node)
+        return tuple(reversed(nodes))
+
+    def _note_shared(self, name: str, source: str) -> None:
+        """Note that the last node's output looks into the memory of a tensor."""
+        self.root[name] = self.root.get(source, source)
+        self.parent[name] = (self.nodes[-1], source)
 
     def _append(
         self, name: str, op_type: str, inputs: Sequence[Reference], outputs: Sequence[Reference], attrs: dict[str, Any]
@@ -136,27 +153,30 @@ class Nodes:
         described = [x.meta(as_input=False) for x in outputs]
         made = {"name": name, "op_type": op_type, "inputs": [x.meta() for x in inputs], "outputs": described}
         self.nodes.append({**made, "attrs": attrs})
+        self.references.update({x.name: x for x in outputs})
 
     def _note_memory(
         self, schema: Any, args: Sequence[Value], kwargs: Mapping[str, Value], outputs: Sequence[Reference | None]
     ) -> None:
         """Note which outputs share an argument's memory and which arguments are changed, as the schema says."""
         values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-        roots: dict[str, str] = {}
+        sources: dict[str, Reference] = {}
         for argument in schema.arguments:
             alias = argument.alias_info
             value = values.get(argument.name)
             for reference in value if isinstance(value, (list, tuple)) else [value]:
                 if alias is not None and isinstance(reference, Reference):
-                    root = self.root.get(reference.name, reference.name)
-                    roots.update(dict.fromkeys(alias.before_set, root))
+                    sources.update(dict.fromkeys(alias.before_set, reference))
                     if alias.is_write:
-                        self.written.add(root)
+                        self.written.add(self.root.get(reference.name, reference.name))
         for index, out in enumerate(outputs):
             alias = schema.returns[min(index, len(schema.returns) - 1)].alias_info if schema.returns else None
-            shared = [roots[x] for x in alias.before_set if x in roots] if alias is not None else []
-            if out is not None and shared:
-                self.root[out.name] = shared[0]
+            if out is None or alias is None or not sources:
+                continue
+            known = [sources[x] for x in alias.before_set if x in sources]
+            source = known[0] if known else next(iter(sources.values()))  # lists of views do not say of which
+            if not _is_cast(schema, source, out):
+                self._note_shared(out.name, source.name)
 
     def _region(self, node: Node, args: Sequence[Value], kwargs: Mapping[str, Value]) -> Value:
         """A region of the graph under `no_grad` or `autocast`, read in place."""
@@ -172,6 +192,12 @@ class Nodes:
             f"node '{node.name}': '{kind}' is control flow that depends on data, or another op that runs a function; "
             "a program is a fixed sequence of ops"
         )
+
+
+def _is_cast(schema: Any, source: Reference, out: Reference) -> bool:
+    """Whether an op that may return its argument itself has made a tensor of another dtype or device."""
+    is_same = source.value.dtype == out.value.dtype and source.value.device == out.value.device
+    return schema.name == "aten::to" and not is_same
 
 
 def sizes_of(value: torch.Tensor) -> list[Any]:

@@ -1,36 +1,27 @@
-"""What exporting a model of a library needs that the library itself provides: transformers' own patches for export."""
+"""What is special of a library's models: transformers' caches, and the hooks that it installs itself."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-@contextmanager
-def patched_for_export(module: nn.Module) -> Iterator[None]:
-    """While it is open, the parts of transformers that cannot be traced are replaced by those that it has for export.
+def register_caches(module: nn.Module) -> None:
+    """Make the key-value caches that a model of transformers may return known to pytree.
 
-    Its caches become known to pytree, for good. Nothing happens where the library is older than its exporters.
-
-    Args:
-        module: A model of transformers.
+    Nothing happens where the module is not one, or the library is older than its exporters.
     """
-    with ExitStack() as stack:
-        try:
-            from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model, reset_model_state
-            from transformers.exporters.utils import apply_patches
-        except ImportError:
-            pass
-        else:
-            register_cache_pytrees_for_model(module)  # type: ignore[arg-type]
-            stack.enter_context(apply_patches("dynamo"))
-            stack.enter_context(reset_model_state(module))
-        yield
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(module, library.PreTrainedModel):
+        return
+    try:
+        from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
+    except ImportError:
+        return
+    register_cache_pytrees_for_model(module)
 
 
 def is_library_hook(hook: Any) -> bool:
@@ -39,9 +30,3 @@ def is_library_hook(hook: Any) -> bool:
     It installs them at a model's first call, and tracing sees what they do.
     """
     return str(getattr(hook, "__module__", "")).startswith("transformers.")
-
-
-def is_of_transformers(module: nn.Module) -> bool:
-    """Whether the module is a model of transformers, which is then imported already."""
-    library = sys.modules.get("transformers")
-    return library is not None and isinstance(module, library.PreTrainedModel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ class Loaded:
     weights: Mapping[str, torch.Tensor]
     device: torch.device
     arena: Arena
-    cache: dict[str, DeviceBuffer]
+    cache: MutableMapping[str, DeviceBuffer]
 
 
 class Runner:

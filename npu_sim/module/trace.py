@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
-from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, dtype_of, sizes_of
-from npu_sim.module.library_models import is_of_transformers, patched_for_export
+from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, Value, dtype_of, sizes_of
+from npu_sim.module.library_models import register_caches
+from npu_sim.module.views import AliasedView
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,7 +51,7 @@ class OutputLeaf:
 
     Attributes:
         output: The index of the graph's output, for a tensor that is computed.
-        source: The graph input's name, or the weight's key, where the result is that very tensor.
+        source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
         value: Of a result that is no tensor.
     """
 
@@ -68,10 +70,12 @@ class Trace:
         constants: The buffers whose values are constants in the IR, by key.
         inputs: The leaves of (args, kwargs), in order; `in_spec` is their structure.
         outputs: The leaves of the result; `out_spec` is their structure.
-        written: (the graph's output, graph input or weight key) for each tensor that a call changes in place.
+        written: (the graph's output, name of the graph input or weight) for each tensor that a call changes in place.
         ranges: Symbol → its smallest and largest value (None: no limit).
+        example_sizes: Symbol → its value in the example that was traced.
         example_device: The torch device of the inputs.
-        passed: The outputs that are graph inputs or weights as they are, as the IR describes them, by `source`.
+        passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
+        views: Name → view, for results that share memory with something else.
     """
 
     ir: dict[str, Any]
@@ -83,8 +87,10 @@ class Trace:
     out_spec: pytree.TreeSpec
     written: tuple[tuple[int, str], ...]
     ranges: dict[str, tuple[int, int | None]]
+    example_sizes: dict[str, int]
     example_device: torch.device
     passed: dict[str, dict[str, Any]]
+    views: dict[str, AliasedView] = field(default_factory=dict)
 
     @property
     def is_dynamic(self) -> bool:
@@ -113,30 +119,16 @@ def export(
     """
     for value in (*args, *(kwargs or {}).values()):
         _register_dataclasses(value)
+    register_caches(module)
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
         with tracing():
-            call = (module, tuple(args), dict(kwargs or {}))
-            try:
-                exported = torch.export.export(*call, dynamic_shapes=dynamic_shapes)
-            except Exception:
-                if not is_of_transformers(module):
-                    raise
-                with patched_for_export(module):
-                    exported = torch.export.export(*call, dynamic_shapes=dynamic_shapes)
-                if _asserts_data(exported):  # what replaced a part is right only then, and programs do not check it
-                    raise
+            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
         raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {first_line(error)}") from error
     finally:
         seen.remove()
-
-
-def _asserts_data(exported: ExportedProgram) -> bool:
-    """Whether the graph checks values, not only shapes."""
-    targets = (str(node.target) for node in exported.graph.nodes if node.op == "call_function")
-    return any("_assert_scalar" in target or "_assert_async" in target for target in targets)
 
 
 def _holds_vmap(exported: ExportedProgram) -> bool:
@@ -145,7 +137,8 @@ def _holds_vmap(exported: ExportedProgram) -> bool:
     return any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
+    """Of a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -224,45 +217,24 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
             leaves.append(InputLeaf(None, value, paths[len(leaves)]))
             values.append(value)
     returned = nodes.read(module, values)
-    results = [returned] if isinstance(returned, Reference) else list(returned)
-    graph_outputs: list[Reference] = []
-    outputs: list[OutputLeaf] = []
-    names = {reference.name for reference in inputs}
-    for value, output in zip(results, signature.output_specs, strict=True):
-        is_user = output.kind is OutputKind.USER_OUTPUT
-        if isinstance(value, Reference) and is_user:
-            if value.name in names or value.name in keys:
-                outputs.append(OutputLeaf(source=keys.get(value.name, value.name)))
-                continue
-            outputs.append(OutputLeaf(output=len(graph_outputs)))
-            graph_outputs.append(value)
-        elif is_user:
-            known = output.arg.value if isinstance(output.arg, ConstantArgument) else value
-            if is_symbolic(known):
-                raise IRError("the module returns a size that changes with the shapes of its inputs, not a tensor")
-            outputs.append(OutputLeaf(value=known))
-        else:
+    results = []
+    for value, output in zip(
+        [returned] if isinstance(returned, Reference) else returned, signature.output_specs, strict=True
+    ):
+        if output.kind is not OutputKind.USER_OUTPUT:
             raise IRError(f"the exported program has an output of kind {output.kind.name}; export it for inference")
-    sources = {reference.name: reference for reference in inputs} | {
-        x.name: x for x in values if isinstance(x, Reference)
-    }
-    written = []
-    for changed in sorted(nodes.written & (names | keys.keys())):
-        written.append((len(graph_outputs), keys.get(changed, changed)))
-        graph_outputs.append(sources[changed])
-    passed = {
-        leaf.source: {**sources[key].meta(), "name": key}
-        for leaf in outputs
-        for key in ([leaf.source] if leaf.source in sources else [x for x, y in keys.items() if y == leaf.source])
-        if leaf.source is not None
-    }
-    weights, constants = _split(keys, state, exported, {x for _, x in written})
+        results.append(output.arg.value if isinstance(output.arg, ConstantArgument) else value)
+        if is_symbolic(results[-1]):
+            raise IRError("the module returns a size that changes with the shapes of its inputs, not a tensor")
+    read = read_results(nodes, results, values)
+    changed = {keys[name] for _, name in read.written if name in keys}
+    weights, constants = _split(keys, state, exported, changed)
     described = {keys[x.name]: {**x.meta(as_input=False), "name": keys[x.name]} for x in values if _is_weight(x)}
     ir: dict[str, Any] = {
         "model_name": name,
         "pytorch_version": torch.__version__,
         "graph_inputs": [x.meta(as_input=False) for x in inputs],
-        "graph_outputs": [x.meta() for x in graph_outputs],
+        "graph_outputs": [x.meta() for x in read.outputs],
         "weights": list(described.values()),
         "weight_name_mapping": keys,
         "nodes": nodes.nodes,
@@ -280,13 +252,67 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         constants,
         tuple(leaves),
         exported.call_spec.in_spec,
-        tuple(outputs),
+        read.leaves,
         exported.call_spec.out_spec,
-        tuple(written),
-        _ranges(exported),
+        read.written,
+        (ranges := _ranges(exported)),
+        _example_sizes(inputs, ranges),
         inputs[0].value.device if inputs else torch.device("cpu"),
-        passed,
+        read.passed,
+        read.views,
     )
+
+
+@dataclass(frozen=True)
+class ReadResults:
+    """What a graph's results are made of: see the attributes of `Trace`; `outputs` are the graph's."""
+
+    leaves: tuple[OutputLeaf, ...]
+    outputs: tuple[Reference, ...]
+    written: tuple[tuple[int, str], ...]
+    passed: dict[str, dict[str, Any]]
+    views: dict[str, AliasedView]
+
+
+def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value]) -> ReadResults:
+    """Find out which results are computed, and which share memory with an argument, a weight or each other.
+
+    Args:
+        nodes: The graph, read.
+        results: What it returns.
+        given: What its placeholders stand for.
+    """
+    sources = {x.name: x for x in given if isinstance(x, Reference)}
+    outputs: dict[str, Reference] = {}
+    passed: dict[str, dict[str, Any]] = {}
+    views: dict[str, AliasedView] = {}
+    leaves: list[OutputLeaf] = []
+
+    def index_of(reference: Reference) -> int:
+        outputs.setdefault(reference.name, reference)
+        return list(outputs).index(reference.name)
+
+    def root_of(reference: Reference) -> str:
+        return nodes.root.get(reference.name, reference.name)
+
+    shown = {x.name: x for x in results if isinstance(x, Reference)}
+    sharing = Counter(root_of(x) for x in shown.values())
+    for value in results:
+        if not isinstance(value, Reference):
+            leaves.append(OutputLeaf(value=value))
+            continue
+        root = root_of(value)
+        is_given = root in sources
+        if not is_given and (value.name == root or sharing[root] == 1):
+            leaves.append(OutputLeaf(output=index_of(value)))
+            continue
+        if value.name != root:
+            index = None if is_given else index_of(nodes.references[root])
+            views[value.name] = AliasedView(root if is_given else None, index, nodes.lineage(value.name))
+        passed[value.name] = value.meta()
+        leaves.append(OutputLeaf(source=value.name))
+    written = [(index_of(sources[name]), name) for name in sorted(nodes.written & sources.keys())]
+    return ReadResults(tuple(leaves), tuple(outputs.values()), tuple(written), passed, views)
 
 
 def plain_ir(traced: Trace) -> dict[str, Any]:
@@ -358,14 +384,34 @@ def _split(
     return weights, constants
 
 
+def _example_sizes(inputs: Sequence[Reference], ranges: Mapping[str, tuple[int, int | None]]) -> dict[str, int]:
+    """Symbol → its value in the example; a small one of its range where the file does not tell."""
+    found = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
+    sizes: list[Any] = [size for x in inputs for size in x.value.shape if type(size) is not int]
+    for size in sizes:
+        if str(size.node.expr) in found and size.node.has_hint():
+            found[str(size.node.expr)] = int(size.node.hint)
+    return found
+
+
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
     ranges = {}
     for symbol, limits in exported.range_constraints.items():
-        if str(symbol).startswith(UNBACKED):
-            continue  # depends on data; a size that does is refused where it is read
+        if not symbol.is_Symbol or str(symbol).startswith(UNBACKED):
+            continue  # of an expression of others, or dependent on data, which is refused where it is read
         upper = limits.upper
         ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
     return ranges
 
 
-__all__ = ["InputError", "InputLeaf", "OutputLeaf", "Trace", "export", "load_exported", "trace", "tracing"]
+__all__ = [
+    "InputError",
+    "InputLeaf",
+    "OutputLeaf",
+    "Trace",
+    "export",
+    "load_exported",
+    "read_results",
+    "trace",
+    "tracing",
+]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 
@@ -28,20 +29,27 @@ class WeightWatch:
 
     Args:
         tensors: Key in the module → tensor, detached.
+
+    Attributes:
+        new_part: The name of a submodule that was added or replaced, whose code is not what was compiled.
     """
 
     def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = [x for x in tensors.values() if not x.is_inference()]
         self._versions = sum([x._version for x in self._tensors])
         self._is_replaced = False
+        self.new_part: str | None = None
         owners = [] if module is None else [_owner(module, key) for key in tensors]
         self._places = [(owned, name, owned[name].data_ptr()) for owned, name in owners if owned.get(name) is not None]
         self._next = cycle(self._places)
-        for name, _ in {key.rpartition(".")[0]: None for key in tensors}.items() if module is not None else ():
-            _watched(_submodule(module, name)).add(self)  # type: ignore[arg-type]
+        for part in module.modules() if module is not None else ():
+            _watched(part).add(self)
 
     def note_replaced(self) -> None:
         self._is_replaced = True
+
+    def note_part(self, name: str) -> None:
+        self._is_replaced, self.new_part = True, name
 
     def has_changed(self) -> bool:
         if self._is_replaced or sum([x._version for x in self._tensors]) != self._versions:
@@ -83,20 +91,24 @@ def _owner(module: nn.Module, key: str) -> tuple[dict[str, Any], str]:
 _WATCHES: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[WeightWatch]] = weakref.WeakKeyDictionary()
 
 
-def _watched(module: nn.Module | None) -> weakref.WeakSet[WeightWatch]:
+def _watched(module: nn.Module) -> weakref.WeakSet[WeightWatch]:
     _install()
-    if module is None:
-        return weakref.WeakSet()
     return _WATCHES.setdefault(module, weakref.WeakSet())
 
 
 @cache
 def _install() -> None:
-    """Have PyTorch tell when any module gets a parameter or buffer."""
+    """Have PyTorch tell when any module gets a parameter, a buffer or a submodule."""
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         for watch in _WATCHES.get(module, ()):
             watch.note_replaced()
 
+    def note_part(module: nn.Module, name: str, value: Any) -> None:
+        if module._modules.get(name) is not value:
+            for watch in _WATCHES.get(module, ()):
+                watch.note_part(name)
+
     register_module_parameter_registration_hook(note)
     register_module_buffer_registration_hook(note)
+    register_module_module_registration_hook(note_part)

@@ -10,7 +10,7 @@ from transformers.utils import output_capturing
 
 import npu_sim
 from npu_compiler import InputError, IRError
-from npu_sim.module.library_models import is_library_hook, is_of_transformers
+from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.trace import export, trace
 
 
@@ -82,8 +82,3 @@ def test_a_users_hook_is_refused() -> None:
     module.register_forward_hook(lambda _module, _inputs, result: 2 * result)
     with pytest.raises(InputError, match="has forward hooks"):
         npu_sim.compile(module, torch.randn(1, 2))
-
-
-def test_models_of_transformers_are_known(llama: nn.Module) -> None:
-    assert is_of_transformers(llama)
-    assert not is_of_transformers(nn.Linear(2, 2))

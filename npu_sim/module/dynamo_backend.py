@@ -1,0 +1,260 @@
+"""`torch.compile(model, backend="npu_sim")`: the graphs that TorchDynamo captures, run as programs.
+
+TorchDynamo passes a module's parameters as arguments of every call. Here they are weights, loaded once for each set of
+tensors that comes; a buffer that keeps changing, such as a state that is replaced in each call, becomes an argument.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from npu_compiler.errors import ConstraintError, InputError, IRError
+from npu_compiler.graph.symbolic import KEY, evaluate, is_symbolic
+from npu_sim.module.capture import Captured, capture
+from npu_sim.module.hardware import device_name, dtype_name, open_backend
+from npu_sim.module.programs import PROGRAMS, Compiled, Programs, Settings, overlapping
+from npu_sim.module.report import ProgramReport, report
+from npu_sim.module.shared_weights import SharedWeights
+from npu_sim.module.trace import Trace, first_line
+
+_CHANGES = 3  # of a buffer between calls, until it is an argument
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., options=...)` may say; see `npu_sim.compile`."""
+
+    device: str | None = None
+    dtype: str | torch.dtype | None = None
+    programs: int = PROGRAMS
+
+
+def backend(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """A backend for `torch.compile`, registered as `npu_sim`.
+
+    A graph that is to be differentiated, and one for which there is no form as a program, is run by PyTorch, and a
+    warning says why.
+
+    Args:
+        graph_module: What TorchDynamo captured.
+        example_inputs: The arguments of the call for which it did.
+        options: `dtype`, `device` and `programs`, as for `npu_sim.compile`.
+
+    Raises:
+        InputError: there is no such option, or a mode was given.
+        DeviceError: there is no such device.
+    """
+    known = [field.name for field in fields(Options)]
+    unknown = sorted((options or {}).keys() - set(known))
+    if unknown:
+        raise InputError(f"backend 'npu_sim' has no option '{unknown[0]}'; it has {', '.join(known)}")
+    if mode is not None:
+        raise InputError(f"backend 'npu_sim' has no mode '{mode}'; it has the options {', '.join(known)}")
+    return compile_graph(graph_module, Options(**(options or {})))
+
+
+def break_reason(graph_module: GraphModule) -> str | None:
+    """Why TorchDynamo ended a graph where it did, and where in the source that is; None where the function ended."""
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    where = f" ({reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno})" if reason.user_stack else ""
+    return f"{first_line(reason.reason)}{where}"
+
+
+def compile_graph(graph_module: GraphModule, options: Options) -> Subgraph | Callable[..., Any]:
+    """A captured graph as a callable on its arguments: PyTorch's own where there is a reason for it."""
+    if torch.is_grad_enabled() and _needs_gradient(graph_module):
+        _warn("backend 'npu_sim' is for inference: PyTorch runs graphs that need gradients; use torch.no_grad()")
+        return graph_module.forward
+    try:
+        captured = capture(graph_module)
+        settings = Settings(
+            open_backend(options.device or device_name(captured.device)),
+            captured.device,
+            dtype_name(options.dtype),
+            options.programs,
+        )
+        return Subgraph(captured, settings, graph_module.forward)
+    except IRError as error:
+        _warn(f"backend 'npu_sim' leaves a graph to PyTorch: {error}")
+        return graph_module.forward
+
+
+def _needs_gradient(graph_module: GraphModule) -> bool:
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    values = [node.meta.get("example_value") for node in output.all_input_nodes]
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+@cache
+def _warn(message: str) -> None:
+    """Once for each message."""
+    warnings.warn(message, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class _WeightSet:
+    """A graph's programs with one set of weights.
+
+    Attributes:
+        stamps: What of each weight changes when it is written or moved.
+        references: To the module's own tensors; when one of them goes, so does the set.
+    """
+
+    programs: Programs
+    stamps: list[tuple[int, int]]
+    references: tuple[weakref.ref[torch.Tensor], ...]
+
+
+def _stamps(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The address of each, and how often it has been written, where PyTorch counts that."""
+    try:
+        return [(x.data_ptr(), x._version) for x in weights]
+    except RuntimeError:  # of tensors made in inference mode it does not
+        return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in weights]
+
+
+class Subgraph:
+    """A captured graph as a callable that takes and returns what the graph does. Calls from several threads queue.
+
+    Attributes:
+        failure: Why PyTorch runs the graph after all, if it does.
+    """
+
+    def __init__(self, captured: Captured, settings: Settings, eager: Callable[..., Any]) -> None:
+        self._captured, self._settings, self._eager = captured, settings, eager
+        self._changes: Counter[int] = Counter()
+        self.failure: str | None = None
+        self._numbers = [
+            position
+            for position, value in enumerate(captured.values)
+            if isinstance(value, torch.Tensor) and value.device != captured.device
+        ]
+        self._take(captured.static)
+
+    def _take(self, static: frozenset[int]) -> None:
+        """Take the arguments at these positions as weights, but for those that the graph changes."""
+        traced = self._captured.trace(static, "graph")
+        self._trace: Trace = traced
+        places = {name: position for position, name in enumerate(self._captured.names)}
+        self._inputs = [(meta["name"], places[meta["name"]]) for meta in traced.ir["graph_inputs"]]
+        self._static = tuple(places[name] for name in traced.ir["weight_name_mapping"] if name in places)
+        self._places = places
+        self._written = [name for _, name in traced.written]
+        self._is_plain = all(leaf.output == index for index, leaf in enumerate(traced.outputs))
+        self._compiled = Compiled(traced, self._settings)
+        self._sets: dict[tuple[int, ...], _WeightSet] = {}
+
+    def __call__(self, *args: Any) -> Sequence[Any]:
+        """The graph's results.
+
+        Raises:
+            InputError: an argument holds a number that a program cannot take.
+            DeviceError: the device failed.
+        """
+        with self._settings.backend.lock:
+            if self.failure is not None:
+                return self._run_eagerly(args)
+            weights = tuple([args[position] for position in self._static])
+            loaded = self._sets.get(tuple(map(id, weights)))
+            if loaded is None or loaded.stamps != _stamps(weights):
+                loaded = self._load(args, weights, loaded)
+            inputs = {name: args[position] for name, position in self._inputs}
+            if self._written and overlapping(inputs, self._written) is not None:
+                return self._run_eagerly(args)
+            if self._numbers:
+                inputs |= {self._captured.names[x]: args[x].to(self._captured.device) for x in self._numbers}
+            sizes = self._captured.sizes.values()
+            key = tuple([args[x] if dim is None else args[x].shape[dim] for x, dim in sizes])
+            try:
+                loaded.programs.runner(key)
+            except (IRError, ConstraintError) as error:
+                self.failure = str(error)
+                _warn(f"backend 'npu_sim' leaves a graph to PyTorch: {error}")
+                return self._run_eagerly(args)
+            outputs = loaded.programs.run(key, inputs)
+        if self._is_plain:
+            return outputs[: len(self._trace.outputs)]
+        return self._results(loaded.programs, args, key, inputs, outputs)
+
+    def _run_eagerly(self, args: Sequence[Any]) -> Sequence[Any]:
+        result: Sequence[Any] = self._eager(*args)
+        return result
+
+    def _results(
+        self,
+        programs: Programs,
+        args: Sequence[Any],
+        key: tuple[int, ...],
+        inputs: dict[str, torch.Tensor],
+        outputs: list[torch.Tensor],
+    ) -> list[Any]:
+        def own(name: str) -> torch.Tensor:
+            return args[self._places[name]] if name in self._places else self._captured.constants[name]
+
+        results: list[Any] = []
+        for leaf in self._trace.outputs:
+            if leaf.output is not None:
+                results.append(outputs[leaf.output])
+            elif leaf.source is not None:
+                results.append(programs.source(leaf.source, key, inputs, outputs, own))
+            elif is_symbolic(leaf.value):
+                results.append(evaluate(leaf.value[KEY], dict(zip(self._captured.symbols, key, strict=True))))
+            else:
+                results.append(leaf.value)
+        return results
+
+    def _load(self, args: Sequence[Any], weights: tuple[torch.Tensor, ...], known: _WeightSet | None) -> _WeightSet:
+        """Load the weights of a call, which are new or have been written."""
+        if known is not None:
+            for position, before, now in zip(self._static, known.stamps, _stamps(weights), strict=True):
+                self._changes[position] += before != now
+        fleeting = [x for x in self._static if self._changes[x] >= _CHANGES and not isinstance(args[x], nn.Parameter)]
+        if fleeting:
+            self._take(frozenset(self._static).difference(fleeting))
+            weights = tuple([args[position] for position in self._static])
+        ids = tuple(map(id, weights))
+        names = {self._captured.names[x]: args[x] for x in self._static}
+        sets, changes = self._sets, self._changes
+
+        def drop(position: int) -> Callable[[object], None]:
+            def forget(_: object) -> None:
+                sets.pop(ids, None)
+                changes[position] += 1
+
+            return forget
+
+        constants = self._trace.weights | self._trace.constants
+        tensors = {name: value.detach() for name, value in names.items()} | constants
+        cache = SharedWeights(self._settings.backend, names | constants)
+        made = _WeightSet(
+            Programs(self._trace, self._settings, tensors, self._captured.symbols, self._compiled, cache),
+            _stamps(weights),
+            tuple(weakref.ref(args[x], drop(x)) for x in self._static),
+        )
+        self._sets[ids] = made
+        return made
+
+    def programs(self) -> tuple[ProgramReport, ...]:
+        """What of the graph runs where, for each program that there is."""
+        settings = self._settings
+        with settings.backend.lock:
+            plans = self._compiled.plans()
+        return report("graph", settings.backend.device, str(settings.device), self._captured.symbols, plans).programs

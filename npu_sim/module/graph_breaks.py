@@ -1,0 +1,123 @@
+"""Modules that `torch.export` cannot trace as one graph: several graphs, with Python in between."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from npu_compiler.errors import InputError, IRError
+from npu_sim.module.dynamo_backend import Options, Subgraph, break_reason, compile_graph
+from npu_sim.module.hardware import device_name, open_backend
+from npu_sim.module.report import Report
+
+
+class BrokenModule:
+    """A module whose forward runs in Python, and what TorchDynamo captures of it on a device.
+
+    It is called as the module is, and takes what the module takes: another shape or another value that is no tensor
+    has other graphs captured.
+
+    Attributes:
+        reason: Why the module could not be traced as one graph.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, options: Options, dynamic: bool, reason: str) -> None:
+        self.reason = reason
+        self.device = device
+        self.backend = open_backend(options.device or device_name(device))
+        self._module, self._options = module, options
+        self._signature = inspect.signature(module.forward)
+        self._breaks: dict[str, None] = {}
+        self._subgraphs: list[Subgraph] = []
+        self._compiled: Callable[..., Any] = torch.compile(
+            module.forward, backend=self._compile_graph, dynamic=dynamic or None
+        )
+
+    def _compile_graph(self, graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        found = break_reason(graph_module)
+        if found is not None:
+            self._breaks[found] = None
+        compiled = compile_graph(graph_module, self._options)
+        if isinstance(compiled, Subgraph):
+            self._subgraphs.append(compiled)
+        return compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result.
+
+        Raises:
+            InputError: an argument is missing, unknown, on another device or asks for a gradient.
+            DeviceError: the device failed.
+        """
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"the arguments do not fit the module's forward(): {error}") from error
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.device != self.device:
+                raise InputError(f"an argument is on {value.device}, but the module was compiled for {self.device}")
+            if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    "an argument requires a gradient, but a compiled module is for inference; call it under "
+                    "torch.no_grad(), or with detached tensors"
+                )
+        with torch.no_grad():
+            return self._compiled(*args, **kwargs)
+
+    def refresh(self) -> None:
+        """Nothing: each call passes the module's tensors, and those that were written are loaded again."""
+
+    def save(self, path: object) -> None:
+        """Refused: what runs between the graphs is Python.
+
+        Raises:
+            IRError: always.
+        """
+        raise IRError(
+            f"{type(self._module).__name__} cannot be saved, since it is not one graph ({self.reason}); "
+            "report() lists the graph breaks"
+        )
+
+    def report(self) -> Report:
+        """What runs where: all graphs' programs, and why PyTorch could not trace the module as one graph."""
+        programs = [program for subgraph in self._subgraphs for program in subgraph.programs()]
+        breaks = tuple(self._breaks) or (self.reason,)
+        return Report(type(self._module).__name__, self.backend.device, str(self.device), tuple(programs), breaks)
+
+    def try_out(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Call the module once, so that its graphs are captured; its buffers and the arguments stay as they are.
+
+        Raises:
+            IRError: that fails, or no graph could be captured.
+        """
+        copies, known = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
+        try:
+            with _kept(self._module):
+                self(*copies, **known)
+        except Exception as error:  # whatever the module's own code and PyTorch raise
+            raise IRError(self.reason) from error
+        if not any(subgraph.programs() for subgraph in self._subgraphs):
+            raise IRError(self.reason)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _kept(module: nn.Module) -> Iterator[None]:
+    """Give the module's buffers back the values that they had."""
+    before = [(x, x.clone(), x._version) for x in module.buffers() if not x.is_inference()]
+    try:
+        yield
+    finally:
+        for buffer, value, version in before:
+            if buffer._version != version:
+                buffer.copy_(value)

@@ -1,0 +1,215 @@
+"""The programs of a trace on a device: made when they are wanted, and run on torch tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import increment_version
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.graph.model import IRGraph
+from npu_compiler.graph.reader import read_ir
+from npu_compiler.graph.symbolic import specialize
+from npu_compiler.partitioner import PartitionPlan, partition
+from npu_compiler.passes.precision import native_dtype
+from npu_runtime.buffer import DeviceBuffer
+from npu_runtime.executor import Arena
+from npu_runtime.hardware import Hardware
+from npu_sim.module.runner import Loaded, Runner, Values
+from npu_sim.module.shapes import Key
+from npu_sim.module.trace import Trace
+from npu_sim.module.views import Step, replay
+
+PROGRAMS = 8
+Own = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a trace is compiled.
+
+    Attributes:
+        backend: The device that runs the programs.
+        device: The torch device of arguments, weights and results.
+        dtype: Compute dtype; None for the trace's own.
+        limit: How many programs to keep.
+    """
+
+    backend: Hardware
+    device: torch.device
+    dtype: str | None = None
+    limit: int = PROGRAMS
+
+
+class Compiled:
+    """What has been compiled of a trace; several sets of weights may share it."""
+
+    def __init__(self, traced: Trace, settings: Settings) -> None:
+        self._trace, self._settings = traced, settings
+        self._known: OrderedDict[Key, tuple[PartitionPlan, list[CompiledProgram] | None]] = OrderedDict()
+
+    def plan(self, symbols: tuple[str, ...], key: Key) -> tuple[PartitionPlan, list[CompiledProgram] | None]:
+        """The plan for these sizes, and its programs where they have been compiled before."""
+        if key not in self._known:
+            sizes = dict(zip(symbols, key, strict=True))
+            ir = self._trace.ir
+            graph = read_ir(specialize(ir, sizes) if sizes else ir)
+            self.keep(key, partition(graph, compute_dtype=self._compute_dtype(graph)), None)
+        return self._known[key]
+
+    def keep(self, key: Key, plan: PartitionPlan, programs: list[CompiledProgram] | None) -> None:
+        self._known[key] = plan, programs
+        while len(self._known) > self._settings.limit:
+            self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+    def plans(self) -> dict[Key, PartitionPlan]:
+        return {key: plan for key, (plan, _) in self._known.items()}
+
+    def _compute_dtype(self, graph: IRGraph) -> str:
+        if self._settings.dtype is not None:
+            return self._settings.dtype
+        own = native_dtype(graph)
+        return own if own in HALF_DTYPES else "float32"
+
+
+class Programs:
+    """A trace's programs, one for each combination of sizes, with one set of weights and one arena.
+
+    The one that has not been used for longest is dropped. The caller holds the backend's lock.
+
+    Args:
+        weights: Key → tensor, for the trace's weights and constants.
+        symbols: The order in which a key gives their values.
+        compiled: Shared with other sets of weights.
+        cache: Weights on the device (see `load_weights`).
+    """
+
+    def __init__(
+        self,
+        traced: Trace,
+        settings: Settings,
+        weights: Mapping[str, torch.Tensor],
+        symbols: tuple[str, ...],
+        compiled: Compiled | None = None,
+        cache: MutableMapping[str, DeviceBuffer] | None = None,
+    ) -> None:
+        self._trace, self._settings, self.symbols = traced, settings, symbols
+        self.compiled = compiled or Compiled(traced, settings)
+        self.tensors = dict(weights)
+        arena = Arena(settings.backend)
+        self._loaded = Loaded(settings.backend, {}, settings.device, arena, {} if cache is None else cache)
+        self._take(weights)
+        self._keys: dict[str, str] = traced.ir["weight_name_mapping"]
+        names = [meta["name"] for meta in traced.ir["graph_inputs"]]
+        self._updated = [(index, name) for index, name in traced.written if name in names]
+        self._stored = [(index, self._keys[name]) for index, name in traced.written if name not in names]
+        self.runners: OrderedDict[Key, Runner] = OrderedDict()
+        self._steps: dict[Key, dict[str, tuple[Step, ...]]] = {}
+
+    def replace_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load these weights from now on."""
+        self._loaded.cache.clear()
+        self._take(weights)
+        for runner in self.runners.values():
+            runner.refresh()
+
+    def _take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = dict(weights)
+        self._loaded.weights = {key: value for key, value in weights.items() if key not in self._trace.constants}
+
+    def clear(self) -> None:
+        """Drop the programs, since constants of the trace have changed."""
+        self.runners.clear()
+        self._steps.clear()
+        self.compiled.clear()
+
+    def run(self, key: Key, inputs: Values) -> list[torch.Tensor]:
+        """The graph's outputs; the inputs and weights that it changes have been changed.
+
+        Raises:
+            InputError: an input that the graph changes shares memory with another, or another argument does not fit.
+            DeviceError: the device failed.
+        """
+        if self._updated:
+            name = overlapping(inputs, [name for _, name in self._updated])
+            if name is not None:
+                raise InputError(f"argument '{name}' is changed in place, but shares memory with another; give a copy")
+        runner = self.runners.get(key) or self.runner(key)
+        if len(self.runners) > 1:
+            self.runners.move_to_end(key)
+        outputs = runner(inputs)
+        for index, name in self._updated:
+            if outputs[index] is not inputs[name]:
+                inputs[name].copy_(outputs[index])
+            elif not inputs[name].is_inference():
+                increment_version(inputs[name])  # so that whoever else reads it as a weight notices
+        for index, weight in self._stored:
+            self.tensors[weight].copy_(outputs[index])
+        return outputs
+
+    def runner(self, key: Key) -> Runner:
+        """The program for these sizes, made if need be."""
+        if key not in self.runners:
+            plan, programs = self.compiled.plan(self.symbols, key)
+            # A program that a call waits for does not stop to time kernels.
+            with self._settings.backend.without_trials() if self.runners else nullcontext():
+                runner = Runner(plan, self._loaded, [name for _, name in self._updated], programs)
+            self.compiled.keep(key, plan, runner.programs)
+            self.runners[key] = runner
+            while len(self.runners) > self._settings.limit:
+                dropped, _ = self.runners.popitem(last=False)
+                self._steps.pop(dropped, None)
+        return self.runners[key]
+
+    def source(self, name: str, key: Key, inputs: Values, outputs: list[torch.Tensor], own: Own) -> torch.Tensor:
+        """A result that is no output: an input, a weight, or a view of one of these or of an output.
+
+        Args:
+            own: The module's own tensor that a weight's key stands for.
+        """
+        view = self._trace.views.get(name)
+        if view is None:
+            return inputs[name] if name in inputs else own(self._keys[name])
+        if key not in self._steps:
+            sizes = dict(zip(self.symbols, key, strict=True))
+            device = self._settings.device
+            self._steps[key] = {name: view.steps(sizes, device) for name, view in self._trace.views.items()}
+        base = (
+            outputs[view.output]
+            if view.output is not None
+            else self.source(str(view.source), key, inputs, outputs, own)
+        )
+        return replay(base, self._steps[key][name])
+
+
+def overlapping(inputs: Values, written: list[str]) -> str | None:
+    """One of the inputs that are written whose memory is also another input's."""
+    places: dict[int, list[str]] = {}
+    for name, value in inputs.items():
+        places.setdefault(value.untyped_storage().data_ptr(), []).append(name)
+    for name in written:
+        for other in places[inputs[name].untyped_storage().data_ptr()]:
+            if other != name and _overlap(inputs[name], inputs[other]):
+                return name
+    return None
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors overlap."""
+    if not a.numel() or not b.numel():
+        return False
+    return a.data_ptr() < _end(b) and b.data_ptr() < _end(a)
+
+
+def _end(value: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr() + (last + 1) * value.element_size()

@@ -1,0 +1,407 @@
+"""What `npu_sim.compile` is given wrongly, or at its limits: one clear error, or the right answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import npu_sim
+from npu_compiler.errors import InputError, IRError, WeightError
+from npu_sim.module.graph_breaks import BrokenModule
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.rand(4) + 0.5)
+        self.register_buffer("offset", torch.rand(4), persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, shift: torch.Tensor | None = None, factor: float = 1.0, *, relu: bool = False
+    ) -> torch.Tensor:
+        y = self.linear(x) * self.scale * factor + self.offset
+        if shift is not None:
+            y = y + shift
+        return y.relu() if relu else y
+
+
+def net() -> Net:
+    return Net().eval()
+
+
+def close(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+X = (torch.randn(3, 8),)
+
+
+def on_two_devices() -> nn.Module:
+    module = net()
+    module.linear.to("meta")
+    return module
+
+
+def on_meta() -> nn.Module:
+    return net().to("meta")
+
+
+def with_hook() -> nn.Module:
+    module = net()
+    module.linear.register_forward_hook(lambda module, args, result: result + 1)
+    return module
+
+
+def with_pre_hook() -> nn.Module:
+    module = net()
+    module.register_forward_pre_hook(lambda module, args: args)
+    return module
+
+
+def with_quantized_buffer() -> nn.Module:
+    module = net()
+    module.scale = torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "message"),
+    [
+        (
+            on_two_devices,
+            X,
+            r"all tensors have to be on one device, but there are 'linear\.weight' on meta, '.*' on cpu",
+        ),
+        (net, (X[0].to("meta"),), "all tensors have to be on one device, .* an argument on meta"),
+        (on_meta, (X[0].to("meta"),), "on the meta device and has no weights"),
+        (lambda: net().train(), X, r"training mode; call \.eval\(\) first"),
+        (with_hook, X, "module 'linear' has forward hooks"),
+        (with_pre_hook, X, "Net has forward hooks"),
+        (with_quantized_buffer, X, r"'scale' is a quantized tensor of PyTorch \(torch\.qint8\)"),
+        (net, (torch.quantize_per_tensor(X[0], 0.1, 0, torch.quint8),), "an argument is a quantized tensor"),
+    ],
+)
+def test_modules_that_cannot_be_compiled_as_they_are(
+    make: Callable[[], nn.Module], args: tuple[torch.Tensor, ...], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        npu_sim.compile(make(), args)
+
+
+def test_weights_that_are_not_numbers() -> None:
+    module = net()
+    module.linear.weight[0, 0] = float("nan")
+    with pytest.raises(WeightError, match=r"'linear\.weight' contains NaN"):
+        npu_sim.compile(module, X)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((X[0].double(),), {}, r"argument 'args\[0\]' has dtype float64, but the module was compiled for float32"),
+        ((X[0].long(),), {}, r"has dtype int64"),
+        ((X[0].to("meta"),), {}, "is on meta, but the module was compiled for tensors on cpu"),
+        ((torch.randn(4, 8),), {}, r"has shape \[4, 8\], but the module was compiled for \[3, 8\]"),
+        ((torch.randn(24),), {}, r"has shape \[24\]"),
+        ((X[0].tolist(),), {}, "but the module was compiled for a tensor"),
+        ((None,), {}, "is None, but the module was compiled for a tensor"),
+        ((), {}, "missing a required argument: 'x'"),
+        ((*X, *X, 1.0, 2), {}, "too many positional arguments"),
+        (X, {"speed": 11}, "got an unexpected keyword argument 'speed'"),
+        (X, {"x": X[0]}, "multiple values for argument 'x'"),
+        (X, {"shift": torch.ones(4)}, "argument 'shift' was not given when the module was compiled"),
+        (X, {"relu": True}, "argument 'relu' was not given when the module was compiled"),
+    ],
+)
+def test_calls_that_do_not_fit(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+    module = net()
+    compiled = npu_sim.compile(module, X)
+    with pytest.raises(InputError, match=message):
+        compiled(*args, **kwargs)
+    close(compiled(*X), module(*X))
+    close(compiled(x=X[0], shift=None, factor=1.0), module(*X))
+
+
+def test_another_value_for_what_became_a_part_of_the_graph() -> None:
+    module = net()
+    compiled = npu_sim.compile(module, X, {"factor": 2.0, "relu": True})
+    close(compiled(*X, factor=2.0, relu=True), module(*X, factor=2.0, relu=True))
+    with pytest.raises(InputError, match="argument 'factor' is 3.0, but the module was compiled with 2.0"):
+        compiled(*X, factor=3.0, relu=True)
+    with pytest.raises(InputError, match="argument 'relu' is 1, but the module was compiled with True"):
+        compiled(*X, factor=2.0, relu=1)
+    with pytest.raises(InputError, match="missing arguments: .*|argument 'relu' is False"):
+        compiled(*X, factor=2.0)
+
+
+def test_an_argument_that_asks_for_a_gradient() -> None:
+    compiled = npu_sim.compile(net(), X)
+    with (
+        torch.enable_grad(),
+        pytest.raises(InputError, match="requires a gradient, but a compiled"),
+    ):
+        compiled(X[0].clone().requires_grad_())
+
+
+def in_place(module: Net) -> None:
+    module.linear.weight.mul_(2)
+
+
+def another_parameter(module: Net) -> None:
+    module.linear.weight = nn.Parameter(torch.randn(4, 8))
+
+
+def loaded_state(module: Net) -> None:
+    module.load_state_dict(net().state_dict())
+
+
+def assigned_state(module: Net) -> None:
+    module.load_state_dict(net().state_dict(), assign=True)
+
+
+def through_half(module: Net) -> None:
+    module.half().float()
+
+
+def buffer_in_place(module: Net) -> None:
+    module.scale.add_(1)
+
+
+def another_buffer(module: Net) -> None:
+    module.scale = torch.rand(4)
+
+
+def constant_in_place(module: Net) -> None:
+    module.offset.add_(1)
+
+
+def another_constant(module: Net) -> None:
+    module.offset = torch.rand(4)
+
+
+CHANGES = [
+    in_place,
+    another_parameter,
+    loaded_state,
+    assigned_state,
+    through_half,
+    buffer_in_place,
+    another_buffer,
+    constant_in_place,
+    another_constant,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_used_in_the_next_call(change: Callable[[Net], None]) -> None:
+    module = net()
+    compiled = npu_sim.compile(module, X)
+    for _ in range(3):
+        change(module)
+        close(compiled(*X), module(*X))
+
+
+@pytest.mark.parametrize("change", [lambda module: module.half(), lambda module: module.double()])
+def test_weights_of_another_dtype_are_an_error_or_the_right_answer(change: Callable[[Net], Any]) -> None:
+    module = net()
+    compiled = npu_sim.compile(module, X)
+    want = compiled(*X)
+    change(module)
+    try:
+        got = compiled(*X)
+    except (InputError, WeightError) as error:
+        assert "dtype" in str(error)
+    else:
+        torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
+
+
+def test_a_replaced_submodule_is_an_error() -> None:
+    module = nn.Sequential(nn.Linear(8, 4), nn.Sequential(nn.GELU())).eval()
+    compiled = npu_sim.compile(module, X)
+    module[0] = module[0]
+    close(compiled(*X), module(*X))
+    module[1][0] = nn.ReLU()
+    for _ in range(2):
+        with pytest.raises(InputError, match="submodule '0' was replaced after the module was compiled"):
+            compiled(*X)
+
+
+def test_weights_of_another_shape_are_an_error() -> None:
+    module = net()
+    compiled = npu_sim.compile(module, X)
+    module.linear.weight = nn.Parameter(torch.randn(5, 8))
+    with pytest.raises(WeightError, match=r"wrong shape: 'linear\.weight' is \[5, 8\], the model expects \[4, 8\]"):
+        compiled(*X)
+
+
+def test_threads_call_one_compiled_module() -> None:
+    module = net()
+    compiled = npu_sim.compile(module, X)
+    inputs = [torch.randn(3, 8) for _ in range(4)]
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            results[index] = [compiled(inputs[index]) for _ in range(50)]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, x in enumerate(inputs):
+        want = module(x)
+        for got in results[index]:
+            close(got, want)
+
+
+class Views(nn.Module):
+    """Results in the memory of arguments, weights and each other; a buffer and an argument of one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("x", torch.randn(4))
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor) -> Any:
+        state.add_(1)
+        y = x * self.weight
+        return {
+            "given": x,
+            "row": x[0],
+            "twice": (y, y),
+            "part": y[:, 1:],
+            "state": state.t(),
+            "own": (self.x, self.weight),
+        }
+
+
+def test_results_that_alias_arguments_are_views_of_the_callers_tensors() -> None:
+    module = Views().eval()
+    x, state = torch.randn(3, 4), torch.zeros(2, 3)
+    compiled = npu_sim.compile(module, (x, state))
+    assert not state.any()
+    for _ in range(2):
+        want = module(x, state.clone())
+        got = compiled(x, state)
+        close(got["state"], want["state"])
+        close(got["part"], want["part"])
+        assert got["given"] is x
+        assert got["row"].data_ptr() == x.data_ptr()
+        assert got["state"].data_ptr() == state.data_ptr() and got["state"].shape == (3, 2)
+        assert got["twice"][0] is got["twice"][1]
+        assert got["part"].data_ptr() == got["twice"][0][:, 1:].data_ptr()
+        assert got["own"][0] is module.x and got["own"][1] is module.weight
+
+
+def test_an_argument_that_is_changed_must_not_share_memory_with_another() -> None:
+    memory = torch.zeros(20)
+    compiled = npu_sim.compile(Views().eval(), (torch.randn(3, 4), torch.zeros(2, 3)))
+    with pytest.raises(InputError, match="argument 'state' is changed in place, but shares memory with another"):
+        compiled(memory[:12].view(3, 4), memory[10:16].view(2, 3))
+    compiled(memory[:12].view(3, 4), memory[12:18].view(2, 3))
+    assert memory[12:18].eq(1).all() and not memory[:12].any()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.ifft(torch.fft.fft(x * 2) * self.weight)
+
+
+def test_complex_numbers_are_computed_by_pytorch() -> None:
+    module, x = Complex().eval(), torch.randn(3, 4)
+    compiled = npu_sim.compile(module, (x,))
+    close(compiled(x), module(x))
+    assert any("complex" in node.reason for program in compiled.report().programs for node in program.off_device)
+    y = torch.randn(3, 4, dtype=torch.complex64)
+    close(npu_sim.compile(module, (y,))(y), module(y))
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, factor: int = 1) -> torch.Tensor:
+        self.calls.add_(1)
+        y = self.first(x)
+        y = self.second(y) if y.sum() > 0 else y * 2
+        return y.relu() * factor + self.calls
+
+
+def test_control_flow_that_depends_on_data_breaks_the_graph() -> None:
+    torch._dynamo.reset()
+    module, x = Branch().eval(), torch.randn(3, 4)
+    compiled = npu_sim.compile(module, (x,))
+    assert isinstance(compiled, BrokenModule)
+    assert module.calls == 0
+    for value in (x, -x, torch.randn(5, 4), x * 3):
+        for factor in (1, 2):
+            calls = module.calls.clone()
+            got = compiled(value, factor=factor)
+            assert module.calls == calls + 1
+            module.calls.copy_(calls)
+            close(got, module(value, factor))
+    report = compiled.report()
+    (reason,) = report.graph_breaks
+    assert "generic_jump" in reason and "test_module_bad_input.py" in reason
+    assert len(report.programs) >= 3
+    assert f"graph break 1: {reason}" in str(report)
+
+
+def test_a_module_with_graph_breaks_says_what_it_cannot_do() -> None:
+    torch._dynamo.reset()
+    module, x = Branch().eval(), torch.randn(3, 4)
+    compiled = npu_sim.compile(module, (x,))
+    assert isinstance(compiled, BrokenModule)
+    with pytest.raises(IRError, match="Branch cannot be saved, since it is not one graph"):
+        compiled.save("somewhere")
+    with pytest.raises(InputError, match="missing a required argument: 'x'"):
+        compiled()
+    with pytest.raises(InputError, match="an argument is on meta, but the module was compiled for cpu"):
+        compiled(x.to("meta"))
+    with torch.enable_grad(), pytest.raises(InputError, match="requires a gradient"):
+        compiled(x.clone().requires_grad_())
+    module.first.weight.mul_(2)
+    module.second = nn.Linear(4, 4).eval()
+    close(compiled(x) + 1, module(x))
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such key")
+
+
+class Conditional(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+@pytest.mark.filterwarnings("ignore:backend 'npu_sim' leaves a graph")
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Failing(), "PyTorch cannot export Failing as one graph: 'no such key'"),
+        (Conditional(), "'cond' is control flow that depends on data"),
+    ],
+)
+def test_where_nothing_can_be_traced_the_error_is_that_of_the_export(module: nn.Module, message: str) -> None:
+    with pytest.raises(IRError, match=message):
+        npu_sim.compile(module.eval(), (torch.randn(3),))
