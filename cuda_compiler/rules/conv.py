@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
-from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -25,7 +25,7 @@ CONSTANT_WEIGHT = "constant_weight"
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
-_FORMS = 5  # tile shapes that the runtime shall try
+_FORMS = 6  # tile shapes that the runtime shall try
 
 
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
@@ -63,7 +63,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
         yield _depthwise(make, call)
     elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
-        for tile in _tiles(images * rows * columns, channels, weight.numel // channels, make.shared_memory):
+        for tile in _tiles(make, images * rows * columns, channels, weight.numel // channels):
             yield tile.kernel(make, call, aligned)
     elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
@@ -91,7 +91,7 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
     grid = (groups(lines * groups(columns, across), threads), 1, 1)
     return make.kernel(
         call,
-        "conv/conv.cu",
+        "conv/depthwise.cu",
         function="conv_depthwise",
         grid=grid,
         block=(threads, 1, 1),
@@ -107,6 +107,7 @@ class Tile:
         m, n: Pixels and channels of a tile, which a block makes with `warps_m` × `warps_n` warps.
         stages: Depth of the pipeline of asynchronous copies to shared memory.
         splits: Split-K factor: blocks that divide the summation of one tile.
+        by_warpgroups: Four warps multiply 64 rows together, which only Hopper can.
     """
 
     m: int
@@ -115,6 +116,7 @@ class Tile:
     warps_n: int
     stages: int
     splits: int = 1
+    by_warpgroups: bool = False
 
     terms = 64  # of a step
 
@@ -129,7 +131,7 @@ class Tile:
         resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
         together = min(resident, groups(blocks, MULTIPROCESSORS))
         copied = 2 * (self.m + self.n) * self.terms / 64
-        multiplied = 2 * self.m * self.n * self.terms / 2300
+        multiplied = self.m * self.n * self.terms / (1700 if self.by_warpgroups else 1150)
         step = max(150.0, together * copied, together * multiplied)
         waves = groups(blocks, MULTIPROCESSORS * together)
         return waves * (steps * step + 1500 + (900 if self.splits > 1 else 0))
@@ -150,17 +152,23 @@ class Tile:
         grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
         return make.kernel(
             call,
-            "conv/conv.cu",
-            function="conv_tiled",
+            "conv/tiled.cu",
+            function="conv_wgmma" if self.by_warpgroups else "conv_tiled",
             grid=grid,
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=self.shared_bytes,
             constants=constants,
+            min_blocks=2 if self.by_warpgroups and self.m * self.n <= 128 * 128 else 1,
             cluster=self.splits,
         )
 
 
 _SHAPES = (
+    Tile(128, 256, 8, 2, 4, by_warpgroups=True),
+    Tile(128, 128, 8, 1, 3, by_warpgroups=True),
+    Tile(128, 64, 8, 1, 4, by_warpgroups=True),
+    Tile(64, 128, 4, 1, 4, by_warpgroups=True),
+    Tile(64, 64, 4, 1, 4, by_warpgroups=True),
     Tile(128, 128, 4, 2, 3),
     Tile(128, 64, 4, 2, 4),
     Tile(64, 128, 2, 4, 4),
@@ -178,12 +186,12 @@ def _blocks(tile: Tile, pixels: int, channels: int) -> int:
     return groups(pixels, tile.m) * groups(channels, tile.n)
 
 
-def _tiles(pixels: int, channels: int, depth: int, shared_memory: int) -> list[Tile]:
-    """The most promising tiles for [pixels, depth] times [depth, channels] within the shared memory of a block."""
+def _tiles(make: Specializer, pixels: int, channels: int, depth: int) -> list[Tile]:
+    """The most promising tiles for [pixels, depth] times [depth, channels] on the target GPU."""
     shared_out = [
-        Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
+        replace(tile, splits=splits)
         for tile in _SHAPES
-        if tile.shared_bytes <= shared_memory
+        if tile.shared_bytes <= make.shared_memory and (make.capability == HOPPER or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
     ]

@@ -26,6 +26,8 @@ CASES = [
     ),
     conv("few-pixels-many-terms", nhwc(1, 512, 7, 7), (256, 512, 3, 3), **SAME, bias="compute", activation="silu"),
     conv("many-pixels", nhwc(3, 16, 61, 59), (136, 16, 1, 1), residual="compute"),
+    conv("wide-tiles", nhwc(2, 72, 90, 91), (264, 72, 1, 1), bias="compute", activation="gelu"),
+    conv("many-terms", nhwc(1, 200, 66, 65), (328, 200, 3, 3), **SAME, bias="float32", residual="compute"),
     conv("strided", nhwc(2, 32, 15, 17), (16, 32, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1), bias="float32"),
     conv(
         "uneven",

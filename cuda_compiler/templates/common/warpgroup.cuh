@@ -35,20 +35,35 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "   \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define MULTIPLY_SHARED(type)                                                                                          \
+#define MULTIPLY_SHARED_64(type)                                                                                       \
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "."    \
+                 type " {" NAMES_32 "}, %32, %33, adds, 1, 1, 0, 0;}"                                                  \
+                 : SIXTEEN(sums, 0), SIXTEEN(sums, 4)                                                                  \
+                 : "l"(left), "l"(right), "r"(int(adds)))
+#define MULTIPLY_SHARED_128(type)                                                                                      \
     asm volatile("{.reg .pred adds; setp.ne.b32 adds, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "."   \
                  type " {" NAMES_64 "}, %64, %65, adds, 1, 1, 0, 0;}"                                                  \
                  : SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)                             \
                  : "l"(left), "l"(right), "r"(int(adds)))
 
-// sums[64 × 128] (+)= left[64 × 16] · right[128 × 16]ᵀ, in fragments as of 16 × 8 for each warp.
+// sums[64 × 64 or 128] (+)= left[64 × 16] · right[64 or 128 × 16]ᵀ, in fragments as of 16 × 8 for each warp.
+__device__ __forceinline__ void multiply_shared(
+    float (&sums)[8][4], unsigned long long left, unsigned long long right, bool adds
+) {
+    if constexpr (IsBrain<Half>::value) {
+        MULTIPLY_SHARED_64("bf16");
+    } else {
+        MULTIPLY_SHARED_64("f16");
+    }
+}
+
 __device__ __forceinline__ void multiply_shared(
     float (&sums)[16][4], unsigned long long left, unsigned long long right, bool adds
 ) {
     if constexpr (IsBrain<Half>::value) {
-        MULTIPLY_SHARED("bf16");
+        MULTIPLY_SHARED_128("bf16");
     } else {
-        MULTIPLY_SHARED("f16");
+        MULTIPLY_SHARED_128("f16");
     }
 }
 
