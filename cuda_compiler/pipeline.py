@@ -8,6 +8,8 @@ from dataclasses import replace
 from cuda_compiler.elementwise.grouping import Group, find_groups
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.passes.channels_last import lay_channels_last
+from cuda_compiler.passes.copies import drop_copies
+from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.table import expand
@@ -27,7 +29,7 @@ def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -
     Args:
         shared_memory, capability: Of the target GPU, as `CUDACodegenTarget` takes them.
     """
-    plan = lay_channels_last(plan)
+    plan = products_as_convolutions(absorb_epilogues(drop_copies(lay_channels_last(plan))))
     make = Specializer(frozenset(plan.buffers), capability, shared_memory)
     kept = {view.buffer for view in plan.output_views.values()}
     plan = replace(plan, calls=form_resident_kernels(plan, make))

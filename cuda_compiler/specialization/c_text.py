@@ -117,7 +117,7 @@ def _parameters(fields: Mapping[str, str], params: Mapping[str, Any]) -> str:
     """The declared parameters in namespace `param`, and the activation, if there is one, as a function."""
     lines = [line for name, fmt in fields.items() for line in _parameter(name, fmt, params)]
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
-    if "activation" in fields:
+    if "activation" in params:
         kind = params["activation"]
         op = ELEMENTWISE[ACTIVATIONS.get(kind, "copy")]
         text += f"__device__ __forceinline__ float activate(float a) {{ return {op.expr}; }}\n"

@@ -4,37 +4,30 @@
 constexpr int PACK = 8;
 
 template <int count, typename T>
-__device__ __forceinline__ void add(float (&values)[PACK], int first, const T *data) {
+__device__ __forceinline__ void add(float (&values)[count], const T *data) {
     float addends[count];
     load_floats(addends, data);
 #pragma unroll
     for (int i = 0; i < count; i++) {
-        values[first + i] += addends[i];
+        values[i] += addends[i];
     }
 }
 
-// act(values + bias + residual) in float, rounded once; `aligned` says that all of them move in whole packs.
+// act(values + bias + residual) in float, rounded once, of channels side by side, which are moved in one access.
+template <int count>
 __device__ __forceinline__ void finish(
-    float (&values)[PACK], const Bias::type *bias, const Residual::type *residual, Out::type *out, unsigned image,
+    float (&values)[count], const Bias::type *bias, const Residual::type *residual, Out::type *out, unsigned image,
     unsigned channel, unsigned pixel
 ) {
-    constexpr int width = aligned ? PACK : 1;
-#pragma unroll
-    for (int first = 0; first < PACK; first += width) {
-        if (!aligned && channel + first >= Out::size(1)) {
-            break;
-        }
-        if constexpr (Bias::present) {
-            add<width>(values, first, bias + (channel + first) * Bias::stride(0));
-        }
-        if constexpr (Residual::present) {
-            add<width>(values, first, residual + place<Residual>(image, channel + first, pixel));
-        }
-        float results[width];
-#pragma unroll
-        for (int i = 0; i < width; i++) {
-            results[i] = activate(values[first + i]);
-        }
-        store_floats(out + place<Out>(image, channel + first, pixel), results);
+    if constexpr (Bias::present) {
+        add(values, bias + channel * Bias::stride(0));
     }
+    if constexpr (Residual::present) {
+        add(values, residual + place<Residual>(image, channel, pixel));
+    }
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        values[i] = activate(values[i]);
+    }
+    store_floats(out + place<Out>(image, channel, pixel), values);
 }

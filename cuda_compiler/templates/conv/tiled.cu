@@ -17,7 +17,9 @@ using Half = X::type;
 
 constexpr unsigned ROWS = unsigned(Out::size(0)) * PIXELS;
 constexpr unsigned CHANNELS = unsigned(Out::size(1));
+constexpr unsigned TILES_M = (ROWS + tile_m - 1) / tile_m;
 constexpr unsigned TILES_N = (CHANNELS + tile_n - 1) / tile_n;
+constexpr unsigned BAND = 16;  // tiles of pixels whose tiles run at about the same time, so that they share the cache
 constexpr unsigned CHANNEL_PACKS = unsigned(Weight::size(1)) / PACK;
 constexpr unsigned TAPS = unsigned(Weight::size(2) * Weight::size(3));
 constexpr unsigned DEPTH = CHANNEL_PACKS * TAPS;  // in packs
@@ -170,19 +172,28 @@ __device__ __forceinline__ void cluster_barrier() {
 #endif
 }
 
-// Adds PACK floats of a block of this cluster, which lie where `own` is in this block's shared memory.
-__device__ __forceinline__ void add_partial(float (&values)[PACK], const float *own, unsigned sharer) {
+// Channels that a thread finishes at a time; one where rows of the result are not aligned.
+constexpr int UNIT = aligned ? PACK : 1;
+
+// Adds floats of a block of this cluster, which lie where `own` is in this block's shared memory.
+__device__ __forceinline__ void add_partial(float (&values)[UNIT], const float *own, unsigned sharer) {
 #if __CUDA_ARCH__ >= 900
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
         : "=r"(address) : "r"(shared_address(own)), "r"(sharer));
+    constexpr int width = smaller(UNIT, 4);
 #pragma unroll
-    for (int i = 0; i < PACK; i += 4) {
-        float part[4];
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(part[0]), "=f"(part[1]), "=f"(part[2]), "=f"(part[3]) : "r"(address + 4 * i) : "memory");
+    for (int i = 0; i < UNIT; i += width) {
+        float part[width];
+        if constexpr (width == 4) {
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(part[0]), "=f"(part[1]), "=f"(part[2]), "=f"(part[3]) : "r"(address + 4 * i)
+                         : "memory");
+        } else {
+            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part[0]) : "r"(address + 4 * i) : "memory");
+        }
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < width; j++) {
             values[i + j] += part[j];
         }
     }
@@ -198,8 +209,11 @@ WAITING_KERNEL(TILED) {
     if constexpr (!constant_weight) {
         wait_for_inputs();
     }
-    const unsigned first_pixel = blockIdx.x / TILES_N * tile_m;
-    const unsigned first_channel = blockIdx.x % TILES_N * tile_n;
+    const unsigned band = blockIdx.x / (BAND * TILES_N);
+    const unsigned in_band = blockIdx.x % (BAND * TILES_N);
+    const unsigned band_tiles = min(BAND, TILES_M - band * BAND);
+    const unsigned first_pixel = (band * BAND + in_band % band_tiles) * tile_m;
+    const unsigned first_channel = in_band / band_tiles * tile_n;
     const unsigned first_step = sharer * STEPS / SHARERS;
     const unsigned end_step = (sharer + 1) * STEPS / SHARERS;
     const int row = threadIdx.x / ROW_PACKS;
@@ -300,19 +314,19 @@ WAITING_KERNEL(TILED) {
         __syncthreads();
     }
     constexpr int own_rows = tile_m / SHARERS;
-    for (int i = threadIdx.x; i < own_rows * (tile_n / PACK); i += THREADS) {
-        const int tile_row = int(sharer) * own_rows + i / (tile_n / PACK);
-        const int tile_column = i % (tile_n / PACK) * PACK;
+    for (int i = threadIdx.x; i < own_rows * (tile_n / UNIT); i += THREADS) {
+        const int tile_row = int(sharer) * own_rows + i / (tile_n / UNIT);
+        const int tile_column = i % (tile_n / UNIT) * UNIT;
         const unsigned number = first_pixel + tile_row;
         const unsigned channel = first_channel + tile_column;
         if (number >= ROWS || channel >= CHANNELS) {
             continue;
         }
         const float *own = partial + tile_row * SUM_STAGE + tile_column;
-        float values[PACK];
+        float values[UNIT];
         if constexpr (SHARERS > 1) {
 #pragma unroll
-            for (int j = 0; j < PACK; j++) {
+            for (int j = 0; j < UNIT; j++) {
                 values[j] = 0.0f;
             }
 #pragma unroll
@@ -321,7 +335,7 @@ WAITING_KERNEL(TILED) {
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < PACK; j++) {
+            for (int j = 0; j < UNIT; j++) {
                 values[j] = own[j];
             }
         }
