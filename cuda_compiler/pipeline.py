@@ -11,8 +11,10 @@ from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
+from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
 from cuda_compiler.rules.table import expand
+from cuda_compiler.specialization.gpu import HOPPER
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
@@ -29,7 +31,10 @@ def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -
     Args:
         shared_memory, capability: Of the target GPU, as `CUDACodegenTarget` takes them.
     """
-    plan = products_as_convolutions(absorb_epilogues(drop_copies(lay_channels_last(plan))))
+    plan = absorb_epilogues(drop_copies(lay_channels_last(plan)))
+    if capability >= HOPPER:  # clusters of blocks
+        plan = join_squeeze_excite(plan)
+    plan = products_as_convolutions(plan)
     make = Specializer(frozenset(plan.buffers), capability, shared_memory)
     kept = {view.buffer for view in plan.output_views.values()}
     plan = replace(plan, calls=form_resident_kernels(plan, make))

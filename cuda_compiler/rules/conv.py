@@ -25,6 +25,7 @@ CONSTANT_WEIGHT = "constant_weight"
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
+_CLUSTER = 8  # blocks that share an image
 _FORMS = 6  # tile shapes that the runtime shall try
 
 
@@ -220,8 +221,36 @@ def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return [make.kernel(call, "conv/conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
 
 
+def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """A cluster of blocks for each image."""
+    x, squeeze, *others = call.inputs
+    squeeze_bias = others.pop(0) if call.params["squeeze_bias"] else None
+    excite, excite_bias = others.pop(0), others[0] if call.params["excite_bias"] else None
+    packs = x.shape[1] // PACK
+    threads = _BLOCK if packs <= _BLOCK // 2 else 2 * _BLOCK
+    return [
+        make.kernel(
+            call,
+            "conv/squeeze_excite.cu",
+            inputs={
+                "x": x,
+                "squeeze": squeeze,
+                "squeeze_bias": squeeze_bias,
+                "excite": excite,
+                "excite_bias": excite_bias,
+            },
+            outputs={"out": call.outputs[0]},
+            grid=(x.shape[0], 1, _CLUSTER),
+            block=(threads, 1, 1),
+            constants={"blocks": _CLUSTER},
+            cluster=_CLUSTER,
+        )
+    ]
+
+
 RULES: dict[str, Rule] = {
     "conv2d_kernel": _conv,
     "to_channels_last": _to_channels_last,
+    "squeeze_excite": _squeeze_excite,
     "conv_transpose2d_kernel": _conv_transpose,
 }

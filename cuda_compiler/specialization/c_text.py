@@ -113,14 +113,18 @@ constexpr const float *{name} = nullptr;
 """
 
 
+# Parameters that name an activation, and the functions that a template finds for them.
+_FUNCTIONS = {"activation": "activate", "gate": "gate"}
+
+
 def _parameters(fields: Mapping[str, str], params: Mapping[str, Any]) -> str:
-    """The declared parameters in namespace `param`, and the activation, if there is one, as a function."""
+    """The declared parameters in namespace `param`, and the activations as functions."""
     lines = [line for name, fmt in fields.items() for line in _parameter(name, fmt, params)]
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
-    if "activation" in params:
-        kind = params["activation"]
-        op = ELEMENTWISE[ACTIVATIONS.get(kind, "copy")]
-        text += f"__device__ __forceinline__ float activate(float a) {{ return {op.expr}; }}\n"
+    for param, function in _FUNCTIONS.items():
+        if param in params:
+            op = ELEMENTWISE[ACTIVATIONS.get(params[param], "copy")]
+            text += f"__device__ __forceinline__ float {function}(float a) {{ return {op.expr}; }}\n"
     return text
 
 

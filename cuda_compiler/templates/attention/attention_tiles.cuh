@@ -5,7 +5,7 @@
 #include "attention/attention_verdicts.cuh"
 
 constexpr int key_groups = tile_keys / 8;  // of a fragment of scores
-constexpr int value_tiles = (value_width + 15) / 16 * 2;  // of 8 dimensions
+static_assert(8 * value_tiles >= value_width);
 constexpr float log2_e = 1.44269504f;
 
 __device__ __forceinline__ float power_of_2(float exponent) {

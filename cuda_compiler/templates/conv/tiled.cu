@@ -166,11 +166,7 @@ constexpr int SHARERS = splits;
 constexpr int SHARERS = 1;
 #endif
 
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
+#include "conv/cluster.cuh"
 
 // Channels that a thread finishes at a time; one where rows of the result are not aligned.
 constexpr int UNIT = aligned ? PACK : 1;
@@ -178,9 +174,7 @@ constexpr int UNIT = aligned ? PACK : 1;
 // Adds floats of a block of this cluster, which lie where `own` is in this block's shared memory.
 __device__ __forceinline__ void add_partial(float (&values)[UNIT], const float *own, unsigned sharer) {
 #if __CUDA_ARCH__ >= 900
-    unsigned address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address) : "r"(shared_address(own)), "r"(sharer));
+    const unsigned address = address_in(sharer, own);
     constexpr int width = smaller(UNIT, 4);
 #pragma unroll
     for (int i = 0; i < UNIT; i += width) {
