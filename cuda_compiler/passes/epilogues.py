@@ -177,13 +177,25 @@ def products_as_convolutions(plan: ExecutionPlan) -> ExecutionPlan:
     Given:   y = gelu(matmul(x: [4096, 320], w: [1280, 320]) + b)
     Result:  y = gelu(conv2d(x: [1, 320, 4096, 1], w: [1280, 320, 1, 1]) + b)
 
-    A second kernel for the activation would write and read the product once more, in float32 if it is to be rounded
-    once only.
+    A second kernel for the activation writes and reads the product once more. Only large products are left to cuBLASLt
+    and such a kernel: it multiplies so much faster that this pays.
     """
     return replace(plan, calls=[_as_convolution(call, plan.buffers) for call in plan.calls])
 
 
 _BY_CUBLAS = ("none", "relu", "gelu_tanh")
+# Of a large GPU: FLOP/s of cuBLASLt and of our kernels, bytes/s of its memory and of its cache, and bytes that stay there.
+_CUBLAS_RATE, _OWN_RATE = 720e12, 400e12
+_MEMORY_RATE, _CACHE_RATE, _CACHED = 4.0e12, 8.0e12, 30e6
+_LAUNCH = 2e-6  # seconds
+
+
+def _pays_apart(m: int, n: int, k: int) -> bool:
+    """Whether a product and a kernel for its activation are expected to be faster than both in one."""
+    flops, result = 2 * m * n * k, 2 * m * n
+    moved = (2 * (m * k + n * k) + result) / _MEMORY_RATE
+    again = 2 * result / (_CACHE_RATE if result < _CACHED else _MEMORY_RATE)
+    return max(flops / _CUBLAS_RATE, moved) + again + _LAUNCH < max(flops / _OWN_RATE, moved)
 
 
 def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -> KernelCall:
@@ -195,6 +207,8 @@ def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -
     if residual is not None and activation != "none" or activation in _BY_CUBLAS and out.shape[1] % 8 == 0:
         return call
     if not x.dtype == weight.dtype == out.dtype or x.dtype not in HALF_DTYPES or x.shape[1] % 8:
+        return call
+    if activation not in _BY_CUBLAS and out.shape[1] % 8 == 0 and _pays_apart(*out.shape, x.shape[1]):
         return call
     rows = [view for view in (x, weight, out, residual) if view is not None]
     if any(view.strides[1] != 1 or view.offset % 8 for view in rows) or x.strides[0] % 8 or weight.strides[0] % 8:

@@ -31,6 +31,8 @@ _TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
 # the keys that it copies.
 _WARPGROUP_TILES = ((128, 96), (64, 48))
 _NARROW = 32  # head dimension up to which warpgroups, whose rows have 64 or 128 elements, would mostly multiply zeros
+_FILLED = 0.7  # of a block's rows, from which on it may have fewer
+_MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
 _WARPGROUP_KEYS = 128
@@ -82,7 +84,8 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
                 return _by_warpgroups(make, call, operands, tile_rows)
     tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.shared_memory]
     for tile_rows, tile_keys, enough in tiles:
-        if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
+        fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
+        if fills and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
         return _tiled(make, call, operands, *tiles[-1][:2])
@@ -228,10 +231,10 @@ def _survey(
 
     Tiles without attended keys are skipped.
 
-    Layers with the same mask share one such kernel. Nothing where there is no mask.
+    Layers with the same mask share one such kernel. Nothing where there is no mask, or no second tile.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
-    if mask is None:
+    if mask is None or k.shape[2] <= tile_keys:
         return [], None
     constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
     looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)

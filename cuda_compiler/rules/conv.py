@@ -25,6 +25,10 @@ CONSTANT_WEIGHT = "constant_weight"
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
+# Depthwise convolutions: pairs of channels of a block, and rows and columns of a thread's tile.
+_PAIRS = 16
+_DEPTHWISE_TILES = ((4, 7), (4, 4), (2, 4), (1, 4), (1, 2), (1, 1))
+_FEW_TAPS = 9
 _CLUSTER = 8  # blocks that share an image
 _FORMS = 6  # tile shapes that the runtime shall try
 
@@ -85,18 +89,32 @@ def _has_terms_in_order(weight: View) -> bool:
 
 
 def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
+    """Pairs of channels by tiles of pixels, which are the larger the more there is to do."""
     images, channels, rows, columns = call.outputs[0].shape
-    lines = images * rows * channels // PACK
-    across = next((count for count in (4, 2) if lines * groups(columns, count) >= _FULL), 1)
+    taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
+    pairs = images * groups(channels, 2)
+    down, across = next(
+        (tile for tile in _DEPTHWISE_TILES if pairs * groups(rows, tile[0]) * groups(columns, tile[1]) >= _FULL),
+        _DEPTHWISE_TILES[-1],
+    )
+    if taps > _FEW_TAPS and down > 2:
+        down = 2  # all of a tile's sums and products are written out
+    across = groups(columns, groups(columns, across))  # as few as divide the columns alike
+    tiles = images * groups(rows, down) * groups(columns, across)
     threads = 128
-    grid = (groups(lines * groups(columns, across), threads), 1, 1)
     return make.kernel(
         call,
         "conv/depthwise.cu",
         function="conv_depthwise",
-        grid=grid,
+        grid=(groups(tiles, threads // _PAIRS), groups(channels, 2 * _PAIRS), 1),
         block=(threads, 1, 1),
-        constants={"across": across, "aligned": True},
+        constants={
+            "packs": _PAIRS,
+            "down": down,
+            "across": across,
+            "aligned": True,
+            "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
+        },
     )
 
 

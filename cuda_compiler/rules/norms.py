@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cuda_compiler.rules.channel_packs import PACK, is_packed
-from cuda_compiler.rules.rows import held_packs, shared_pack, teams_for
+from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for, teams_for
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -42,7 +42,7 @@ def _softmax(make: Specializer, call: KernelCall) -> list[KernelCall]:
 def _row_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, width = call.outputs[0].shape
     pack = shared_pack((*call.inputs, *call.outputs))
-    constants, grid, block = teams_for(rows, groups(width, pack))
+    constants, grid, block = small_teams_for(rows, groups(width, pack))
     held = held_packs(width // pack, block, constants["teams"])
     constants = {**constants, "pack": pack, "held_packs": held}
     return [make.kernel(call, "norms/norms.cu", grid=grid, block=block, constants=constants)]

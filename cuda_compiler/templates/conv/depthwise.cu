@@ -1,63 +1,96 @@
-// Depthwise convolutions over channels-last images: each output channel from the input channel of its number; the weight [C, 1, kh, kw] has its channels side
-// by side as well. A thread makes `across` pixels of a row, PACK channels of each.
+// Depthwise convolutions over channels-last images: each output channel from the input channel of its number; the weight
+// [C, 1, kh, kw] has its channels side by side as well. A block has `packs` pairs of channels, whose factors it keeps in shared
+// memory, and THREADS / packs tiles of `down` × `across` pixels; a thread makes a pair of channels of a tile.
 #include "conv/places.cuh"
 #include "conv/finish.cuh"
 
-constexpr unsigned CHANNEL_PACKS = unsigned(Out::size(1)) / PACK;
-constexpr unsigned SPANS = (unsigned(Out::size(3)) + across - 1) / across;
-constexpr int TAPS = int(Weight::size(3));
-constexpr int WIDTH = (across - 1) * int(param::stride(1)) + (TAPS - 1) * int(param::dilation(1)) + 1;
+constexpr int pair = 2;
+constexpr int CHANNELS = int(Out::size(1));
+constexpr int TILE_ROWS = (int(Out::size(2)) + down - 1) / down;
+constexpr int TILE_COLUMNS = (int(Out::size(3)) + across - 1) / across;
+constexpr int WINDOW_ROWS = int(Weight::size(2));
+constexpr int WINDOW_COLUMNS = int(Weight::size(3));
+constexpr int TAPS = WINDOW_ROWS * WINDOW_COLUMNS;
+constexpr int STEP_DOWN = int(param::stride(0));
+constexpr int STEP_ACROSS = int(param::stride(1));
+constexpr int REACH_DOWN = int(param::dilation(0));
+constexpr int REACH_ACROSS = int(param::dilation(1));
+constexpr int HEIGHT = (down - 1) * STEP_DOWN + (WINDOW_ROWS - 1) * REACH_DOWN + 1;  // of a tile's window
+constexpr int WIDTH = (across - 1) * STEP_ACROSS + (WINDOW_COLUMNS - 1) * REACH_ACROSS + 1;
 
 WAITING_KERNEL(conv_depthwise) {
-    const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
-    const unsigned channel = unsigned(thread % CHANNEL_PACKS) * PACK;
-    const unsigned span = unsigned(thread / CHANNEL_PACKS % SPANS);
-    const index_t line = thread / CHANNEL_PACKS / SPANS;
-    const unsigned image = unsigned(line / Out::size(2));
-    if (image >= Out::size(0)) {
+    __shared__ __align__(16) float factors[TAPS][pair * packs];
+    if constexpr (!constant_weight) {
+        wait_for_inputs();
+    }
+    const int first_channel = int(blockIdx.y) * (pair * packs);
+    for (int i = threadIdx.x; i < TAPS * packs; i += THREADS) {
+        const int tap = i / packs;
+        const int own = i % packs * pair;
+        float values[pair] = {};
+        if (first_channel + own < CHANNELS) {
+            load_floats(
+                values, weight + tap / WINDOW_COLUMNS * Weight::stride(2) + tap % WINDOW_COLUMNS * Weight::stride(3) +
+                    first_channel + own
+            );
+        }
+        store_pack<pair>(&factors[tap][own], Pack<float, pair>{{values[0], values[1]}});
+    }
+    __syncthreads();
+    const int own = int(threadIdx.x) % packs * pair;
+    const int channel = first_channel + own;
+    const unsigned tile = blockIdx.x * unsigned(THREADS / packs) + threadIdx.x / packs;
+    const unsigned image = tile / unsigned(TILE_ROWS * TILE_COLUMNS);
+    if (image >= Out::size(0) || channel >= CHANNELS) {
         return;
     }
-    const unsigned first_pixel = unsigned(line % Out::size(2) * Out::size(3)) + span * across;
-    const int top = first_row(first_pixel);
-    const int left = first_column(first_pixel);
+    const int first_row = int(tile / unsigned(TILE_COLUMNS) % unsigned(TILE_ROWS)) * down;
+    const int first_column = int(tile % unsigned(TILE_COLUMNS)) * across;
+    const int top = first_row * STEP_DOWN - param::padding(0);
+    const int left = first_column * STEP_ACROSS - param::padding(2);
     const X::type *plane = x + image * X::stride(0) + channel;
     begin_in_turn();
-    float sums[across][PACK] = {};
+    float sums[down][across][pair] = {};
 #pragma unroll
-    for (int ky = 0; ky < int(Weight::size(2)); ky++) {
-        const unsigned row = unsigned(top + ky * int(param::dilation(0)));
-        if (row >= X::size(2)) {
-            continue;
-        }
-        float factors[TAPS][PACK];
-#pragma unroll
-        for (int kx = 0; kx < TAPS; kx++) {
-            load_floats(factors[kx], weight + channel + ky * Weight::stride(2) + kx * Weight::stride(3));
-        }
+    for (int i = 0; i < HEIGHT; i++) {
+        const int row = top + i;
+        const bool has_row = unsigned(row) < X::size(2);
+        const X::type *line = plane + (has_row ? row : 0) * X::stride(2);
+        float values[WIDTH][pair];
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) {
-            const unsigned column = unsigned(left + j);
-            if (column >= X::size(3)) {
+            values[j][0] = values[j][1] = 0.0f;
+            if (has_row && unsigned(left + j) < X::size(3)) {
+                load_floats(values[j], line + (left + j) * X::stride(3));
+            }
+        }
+#pragma unroll
+        for (int a = 0; a < down; a++) {
+            const int below = i - a * STEP_DOWN;
+            if (below < 0 || below % REACH_DOWN != 0 || below / REACH_DOWN >= WINDOW_ROWS) {
                 continue;
             }
-            float values[PACK];
-            load_floats(values, plane + row * X::stride(2) + column * X::stride(3));
 #pragma unroll
-            for (int pixel = 0; pixel < across; pixel++) {
-                const int ahead = j - pixel * int(param::stride(1));
-                if (ahead >= 0 && ahead % int(param::dilation(1)) == 0 && ahead / int(param::dilation(1)) < TAPS) {
+            for (int k = 0; k < WINDOW_COLUMNS; k++) {
+                const Pack<float, pair> factor =
+                    load_pack<pair>(&factors[below / REACH_DOWN * WINDOW_COLUMNS + k][own]);
 #pragma unroll
-                    for (int i = 0; i < PACK; i++) {
-                        sums[pixel][i] = fmaf(factors[ahead / int(param::dilation(1))][i], values[i], sums[pixel][i]);
-                    }
+                for (int b = 0; b < across; b++) {
+                    const float(&value)[pair] = values[b * STEP_ACROSS + k * REACH_ACROSS];
+                    sums[a][b][0] = fmaf(factor.item[0], value[0], sums[a][b][0]);
+                    sums[a][b][1] = fmaf(factor.item[1], value[1], sums[a][b][1]);
                 }
             }
         }
     }
 #pragma unroll
-    for (int pixel = 0; pixel < across; pixel++) {
-        if (span * across + pixel < Out::size(3)) {
-            finish(sums[pixel], bias, residual, out, image, channel, first_pixel + pixel);
+    for (int a = 0; a < down; a++) {
+#pragma unroll
+        for (int b = 0; b < across; b++) {
+            if (first_row + a < int(Out::size(2)) && first_column + b < int(Out::size(3))) {
+                const unsigned pixel = unsigned(first_row + a) * unsigned(Out::size(3)) + unsigned(first_column + b);
+                finish(sums[a][b], bias, residual, out, image, channel, pixel);
+            }
         }
     }
 }
