@@ -1,6 +1,6 @@
 """Models of vision, language and diffusion in float16 on the CUDA device, against `torch.compile`.
 
-    python -m benchmarks.cuda_models [--only convnext,unet,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
+    python -m benchmarks.cuda_models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
 
 Programs and peers are compiled in several processes at a time; then all contenders of a row are timed in turns in one
 process. Each is compared with PyTorch in float32.

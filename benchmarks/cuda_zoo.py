@@ -1,4 +1,4 @@
-"""Models that `benchmarks.cuda_models` measures: real configurations of transformers, and a block of a diffusion UNet."""
+"""The models of `benchmarks.cuda_models`: real configurations of transformers, and a block of a diffusion UNet."""
 
 from __future__ import annotations
 

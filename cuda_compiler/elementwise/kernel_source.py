@@ -187,7 +187,8 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
     attributes = "".join(f"const float {attr} = {float_text(call.params[attr])}; " for attr in op.attrs)
     operands = ", ".join(f"{kind} {letter}" for letter, _ in zip("abc", arguments, strict=False))
     out = call.outputs[0]
-    text = f"{kind} $({operands}) {{ {attributes}return {op.integer if integer else expression(op, out.dtype in HALF_DTYPES)}; }}"
+    expr = op.integer if integer else expression(op, rounds=out.dtype in HALF_DTYPES)
+    text = f"{kind} $({operands}) {{ {attributes}return {expr}; }}"
     function = body.functions.setdefault(text, f"{op.name}_{len(body.functions)}")
     result = f"{function}({', '.join(arguments)})"
     if out.dtype == "int32":

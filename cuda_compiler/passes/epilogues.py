@@ -184,7 +184,7 @@ def products_as_convolutions(plan: ExecutionPlan) -> ExecutionPlan:
 
 
 _BY_CUBLAS = ("none", "relu", "gelu_tanh")
-# Of a large GPU: FLOP/s of cuBLASLt and of our kernels, bytes/s of its memory and of its cache, and bytes that stay there.
+# Of a large GPU: FLOP/s of cuBLASLt and of our kernels, bytes/s of memory and of the cache, and bytes that stay there.
 _CUBLAS_RATE, _OWN_RATE = 720e12, 400e12
 _MEMORY_RATE, _CACHE_RATE, _CACHED = 4.0e12, 8.0e12, 30e6
 _LAUNCH = 2e-6  # seconds

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
+from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -219,6 +220,10 @@ def _tiles(make: Specializer, pixels: int, channels: int, depth: int) -> list[Ti
 
 def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
+    if call.params["fold"] == 1 and x.shape == out.shape:
+        transposed = transposing_copy(make, call)
+        if transposed is not None:
+            return [transposed]
     grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
     constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
     return [

@@ -25,7 +25,7 @@ import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, KernelLaunch, convolution_of, launch_of
 from cuda_compiler.passes.channels_last import lay_channels_last
-from cuda_compiler.passes.copies import drop_copies
+from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_runtime import CUDABackend, tuned_convolutions
@@ -46,7 +46,7 @@ class LaidOut(OpLevelTarget):
     config = CUDA_GPU
 
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
-        plan = join_squeeze_excite(absorb_epilogues(drop_copies(lay_channels_last(plan))))
+        plan = join_squeeze_excite(write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan)))))
         return products_as_convolutions(plan)
 
 
