@@ -36,6 +36,7 @@ _MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows woul
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
 _WARPGROUP_KEYS = 128
+_PRODUCT_WIDTHS = (40, 64, 80, 128)  # columns of the products of weights and values
 _SLAB = 64  # elements that a row of shared memory has, or a multiple of them
 _WARPGROUP_STAGES = 2
 _BARRIERS = 4 * 8  # bytes, for each stage
@@ -218,7 +219,7 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
             "tile_rows": tile_rows,
             "tile_keys": _WARPGROUP_KEYS,
             "stages": _WARPGROUP_STAGES,
-            "value_tiles": held // 8,
+            "value_tiles": next(width for width in _PRODUCT_WIDTHS if width >= operands.v.shape[3]) // 8,
         },
     )
     return [*calls, tiled]

@@ -26,10 +26,10 @@ CONSTANT_WEIGHT = "constant_weight"
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
-# Depthwise convolutions: pairs of channels of a block, and rows and columns of a thread's tile.
-_PAIRS = 16
-_DEPTHWISE_TILES = ((4, 7), (4, 4), (2, 4), (1, 4), (1, 2), (1, 1))
-_FEW_TAPS = 9
+# Depthwise convolutions: channels of a thread, rows and columns of its tile.
+_DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
+_DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
+_FEW_TAPS = 25
 _CLUSTER = 8  # blocks that share an image
 _FORMS = 6  # tile shapes that the runtime shall try
 
@@ -90,27 +90,32 @@ def _has_terms_in_order(weight: View) -> bool:
 
 
 def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
-    """Pairs of channels by tiles of pixels, which are the larger the more there is to do."""
+    """Packs of channels by tiles of pixels, both the larger the more there is to do; large windows take fewer channels,
+    since a thread has all products of a tile's row in registers."""
     images, channels, rows, columns = call.outputs[0].shape
     taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
-    pairs = images * groups(channels, 2)
-    down, across = next(
-        (tile for tile in _DEPTHWISE_TILES if pairs * groups(rows, tile[0]) * groups(columns, tile[1]) >= _FULL),
-        _DEPTHWISE_TILES[-1],
+    forms = _DEPTHWISE_FORMS if taps <= _FEW_TAPS else _DEPTHWISE_WIDE_FORMS
+    pack, down, across = next(
+        (
+            form
+            for form in forms
+            if images * groups(channels, form[0]) * groups(rows, form[1]) * groups(columns, form[2]) >= _FULL
+        ),
+        forms[-1],
     )
-    if taps > _FEW_TAPS and down > 2:
-        down = 2  # all of a tile's sums and products are written out
     across = groups(columns, groups(columns, across))  # as few as divide the columns alike
+    packs = next((packs for packs in (4, 8) if packs * pack >= channels), 16)
     tiles = images * groups(rows, down) * groups(columns, across)
     threads = 128
     return make.kernel(
         call,
         "conv/depthwise.cu",
         function="conv_depthwise",
-        grid=(groups(tiles, threads // _PAIRS), groups(channels, 2 * _PAIRS), 1),
+        grid=(groups(tiles, threads // packs), groups(channels, pack * packs), 1),
         block=(threads, 1, 1),
         constants={
-            "packs": _PAIRS,
+            "pack": pack,
+            "packs": packs,
             "down": down,
             "across": across,
             "aligned": True,
@@ -143,6 +148,10 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         return max(2 * self.stages * (self.m + self.n) * self.terms, 4 * self.m * (self.n + 4))
+
+    def for_steps(self, steps: int) -> Tile:
+        """The same with no more stages than a sum of so many steps has use for."""
+        return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def cost(self, pixels: int, channels: int, depth: int) -> float:
         """A rough estimate of clock cycles on a large GPU, to rank the candidates."""
@@ -178,7 +187,7 @@ class Tile:
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=self.shared_bytes,
             constants=constants,
-            min_blocks=2 if self.by_warpgroups and self.m * self.n <= 128 * 128 else 1,
+            min_blocks=2 if self.by_warpgroups and self.m * self.n <= 128 * 160 else 1,
             cluster=self.splits,
         )
 
@@ -186,6 +195,8 @@ class Tile:
 _SHAPES = (
     Tile(128, 256, 8, 2, 4, by_warpgroups=True),
     Tile(128, 128, 8, 1, 3, by_warpgroups=True),
+    Tile(128, 160, 8, 1, 3, by_warpgroups=True),
+    Tile(128, 96, 8, 1, 4, by_warpgroups=True),
     Tile(128, 64, 8, 1, 4, by_warpgroups=True),
     Tile(64, 128, 4, 1, 4, by_warpgroups=True),
     Tile(64, 64, 4, 1, 4, by_warpgroups=True),
@@ -208,9 +219,10 @@ def _blocks(tile: Tile, pixels: int, channels: int) -> int:
 
 def _tiles(make: Specializer, pixels: int, channels: int, depth: int) -> list[Tile]:
     """The most promising tiles for [pixels, depth] times [depth, channels] on the target GPU."""
+    steps = groups(depth, Tile.terms)
     shared_out = [
         replace(tile, splits=splits)
-        for tile in _SHAPES
+        for tile in (tile.for_steps(steps) for tile in _SHAPES)
         if tile.shared_bytes <= make.shared_memory and (make.capability == HOPPER or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS

@@ -6,7 +6,7 @@
 #include "common/warpgroup.cuh"
 
 constexpr int consumers = tile_rows / warpgroup_rows;
-constexpr int held_width = 8 * value_tiles;  // rows in shared memory, with zeros beyond what there is
+constexpr int held_width = (width + slab_width - 1) / slab_width * slab_width;  // of rows in shared memory, zeros included
 constexpr int slabs = held_width / slab_width;
 constexpr int pieces = held_width / 8;  // of 16 bytes, in a row
 constexpr int copied_rows = warpgroup_threads / pieces;  // by one copy of each thread

@@ -1,10 +1,9 @@
 // Depthwise convolutions over channels-last images: each output channel from the input channel of its number; the weight
-// [C, 1, kh, kw] has its channels side by side as well. A block has `packs` pairs of channels, whose factors it keeps in shared
-// memory, and THREADS / packs tiles of `down` × `across` pixels; a thread makes a pair of channels of a tile.
+// [C, 1, kh, kw] has its channels side by side as well. A block has `packs` packs of `pack` channels, whose factors it keeps in
+// shared memory, and THREADS / packs tiles of `down` × `across` pixels; a thread makes a pack of channels of a tile.
 #include "conv/places.cuh"
 #include "conv/finish.cuh"
 
-constexpr int pair = 2;
 constexpr int CHANNELS = int(Out::size(1));
 constexpr int TILE_ROWS = (int(Out::size(2)) + down - 1) / down;
 constexpr int TILE_COLUMNS = (int(Out::size(3)) + across - 1) / across;
@@ -19,25 +18,25 @@ constexpr int HEIGHT = (down - 1) * STEP_DOWN + (WINDOW_ROWS - 1) * REACH_DOWN +
 constexpr int WIDTH = (across - 1) * STEP_ACROSS + (WINDOW_COLUMNS - 1) * REACH_ACROSS + 1;
 
 WAITING_KERNEL(conv_depthwise) {
-    __shared__ __align__(16) float factors[TAPS][pair * packs];
+    __shared__ __align__(16) float factors[TAPS][pack * packs];
     if constexpr (!constant_weight) {
         wait_for_inputs();
     }
-    const int first_channel = int(blockIdx.y) * (pair * packs);
+    const int first_channel = int(blockIdx.y) * (pack * packs);
     for (int i = threadIdx.x; i < TAPS * packs; i += THREADS) {
         const int tap = i / packs;
-        const int own = i % packs * pair;
-        float values[pair] = {};
+        const int own = i % packs * pack;
+        float values[pack] = {};
         if (first_channel + own < CHANNELS) {
             load_floats(
                 values, weight + tap / WINDOW_COLUMNS * Weight::stride(2) + tap % WINDOW_COLUMNS * Weight::stride(3) +
                     first_channel + own
             );
         }
-        store_pack<pair>(&factors[tap][own], Pack<float, pair>{{values[0], values[1]}});
+        store_floats(&factors[tap][own], values);
     }
     __syncthreads();
-    const int own = int(threadIdx.x) % packs * pair;
+    const int own = int(threadIdx.x) % packs * pack;
     const int channel = first_channel + own;
     const unsigned tile = blockIdx.x * unsigned(THREADS / packs) + threadIdx.x / packs;
     const unsigned image = tile / unsigned(TILE_ROWS * TILE_COLUMNS);
@@ -50,16 +49,19 @@ WAITING_KERNEL(conv_depthwise) {
     const int left = first_column * STEP_ACROSS - param::padding(2);
     const X::type *plane = x + image * X::stride(0) + channel;
     begin_in_turn();
-    float sums[down][across][pair] = {};
+    float sums[down][across][pack] = {};
 #pragma unroll
     for (int i = 0; i < HEIGHT; i++) {
         const int row = top + i;
         const bool has_row = unsigned(row) < X::size(2);
         const X::type *line = plane + (has_row ? row : 0) * X::stride(2);
-        float values[WIDTH][pair];
+        float values[WIDTH][pack];
 #pragma unroll
         for (int j = 0; j < WIDTH; j++) {
-            values[j][0] = values[j][1] = 0.0f;
+#pragma unroll
+            for (int c = 0; c < pack; c++) {
+                values[j][c] = 0.0f;
+            }
             if (has_row && unsigned(left + j) < X::size(3)) {
                 load_floats(values[j], line + (left + j) * X::stride(3));
             }
@@ -72,13 +74,14 @@ WAITING_KERNEL(conv_depthwise) {
             }
 #pragma unroll
             for (int k = 0; k < WINDOW_COLUMNS; k++) {
-                const Pack<float, pair> factor =
-                    load_pack<pair>(&factors[below / REACH_DOWN * WINDOW_COLUMNS + k][own]);
+                float factor[pack];
+                load_floats(factor, &factors[below / REACH_DOWN * WINDOW_COLUMNS + k][own]);
 #pragma unroll
                 for (int b = 0; b < across; b++) {
-                    const float(&value)[pair] = values[b * STEP_ACROSS + k * REACH_ACROSS];
-                    sums[a][b][0] = fmaf(factor.item[0], value[0], sums[a][b][0]);
-                    sums[a][b][1] = fmaf(factor.item[1], value[1], sums[a][b][1]);
+#pragma unroll
+                    for (int c = 0; c < pack; c++) {
+                        sums[a][b][c] = fmaf(factor[c], values[b * STEP_ACROSS + k * REACH_ACROSS][c], sums[a][b][c]);
+                    }
                 }
             }
         }
