@@ -114,7 +114,8 @@ def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | Non
         if size > 1 and len(covering) != 1:
             return None
         strides.append(covering[0] if size > 1 else stride)
-    if offset % PACK or any(stride % PACK for stride in strides if stride != 1):
+    as_wide = all((stride == 1) == (own == 1) for stride, own in zip(strides, made.strides, strict=True))
+    if not as_wide or offset % PACK or any(stride % PACK for stride in strides if stride != 1):
         return None
     moved = View(target.buffer, made.shape, tuple(strides), offset, made.dtype)
     (operand,) = KERNELS[call.kernel].outputs

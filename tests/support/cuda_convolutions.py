@@ -60,6 +60,16 @@ CASES = [
         residual="compute",
     ),
     conv("depthwise-dilated", nhwc(1, 8, 20, 21), (8, 1, 3, 3), groups=8, dilation=(2, 3), padding=(2, 2, 3, 3)),
+    conv(
+        "depthwise-seven",
+        nhwc(2, 40, 57, 30),
+        (40, 1, 7, 7),
+        groups=40,
+        padding=(3, 3, 3, 3),
+        bias="float32",
+        activation="gelu",
+    ),
+    conv("depthwise-many", nhwc(4, 72, 60, 61), (72, 1, 3, 3), groups=72, **SAME, bias="float32", residual="compute"),
     conv("depthwise-large", nhwc(4, 96, 112, 112), (96, 1, 3, 3), groups=96, **SAME, bias="compute"),
     conv("grouped", nhwc(2, 32, 10, 10), (64, 8, 3, 3), groups=4, **SAME, bias="float32", activation="relu"),
     conv(
