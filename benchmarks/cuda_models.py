@@ -2,8 +2,8 @@
 
     python -m benchmarks.cuda_models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
 
-Programs and peers are compiled in several processes at a time; then all contenders of a row are timed in turns in one
-process. Each is compared with PyTorch in float32.
+Programs and peers are compiled in several processes at a time. When all of these are ready, each in turn has the GPU for
+itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
 """
 
 from __future__ import annotations
@@ -35,13 +35,21 @@ from npu_sim.extract import extract_ir
 
 PEERS = ("reduce-overhead", "max-autotune")
 OURS, EAGER = "ours", "eager"
+PATIENCE = 60  # seconds
 SLACK, ROUNDING = 2.0, 2e-3  # how far from float32 a result may be: times eager PyTorch's error, and beyond
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """One process at a time: for what is timed, and for what is tuned by timing."""
-    with path.open("w") as file:
+def alone(folder: Path, others: int) -> Iterator[None]:
+    """Wait until so many processes are ready, or nobody has become so for a while; then one of them at a time."""
+    Path(folder, str(os.getpid())).touch()
+    ready, since = 1, time.monotonic()
+    while ready < others and time.monotonic() - since < PATIENCE:
+        time.sleep(0.2)
+        found = len(list(folder.iterdir()))
+        if found != ready:
+            ready, since = found, time.monotonic()
+    with Path(folder.parent, f"{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -86,8 +94,14 @@ class Ours:
 
 
 @torch.no_grad()
-def measure(name: str, batch: int, peers: tuple[str, ...], with_account: bool, folder: Path, rounds: int) -> str:
-    """The lines of a row: milliseconds, errors, and where our time goes."""
+def measure(
+    name: str, batch: int, peers: tuple[str, ...], with_account: bool, rounds: int, folder: Path, others: int
+) -> str:
+    """The lines of a row: milliseconds, errors, and where our time goes.
+
+    Args:
+        folder, others: As `alone` takes them.
+    """
     entry = ENTRIES[name]
     module, inputs = seeded(entry), entry.inputs(batch, 1)
     ours = Ours(entry, module, inputs)
@@ -102,7 +116,7 @@ def measure(name: str, batch: int, peers: tuple[str, ...], with_account: bool, f
     calls: dict[str, Callable[..., Tensor]] = {EAGER: peer}
     for mode in peers:
         calls[mode] = compiled(peer, halves, mode, freezing=True)
-    with alone(folder / "gpu.lock"):
+    with alone(folder, others):
         torch.backends.cudnn.benchmark = True
         started = time.perf_counter()
         ours.start()
@@ -139,11 +153,10 @@ def main() -> int:
     parser.add_argument("--batches", default="1,many", help="comma-separated sizes (default: %(default)s)")
     parser.add_argument("--peers", default="", help=f"modes of torch.compile, of {', '.join(PEERS)} (default: none)")
     parser.add_argument("--accounts", action="store_true", help="list our kernels by time")
-    parser.add_argument("--processes", type=int, default=5, help="rows to prepare at a time (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=12, help="rows to prepare at a time (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timing rounds (default: %(default)s)")
     arguments = parser.parse_args()
-    folder = Path(tempfile.gettempdir())
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "npu-sim-inductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), "npu-sim-inductor")))
     peers = tuple(filter(None, arguments.peers.split(",")))
     rows = [
         (name, ENTRIES[name].many if batch == "many" else int(batch))
@@ -151,8 +164,15 @@ def main() -> int:
         for batch in arguments.batches.split(",")
     ]
     started, status = time.perf_counter(), 0
-    with ProcessPoolExecutor(arguments.processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        made = [pool.submit(_guarded, *row, peers, arguments.accounts, folder, arguments.rounds) for row in rows]
+    processes = min(arguments.processes, len(rows))
+    with (
+        tempfile.TemporaryDirectory() as parent,
+        ProcessPoolExecutor(processes, get_context("spawn"), max_tasks_per_child=1) as pool,
+    ):
+        ready = Path(parent, "ready")
+        ready.mkdir()
+        settings = (peers, arguments.accounts, arguments.rounds, ready, processes)
+        made = [pool.submit(_guarded, *row, *settings) for row in rows]
         for future in as_completed(made):
             text = future.result()
             status |= "FAILED" in text
