@@ -35,7 +35,7 @@ from npu_sim.extract import extract_ir
 
 PEERS = ("reduce-overhead", "max-autotune")
 OURS, EAGER = "ours", "eager"
-PATIENCE = 60  # seconds
+PATIENCE = 40  # seconds
 SLACK, ROUNDING = 2.0, 2e-3  # how far from float32 a result may be: times eager PyTorch's error, and beyond
 
 
