@@ -2,8 +2,8 @@
 
     python -m benchmarks.cuda_models [--only convnext,…] [--batches 1,many] [--peers reduce-overhead,…] [--accounts]
 
-Programs and peers are compiled in several processes at a time. When all of these are ready, each in turn has the GPU for
-itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
+Programs and peers are compiled in several processes at a time. When all of these are ready, each in turn has the GPU
+for itself and times all contenders of its row in turns. Each is compared with PyTorch in float32.
 """
 
 from __future__ import annotations

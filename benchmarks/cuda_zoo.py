@@ -93,7 +93,8 @@ class UNetBlock(nn.Module):
         tokens = tokens + self._attend(1, self.layer_norms[1](tokens), text)
         value, gate = self.gated(self.layer_norms[2](tokens)).chunk(2, -1)
         tokens = tokens + self.down(value * F.gelu(gate))
-        return x + self.proj_out(tokens.transpose(1, 2).reshape(x.shape))
+        result: Tensor = x + self.proj_out(tokens.transpose(1, 2).reshape(x.shape))
+        return result
 
     def _attend(self, number: int, tokens: Tensor, others: Tensor) -> Tensor:
         q, k, v = (

@@ -208,7 +208,7 @@ def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -
         return call
     if not x.dtype == weight.dtype == out.dtype or x.dtype not in HALF_DTYPES or x.shape[1] % 8:
         return call
-    if activation not in _BY_CUBLAS and out.shape[1] % 8 == 0 and _pays_apart(*out.shape, x.shape[1]):
+    if activation not in _BY_CUBLAS and out.shape[1] % 8 == 0 and _pays_apart(out.shape[0], out.shape[1], x.shape[1]):
         return call
     rows = [view for view in (x, weight, out, residual) if view is not None]
     if any(view.strides[1] != 1 or view.offset % 8 for view in rows) or x.strides[0] % 8 or weight.strides[0] % 8:

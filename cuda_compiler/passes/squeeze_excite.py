@@ -62,7 +62,8 @@ class _Chain:
         x, pooled = calls[index].inputs[0], calls[index].outputs[0]
         if x.shape[1] != pooled.shape[1] or pooled.shape[2:] != (1, 1) or not _suits(x):
             return None
-        places, convolutions, name = [index], [], pooled.buffer
+        places, name = [index], pooled.buffer
+        convolutions: list[KernelCall] = []
         while len(convolutions) < 2:
             if len(readers.get(name, ())) != 1 or name in kept:
                 return None

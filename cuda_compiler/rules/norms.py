@@ -56,7 +56,7 @@ def _group_norm(make: Specializer, call: KernelCall) -> list[KernelCall]:
         threads *= 2
     by_pixels = all(view.rank == 3 and is_packed(view.unsqueeze(3)) for view in views)
     if by_pixels and call.inputs[0].shape[1] // PACK <= threads and views[0].shape[2] > 1:
-        return _group_norm_by_pixels(make, call, *views, threads)
+        return _group_norm_by_pixels(make, call, views[0], views[1], threads)
     return [_group_norm_by_channels(make, call)]
 
 
