@@ -31,7 +31,7 @@ _DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _FEW_TAPS = 25
 _CLUSTER = 8  # blocks that share an image
-_FORMS = 6  # tile shapes that the runtime shall try
+_FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
 
 
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
@@ -227,7 +227,10 @@ def _tiles(make: Specializer, pixels: int, channels: int, depth: int) -> list[Ti
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
     ]
-    return sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))[:_FORMS]
+    ranked = sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))
+    by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
+    by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]
+    return [tile for tile in ranked if tile in by_warps or tile in by_warpgroups]
 
 
 def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
