@@ -6,11 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from npu_compiler.errors import InputError
-from npu_sim.module.trace import InputLeaf, OutputLeaf
+from npu_sim.module.structure import InputLeaf, OutputLeaf, Structure
 
 
 class Arguments:
@@ -22,17 +19,25 @@ class Arguments:
     Args:
         signature: Of the module's `forward`; None where it is not known, as for a `.pt2` file.
         leaves: The leaves of (args, kwargs) then.
-        spec: Their structure.
+        positional: The structure of each positional argument.
+        keywords: The structure of each keyword argument.
+        tensor: The class of what stands for a tensor.
     """
 
-    def __init__(self, signature: inspect.Signature | None, leaves: Sequence[InputLeaf], spec: pytree.TreeSpec) -> None:
-        self._signature, self._leaves = signature, tuple(leaves)
-        positional, keyword = spec.children()
-        self._positional = len(positional.children())
-        self._keys: tuple[str, ...] = tuple(keyword.context or ())
+    def __init__(
+        self,
+        signature: inspect.Signature | None,
+        leaves: Sequence[InputLeaf],
+        positional: Sequence[Structure],
+        keywords: Mapping[str, Structure],
+        tensor: type,
+    ) -> None:
+        self._signature, self._leaves, self._tensor = signature, tuple(leaves), tensor
+        self._positional = len(positional)
+        self._keys: tuple[str, ...] = tuple(keywords)
         self._key_set = set(self._keys)
-        self._specs = (*positional.children(), *keyword.children())
-        self._is_flat = all(child.is_leaf() for child in self._specs)
+        self._structures = (*positional, *keywords.values())
+        self._is_flat = all(structure.is_leaf for structure in self._structures)
         self._fixed = [(index, leaf) for index, leaf in enumerate(self._leaves) if leaf.name is None]
         self._tensors = [(index, leaf) for index, leaf in enumerate(self._leaves) if leaf.name is not None]
         self._names = self._parameter_names()
@@ -45,7 +50,7 @@ class Arguments:
         rest = [f"args[{index}]" for index in range(len(named), self._positional)]
         return [*(*named, *rest)[: self._positional], *self._keys]
 
-    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The tensors of a call, in the order of the graph's inputs.
 
         Raises:
@@ -56,18 +61,23 @@ class Arguments:
             values = (*args, *(kwargs[key] for key in self._keys)) if kwargs else args
         else:
             values = self._rebound(args, kwargs)
-        leaves = values if self._is_flat else self._flattened(values)
+        return self.chosen(values if self._is_flat else self._flattened(values))
+
+    def chosen(self, leaves: Sequence[Any]) -> list[Any]:
+        """The tensors among all leaves. Raises `InputError` as `tensors` does."""
         for index, leaf in self._fixed:
-            if leaves[index] is not leaf.value and not _is_same(leaves[index], leaf.value):
+            if leaves[index] is not leaf.value and not self._is_same(leaves[index], leaf.value):
                 raise InputError(
-                    f"argument '{leaf.path}' is {_shown(leaves[index])}, but the module was compiled with "
-                    f"{_shown(leaf.value)}, which is a part of its graph; compile it again for another value"
+                    f"argument '{leaf.path}' is {self._shown(leaves[index])}, but the module was compiled with "
+                    f"{self._shown(leaf.value)}, which is a part of its graph; compile it again for another value"
                 )
         found = []
         for index, leaf in self._tensors:
             value = leaves[index]
-            if not isinstance(value, torch.Tensor):
-                raise InputError(f"argument '{leaf.path}' is {_shown(value)}, but the module was compiled for a tensor")
+            if not isinstance(value, self._tensor):
+                raise InputError(
+                    f"argument '{leaf.path}' is {self._shown(value)}, but the module was compiled for a tensor"
+                )
             found.append(value)
         return found
 
@@ -96,7 +106,7 @@ class Arguments:
         for name in given.keys() - set(self._names):
             parameter = self._signature.parameters.get(name)
             default = parameter.default if parameter is not None else inspect.Parameter.empty
-            if not _is_same(given[name], default):
+            if not self._is_same(given[name], default):
                 raise InputError(f"argument '{name}' was not given when the module was compiled; compile it with it")
         missing = [name for name in self._names if name not in given]
         if missing:
@@ -105,39 +115,37 @@ class Arguments:
 
     def _flattened(self, values: Sequence[Any]) -> list[Any]:
         leaves: list[Any] = []
-        for name, value, spec in zip(self._names, values, self._specs, strict=True):
-            if spec.is_leaf():
+        for name, value, structure in zip(self._names, values, self._structures, strict=True):
+            if structure.is_leaf:
                 leaves.append(value)
                 continue
-            found, actual = pytree.tree_flatten(value)
-            if actual != spec:
+            found = structure.leaves(value)
+            if found is None:
                 raise InputError(
                     f"argument '{name}' is of another structure than the one that the module was compiled with"
                 )
             leaves += found
         return leaves
 
+    def _is_same(self, value: Any, known: Any) -> bool:
+        if isinstance(value, self._tensor) or isinstance(known, self._tensor):
+            return value is known
+        return type(value) is type(known) and bool(value == known)
 
-def _is_same(value: Any, known: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(known, torch.Tensor):
-        return value is known
-    return type(value) is type(known) and bool(value == known)
-
-
-def _shown(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+    def _shown(self, value: Any) -> str:
+        return "a tensor" if isinstance(value, self._tensor) else repr(value)
 
 
 class Results:
     """Puts what a module returns together from the graph's outputs."""
 
-    def __init__(self, leaves: Sequence[OutputLeaf], spec: pytree.TreeSpec) -> None:
-        self._leaves, self._spec = tuple(leaves), spec
+    def __init__(self, leaves: Sequence[OutputLeaf], structure: Structure) -> None:
+        self._leaves, self._structure = tuple(leaves), structure
         is_computed = all(leaf.output == index for index, leaf in enumerate(leaves))
-        self._is_one = spec.is_leaf() and is_computed
-        self._is_tuple = spec.type is tuple and is_computed and all(child.is_leaf() for child in spec.children())
+        self._is_one = structure.is_leaf and is_computed
+        self._is_tuple = structure.is_flat_tuple and is_computed
 
-    def of(self, outputs: Sequence[torch.Tensor], source: Callable[[str], torch.Tensor]) -> Any:
+    def of(self, outputs: Sequence[Any], source: Callable[[str], Any]) -> Any:
         """The module's result.
 
         Args:
@@ -155,4 +163,4 @@ class Results:
             else source(leaf.source)
             for leaf in self._leaves
         ]
-        return pytree.tree_unflatten(values, self._spec)
+        return self._structure.build(values)

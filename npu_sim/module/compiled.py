@@ -18,9 +18,11 @@ from npu_sim.module.dynamo_backend import Options
 from npu_sim.module.graph_breaks import BrokenModule
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.library_models import is_library_hook
-from npu_sim.module.programs import PROGRAMS, Programs, Settings
+from npu_sim.module.plans import PROGRAMS
+from npu_sim.module.programs import Programs, Settings
 from npu_sim.module.report import Report, report
-from npu_sim.module.shapes import InputShapes, dimension_names, flat_dimensions
+from npu_sim.module.shapes import dimension_names
+from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace
 from npu_sim.module.watch import WeightWatch, current_tensors, live_tensor
 
@@ -109,14 +111,15 @@ class CompiledModule:
         self.trace, self._module = traced, module
         self.device = _torch_device(traced)
         self.backend = open_backend(device or device_name(self.device))
-        forward = None if module is None else inspect.signature(module.forward)
-        self._arguments = Arguments(forward, traced.inputs, traced.in_spec)
-        self._results = Results(traced.outputs, traced.out_spec)
+        self._signature = None if module is None else inspect.signature(module.forward)
+        self._arguments = Arguments(self._signature, traced.inputs, *argument_structures(traced.in_spec), torch.Tensor)
+        self._results = Results(traced.outputs, PytreeStructure(traced.out_spec))
         described = traced.ir["graph_inputs"]
         paths = [leaf.path for leaf in traced.inputs if leaf.name is not None]
-        self._shapes = InputShapes(described, paths, traced.ranges, dimension_names(described, dims), self.device)
+        self._shapes = TensorShapes(described, paths, traced.ranges, dimension_names(described, dims), self.device)
         self._names = [meta["name"] for meta in described]
-        settings = Settings(self.backend, self.device, dtype_name(dtype), programs)
+        self._dtype = dtype_name(dtype)
+        settings = Settings(self.backend, self.device, self._dtype, programs)
         tensors = traced.weights | traced.constants
         self._programs = Programs(traced, settings, tensors, self._shapes.symbols)
         self._watch(tensors)

@@ -22,7 +22,8 @@ from npu_compiler.errors import ConstraintError, InputError, IRError
 from npu_compiler.graph.symbolic import KEY, evaluate, is_symbolic
 from npu_sim.module.capture import Captured, capture
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
-from npu_sim.module.programs import PROGRAMS, Compiled, Programs, Settings, overlapping
+from npu_sim.module.plans import PROGRAMS
+from npu_sim.module.programs import Compiled, Programs, Settings, overlapping
 from npu_sim.module.report import ProgramReport, report
 from npu_sim.module.shared_weights import SharedWeights
 from npu_sim.module.trace import Trace, first_line

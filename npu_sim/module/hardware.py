@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-
-from npu_runtime import Device
+from npu_runtime.device import Device
 from npu_runtime.hardware import Hardware
+
+if TYPE_CHECKING:
+    import torch
 
 
 @cache
-def open_backend(name: str) -> Hardware:
-    """The device of that name; all compiled modules of the process share it."""
+def open_backend(name: str | None) -> Hardware:
+    """The device of that name, or the best one; all modules of the process share it."""
     return Device(name).backend
 
 

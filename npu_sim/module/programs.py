@@ -12,21 +12,16 @@ from torch.autograd.graph import increment_version
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
-from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.graph.model import IRGraph
-from npu_compiler.graph.reader import read_ir
-from npu_compiler.graph.symbolic import specialize
-from npu_compiler.partitioner import PartitionPlan, partition
-from npu_compiler.passes.precision import native_dtype
+from npu_compiler.partitioner import PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.executor import Arena
 from npu_runtime.hardware import Hardware
+from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.runner import Loaded, Runner, Values
 from npu_sim.module.shapes import Key
 from npu_sim.module.trace import Trace
 from npu_sim.module.views import Step, replay
 
-PROGRAMS = 8
 Own = Callable[[str], torch.Tensor]
 
 
@@ -58,9 +53,7 @@ class Compiled:
         """The plan for these sizes, and its programs where they have been compiled before."""
         if key not in self._known:
             sizes = dict(zip(symbols, key, strict=True))
-            ir = self._trace.ir
-            graph = read_ir(specialize(ir, sizes) if sizes else ir)
-            self.keep(key, partition(graph, compute_dtype=self._compute_dtype(graph)), None)
+            self.keep(key, plan_for(self._trace.ir, sizes, self._settings.dtype), None)
         return self._known[key]
 
     def keep(self, key: Key, plan: PartitionPlan, programs: list[CompiledProgram] | None) -> None:
@@ -73,12 +66,6 @@ class Compiled:
 
     def plans(self) -> dict[Key, PartitionPlan]:
         return {key: plan for key, (plan, _) in self._known.items()}
-
-    def _compute_dtype(self, graph: IRGraph) -> str:
-        if self._settings.dtype is not None:
-            return self._settings.dtype
-        own = native_dtype(graph)
-        return own if own in HALF_DTYPES else "float32"
 
 
 class Programs:

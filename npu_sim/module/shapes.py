@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.symbolic import KEY, Sizes, evaluate, is_symbolic
@@ -15,59 +12,57 @@ Key = tuple[int, ...]
 
 
 class InputShapes:
-    """Checks a call's tensors, and finds the values of symbols in their shapes.
+    """Checks what a call gives for the graph's inputs, and finds the values of symbols in its shapes.
 
     Args:
-        inputs: The graph's inputs, as the IR describes them.
+        inputs: Shape and dtype of each input: sizes may be symbolic, and the dtype is what compares equal to its own.
         paths: What the caller calls each of them.
         ranges: Symbol → smallest and largest value.
         names: Symbol → its name in messages, where it has one.
-        device: On which all tensors have to be.
     """
 
     def __init__(
         self,
-        inputs: Sequence[Mapping[str, Any]],
+        inputs: Sequence[tuple[tuple[Any, ...], Any]],
         paths: Sequence[str],
         ranges: Mapping[str, tuple[int, int | None]],
         names: Mapping[str, str],
-        device: torch.device,
     ) -> None:
-        self._paths, self._ranges, self._device = tuple(paths), dict(ranges), device
+        self._paths, self._ranges = tuple(paths), dict(ranges)
         self.names = {symbol: names.get(symbol, symbol) for symbol in ranges}
-        self._dtypes = [getattr(torch, meta["dtype"]) for meta in inputs]
-        self._shapes = [tuple(meta["shape"]) for meta in inputs]
-        self._static = [
-            torch.Size(shape) if all(isinstance(size, int) for size in shape) else None for shape in self._shapes
-        ]
+        self._dtypes = [dtype for _, dtype in inputs]
+        self._shapes = [shape for shape, _ in inputs]
+        self._static = [shape if all(isinstance(size, int) for size in shape) else None for shape in self._shapes]
         self.symbols: tuple[str, ...] = tuple(ranges)
 
-    def check(self, tensors: Sequence[torch.Tensor]) -> Key:
+    def check(self, tensors: Sequence[Any]) -> Key:
         """The symbols' values in a call, in the order of `symbols`.
 
         Raises:
-            InputError: a tensor has another dtype or shape, is on another device, or asks for a gradient.
+            InputError: a tensor or array has another dtype or shape.
         """
-        device, wants_gradient = self._device, torch.is_grad_enabled()
+        for value, dtype, static in zip(tensors, self._dtypes, self._static, strict=True):
+            if value.dtype != dtype or (static is not None and value.shape != static):
+                raise self._misfit(tensors)
+        return self._key(tensors) if self.symbols else ()
+
+    def _misfit(self, tensors: Sequence[Any]) -> InputError:
+        """What to say of the first input that does not fit."""
+        for index, value in enumerate(tensors):
+            dtype, static = self._dtypes[index], self._static[index]
+            if value.dtype != dtype:
+                return InputError(self._problem(index, f"has dtype {_plain(value.dtype)}", _plain(dtype)))
+            if static is not None and value.shape != static:
+                return InputError(self._problem(index, f"has shape {list(value.shape)}", f"{list(static)}"))
+        raise AssertionError("all inputs fit")
+
+    def _key(self, tensors: Sequence[Any]) -> Key:
         sizes: dict[str, int] = {}
         for index, value in enumerate(tensors):
-            static = self._static[index]
-            if value.dtype != self._dtypes[index]:
-                raise InputError(self._problem(index, f"has dtype {_plain(value.dtype)}", _plain(self._dtypes[index])))
-            if value.device != device:
-                raise InputError(self._problem(index, f"is on {value.device}", f"tensors on {device}"))
-            if static is None:
+            if self._static[index] is None:
                 self._bind(index, value.shape, sizes)
-            elif value.shape != static:
-                raise InputError(self._problem(index, f"has shape {list(value.shape)}", f"{list(static)}"))
-            if wants_gradient and value.requires_grad:
-                raise InputError(
-                    f"argument '{self._paths[index]}' requires a gradient, but a compiled module is for inference; "
-                    "call it under torch.no_grad(), or with detached tensors"
-                )
-        if self.symbols:
-            self._check_ranges(tensors, sizes)
-        return tuple(sizes[symbol] for symbol in self.symbols)
+        self._check_ranges(tensors, sizes)
+        return tuple([sizes[symbol] for symbol in self.symbols])
 
     def _bind(self, index: int, shape: Sequence[int], sizes: dict[str, int]) -> None:
         expected = self._shapes[index]
@@ -77,7 +72,7 @@ class InputShapes:
             if is_symbolic(wanted) and wanted[KEY] in self._ranges:
                 sizes.setdefault(wanted[KEY], int(size))
 
-    def _check_ranges(self, tensors: Sequence[torch.Tensor], sizes: Sizes) -> None:
+    def _check_ranges(self, tensors: Sequence[Any], sizes: Sizes) -> None:
         for index, value in enumerate(tensors):
             if self._static[index] is not None:
                 continue
@@ -110,29 +105,5 @@ def dimension_names(inputs: Sequence[Mapping[str, Any]], dynamic_shapes: Sequenc
     return names
 
 
-def flat_dimensions(
-    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
-) -> list[Any]:
-    """For each tensor of the arguments, in order, what `dynamic_shapes` says of its dimensions, or None."""
-    if dynamic_shapes is None:
-        return []
-    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-    if isinstance(dynamic_shapes, Mapping):
-        given = [(value, dynamic_shapes.get(name)) for name, value in bound.items()]
-    else:
-        given = list(zip(bound.values(), dynamic_shapes, strict=False))
-    return [dims for value, spec in given for dims in _dimensions(value, spec)]
-
-
-def _dimensions(value: Any, spec: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [spec]
-    if isinstance(value, Mapping):
-        return [x for key, item in value.items() for x in _dimensions(item, spec[key] if spec else None)]
-    if isinstance(value, (list, tuple)):
-        return [x for index, item in enumerate(value) for x in _dimensions(item, spec[index] if spec else None)]
-    return []
-
-
-def _plain(dtype: torch.dtype) -> str:
+def _plain(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")

@@ -22,42 +22,13 @@ from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
 from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, Value, dtype_of, sizes_of
 from npu_sim.module.library_models import register_caches
+from npu_sim.module.structure import InputLeaf, OutputLeaf
 from npu_sim.module.views import AliasedView
 
 if TYPE_CHECKING:
     from torch import nn
 
 LARGE = 2**16  # elements; constants above are loaded like weights, so that programs do not each contain them
-
-
-@dataclass(frozen=True)
-class InputLeaf:
-    """A leaf of a call's arguments.
-
-    Attributes:
-        name: The graph input's, for a tensor; None for a value that tracing has made a part of the graph.
-        value: That value.
-        path: Where the leaf is in the arguments, in words.
-    """
-
-    name: str | None
-    value: Any
-    path: str
-
-
-@dataclass(frozen=True)
-class OutputLeaf:
-    """A leaf of a call's result.
-
-    Attributes:
-        output: The index of the graph's output, for a tensor that is computed.
-        source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
-        value: Of a result that is no tensor.
-    """
-
-    output: int | None = None
-    source: str | None = None
-    value: Any = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,232 @@
+"""How the arguments and results of a module are nested, and what their leaves are; without PyTorch.
+
+Inside a compiled module the structure is PyTorch's own (`npu_sim.module.tensors`). `Tree` says the same as plain data,
+which a file can hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import keyword
+import sys
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+
+@dataclass(frozen=True)
+class InputLeaf:
+    """A leaf of a call's arguments.
+
+    Attributes:
+        name: The graph input's, for a tensor; None for a value that tracing has made a part of the graph.
+        value: That value.
+        path: Where the leaf is in the arguments, in words.
+    """
+
+    name: str | None
+    value: Any
+    path: str
+
+
+@dataclass(frozen=True)
+class OutputLeaf:
+    """A leaf of a call's result.
+
+    Attributes:
+        output: The index of the graph's output, for a tensor that is computed.
+        source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
+        value: Of a result that is no tensor.
+    """
+
+    output: int | None = None
+    source: str | None = None
+    value: Any = None
+
+
+class Structure(Protocol):
+    """How leaves are nested in a value."""
+
+    @property
+    def is_leaf(self) -> bool: ...
+
+    @property
+    def is_flat_tuple(self) -> bool:
+        """Whether it is a tuple of leaves."""
+
+    @property
+    def size(self) -> int:
+        """The number of leaves."""
+
+    def leaves(self, value: Any) -> list[Any] | None:
+        """The leaves of a value in order; None where it has another structure."""
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        """The value with these leaves."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A `Structure` as plain data.
+
+    Attributes:
+        keys: Of a dict, or the names of a namedtuple's or object's fields; one for each child.
+        type: `module:name` of a namedtuple's or object's class.
+        absent: An object's fields that are None.
+    """
+
+    kind: Literal["leaf", "tuple", "list", "dict", "namedtuple", "object"]
+    children: tuple[Tree, ...] = ()
+    keys: tuple[Any, ...] = ()
+    type: str = ""
+    absent: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "leaf" and self.children:
+            raise ValueError("a leaf has no children")
+        if self.kind in ("dict", "namedtuple", "object") and len(self.keys) != len(self.children):
+            raise ValueError(f"it has {len(self.children)} children, but {len(self.keys)} keys")
+        names = str if self.kind in ("namedtuple", "object") else (bool, int, float, str, type(None))
+        if not all(isinstance(key, names) for key in self.keys) or len(set(self.keys)) < len(self.keys):
+            raise ValueError("its keys are not different names")
+        if self.kind == "namedtuple":
+            namedtuple("Record", self.keys)  # which raises an error if they cannot be names of fields
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind == "leaf"
+
+    @property
+    def is_flat_tuple(self) -> bool:
+        return self.kind == "tuple" and all(child.is_leaf for child in self.children)
+
+    @property
+    def size(self) -> int:
+        return 1 if self.is_leaf else sum(child.size for child in self.children)
+
+    def paths(self) -> list[str]:
+        """Where each leaf is, in words: `output` alone, else its keys and indices, as in `state.0`."""
+        if self.is_leaf:
+            return ["output"]
+        steps = self.keys or range(len(self.children))
+        named = [(step, child) for step, child in zip(steps, self.children, strict=True)]
+        return [str(step) if child.is_leaf else f"{step}.{inner}" for step, child in named for inner in child.paths()]
+
+    def leaves(self, value: Any) -> list[Any] | None:
+        if self.is_leaf:
+            return [value]
+        parts = self._parts(value)
+        if parts is None or len(parts) != len(self.children):
+            return None
+        found: list[Any] = []
+        for child, part in zip(self.children, parts, strict=True):
+            inner = child.leaves(part)
+            if inner is None:
+                return None
+            found += inner
+        return found
+
+    def _parts(self, value: Any) -> Sequence[Any] | None:
+        """The children's values; None where the value is of another kind, or has other keys."""
+        match self.kind:
+            case "tuple" | "list":
+                return value if type(value) is (tuple if self.kind == "tuple" else list) else None
+            case "dict":
+                is_alike = isinstance(value, Mapping) and value.keys() == set(self.keys)
+                return [value[key] for key in self.keys] if is_alike else None
+            case "namedtuple":
+                return value if isinstance(value, tuple) and getattr(value, "_fields", None) == self.keys else None
+            case _:
+                return [getattr(value, key) for key in self.keys] if _fields(value) == set(self.keys) else None
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        return self._build(iter(leaves))
+
+    def _build(self, leaves: Iterator[Any]) -> Any:
+        if self.is_leaf:
+            return next(leaves)
+        parts = [child._build(leaves) for child in self.children]
+        match self.kind:
+            case "tuple":
+                return tuple(parts)
+            case "list":
+                return parts
+            case "dict":
+                return dict(zip(self.keys, parts, strict=True))
+            case _:
+                return self._make(**dict(zip(self.keys, parts, strict=True)))
+
+    @cached_property
+    def _make(self) -> Callable[..., Any]:
+        """What makes a namedtuple or an object of its fields: its own class where that is imported, else a stand-in.
+
+        A file names the class. So nothing is imported for it, and no class is called but a namedtuple or dataclass that
+        has these fields and runs nothing else when it is made.
+        """
+        module, _, path = self.type.partition(":")
+        found: Any = sys.modules.get(module)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        is_class = isinstance(found, type)
+        name = path.rpartition(".")[2]
+        name = name if name.isidentifier() and not keyword.iskeyword(name) else "Record"
+        if self.kind == "namedtuple":
+            is_alike = is_class and issubclass(found, tuple) and getattr(found, "_fields", None) == self.keys
+            return found if is_alike else namedtuple(name, self.keys)
+        if is_class and _is_plain_dataclass(found, self.keys):
+            return found  # type: ignore[no-any-return]
+        return type(name, (Record,), {"_absent": self.absent})
+
+
+class Record(dict[str, Any]):
+    """What stands for an object of a class that is not imported here: its fields, as keys and as attributes.
+
+    It behaves as the `ModelOutput` of transformers does: an index gives a field by its place.
+    """
+
+    _absent: tuple[str, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in self._absent:
+            return None
+        raise AttributeError(f"'{type(self).__name__}' has no field '{name}'; it has {', '.join(self)}")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.items())})"
+
+
+def _fields(value: Any) -> set[str] | None:
+    """The names of an object's fields that are not None; None if it is no object with fields."""
+    if isinstance(value, Mapping):
+        return set(value.keys())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name for field in dataclasses.fields(value) if getattr(value, field.name) is not None}
+    return None
+
+
+def _is_plain_dataclass(kind: type, given: Sequence[str]) -> bool:
+    if not dataclasses.is_dataclass(kind) or not kind.__dataclass_params__.init:  # type: ignore[attr-defined]
+        return False
+    is_model_output = any(
+        x.__name__ == "ModelOutput" and x.__module__.startswith("transformers.") for x in kind.__mro__
+    )
+    if hasattr(kind, "__post_init__") and not is_model_output:
+        return False
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    missing = dataclasses.MISSING
+    needed = {x.name for x in fields.values() if x.default is missing and x.default_factory is missing}
+    return needed <= set(given) <= fields.keys()
+
+
+def type_path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"

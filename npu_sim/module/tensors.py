@@ -1,0 +1,145 @@
+"""What a compiled module does with torch tensors as arguments and results: their structure and their shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from npu_compiler.errors import InputError
+from npu_sim.module.shapes import InputShapes, Key
+from npu_sim.module.structure import Tree, type_path
+
+
+class PytreeStructure:
+    """A `Structure` as PyTorch's pytree knows it, with all types that are registered there."""
+
+    def __init__(self, spec: pytree.TreeSpec) -> None:
+        self.spec = spec
+        self.is_leaf: bool = spec.is_leaf()
+        self.is_flat_tuple = spec.type is tuple and all(child.is_leaf() for child in spec.children())
+        self.size: int = spec.num_leaves
+
+    def leaves(self, value: Any) -> list[Any] | None:
+        found, actual = pytree.tree_flatten(value)
+        return found if actual == self.spec else None
+
+    def build(self, leaves: Sequence[Any]) -> Any:
+        return pytree.tree_unflatten(list(leaves), self.spec)
+
+    def tree(self) -> Tree:
+        """The same as plain data.
+
+        Raises:
+            InputError: there is a dict in it with other keys than plain data.
+        """
+        try:
+            return _tree(self.spec)
+        except ValueError as error:
+            raise InputError(f"a file cannot hold the structure of the arguments or results: {error}") from error
+
+
+def argument_structures(spec: pytree.TreeSpec) -> tuple[list[PytreeStructure], dict[str, PytreeStructure]]:
+    """The structures of the positional and of the keyword arguments, out of that of (args, kwargs)."""
+    positional, keyword = spec.children()
+    found = [PytreeStructure(child) for child in positional.children()]
+    named = zip(keyword.context or (), keyword.children(), strict=True)
+    return found, {name: PytreeStructure(child) for name, child in named}
+
+
+def _tree(spec: pytree.TreeSpec) -> Tree:
+    if spec.is_leaf():
+        return Tree("leaf")
+    children = tuple(_tree(child) for child in spec.children())
+    kind, context = spec.type, spec.context
+    if kind is tuple or kind is list:
+        return Tree("tuple" if kind is tuple else "list", children)
+    if kind is namedtuple:
+        return Tree("namedtuple", children, context._fields, type_path(context))
+    if kind in (dict, OrderedDict, defaultdict):
+        return Tree("dict", children, tuple(context[1] if kind is defaultdict else context))
+    if isinstance(context, list) and len(context) == 2 and isinstance(context[0], list):
+        context = context[0]  # a dataclass: the fields that are there, and those that are None
+    if not isinstance(context, list) or not all(isinstance(x, str) for x in context):
+        context = list(map(str, range(len(children))))  # such as a cache, which only its library takes apart
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    absent = tuple(field.name for field in fields if field.name not in context)
+    return Tree("object", children, tuple(context), type_path(kind), absent)
+
+
+class TensorShapes(InputShapes):
+    """`InputShapes` for torch tensors.
+
+    Args:
+        device: On which all tensors have to be.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Mapping[str, Any]],
+        paths: Sequence[str],
+        ranges: Mapping[str, tuple[int, int | None]],
+        names: Mapping[str, str],
+        device: torch.device,
+    ) -> None:
+        super().__init__([(tuple(x["shape"]), getattr(torch, x["dtype"])) for x in inputs], paths, ranges, names)
+        self._device = device
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> Key:
+        """The symbols' values in a call, in the order of `symbols`.
+
+        Raises:
+            InputError: a tensor has another dtype or shape, is on another device, or asks for a gradient.
+        """
+        device, wants_gradient = self._device, torch.is_grad_enabled()
+        for value, dtype, static in zip(tensors, self._dtypes, self._static, strict=True):
+            if (
+                value.dtype != dtype
+                or value.device != device
+                or (static is not None and value.shape != static)
+                or (wants_gradient and value.requires_grad)
+            ):
+                raise self._misfit(tensors)
+        return self._key(tensors) if self.symbols else ()
+
+    def _misfit(self, tensors: Sequence[torch.Tensor]) -> InputError:
+        for index, value in enumerate(tensors):
+            if value.dtype == self._dtypes[index] and value.device != self._device:
+                return InputError(self._problem(index, f"is on {value.device}", f"tensors on {self._device}"))
+        if torch.is_grad_enabled():
+            for path, value in zip(self._paths, tensors, strict=True):
+                if value.requires_grad:
+                    return InputError(
+                        f"argument '{path}' requires a gradient, but a compiled module is for inference; "
+                        "call it under torch.no_grad(), or with detached tensors"
+                    )
+        return super()._misfit(tensors)
+
+
+def flat_dimensions(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any
+) -> list[Any]:
+    """For each tensor of the arguments, in order, what `dynamic_shapes` says of its dimensions, or None."""
+    if dynamic_shapes is None:
+        return []
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    if isinstance(dynamic_shapes, Mapping):
+        given = [(value, dynamic_shapes.get(name)) for name, value in bound.items()]
+    else:
+        given = list(zip(bound.values(), dynamic_shapes, strict=False))
+    return [dims for value, spec in given for dims in _dimensions(value, spec)]
+
+
+def _dimensions(value: Any, spec: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [spec]
+    if isinstance(value, Mapping):
+        return [x for key, item in value.items() for x in _dimensions(item, spec[key] if spec else None)]
+    if isinstance(value, (list, tuple)):
+        return [x for index, item in enumerate(value) for x in _dimensions(item, spec[index] if spec else None)]
+    return []
