@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 UNFINISHED = ".npu-unfinished-"
 _SEAL = b"\nnpu-simulation sha256 "
@@ -28,9 +29,19 @@ _SURELY_LEFT = 24 * 3600  # seconds, where the file system has no locks
 
 
 def write_atomically(path: Path, data: bytes) -> None:
+    """`atomic_file` for content that is in memory."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Write a whole file or none of it, and have it on the disk before it is seen.
 
     Removes what killed writers left in the folder, once per process.
+
+    Returns:
+        What to write to, and to seek in; it takes the path's place at the end, unless there is an error.
 
     Raises:
         OSError: it cannot be written, or the path names no file ('.', '/').
@@ -41,7 +52,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary, handle = _begin(path.parent, _create_file)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import mmap
+import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.errors import WeightError
+from npu_compiler.errors import ProgramFormatError, WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
+from npu_compiler.program.codec import decoder
 from npu_compiler.program.plan import WeightSpec
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
 from npu_runtime.packing import beyond_range, out_of_bounds, to_numpy
@@ -195,7 +198,8 @@ def cast_weight(array: np.ndarray, dtype: str) -> np.ndarray:
     return result
 
 
-_STORED = {
+# The names of dtypes in safetensors files.
+SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -207,6 +211,23 @@ _STORED = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a safetensors file's header says of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def map_file(file: Path) -> np.ndarray:
+    """A file's bytes, each read when it is used; what is written to them stays in memory. Raises `OSError`."""
+    with file.open("rb") as opened:
+        if os.fstat(opened.fileno()).st_size == 0:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
 
 
 class MappedCheckpoint(Mapping[str, np.ndarray]):
@@ -237,20 +258,37 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         kept._where = {key: place for key, place in self._where.items() if not unwanted(key)}
         return kept
 
+    @classmethod
+    def over(cls, content: np.ndarray) -> MappedCheckpoint:
+        """The tensors of a safetensors file whose bytes are in memory, or mapped, already.
+
+        Raises:
+            WeightError: they are none.
+        """
+        self = cls.__new__(cls)
+        self._where = {}
+        try:
+            self._add(content)
+            decoder(dict[str, _Entry])({key: entry for key, (_, entry) in self._where.items()}, 0)
+        except (ValueError, AttributeError, RecursionError, ProgramFormatError) as error:
+            raise WeightError(f"the tensors are not in safetensors format: {error}") from error
+        return self
+
     def _map(self, file: Path) -> None:
+        self._add(map_file(file))
+
+    def _add(self, whole: np.ndarray) -> None:
         """A file is the header's length in 8 bytes, the header in JSON, and the data, where its offsets point."""
-        with file.open("rb") as opened:
-            whole = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
-        start = 8 + int(whole[:8].view("<u8")[0])
+        start = 8 + int.from_bytes(whole[:8].tobytes(), "little")
         header = json.loads(whole[8:start].tobytes())
         header.pop("__metadata__", None)
         self._where.update({key: (whole[start:], entry) for key, entry in header.items()})
 
     def __getitem__(self, key: str) -> np.ndarray:
         data, entry = self._where[key]
-        if entry["dtype"] not in _STORED:
-            raise WeightError(f"'{key}' is stored as {entry['dtype']}; supported are {', '.join(_STORED)}")
-        dtype = numpy_dtype(_STORED[entry["dtype"]])
+        if entry["dtype"] not in SAFETENSORS_DTYPES:
+            raise WeightError(f"'{key}' is stored as {entry['dtype']}; supported are {', '.join(SAFETENSORS_DTYPES)}")
+        dtype = numpy_dtype(SAFETENSORS_DTYPES[entry["dtype"]])
         content = data[slice(*entry["data_offsets"])]
         if content.ctypes.data % dtype.itemsize:
             content = content.copy()
