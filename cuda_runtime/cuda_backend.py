@@ -32,8 +32,8 @@ from cuda_runtime.overlapping import overlapping_launch
 from cuda_runtime.tensor_copies import MOST, SOURCE, THREADS, Copy, TensorCopies
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from cuda_runtime.tuned_products import TunedProducts
-from npu_compiler.errors import DeviceError
-from npu_compiler.graph.dtypes import itemsize, numpy_dtype
+from npu_compiler.errors import DeviceError, InputError
+from npu_compiler.graph.dtypes import INT32_MAX, itemsize, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget
@@ -41,6 +41,7 @@ from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.cache_folder import cache_folder
+from npu_runtime.packing import storage_name
 
 _ALIGNMENT = 256  # bytes, which kernels may rely on
 
@@ -429,6 +430,25 @@ class CUDABackend(Backend):
             source = self._device.foreign(part)
             self._device.copy(buffer.native_handle[start : start + source.nbytes], source)
             start += source.nbytes
+        return buffer
+
+    def from_dlpack(self, value: Any) -> DeviceBuffer | None:
+        """A copy of an array that is on this GPU, made on this device's stream after what its library enqueued."""
+        if not self._device.holds_exported(value):
+            return None
+        cupy = self._device.cupy
+        try:
+            with self._device.active("cannot import memory"):
+                array = cupy.from_dlpack(value)
+                stored = storage_name(array)
+                if array.size and array.dtype == np.int64 and abs(array).max() > INT32_MAX:
+                    raise InputError("an integer does not fit in 32 bits, in which the device computes")
+                dense = cupy.ascontiguousarray(array, dtype=stored)
+                buffer = CUDABuffer(self._device, dense.shape, None, stored)
+                self._device.copy(buffer.native_handle, dense.reshape(-1).view(np.uint8))
+                self._device.runtime.deviceSynchronize()  # the copy is done before the caller's memory changes
+        except (BufferError, TypeError, ValueError):
+            return None
         return buffer
 
     def borrow(self, tensor: Any, buffer: DeviceBuffer) -> DeviceBuffer:

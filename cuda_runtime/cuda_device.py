@@ -23,6 +23,7 @@ from npu_runtime.pieces import in_pieces
 _GIB = 2**30
 _STAGING_BYTES = 4 * 2**20
 _STAGING_SLOTS = 16
+_DLPACK_CUDA = 2  # DLPack's number for CUDA's devices
 _FAILED = "the GPU failed, perhaps in a kernel launched earlier (CUDA_LAUNCH_BLOCKING=1 in the environment shows which)"
 
 
@@ -248,6 +249,11 @@ class CUDADevice:
         """Whether something is a dense torch tensor of that dtype on this GPU."""
         is_here = getattr(tensor, "is_cuda", False) and tensor.get_device() == self._gpu.id
         return is_here and str(tensor.dtype) == f"torch.{dtype}" and tensor.is_contiguous()
+
+    def holds_exported(self, value: Any) -> bool:
+        """Whether something that speaks DLPack is on this GPU."""
+        kind, index = value.__dlpack_device__()
+        return (int(kind), int(index)) == (_DLPACK_CUDA, self._gpu.id)
 
     def foreign(self, tensor: Any) -> Any:
         """The bytes of a torch tensor on this GPU as a CuPy array, which keeps it alive."""

@@ -204,6 +204,17 @@ class DeviceMemory:
         """
         return None
 
+    def from_dlpack(self, value: Any) -> DeviceBuffer | None:
+        """A buffer with a copy of another library's array that is on this device.
+
+        Args:
+            value: Speaks DLPack. Its integers and float64 become int32 and float32, as in `allocate_buffer`.
+
+        Returns:
+            None where the array is elsewhere, or has a dtype that cannot be exchanged.
+        """
+        return None
+
     def allocate_zeros(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> DeviceBuffer:
         """A zero-filled buffer of a storage dtype.
 
