@@ -22,7 +22,7 @@ class ConstraintError(NPUError):
 
 
 class ProgramFormatError(NPUError):
-    """A `.npubin` file is truncated, corrupted, of another version, or not a `.npubin` at all."""
+    """A `.npubin` or `.npumod` file is truncated, corrupted, of another version, or no such file at all."""
 
 
 class UntrustedProgramError(ProgramFormatError):

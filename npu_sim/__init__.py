@@ -7,11 +7,18 @@ from npu_compiler.deferred_import import deferred
 if TYPE_CHECKING:
     from npu_sim.module.compiled import CompiledModule, compile
     from npu_sim.module.dynamo_backend import backend
+    from npu_sim.module.saved import LoadedModule, load
 
 # Imported when used: tracing needs PyTorch.
 __getattr__ = deferred(
     __name__,
-    {"CompiledModule": "module.compiled", "backend": "module.dynamo_backend", "compile": "module.compiled"},
+    {
+        "CompiledModule": "module.compiled",
+        "LoadedModule": "module.saved",
+        "backend": "module.dynamo_backend",
+        "compile": "module.compiled",
+        "load": "module.saved",
+    },
 )
 
 
@@ -19,4 +26,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["CompiledModule", "backend", "compile"]
+__all__ = ["CompiledModule", "LoadedModule", "backend", "compile", "load"]

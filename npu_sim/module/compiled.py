@@ -171,6 +171,22 @@ class CompiledModule:
             self._programs.replace_weights(known)
             self._watch(known)
 
+    def save(self, path: str | Path) -> None:
+        """Write one file (`.npumod`) that `npu_sim.load` runs without PyTorch: graph, weights and programs made so far.
+
+        The weights are written as they are now. A file that is there stays until the new one is on the disk.
+
+        Raises:
+            InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
+        """
+        from npu_sim.module.saving import save_module
+
+        with self.backend.lock:
+            if self._watched.has_changed():
+                self.refresh()
+            tensors, runners = self._programs.tensors, self._programs.runners
+            save_module(Path(path), self.trace, tensors, self._signature, self._shapes.names, self._dtype, runners)
+
     def report(self) -> Report:
         """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""
         with self.backend.lock:

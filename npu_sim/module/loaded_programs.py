@@ -1,0 +1,126 @@
+"""A loaded module's programs on a device: buffers or NumPy arrays in, the same out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.graph.model import TensorSpec
+from npu_runtime.buffer import DeviceBuffer
+from npu_runtime.executor import Arena, Executor
+from npu_runtime.hardware import Hardware
+from npu_runtime.weight_loader import load_weights
+
+if TYPE_CHECKING:
+    from npu_compiler.partitioner import PartitionPlan
+
+Value: TypeAlias = np.ndarray | DeviceBuffer
+
+
+class Memory:
+    """What all programs of a module share on a device: weights, and memory for intermediate values.
+
+    Attributes:
+        weights: Key → array.
+    """
+
+    def __init__(self, backend: Hardware, weights: Mapping[str, np.ndarray]) -> None:
+        self.backend, self.weights = backend, weights
+        self.arena = Arena(backend)
+        self._cache: dict[str, DeviceBuffer] = {}
+
+    def load(self, program: CompiledProgram) -> dict[str, DeviceBuffer]:
+        """A program's weights on the device."""
+        return load_weights(self.weights, program, self.backend, strict=False, cache=self._cache)
+
+    def forget(self, buffers: Iterable[DeviceBuffer]) -> None:
+        """Have these weights made again when they are loaded next."""
+        stale = {id(buffer) for buffer in buffers}
+        self._cache = {key: buffer for key, buffer in self._cache.items() if id(buffer) not in stale}
+
+
+class DeviceProgram:
+    """One program that runs a whole graph. One call at a time: the caller holds the backend's lock.
+
+    Args:
+        outputs: The program's names for the graph's outputs, in order; some may be inputs.
+        others: The values of those that are neither made by the program nor inputs.
+        updated: The inputs whose memory the program may change.
+
+    Attributes:
+        specs: Of the graph's outputs.
+        unknown: Outputs that the caller has to give as inputs which the program does not read.
+    """
+
+    def __init__(
+        self,
+        program: CompiledProgram,
+        outputs: Sequence[str],
+        others: Mapping[str, np.ndarray],
+        memory: Memory,
+        updated: Collection[str],
+    ) -> None:
+        self._program, self._names, self._others, self._memory = program, outputs, others, memory
+        known = {spec.name: spec for spec in (*program.input_specs, *program.output_specs)}
+        self.input_specs = program.input_specs
+        self.unknown = set(outputs) - known.keys() - others.keys()
+        self.specs = [known.get(name) for name in outputs]
+        self._kept = set(program.plan.donations.values()) - set(updated)
+        self._executor = Executor(program, memory.backend, arena=memory.arena)
+        self._weights = memory.load(program)
+
+    def reads(self, keys: Collection[str]) -> list[DeviceBuffer]:
+        """The weights on the device that are made of these keys."""
+        specs = self._program.weight_specs
+        return [self._weights[name] for name, spec in specs.items() if not set(keys).isdisjoint(spec.recipe.keys())]
+
+    def refresh(self) -> None:
+        """Load the weights again, as far as `Memory` has forgotten them."""
+        self._weights = self._memory.load(self._program)
+
+    def __call__(self, inputs: Mapping[str, Value]) -> list[Value]:
+        """The graph's outputs; buffers hold until the next call."""
+        given = {spec.name: self._own(spec, inputs[spec.name]) for spec in self.input_specs}
+        made = self._executor.run(given, self._weights)
+        values = {**inputs, **self._others, **made}
+        return [values[name] for name in self._names]
+
+    def _own(self, spec: TensorSpec, value: Value) -> Value:
+        """The value as the executor takes it."""
+        if isinstance(value, np.ndarray):
+            return value
+        is_alike = value.dtype == spec.storage and value.alloc_shape == (spec.alloc_shape or spec.shape)
+        if not is_alike or spec.bounds is not None:
+            return value.to_numpy()  # to be cast, or checked: programs rely on the bounds of integers
+        return value.copy() if spec.name in self._kept else value
+
+
+class MixedPlan:
+    """A plan of which PyTorch runs a part, on the CPU; otherwise like `DeviceProgram`."""
+
+    def __init__(self, plan: PartitionPlan, memory: Memory) -> None:
+        from npu_runtime.dag_executor import DAGExecutor
+
+        graph = plan.graph
+        self.unknown: set[str] = set()
+        self._memory, self._executor = memory, DAGExecutor(plan, memory.backend)
+        self.input_specs = [graph.tensors[name] for name in graph.inputs]
+        self.specs: list[TensorSpec | None] = [replace(graph.tensors[name], storage="") for name in graph.outputs]
+        self.refresh()
+
+    def reads(self, keys: Collection[str]) -> list[DeviceBuffer]:
+        return []
+
+    def refresh(self) -> None:
+        self._executor.load_weights(self._memory.weights)
+
+    def __call__(self, inputs: Mapping[str, Value]) -> list[Value]:
+        arrays = {name: x if isinstance(x, np.ndarray) else x.to_numpy() for name, x in inputs.items()}
+        return list(self._executor.execute(arrays).values())
+
+
+__all__ = ["DeviceProgram", "Memory", "MixedPlan", "Value"]

@@ -1,0 +1,329 @@
+"""`npu_sim.load`: a saved module as a callable, on any device, without PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, WeightError
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.model import TensorSpec
+from npu_runtime.buffer import DeviceBuffer
+from npu_runtime.hardware import Hardware
+from npu_runtime.packing import to_numpy
+from npu_runtime.pytorch import INSTALL, find_torch
+from npu_runtime.weight_loader import MappedCheckpoint
+from npu_sim.module.arguments import Arguments, Results
+from npu_sim.module.hardware import open_backend
+from npu_sim.module.loaded_programs import DeviceProgram, Memory, MixedPlan, Value
+from npu_sim.module.plans import PROGRAMS, plan_for
+from npu_sim.module.saved_file import SavedProgram, read_module
+from npu_sim.module.shapes import InputShapes, Key
+from npu_sim.module.signature import signature_of
+
+_ON_HOST = (1, 3)  # DLPack's numbers for the CPU, and for its memory that GPUs reach
+_AnyProgram = TypeVar("_AnyProgram", DeviceProgram, MixedPlan)
+
+
+class _HasArray(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return hasattr(value, "__array__") or hasattr(value, "__dlpack__")
+
+
+class ArrayLike(metaclass=_HasArray):
+    """Anything that NumPy or DLPack can read: arrays, device buffers, tensors of any library."""
+
+
+def load(
+    path: str | Path,
+    device: str | None = None,
+    *,
+    allow_code: bool = False,
+    dlpack: bool = False,
+    programs: int = PROGRAMS,
+) -> LoadedModule:
+    """Load a module that `CompiledModule.save` wrote.
+
+    Neither tracing nor PyTorch is needed, unless the module has nodes that the device does not run. The programs in the
+    file are used where they are for this device and, if they are code, by somebody whom this user trusts; else, and for
+    other sizes of the inputs, programs are compiled from the graph in the file.
+
+    Args:
+        path: A `.npumod` file.
+        device: A device's name, as for `npu_runtime.Device`. Default: the best one on this machine.
+        allow_code: Run code in the file, whoever made it, instead of compiling the graph again.
+        dlpack: Return device buffers, which speak DLPack, in the dtypes that the device stores; by default, NumPy
+            arrays in PyTorch's dtypes.
+        programs: How many programs to keep, if sizes may change; the one that has not been used for longest is dropped.
+
+    Raises:
+        ProgramFormatError: the file is missing, truncated, damaged, of another format version, or inconsistent.
+        DeviceError: there is no such device, or the module needs PyTorch and it is not installed.
+    """
+    return LoadedModule(Path(path), open_backend(device), allow_code=allow_code, dlpack=dlpack, programs=programs)
+
+
+class LoadedModule:
+    """A saved module on a device, called as the module was: with arrays where that took tensors.
+
+    An argument may be a NumPy array, a device buffer, or anything with `__array__` or `__dlpack__`, such as a torch
+    tensor. Calls from several threads queue. Each returns new arrays.
+
+    Attributes:
+        content: What the file says.
+        backend: The device that runs the programs.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        backend: Hardware,
+        *,
+        allow_code: bool = False,
+        dlpack: bool = False,
+        programs: int = PROGRAMS,
+    ) -> None:
+        self.content, checkpoint = read_module(path)
+        self.backend = backend
+        self._path, self._allow_code, self._dlpack, self._limit = path, allow_code, dlpack, max(programs, 1)
+        content = self.content
+        if content.off_device:
+            self._need_torch({f"{node.node} ({node.op})": node.reason for node in content.off_device})
+        self._weights = self._arrays(checkpoint, content.weights)
+        self._constants = self._arrays(checkpoint, content.constants)
+        try:
+            signature = None if content.signature is None else signature_of(content.signature)
+        except ProgramFormatError as error:
+            raise self._invalid(str(error)) from error
+        self._arguments = Arguments(signature, content.inputs, content.positional, content.keywords, ArrayLike)
+        self._results = Results(content.outputs, content.result)
+        self._paths = [leaf.path for leaf in content.inputs if leaf.name is not None]
+        self._shapes = InputShapes(
+            [(meta.shape, numpy_dtype(meta.dtype)) for meta in content.graph_inputs],
+            self._paths,
+            {symbol.name: (symbol.low, symbol.high) for symbol in content.symbols},
+            {symbol.name: symbol.title for symbol in content.symbols},
+        )
+        self._names = [meta.name for meta in content.graph_inputs]
+        self._updated = [(index, self._names.index(name)) for index, name in content.written if name in self._names]
+        self._stored = [(index, content.keys[name]) for index, name in content.written if name not in self._names]
+        self._saved = {saved.sizes: saved for saved in content.programs if saved.target in backend.runs_targets}
+        self._programs: OrderedDict[Key, DeviceProgram | MixedPlan] = OrderedDict()
+        self._memory = Memory(backend, self._weights)
+        first = next(iter(self._saved), None) if content.symbols else ()
+        if first is not None:
+            with backend.lock:
+                self._program(first)
+
+    def _arrays(self, checkpoint: MappedCheckpoint, names: Mapping[str, str]) -> dict[str, np.ndarray]:
+        try:
+            return {key: checkpoint[name] for key, name in names.items()}
+        except WeightError as error:
+            raise self._invalid(str(error)) from error
+
+    def _invalid(self, problem: str) -> ProgramFormatError:
+        return ProgramFormatError(f"'{self._path}' is not a valid module: {problem}")
+
+    def _need_torch(self, reasons: Mapping[str, str]) -> None:
+        if find_torch() is None:
+            listed = "; ".join(f"{node}: {reason}" for node, reason in reasons.items())
+            raise DeviceError(
+                f"'{self._path}' has nodes that the device does not run, and PyTorch, which would, is not "
+                f"installed ({INSTALL}): {listed}"
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result.
+
+        Raises:
+            InputError: an argument does not fit.
+            DeviceError: the device failed.
+        """
+        return self._call(self._arguments.tensors(args, kwargs))
+
+    def call_leaves(self, leaves: Sequence[Any]) -> Any:
+        """The result for the leaves of all arguments, in the order of `content.inputs`."""
+        return self._call(self._arguments.chosen(leaves))
+
+    def _call(self, given: list[Any]) -> Any:
+        for _, place in self._updated:
+            _check_writable(given, place, self._paths[place])
+        values = [self._value(x, path) for x, path in zip(given, self._paths, strict=True)]
+        key = self._shapes.check([self._seen(index, value) for index, value in enumerate(values)])
+        with self.backend.lock:
+            program = self._programs.get(key) or self._program(key)
+            self._programs.move_to_end(key)
+            outputs = program(dict(zip(self._names, values, strict=True)))
+            for index, place in self._updated:
+                _write_back(given[place], outputs[index], program.specs[index])
+            for index, weight in self._stored:
+                self._weights[weight] = _host(outputs[index], program.specs[index])
+            if self._stored:
+                self._reload({weight for _, weight in self._stored})
+            results = [self._result(x, spec) for x, spec in zip(outputs, program.specs, strict=True)]
+        sources = dict(zip(self._names, given, strict=True))
+        return self._results.of(
+            results, lambda name: sources[name] if name in sources else self._result(self._own(name), None)
+        )
+
+    def _own(self, name: str) -> np.ndarray:
+        """The weight or constant of that name in the graph."""
+        key = self.content.keys[name]
+        return self._weights[key] if key in self._weights else self._constants[key]
+
+    def _value(self, given: Any, path: str) -> Value:
+        """An argument as an array or device buffer.
+
+        Raises:
+            InputError: it is in memory that only another library reaches.
+        """
+        if isinstance(given, (np.ndarray, DeviceBuffer)):
+            return given
+        try:
+            is_exported = hasattr(given, "__dlpack_device__")
+            if is_exported and given.__dlpack_device__()[0] not in _ON_HOST:
+                here = self.backend.from_dlpack(given)
+                return to_numpy(given) if here is None else here
+            return np.from_dlpack(given) if is_exported and not hasattr(given, "__array__") else to_numpy(given)
+        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+            kind = type(given).__name__
+            raise InputError(f"argument '{path}' is a {kind} that NumPy cannot read: {error}") from error
+
+    def _seen(self, index: int, value: Value) -> Any:
+        """What of an input is held against the graph: of a buffer its shape; its program knows how it is stored."""
+        if isinstance(value, np.ndarray):
+            return value
+        meta = self.content.graph_inputs[index]
+        return _Seen(value.shape, numpy_dtype(meta.dtype))
+
+    def _result(self, value: Value, spec: TensorSpec | None) -> Value:
+        """An output for the caller to keep."""
+        if not self._dlpack:
+            return _host(value, spec)
+        return self.backend.allocate_buffer(value) if isinstance(value, np.ndarray) else value.copy()
+
+    def _reload(self, keys: set[str]) -> None:
+        """Load weights again that a call has changed."""
+        self._memory.forget(buffer for program in self._programs.values() for buffer in program.reads(keys))
+        for program in self._programs.values():
+            program.refresh()
+
+    def _program(self, key: Key) -> DeviceProgram | MixedPlan:
+        """The program for these sizes, from the file or compiled."""
+        saved = self._saved.get(key)
+        # A program that a call waits for does not stop to time kernels.
+        with self.backend.without_trials() if self._programs else nullcontext():
+            found = None if saved is None else self._from_file(saved)
+            program = self._programs[key] = self._compiled(key) if found is None else found
+        while len(self._programs) > self._limit:
+            self._programs.popitem(last=False)
+        return program
+
+    def _from_file(self, saved: SavedProgram) -> DeviceProgram | None:
+        """A program of the file; None if it cannot be run here."""
+        try:
+            program = CompiledProgram.from_bytes(saved.content, str(self._path), self._allow_code)
+            if self.backend.config.programs_are_code:
+                program.trust.check(program.name)
+        except ProgramFormatError:
+            return None  # in another version's format, or code by somebody unknown
+        return self._checked(DeviceProgram(program, saved.outputs, {}, self._memory, self._donors()))
+
+    def _compiled(self, key: Key) -> DeviceProgram | MixedPlan:
+        plan = plan_for(self._ir, dict(zip(self._shapes.symbols, key, strict=True)), self.content.dtype)
+        if [part.device for part in plan.partitions] != ["npu"]:
+            if plan.reasons:
+                self._need_torch(plan.reasons)
+            return self._checked(MixedPlan(plan, self._memory))
+        from npu_compiler.compiler import compile
+
+        program = compile(plan.partitions[0].graph, self.backend.target, compute_dtype=plan.compute_dtype)
+        graph = plan.graph
+        others = {name: graph.constants[name] for name in graph.outputs if name in graph.constants}
+        others |= {x: self._weights[next(graph.weights[x].keys())] for x in graph.outputs if x in graph.weights}
+        return self._checked(DeviceProgram(program, graph.outputs, others, self._memory, self._donors()))
+
+    def _donors(self) -> set[str]:
+        return {self._names[place] for _, place in self._updated}
+
+    def _checked(self, program: _AnyProgram) -> _AnyProgram:
+        """The program, if it is one of this module's graph."""
+        known = {meta.name: meta for meta in self.content.graph_inputs}
+        used = [leaf.output for leaf in self.content.outputs if leaf.output is not None]
+        used += [index for index, _ in self.content.written]
+        fits = all(
+            spec.name in known
+            and spec.dtype == known[spec.name].dtype
+            and len(spec.shape) == len(known[spec.name].shape)
+            for spec in program.input_specs
+        )
+        if (
+            not fits
+            or not program.unknown <= known.keys()
+            or not all(0 <= index < len(program.specs) for index in used)
+        ):
+            raise self._invalid("its program has other inputs or outputs than its graph")
+        return program
+
+    @cached_property
+    def _ir(self) -> dict[str, Any]:
+        try:
+            ir = json.loads(self.content.ir)
+        except (ValueError, RecursionError) as error:
+            raise self._invalid(f"its IR is not JSON: {error}") from error
+        if not isinstance(ir, dict):
+            raise self._invalid("its IR is no object")
+        constants = {
+            key: {"data": value, "dtype": value.dtype.name, "shape": list(value.shape)}
+            for key, value in self._constants.items()
+        }
+        return ir | ({"constants": constants} if constants else {})
+
+
+class _Seen(NamedTuple):
+    """What `InputShapes` asks of an input."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def _host(value: Value, spec: TensorSpec | None) -> np.ndarray:
+    """A new array, in PyTorch's dtype."""
+    return value.to_numpy(spec) if isinstance(value, DeviceBuffer) else np.array(value)
+
+
+def _check_writable(given: Sequence[Any], place: int, path: str) -> None:
+    """Refuse an argument that the module changes in place, if it cannot be changed, or not alone."""
+    value, problem = given[place], f"argument '{path}' is changed in place, but"
+    if isinstance(value, np.ndarray):
+        if not value.flags.writeable:
+            raise InputError(f"{problem} is a read-only array; give a writable one")
+    elif not isinstance(value, DeviceBuffer) and not hasattr(value, "copy_"):
+        raise InputError(f"{problem} is a {type(value).__name__}; give a NumPy array, torch tensor or device buffer")
+    others = [*given[:place], *given[place + 1 :]]
+    arrays = [x for x in others if isinstance(x, np.ndarray) and isinstance(value, np.ndarray)]
+    if any(x is value for x in others) or any(np.may_share_memory(x, value) for x in arrays):
+        raise InputError(f"{problem} shares memory with another; give a copy")
+
+
+def _write_back(given: Any, made: Value, spec: TensorSpec | None) -> None:
+    """Make an argument hold what the module has made of it."""
+    if isinstance(given, DeviceBuffer):
+        if isinstance(made, np.ndarray) or (made.dtype, made.alloc_shape) != (given.dtype, given.alloc_shape):
+            given.write(_host(made, spec))
+        elif made.native_handle is not given.native_handle:
+            given.copy_from(made)
+    elif isinstance(given, np.ndarray):
+        np.copyto(given, _host(made, spec))
+    else:
+        from npu_runtime.torch_arrays import numpy_to_tensor
+
+        given.copy_(numpy_to_tensor(_host(made, spec)))

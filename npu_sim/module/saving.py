@@ -1,0 +1,156 @@
+"""`CompiledModule.save`: what a file says of a compiled module."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from npu_compiler.version import __version__
+from npu_runtime.torch_arrays import tensor_to_numpy
+from npu_sim.module.runner import Runner
+from npu_sim.module.saved_file import (
+    GraphInput,
+    OffDevice,
+    SavedModule,
+    SavedProgram,
+    StoredTensor,
+    Symbol,
+    write_module,
+)
+from npu_sim.module.shapes import Key
+from npu_sim.module.signature import parameters_of
+from npu_sim.module.structure import OutputLeaf
+from npu_sim.module.tensors import PytreeStructure, argument_structures
+from npu_sim.module.trace import Trace
+
+_UNLIMITED = 2**62  # PyTorch's "no limit" is near 2**63
+
+
+def save_module(
+    path: Path,
+    traced: Trace,
+    weights: Mapping[str, torch.Tensor],
+    signature: inspect.Signature | None,
+    titles: Mapping[str, str],
+    dtype: str | None,
+    runners: Mapping[Key, Runner],
+) -> None:
+    """Write a `.npumod`.
+
+    Args:
+        weights: Key → the module's tensor, as it is now.
+        titles: Symbol → what messages call it.
+        dtype: The compute dtype that was asked for.
+        runners: The programs that were made so far.
+
+    Raises:
+        InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
+    """
+    ir = traced.ir
+    read = _read_keys(traced)
+    tensors, names = _stored({key: value for key, value in weights.items() if key in read})
+    constants = {key: f"constant {key}" for key in traced.constants}
+    for key, name in constants.items():
+        tensors[name] = _array(np.asarray(ir["constants"][key]["data"]), ir["constants"][key])
+    outputs, results = _computed(traced)
+    positional, keywords = argument_structures(traced.in_spec)
+    sources = {leaf.source for leaf in results} | {name for _, name in traced.written}
+    emptied = {key: {**ir["constants"][key], "data": None} for key in constants}
+    plain = {**ir, "graph_outputs": outputs, "constants": emptied}
+    module = SavedModule(
+        name=ir["model_name"],
+        compiler_version=__version__,
+        ir=json.dumps(plain, separators=(",", ":")).encode(),
+        graph_inputs=tuple(GraphInput(x["name"], tuple(x["shape"]), x["dtype"]) for x in ir["graph_inputs"]),
+        symbols=tuple(_symbol(name, titles[name], *limits) for name, limits in traced.ranges.items()),
+        weights=names,
+        constants=constants,
+        keys={name: key for name, key in ir["weight_name_mapping"].items() if name in sources},
+        dtype=dtype,
+        signature=None if signature is None else parameters_of(signature),
+        positional=tuple(structure.tree() for structure in positional),
+        keywords={name: structure.tree() for name, structure in keywords.items()},
+        inputs=traced.inputs,
+        outputs=results,
+        result=PytreeStructure(traced.out_spec).tree(),
+        written=traced.written,
+        off_device=_off_device(runners),
+        programs=() if traced.views else _programs(runners),
+    )
+    write_module(path, module, tensors)
+
+
+def _computed(traced: Trace) -> tuple[list[dict[str, Any]], tuple[OutputLeaf, ...]]:
+    """The graph's outputs and the leaves of the result, with views of other tensors as outputs of their own."""
+    outputs = list(traced.ir["graph_outputs"])
+    places: dict[str, int] = {}
+    for name in traced.views:
+        if name in traced.passed:
+            places[name] = len(outputs)
+            outputs.append(traced.passed[name])
+    leaves = [OutputLeaf(output=places[leaf.source]) if leaf.source in places else leaf for leaf in traced.outputs]
+    return outputs, tuple(leaves)
+
+
+def _read_keys(traced: Trace) -> set[str]:
+    """The keys of the weights that the graph reads, returns or writes."""
+    ir = traced.ir
+    names = {meta["name"] for node in ir["nodes"] for meta in node["inputs"]}
+    names |= {meta["name"] for meta in ir["graph_outputs"]}
+    names |= {leaf.source for leaf in traced.outputs if leaf.source is not None} | {name for _, name in traced.written}
+    return {key for name, key in ir["weight_name_mapping"].items() if name in names or key in names}
+
+
+def _stored(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors to write, and for each key the name of its tensor: the same for tied weights."""
+    tensors: dict[str, StoredTensor] = {}
+    names: dict[str, str] = {}
+    known: dict[Any, str] = {}
+    for key, tensor in weights.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        names[key] = known.setdefault(place, key) if tensor.numel() else key
+        if names[key] == key:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            tensors[key] = StoredTensor(dtype, tuple(tensor.shape), partial(_elements, tensor))
+    return tensors, names
+
+
+def _elements(tensor: torch.Tensor) -> np.ndarray:
+    return tensor_to_numpy(tensor.cpu())
+
+
+def _array(array: np.ndarray, meta: Mapping[str, Any]) -> StoredTensor:
+    return StoredTensor(meta["dtype"], tuple(meta["shape"]), lambda: array)
+
+
+def _symbol(name: str, title: str, low: int, high: int | None) -> Symbol:
+    return Symbol(name, title, low, None if high is None or high >= _UNLIMITED else high)
+
+
+def _off_device(runners: Mapping[Key, Runner]) -> tuple[OffDevice, ...]:
+    """The nodes that PyTorch runs, for whatever sizes."""
+    found = {}
+    for runner in runners.values():
+        for node in runner.plan.graph.nodes:
+            if node.name in runner.plan.reasons:
+                found[node.name] = OffDevice(node.name, node.op_type, runner.plan.reasons[node.name])
+    return tuple(found.values())
+
+
+def _programs(runners: Mapping[Key, Runner]) -> tuple[SavedProgram, ...]:
+    """The programs of those plans that are one program each."""
+    found = []
+    for key, runner in runners.items():
+        graph = runner.plan.graph
+        if len(runner.programs) == len(runner.plan.partitions) == 1:
+            (program,) = runner.programs
+            if {*graph.outputs} <= {*graph.inputs, *(spec.name for spec in program.output_specs)}:
+                found.append(SavedProgram(key, program.target, tuple(graph.outputs), program.to_bytes()))
+    return tuple(found)

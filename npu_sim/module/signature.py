@@ -1,0 +1,64 @@
+"""A function's parameters as plain data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from npu_compiler.errors import ProgramFormatError
+
+Kind = Literal["POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL", "KEYWORD_ONLY", "VAR_KEYWORD"]
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class _OtherDefault:
+    """A default that a file cannot hold: equal only to itself."""
+
+    def __repr__(self) -> str:
+        return "its default"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter.
+
+    Attributes:
+        default: Whether it has one, and whether that is `value`, or one that is no plain data.
+    """
+
+    name: str
+    kind: Kind
+    default: Literal["none", "plain", "other"] = "none"
+    value: Any = None
+
+
+def parameters_of(signature: inspect.Signature) -> tuple[Parameter, ...]:
+    found = []
+    kinds = {name: name for name in get_args(Kind)}
+    for name, parameter in signature.parameters.items():
+        kind: Kind = kinds[parameter.kind.name]
+        if parameter.default is inspect.Parameter.empty:
+            found.append(Parameter(name, kind))
+        elif type(parameter.default) in _PLAIN:
+            found.append(Parameter(name, kind, "plain", parameter.default))
+        else:
+            found.append(Parameter(name, kind, "other"))
+    return tuple(found)
+
+
+def signature_of(parameters: Sequence[Parameter]) -> inspect.Signature:
+    """The inverse of `parameters_of`.
+
+    Raises:
+        ProgramFormatError: no function has these parameters.
+    """
+    made = []
+    try:
+        for given in parameters:
+            default = {"none": inspect.Parameter.empty, "plain": given.value, "other": _OtherDefault()}[given.default]
+            made.append(inspect.Parameter(given.name, getattr(inspect.Parameter, given.kind), default=default))
+        return inspect.Signature(made)
+    except (ValueError, TypeError, IndexError) as error:  # the last for an empty name
+        raise ProgramFormatError(f"no function has its parameters: {error}") from error
