@@ -30,7 +30,14 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
         InputError: an assignment is malformed, an input is unknown, repeated or missing, a file cannot be read, or an
             array does not fit its spec.
     """
-    known = [spec.name for spec in specs]
+    arrays = read_arrays(assignments, [spec.name for spec in specs])
+    for spec in specs:
+        check_array(arrays[spec.name], spec)
+    return arrays
+
+
+def read_arrays(assignments: Sequence[str], known: Sequence[str]) -> dict[str, np.ndarray]:
+    """`read_inputs` where only the inputs' names are known."""
     arrays: dict[str, np.ndarray] = {}
     for assignment in assignments:
         name, path = split_assignment(assignment)
@@ -46,8 +53,6 @@ def read_inputs(assignments: Sequence[str], specs: Sequence[TensorSpec]) -> dict
         raise InputError(
             f"missing input {', '.join(missing)}; give all inputs (--input name=file.npy), or none for random ones"
         )
-    for spec in specs:
-        check_array(arrays[spec.name], spec)
     return arrays
 
 

@@ -53,12 +53,16 @@ def programs(incomplete: str) -> list[str]:
     return _files(incomplete, ".npubin")
 
 
+def programs_and_modules(incomplete: str) -> list[str]:
+    return _files(incomplete, ".npubin", ".npumod")
+
+
 def ir_files(incomplete: str) -> list[str]:
     return _files(incomplete, ".json")
 
 
 def programs_and_ir(incomplete: str) -> list[str]:
-    return _files(incomplete, ".npubin", ".json")
+    return _files(incomplete, ".npubin", ".npumod", ".json")
 
 
 def language_models(incomplete: str) -> list[str]:

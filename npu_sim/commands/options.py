@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import checks
-from npu_sim.commands.completion import cpu_levels, devices, dtypes, ir_files, programs
+from npu_sim.commands.completion import cpu_levels, devices, dtypes, ir_files, programs, programs_and_modules
 
 
 def _ir_file(path: Path) -> Path:
@@ -60,6 +60,15 @@ ProgramFile = Annotated[
     Path,
     typer.Argument(
         metavar="PROGRAM", callback=_program_file, autocompletion=programs, help="Compiled program (.npubin)."
+    ),
+]
+RunnableFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PROGRAM",
+        callback=_program_file,
+        autocompletion=programs_and_modules,
+        help="Compiled program (.npubin) or saved module (.npumod).",
     ),
 ]
 AllowCode = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import fusions, programs_and_ir, targets
 from npu_sim.commands.console import note, print_json, progress, step
+from npu_sim.commands.modules import SUFFIX as MODULE
+from npu_sim.commands.modules import describe_module, run_module
 from npu_sim.commands.options import (
     AllowCode,
     AsJSON,
@@ -21,10 +24,11 @@ from npu_sim.commands.options import (
     IRFile,
     NoTune,
     ProgramFile,
+    RunnableFile,
     Seed,
     Weights,
 )
-from npu_sim.commands.resources import inputs_for, load_onto, open_device_for, weights_for
+from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
 from npu_sim.commands.stages import describe_stages
 from npu_sim.commands.targets import find_target
 
@@ -108,16 +112,19 @@ def describe(
             metavar="FILE",
             callback=_described_file,
             autocompletion=programs_and_ir,
-            help="Compiled program (.npubin) or IR file (.json).",
+            help="Compiled program (.npubin), saved module (.npumod) or IR file (.json).",
         ),
     ],
     full: Annotated[bool, typer.Option("--full", help="Show every layer, also those like the one before.")] = False,
     json: AsJSON = False,
 ) -> None:
-    """Show the totals, kernels, buffers and weights of a program, or the nodes of an IR file."""
+    """Show the totals, kernels, buffers and weights of a program, the nodes of an IR file, or a saved module."""
     from npu_compiler import CompiledProgram, print_graph, read_ir
     from npu_compiler.program.describe import summary
 
+    if file.suffix == MODULE:
+        describe_module(file, json)
+        return
     if file.suffix == ".json":
         graph = read_ir(file)
         if json:
@@ -176,7 +183,7 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 
 def run(
-    program_file: ProgramFile,
+    program_file: RunnableFile,
     weights: Weights = None,
     inputs: Inputs = None,
     output: Annotated[
@@ -193,14 +200,22 @@ def run(
     seed: Seed = None,
     json: AsJSON = False,
 ) -> None:
-    """Run a program once."""
+    """Run a program or a saved module once."""
     from npu_compiler import CompiledProgram
+    from npu_compiler.errors import InputError
     from npu_runtime import Executor
     from npu_runtime.numerics import doubtful_values
-    from npu_sim.arrays import split_assignment, write_outputs
+    from npu_sim.arrays import split_assignment
 
     check_not_overwritten(output, [program_file, weights, *(split_assignment(text)[1] for text in inputs or ())])
     check_device_options(device, cpu_level, fast, no_tune)
+    if program_file.suffix == MODULE:
+        if weights is not None:
+            raise InputError(f"'{program_file}' has its weights inside; leave out --weights")
+        chosen = open_device(device, fast, no_tune)
+        values, used_seed = run_module(program_file, chosen, inputs, allow_code, seed)
+        _report(chosen.name, used_seed, values, output, json)
+        return
     program = CompiledProgram.load(program_file, allow_code)
     state = weights_for(program, weights)
     arrays, used_seed = inputs_for(program, inputs, seed)
@@ -209,16 +224,23 @@ def run(
     with step(f"running {program.name} on {chosen.name}"):
         results = Executor(program, chosen).run(arrays, loaded)
     values = {spec.name: results[spec.name].to_numpy(spec=spec) for spec in program.output_specs}
-    if output is not None:
-        write_outputs(output, values)
     for problem in doubtful_values(values, program.output_specs):
         note(f"warning: {problem}")
+    _report(chosen.name, used_seed, values, output, json)
+
+
+def _report(device: str, seed: int | None, values: Mapping[str, np.ndarray], output: Path | None, json: bool) -> None:
+    """Write a run's outputs to the file, if there is one, and print what they are like."""
+    from npu_sim.arrays import write_outputs
+
+    if output is not None:
+        write_outputs(output, values)
     rows = [{"name": name, **_statistics(value)} for name, value in values.items()]
     if json:
         print_json(
             {
-                "device": chosen.name,
-                "seed": used_seed,
+                "device": device,
+                "seed": seed,
                 "outputs": rows,
                 "file": None if output is None else str(output),
             }
