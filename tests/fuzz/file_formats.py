@@ -9,6 +9,7 @@ import struct
 from typing import Any
 
 import msgpack
+import numpy as np
 
 MAGIC = b"NPUBIN"
 
@@ -23,6 +24,26 @@ def seal_program(content: Any) -> bytes:
     body = msgpack.packb(content["body"], unicode_errors="surrogatepass")
     envelope = [content["version"], hashlib.sha256(body).digest(), body, content["authentication"]]
     return MAGIC + bytes(msgpack.packb(envelope, unicode_errors="surrogatepass"))
+
+
+def open_module(data: bytes) -> dict[str, Any]:
+    """A `.npumod`: version, what it says of the module, its IR, and its tensors."""
+    from npu_sim.module.saved_file import _HEADER, _start
+
+    _, version, described, *_ = _HEADER.unpack(data[: _HEADER.size])
+    description = msgpack.unpackb(data[_HEADER.size : _HEADER.size + described])
+    ir = open_json(description.pop("ir"))
+    return {"version": version, "description": description, "ir": ir, "tensors": data[_start(described) :]}
+
+
+def seal_module(content: Any) -> bytes:
+    from npu_sim.module.saved_file import _HEADER, _checksum, _start
+
+    described = {**content["description"], "ir": seal_json(content["ir"])}
+    description, tensors = msgpack.packb(described, unicode_errors="surrogatepass"), content["tensors"]
+    sums = [_checksum(np.frombuffer(part, np.uint8)) for part in (description, tensors)]
+    header = _HEADER.pack(b"NPUMOD", content["version"], len(description), len(tensors), *sums)
+    return (header + description).ljust(_start(len(description)), b"\0") + bytes(tensors)
 
 
 def open_json(data: bytes) -> Any:

@@ -64,6 +64,8 @@ def corpus(name: str) -> list[bytes]:
     """The files that the fuzzers of a target start from."""
     if name == "cache":
         return _cached_files()
+    if name == "module":
+        return _saved_modules()
     if name in ("program", "run"):
         return [compile(path).to_bytes() for path in sorted((CORPUS / "ir").iterdir())]
     return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
@@ -241,6 +243,66 @@ def _read_cache(folder: Path) -> Check:
     return check
 
 
+def _saved_modules() -> list[bytes]:
+    """A module of fixed sizes with a nested result, and one whose batch may change."""
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from torch import nn
+
+    import npu_sim
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Any, scale: float = 2.0, *, rest: Any) -> Any:
+            return {"y": (self.layer(x) * scale, x), "z": [rest["a"] + 1, None]}
+
+    batch = torch.export.Dim("batch", max=4)
+    x = torch.zeros(2, 4)
+    fixed = npu_sim.compile(Nested().eval(), (x,), {"rest": {"a": x}}, device="cpu")
+    changing = npu_sim.compile(nn.Linear(4, 2).eval(), (x,), device="cpu", dynamic_shapes=({0: batch},))
+    files = []
+    with TemporaryDirectory() as folder:
+        for module in (fixed, changing):
+            module.save(Path(folder, "module.npumod"))
+            files.append(Path(folder, "module.npumod").read_bytes())
+    return files
+
+
+def _load_module(folder: Path) -> Check:
+    """Loads a module and calls it with zeros."""
+    import numpy as np
+    import torch
+
+    from npu_compiler.graph.dtypes import numpy_dtype
+    from npu_runtime import CPUBackend
+    from npu_sim.module.saved import LoadedModule
+
+    backend = CPUBackend(tune=False)
+    torch.set_num_threads(1)
+    path = folder / "module.npumod"
+
+    def check(data: bytes) -> str:
+        path.unlink(missing_ok=True)  # the one before may still be mapped
+        path.write_bytes(data)
+        module = LoadedModule(path, backend)
+        specs = module.content.smallest_inputs()
+        if any(len(spec.shape) > _MOST_DIMENSIONS or spec.numel > _LARGEST_INPUT for spec in specs):
+            return "loaded, but declares too much memory for this test"
+        zeros = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in specs}
+        module.call_leaves([zeros[x.name] if x.name is not None else x.value for x in module.content.inputs])
+        return "called"
+
+    return check
+
+
+_LARGEST_INPUT = 2**24  # elements
+_MOST_DIMENSIONS = 32  # in NumPy 1
+
+
 def _open_cached(data: bytes) -> Any:
     return [data[0], file_formats.open_json(data[1:])]
 
@@ -262,5 +324,6 @@ TARGETS = {
     "ir": Target(_read_graph, NPUError, _GRAPH),
     "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
     "safetensors": Target(_read_weights, WeightError, _WEIGHTS),
+    "module": Target(_load_module, NPUError, ((file_formats.open_module, file_formats.seal_module),)),
     "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),
 }

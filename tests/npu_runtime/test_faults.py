@@ -18,6 +18,7 @@ SUPPORT = ROOT / "tests" / "support"
 OPERATIONS = [
     "save",
     "save where nothing is",
+    "module",
     "facts",
     "facts over damaged ones",
     "program",

@@ -38,9 +38,17 @@ SLOW_TO_IMPORT = {
     "torch_ir",
     "transformers",
 }
-STARTS_WITHOUT_TORCH = ["npu_compiler", "npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm", "npu_sim.vision"]
+STARTS_WITHOUT_TORCH = [
+    "npu_compiler",
+    "npu_runtime",
+    "cuda_runtime",
+    "npu_sim.cli",
+    "npu_sim.llm",
+    "npu_sim.vision",
+    "npu_sim.module.saved",
+]
 # A program that was compiled before runs without what compiles; what runs single ops brings their table along.
-RUNS_WITHOUT_COMPILER = ["npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm"]
+RUNS_WITHOUT_COMPILER = ["npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm", "npu_sim.module.saved"]
 RUNS_OPS = ["npu_runtime.metal.binding", "npu_runtime.metal.elementwise", "npu_runtime.cpu.kernels.elementwise"]
 # Where a word of CUDA's may stand outside `cuda_compiler` and `cuda_runtime`, and what it does there.
 MENTIONS_CUDA = {

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from ir_builder import IRBuilder
 
 from npu_compiler import CompiledProgram, compile, files
@@ -33,6 +34,8 @@ from npu_runtime.cpu import levels
 from npu_runtime.cpu.native import build
 from npu_runtime.cpu.tuning import Choice, ChoiceTable
 from npu_sim.cache import cached_facts, cached_program
+from npu_sim.module.saved_file import SavedModule, StoredTensor, write_module
+from npu_sim.module.structure import OutputLeaf, Tree
 
 KILL = -1  # in faulty_io.c
 FAULTS = {"disk full": errno.ENOSPC, "input/output error": errno.EIO, "interrupted": errno.EINTR, "killed": KILL}
@@ -76,6 +79,18 @@ def save(folder: Path) -> str | None:
     return None
 
 
+def save_module(folder: Path) -> str | None:
+    tensors = {name: StoredTensor("float32", (3,), lambda: np.ones(3, np.float32)) for name in ("a", "b")}
+    leaf = Tree("leaf")
+    module = SavedModule("m", "1", b"{}", (), (), {}, {}, {}, None, None, (), {}, (), (OutputLeaf(),), leaf, (), (), ())
+    try:
+        write_module(folder / "model.npumod", module, tensors)
+    except InputError as error:
+        message = str(error)
+        return message if message.startswith(f"cannot write '{folder / 'model.npumod'}': ") else f"UNCLEAR {message}"
+    return None
+
+
 def build_kernels(folder: Path) -> str | None:
     outcome = build._find.__wrapped__()
     return outcome if isinstance(outcome, str) else None
@@ -109,6 +124,7 @@ def cached(folder: Path) -> None:
 OPERATIONS = [
     Operation("save", lambda folder: OLD.save(folder / "model.npubin"), save, must_not_fail=False),
     Operation("save where nothing is", nothing, save, must_not_fail=False),
+    Operation("module", nothing, save_module, must_not_fail=False),
     Operation("facts", nothing, facts),
     Operation("facts over damaged ones", lambda folder: damage(folder, facts), facts),
     Operation("program", nothing, cached),
