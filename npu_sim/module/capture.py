@@ -177,6 +177,8 @@ def _lift_constants(traced: GraphModule, names: Sequence[str]) -> dict[str, torc
         value = operator.attrgetter(str(node.target))(traced)
         if not isinstance(value, torch.Tensor):
             continue
+        if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise IRError(f"node '{node.name}' exists only inside a function that PyTorch maps or differentiates")
         name = f"constant_{len(made)}" if str(node.target) not in made else ""
         if name:
             while name in names:

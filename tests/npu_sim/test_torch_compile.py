@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -438,6 +439,20 @@ def test_regions_under_no_grad_autocast_and_inference_mode() -> None:
         close(torch.compile(module, backend=npu_sim.backend)(x), module(x))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.compile(module.first, backend=npu_sim.backend)(x).dtype == torch.bfloat16
+
+
+def test_training_mode_without_gradients_draws_and_counts_as_in_eager() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5)).train()
+    known = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=npu_sim.backend)
+    for seed in range(6):
+        x = torch.randn(2, 3, 7, 7)
+        torch.manual_seed(seed)
+        got = compiled(x)
+        torch.manual_seed(seed)
+        close(got, known(x))
+        for mine, others in zip(module.buffers(), known.buffers(), strict=True):
+            close(mine, others)
 
 
 def test_options_choose_the_compute_dtype() -> None:
