@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,14 +23,17 @@ from npu_compiler.graph.dtypes import (
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.partitioner import Partition, PartitionPlan
 from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
-from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
 from npu_runtime.named_values import Outputs, inputs_by_name
 from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array, check_array
 from npu_runtime.profiler import Profiler
+from npu_runtime.pytorch import require_torch
 from npu_runtime.weight_loader import check_weight, load_weights, to_numpy, weight_error
+
+if TYPE_CHECKING:
+    from npu_runtime.cpu_fallback import CPUPartition
 
 Value = np.ndarray | DeviceBuffer
 
@@ -85,6 +88,7 @@ class DAGExecutor:
 
         Raises:
             WeightError: lists weights that are missing, misshapen or hold NaN.
+            InputError: a partition runs on the CPU, and PyTorch is not installed.
         """
         self._check_weights(weights)
         cache: dict[str, DeviceBuffer] = {}
@@ -94,6 +98,9 @@ class DAGExecutor:
                 loaded = load_weights(weights, program, self.backend, strict=False, cache=cache)
                 self._device_weights[part.index] = loaded
             else:
+                require_torch("running ops that the device lacks on the CPU")
+                from npu_runtime.cpu_fallback import CPUPartition
+
                 self._cpu[part.index] = CPUPartition(part.graph, weights)
         self._weights = weights
 

@@ -12,6 +12,11 @@ def numpy_to_tensor(array: np.ndarray) -> torch.Tensor:
     array = np.asarray(array, order="C")
     if not array.flags.writeable:
         array = array.copy()
+    return view_tensor(array)
+
+
+def view_tensor(array: np.ndarray) -> torch.Tensor:
+    """A torch tensor that shares a strided array's memory."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

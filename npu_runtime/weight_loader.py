@@ -85,7 +85,7 @@ def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemor
         return None
     tensors = [source.get(key) for part in parts for key in part.keys()]
     shapes = [weight.source_shapes[key] for part in parts for key in part.keys()]
-    if any(x is None or tuple(x.shape) != shape for x, shape in zip(tensors, shapes, strict=True)):
+    if any(getattr(x, "shape", None) != shape for x, shape in zip(tensors, shapes, strict=True)):
         return None
     return backend.adopt(tensors, weight.spec)
 

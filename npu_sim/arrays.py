@@ -14,6 +14,7 @@ from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_runtime.packing import check_array
+from npu_runtime.pytorch import require_torch
 
 RANDOM_INDEX_LIMIT = 16
 
@@ -160,6 +161,7 @@ def read_weights(path: Path | None) -> Mapping[str, Any]:
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
+    require_torch(f"reading '{path}'")
     import torch
 
     try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.dtypes import KNOWN_DTYPES
+from npu_runtime.pytorch import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,7 @@ def extract_ir(module: nn.Module, examples: Sequence[Any], *, name: str | None =
         IRError: PyTorch cannot export the model as one graph, or a buffer with `persistent=False` has no value because
             it is on the meta device.
     """
+    require_torch("tracing a model")
     import torch
 
     from npu_sim.module.trace import export, plain_ir, trace
@@ -126,6 +128,7 @@ def load_model(
         InputError: the source is not found, is not a module, or there are no example inputs.
     """
     check_source(source, inputs, task)
+    require_torch("tracing a model")
     given = tuple(parse_example(text) for text in inputs)
     if Path(source).is_dir():
         assert task is not None

@@ -1,4 +1,4 @@
-"""`CPUBackend`: any CPU as a device. Kernels mean what `kernels` says; native ones take over where they exist."""
+"""`CPUBackend`: any CPU as a device. Native kernels run where they exist, else PyTorch's, else NumPy's."""
 
 from __future__ import annotations
 
@@ -9,70 +9,83 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
-from npu_runtime.cpu.kernels import reference_launch
-from npu_runtime.cpu.kernels.accelerated import native_candidates
-from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
-from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
+from npu_runtime.cpu.arrays import host_memory
+from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
 from npu_runtime.cpu.native.bindings import pointers
+from npu_runtime.cpu.native.candidates import native_candidates
+from npu_runtime.cpu.native.threads import usable_threads
+from npu_runtime.cpu.numpy_kernels import numpy_launch
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
 from npu_runtime.pieces import in_pieces
-from npu_runtime.torch_arrays import tensor_to_numpy
+from npu_runtime.pytorch import INSTALL, find_torch
 
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-}
+if TYPE_CHECKING:
+    import torch
+
 _PIECE = 4 * 2**20  # bytes
-_SMALL = 2**18  # elements of all operands
 
 
 class CPUBuffer(DeviceBuffer):
-    """Memory in a torch tensor; `native_handle` is the flat tensor of `alloc_shape`'s elements."""
+    """Memory in a NumPy array; `native_handle` is the flat array of `alloc_shape`'s elements."""
 
-    native_handle: torch.Tensor
+    native_handle: np.ndarray
 
     def _download(self) -> np.ndarray:
-        return tensor_to_numpy(self.native_handle).reshape(self.alloc_shape).copy()
+        return self.native_handle.reshape(self.alloc_shape).copy()
 
     def _upload(self, data: np.ndarray) -> None:
-        _copy_bytes(_bytes(self.native_handle), np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+        _copy_bytes(self.native_handle.view(np.uint8), np.ascontiguousarray(data).reshape(-1).view(np.uint8))
 
     def _clone(self) -> CPUBuffer:
-        return CPUBuffer(self.shape, self.alloc_shape, self.dtype, self.native_handle.clone())
+        handle = self.native_handle
+        clone = host_memory(handle.size, handle.dtype)
+        _copy_bytes(clone.view(np.uint8), handle.view(np.uint8))
+        return CPUBuffer(self.shape, self.alloc_shape, self.dtype, clone)
 
     def _copy_from(self, other: DeviceBuffer) -> None:
-        _copy_bytes(_bytes(self.native_handle), _bytes(other.native_handle))
+        _copy_bytes(self.native_handle.view(np.uint8), other.native_handle.view(np.uint8))
 
     def _clear(self) -> None:
-        _bytes(self.native_handle).fill(0)  # not by `Tensor.zero_`, for the reason that `_copy_bytes` gives
+        self.native_handle.view(np.uint8).fill(0)
 
-    def tensor(self) -> torch.Tensor:
-        """The data as a torch tensor of `shape` that shares this memory."""
+    def array(self) -> np.ndarray:
+        """The data as an array of `shape` that shares this memory."""
         whole = self.native_handle.reshape(self.alloc_shape)
         return whole[tuple(slice(size) for size in self.shape)]
 
+    def tensor(self) -> torch.Tensor:
+        """The data as a torch tensor of `shape` that shares this memory."""
+        from npu_runtime.torch_arrays import view_tensor
+
+        return view_tensor(self.array())
+
     def __dlpack__(self, **kwargs: Any) -> Any:
+        """A capsule, by torch where it is installed; NumPy has none for bfloat16.
+
+        Raises:
+            BufferError: torch is not installed, and the buffer holds bfloat16.
+        """
         self.check_current()
-        return self.tensor().__dlpack__(**kwargs)
+        if find_torch() is not None:
+            return self.tensor().__dlpack__(**kwargs)
+        if self.dtype == "bfloat16":
+            raise BufferError(f"NumPy exchanges no bfloat16 through DLPack; PyTorch does: {INSTALL}")
+        return self.array().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
-        return self.tensor().__dlpack_device__()
+        return self.native_handle.__dlpack_device__()
 
 
 def _build_kernels() -> None:
@@ -85,16 +98,18 @@ class CPUBackend(Backend):
 
     Args:
         native: Use the native kernels where they exist; by default unless `NPU_SIM_NATIVE=0`. Without them PyTorch's
-            optimized kernels run on float32 copies of the weights.
+            optimized kernels run on float32 copies of the weights, or NumPy where PyTorch is not installed.
         tune: Choose between native and PyTorch's kernels by measuring them; by default unless `NPU_SIM_TUNE=0`.
+        pytorch: Use PyTorch's kernels where it is installed.
     """
 
     config: TargetConfig = OP_LEVEL
     runs_targets = (OP_LEVEL.name, METAL_GPU.name)
 
-    def __init__(self, native: bool | None = None, tune: bool | None = None) -> None:
+    def __init__(self, native: bool | None = None, tune: bool | None = None, pytorch: bool = True) -> None:
         self._wants_native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
         self.tune = os.environ.get("NPU_SIM_TUNE", "1") != "0" if tune is None else tune
+        self._wants_pytorch = pytorch
         if self._wants_native:
             forced_level()  # which may be none that can be had
             # The first process on a machine compiles the native kernels; it can trace and compile a model meanwhile.
@@ -104,6 +119,11 @@ class CPUBackend(Backend):
     def native(self) -> bool:
         """Whether there are native kernels and they are wanted; waits for their compilation."""
         return self._wants_native and native_available()
+
+    @functools.cached_property
+    def pytorch(self) -> bool:
+        """Whether there is PyTorch and it is wanted; imports it."""
+        return self._wants_pytorch and find_torch() is not None
 
     @functools.cached_property
     def choices(self) -> ChoiceTable:
@@ -116,38 +136,30 @@ class CPUBackend(Backend):
 
     @property
     def device(self) -> str:
-        kernels = "native and torch kernels" if self.native else "torch kernels"
-        return f"CPU, {torch.get_num_threads()} threads, {kernels}"
+        torch = find_torch() if self.pytorch else None
+        threads, library = (usable_threads(), "NumPy") if torch is None else (torch.get_num_threads(), "torch")
+        return f"CPU, {threads} threads, {'native and ' * self.native}{library} kernels"
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CPUBuffer:
         memory = alloc_shape if alloc_shape is not None else shape
-        try:
-            flat = torch.empty(numel(memory), dtype=TORCH_DTYPES[dtype])
-        except RuntimeError as error:
-            raise MemoryError(str(error)) from error
-        return CPUBuffer(shape, alloc_shape, dtype, flat)
+        return CPUBuffer(shape, alloc_shape, dtype, host_memory(numel(memory), numpy_dtype(dtype)))
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Waits for the native kernels, so that no run does."""
-        _ = self.native
+        """Waits for the native kernels and imports torch, so that no run does."""
+        _ = self.native, self.pytorch
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        sources, targets = [bind(x) for x in inputs], [bind(x) for x in outputs]
         if self._wants_native and not self.native:
-            _warn_of_missing_kernels()
-        bound = BoundCall(call, sources, targets, inputs)
-        implementations = candidates(bound, self.native)
+            _warn_of_missing_kernels(self.pytorch)
+        bound = BoundCall(call, [bind(x) for x in inputs], [bind(x) for x in outputs], inputs)
+        implementations = candidates(bound, self.native, self.pytorch)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
-        if launch is not None:
-            return launch
-        reference = reference_launch(call, sources, targets)
-        is_small = sum(x.numel() for x in (*sources, *targets)) <= _SMALL
-        return _on_one_thread(reference) if self.native and is_small else reference
+        return launch or reference(bound, self.native, self.pytorch)
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
         """For native launches, whose argument blocks hold addresses."""
-        address = buffer.native_handle.data_ptr()
+        address = buffer.native_handle.ctypes.data
         fields = []
         for launch, operands in launches:
             found = pointers(launch.args, address, buffer.size_bytes) if isinstance(launch, NativeLaunch) else []
@@ -183,62 +195,62 @@ class CPUBackend(Backend):
         return execute
 
 
-def candidates(call: BoundCall, native: bool) -> list[Candidate]:
+def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Candidate]:
     """The implementations of a call besides the reference, the default first.
 
     Args:
         native: Whether native kernels are among them.
+        pytorch: Whether PyTorch's are.
     """
-    return [*(native_candidates(call) if native else ()), *prepacked_candidates(call)]
+    found = native_candidates(call) if native else []
+    if pytorch:
+        from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
+
+        found += prepacked_candidates(call)
+    return found
 
 
 @functools.cache
-def _warn_of_missing_kernels() -> None:
+def _warn_of_missing_kernels(pytorch: bool) -> None:
     """Once, however many backends there are, and only where something is about to run."""
     reason = (failure_reason() or "no reason given").splitlines()[0]
+    library = "PyTorch" if pytorch else "NumPy"
     warnings.warn(
-        f"the native CPU kernels are not built ({reason}); PyTorch's kernels run on float32 copies of the "
+        f"the native CPU kernels are not built ({reason}); {library}'s kernels run on float32 copies of the "
         "weights instead. With a C++ compiler (such as g++, or another in $CXX), 16-bit weights take half that memory "
         "and are read as they are, so language models answer faster",
         stacklevel=3,
     )
 
 
-def _bytes(flat: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = flat.view(torch.uint8).numpy()
-    return array
-
-
-def _on_one_thread(launch: Launch) -> Launch:
-    """PyTorch's threads help little with a small call, and keep spinning beside the native kernels' for a while."""
-
-    def run() -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            launch()
-        finally:
-            torch.set_num_threads(threads)
-
-    return run
-
-
 def _copy_bytes(target: np.ndarray, source: np.ndarray) -> None:
-    """Not by `Tensor.copy_`: its OpenMP threads keep spinning for a while and delay the native kernels that follow."""
-
     def copy(piece: slice) -> None:
         target[piece] = source[piece]
 
     in_pieces(copy, target.size, _PIECE)
 
 
-def bind(operand: Operand) -> torch.Tensor:
-    """The operand's view as a torch tensor over its buffer's memory."""
-    view = operand.view
-    flat: torch.Tensor = operand.memory.native_handle
-    dtype = TORCH_DTYPES[view.dtype]
-    if flat.dtype != dtype:
-        flat = flat[operand.byte_offset :].view(torch.uint8)
-        usable = flat.numel() // dtype.itemsize * dtype.itemsize
-        flat = flat[:usable].view(dtype)
-    return flat.as_strided(view.shape, view.strides, flat.storage_offset() + view.offset)
+def bind(operand: Operand) -> np.ndarray:
+    """The operand's view as an array over its buffer's memory."""
+    view, dtype = operand.view, numpy_dtype(operand.view.dtype)
+    size = dtype.itemsize
+    strides = [step * size for step in view.strides]
+    memory = operand.memory.native_handle.view(np.uint8)
+    return np.ndarray(view.shape, dtype, memory, operand.byte_offset + view.offset * size, strides)
+
+
+def reference(call: ArrayCall, among_native: bool, pytorch: bool) -> Launch:
+    """What runs a call that no candidate handles: its meaning in torch, or its kernel in NumPy.
+
+    Args:
+        among_native: Whether native kernels run before and after it.
+        pytorch: Whether to use torch.
+
+    Raises:
+        DeviceError: there is no kernel of that name, or none in NumPy.
+    """
+    if not pytorch:
+        return numpy_launch(call)
+    from npu_runtime.cpu.kernels.reference import bound_reference
+
+    return bound_reference(call, among_native)

@@ -142,6 +142,10 @@ def describe_error(error: Exception) -> str | None:
         return "out of memory"
     if isinstance(error, OSError) and error.filename is not None:
         return f"cannot use '{error.filename}': {error.strerror}"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "torch_ir"):
+        from npu_runtime.pytorch import INSTALL
+
+        return f"this needs PyTorch: {INSTALL}"
     text = str(error).strip().splitlines()
     return f"unexpected {type(error).__name__}: {text[0] if text else 'no message'} (use --debug for the traceback)"
 

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-REQUIRED = ("torch", "pytorch-ir", "numpy", "ml_dtypes", "msgpack", "safetensors", "pillow")
+REQUIRED = ("numpy", "ml_dtypes", "msgpack", "safetensors", "pillow")
 OPTIONAL = {
+    "torch": "tracing models, what the device lacks, and PyTorch's own kernels on the CPU device",
+    "pytorch-ir": "tracing models, and what the device lacks",
     "transformers": "language models, and extraction from Hugging Face folders",
     "gguf": ".gguf checkpoints",
     "efficientnet-lite-pytorch": "classify --model efficientnet-lite0",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.errors import InputError, IRError, NPUError
+from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
 
@@ -25,6 +26,7 @@ def meta_model(checkpoint: Checkpoint) -> Any:
     Raises:
         InputError: transformers cannot build a causal language model from the config.
     """
+    require_torch("tracing a model")
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -57,6 +59,7 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     Raises:
         InputError: the model cannot be traced.
     """
+    require_torch("tracing a model")
     import torch
 
     from npu_sim.llm.modules import CachedCausalLM
@@ -72,6 +75,7 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
 
 def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
     """The IR of `SelfFeedingDecode`. Raises InputError if the model cannot be traced."""
+    require_torch("tracing a model")
     from npu_sim.llm.modules import SelfFeedingDecode
 
     model = SelfFeedingDecode(meta_model(checkpoint))
@@ -81,6 +85,7 @@ def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, 
 
 def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
     """The IR of `SamplingDecode`. Raises InputError if the model cannot be traced."""
+    require_torch("tracing a model")
     import torch
 
     from npu_sim.llm.modules import SamplingDecode

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from npu_compiler.errors import InputError, WeightError
+from npu_runtime.pytorch import require_torch
 from npu_sim.vision.images import Preprocessing
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def find_model(name: str) -> VisionModel:
 
 def extract_model_ir(model: VisionModel) -> dict[str, Any]:
     """IR of the model for an input [1, 3, size, size], traced on the meta device, where weights take no memory."""
+    require_torch("tracing a model")
     import torch
 
     from npu_sim.extract import extract_ir
@@ -104,6 +106,7 @@ def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None
     Raises:
         WeightError: the file cannot be read or does not fit the model.
     """
+    require_torch("loading the weights of a vision model")
     import torch
 
     from npu_runtime.torch_arrays import numpy_to_tensor

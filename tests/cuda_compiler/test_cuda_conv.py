@@ -34,6 +34,7 @@ from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_runtime import Operand
 from npu_runtime.backend import Launch
 from npu_runtime.cpu.backend import CPUBackend, bind
+from npu_runtime.torch_arrays import view_tensor
 
 
 class LaidOut(OpLevelTarget):
@@ -61,7 +62,7 @@ class ReferenceBackend(CPUBackend):
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         if call.kernel != "to_channels_last":
             return super().prepare(call, inputs, outputs)
-        (x,), (out,) = map(bind, inputs), map(bind, outputs)
+        (x,), (out,) = (map(view_tensor, map(bind, operands)) for operands in (inputs, outputs))
 
         fold, top, left = (call.params[name] for name in ("fold", "top", "left"))
         rows, columns = (fold * size for size in out.shape[2:])

@@ -29,7 +29,7 @@ from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 Arrays = dict[str, np.ndarray]
 Draw = Callable[..., Any]
-CPUS = (CPUBackend(native=False), CPUBackend(native=True))
+CPUS = (CPUBackend(native=False), CPUBackend(native=True), CPUBackend(native=False, pytorch=False))
 
 
 class GraphMaker:

@@ -29,6 +29,7 @@ from npu_runtime.cpu.native import bindings, build
 from npu_sim.commands.console import _StepLine
 
 RUNNABLE = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]
+SUPPORT = str(Path(__file__).parents[1] / "support")
 COMPILER = build.find_compiler()
 
 # As Linux shows them, shortened to what tells CPUs apart.
@@ -126,7 +127,7 @@ def test_the_identity_of_the_cpu_names_the_forced_level(monkeypatch: pytest.Monk
 
 ROUNDS_ONCE = """
 import sys, torch
-from npu_runtime.cpu import native
+from native_on_tensors import native
 from npu_runtime.cpu.native.bindings import library
 import ctypes
 
@@ -153,7 +154,7 @@ print("right")
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_forced_level_is_used_and_rounds_16_bit_products_once(name: str) -> None:
-    environment = os.environ | {levels.VARIABLE: name, "NPU_SIM_NATIVE": "1"}
+    environment = os.environ | {levels.VARIABLE: name, "NPU_SIM_NATIVE": "1", "PYTHONPATH": SUPPORT}
     command = [sys.executable, "-c", ROUNDS_ONCE, name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.stdout == "right\n", done.stderr

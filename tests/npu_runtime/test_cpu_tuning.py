@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from ir_builder import IRBuilder
+from native_on_tensors import memory_of
 from typer.testing import CliRunner
 
 from npu_compiler import CompiledProgram, compile
@@ -25,9 +26,11 @@ from npu_runtime import CPUBackend, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import backend as cpu_backend
 from npu_runtime.cpu import native
 from npu_runtime.cpu.backend import CPUBuffer, bind
+from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.kernels import prepacked, reference_launch
-from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.kernels.reference import bound_reference, on_tensors
 from npu_runtime.cpu.native import build
+from npu_runtime.cpu.numpy_kernels import numpy_launch
 from npu_runtime.cpu.tuning import Choice, ChoiceTable, Tuner, machine, trials, tuner
 from npu_runtime.hardware import Launch, Operand
 from npu_sim.cli import app
@@ -61,17 +64,17 @@ def operand(tensor: torch.Tensor, constant: bool) -> Operand:
     dtype = str(tensor.dtype).removeprefix("torch.")
     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
     view = View("x", tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), dtype)
-    return Operand(CPUBuffer(tuple(flat.shape), None, dtype, flat), view, 0, constant)
+    return Operand(CPUBuffer(tuple(flat.shape), None, dtype, memory_of(flat)), view, 0, constant)
 
 
 def bound(
     kernel: str, params: dict[str, Any], inputs: list[torch.Tensor], out: torch.Tensor, constant: tuple[int, ...] = ()
-) -> BoundCall:
+) -> ArrayCall:
     operands = [operand(x, index in constant) for index, x in enumerate(inputs)]
     work = {"flops": 10**9, "bytes_moved": 10**9}  # worth a trial
     target = operand(out, False)
     call = KernelCall(kernel, "", tuple(o.view for o in operands), (target.view,), params, "node", **work)
-    return BoundCall(call, inputs, [out], operands)
+    return BoundCall(call, memory_of(inputs), [memory_of(out)], operands)
 
 
 def spaced(*shape: int, dtype: str = "float32") -> torch.Tensor:
@@ -79,7 +82,7 @@ def spaced(*shape: int, dtype: str = "float32") -> torch.Tensor:
     return torch.randn(shape[0], 2, *shape[1:]).to(getattr(torch, dtype))[:, 0]
 
 
-def linear(dtype: str, rows: int, activation: str, bias: bool, residual: bool) -> BoundCall:
+def linear(dtype: str, rows: int, activation: str, bias: bool, residual: bool) -> ArrayCall:
     weight = (torch.randn(24, 40) / 40**0.5).to(getattr(torch, dtype))
     extra = [torch.randn(24).to(weight.dtype)] if bias else []
     extra += [spaced(rows, 24, dtype=dtype)] if residual else []
@@ -89,7 +92,7 @@ def linear(dtype: str, rows: int, activation: str, bias: bool, residual: bool) -
     return bound(kernel, params, [spaced(rows, 40, dtype=dtype), weight, *extra], out, (1, 2) if bias else (1,))
 
 
-def gated(dtype: str, bias: bool) -> BoundCall:
+def gated(dtype: str, bias: bool) -> ArrayCall:
     weight = (torch.randn(48, 40) / 40**0.5).to(getattr(torch, dtype))
     extra = [torch.randn(48).to(weight.dtype)] if bias else []
     params = {"activation": "silu", "has_bias": bias}
@@ -106,7 +109,7 @@ def conv(
     groups: int = 1,
     bias: bool = True,
     residual: bool = False,
-) -> BoundCall:
+) -> ArrayCall:
     weight = (torch.randn(32, 32 // groups, kernel, kernel) / (32 / groups * kernel**2) ** 0.5).to(
         getattr(torch, dtype)
     )
@@ -128,7 +131,7 @@ def conv(
     return bound("conv2d_kernel", params, [x, weight, *extra], out, (1, 2) if bias else (1,))
 
 
-def attention(dtype: str, queries: int, mask: str, causal: bool = False) -> BoundCall:
+def attention(dtype: str, queries: int, mask: str, causal: bool = False) -> ArrayCall:
     q, k, v = (spaced(2, heads, length, 16, dtype=dtype) for heads, length in ((4, queries), (2, 40), (2, 40)))
     seen = (torch.arange(40) <= 20 + torch.arange(queries)[:, None])[None, None].expand(2, 1, queries, 40).clone()
     seen[0, :, -1] = False  # a row that attends nothing
@@ -138,19 +141,19 @@ def attention(dtype: str, queries: int, mask: str, causal: bool = False) -> Boun
     return bound("attention_kernel", params, [q, k, v, *masks[mask]], out)
 
 
-def product(dtype: str) -> BoundCall:
+def product(dtype: str) -> ArrayCall:
     a, b = spaced(3, 9, 20, dtype=dtype), spaced(3, 20, 7, dtype=dtype)
     return bound("batched_matmul_kernel", {"scale": 1.0}, [a, b], torch.empty(3, 9, 7, dtype=a.dtype))
 
 
-def pool(dtype: str) -> BoundCall:
+def pool(dtype: str) -> ArrayCall:
     x = spaced(2, 8, 12, 12, dtype=dtype)
     params = {"window": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1), "ceil_mode": False}
     return bound("max_pool2d_kernel", params, [x], torch.empty(2, 8, 6, 6, dtype=x.dtype))
 
 
 ACTIVATIONS = ("none", "relu", "relu6", "gelu", "gelu_tanh", "silu", "hardswish", "hardsigmoid", "sigmoid")
-CASES: dict[str, Callable[[str], BoundCall]] = {
+CASES: dict[str, Callable[[str], ArrayCall]] = {
     **{
         f"linear {rows} {activation}{' bias' * bias}{' residual' * residual}": (
             lambda dtype, rows=rows, a=activation, b=bias, r=residual: linear(dtype, rows, a, b, r)
@@ -181,30 +184,33 @@ CASES: dict[str, Callable[[str], BoundCall]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate_computes_what_the_reference_does(case: str, dtype: str) -> None:
     call = CASES[case](dtype)
-    exact = torch.empty_like(call.out, dtype=torch.float32)
-    reference_launch(call.call, call.inputs, [exact])()
-    before = [x.clone() for x in call.inputs]
+    tensors = on_tensors(call)
+    exact = torch.empty_like(tensors.out, dtype=torch.float32)
+    reference_launch(call.call, tensors.inputs, [exact])()
+    before = [x.clone() for x in tensors.inputs]
     names = []
-    for candidate in cpu_backend.candidates(call, native.available()):
+    for candidate in [*cpu_backend.candidates(call, native.available()), Candidate("numpy", numpy_launch)]:
         launch = candidate.make(call)
         if launch is None:
             continue
         names.append(candidate.name)
         for _ in range(2):
-            call.out.fill_(torch.nan)
+            tensors.out.fill_(torch.nan)
             launch()
             # One rounding, and float32 sums in another order; attention in 16 bits also rounds its weights.
             rounding = HALF[dtype] * (4 if call.name == "attention_kernel" else 1)
-            error = (call.out.float() - exact).abs()
+            error = (tensors.out.float() - exact).abs()
             limit = 1e-4 + rounding * torch.maximum(exact.abs(), torch.tensor(1.0 if rounding > HALF[dtype] else 0.0))
             assert (error <= limit).all(), f"{candidate.name}: {(error - limit).max()} above the limit"
-    assert all(torch.equal(x, y) for x, y in zip(call.inputs, before, strict=True))
-    assert set(names) - {"native"}, "PyTorch's kernels refused operands that they should handle"
+    assert all(torch.equal(x, y) for x, y in zip(tensors.inputs, before, strict=True))
+    assert "numpy" in names and set(names) - {"native", "numpy"}, (
+        "PyTorch's kernels refused operands that they should handle"
+    )
 
 
 @pytest.mark.parametrize("case", ["linear 1 none", "linear 6 none bias", "conv 1x1", "product", "attention mask"])
 def test_candidates_refuse_what_is_not_floating_point(case: str) -> None:
-    call = CASES[case]("float32")
+    call = on_tensors(CASES[case]("float32"))
     inputs = [(4 * x).to(torch.int32) for x in call.inputs]
     whole = bound(call.call.kernel, dict(call.params), inputs, call.out.to(torch.int32), (1, 2))
     for candidate in cpu_backend.candidates(whole, native.available()):
@@ -215,17 +221,17 @@ def test_candidates_refuse_what_is_not_floating_point(case: str) -> None:
 def test_weights_are_not_widened_where_memory_is_short(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call = CASES[case]("bfloat16")
     assert any(candidate.make(call) for candidate in cpu_backend.candidates(call, native=False))
-    monkeypatch.setattr(prepacked, "_available_bytes", lambda: 4.0 * call.inputs[1].numel())
+    monkeypatch.setattr(prepacked, "_available_bytes", lambda: 4.0 * call.inputs[1].size)
     assert not any(candidate.make(call) for candidate in cpu_backend.candidates(call, native=False))
 
 
 def test_a_residual_may_be_updated_in_place() -> None:
     for case in ("linear 6 relu bias residual", "conv residual relu"):
-        call = CASES[case]("bfloat16")
+        call = on_tensors(CASES[case]("bfloat16"))
         residual = call.inputs[-1].clone()
         expected = torch.empty_like(call.out)
         reference_launch(call.call, call.inputs, [expected])()
-        for candidate in cpu_backend.candidates(call, native.available()):
+        for candidate in cpu_backend.candidates(CASES[case]("bfloat16"), native.available()):
             shared = residual.clone()
             again = bound(call.call.kernel, dict(call.params), [*call.inputs[:-1], shared], shared, (1, 2))
             launch = candidate.make(again)
@@ -274,11 +280,11 @@ def slow_native(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Native kernels of products that take 50 ms more than they need; the list holds a name for each that was made."""
     made: list[str] = []
 
-    def make(call: BoundCall) -> Launch:
+    def make(call: ArrayCall) -> Launch:
         made.append(call.name)
-        return sleeping(reference_launch(call.call, call.inputs, call.outputs))
+        return sleeping(bound_reference(call, among_native=False))
 
-    def candidates(call: BoundCall) -> list[Candidate]:
+    def candidates(call: ArrayCall) -> list[Candidate]:
         return [Candidate("native", make)] if call.name.startswith("matmul") else []
 
     monkeypatch.setattr(cpu_backend, "native_candidates", candidates)
@@ -349,7 +355,7 @@ def test_trials_end_when_their_time_is_spent(slow_native: list[str], monkeypatch
 
 
 def test_a_failing_candidate_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(call: BoundCall) -> Launch:
+    def make(call: ArrayCall) -> Launch:
         def fail() -> None:
             raise RuntimeError("no primitive for this processor")
 
@@ -362,7 +368,7 @@ def test_a_failing_candidate_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> N
     launch = Tuner(table).launch(call, cpu_backend.candidates(call, native=True))
     assert launch is not None
     launch()
-    torch.testing.assert_close(call.out, call.inputs[0] @ call.inputs[1].T)
+    np.testing.assert_allclose(call.out, call.inputs[0] @ call.inputs[1].T, rtol=1e-5, atol=1e-5)
     assert all("native" not in choice.microseconds for choice in table.choices.values())
 
 
@@ -372,12 +378,12 @@ def test_a_failing_candidate_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_trial_leaves_the_programs_memory_alone(slow_native: list[str]) -> None:
     backend = native_backend(tune=True)
     call = linear("float32", 6, "relu", True, True)
-    call.out.fill_(7.0)
-    tensors = (*call.inputs, call.out)
-    before = [x.clone() for x in tensors]
+    call.out.fill(7.0)
+    arrays = (*call.inputs, call.out)
+    before = [x.copy() for x in arrays]
     assert backend._tuner.launch(call, cpu_backend.candidates(call, native=True)) is not None
     assert backend._tuner.trials == 1
-    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+    assert all(np.array_equal(x, y) for x, y in zip(arrays, before, strict=True))
 
 
 def test_a_trial_keeps_only_the_winners_weights(slow_native: list[str]) -> None:
@@ -391,9 +397,9 @@ def test_stand_ins_share_constants_only() -> None:
     call = attention("bfloat16", 12, "bool")
     stand = trials.stand_in(call)
     for x, y in zip((*call.inputs, call.out), (*stand.inputs, stand.out), strict=True):
-        assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
-        assert x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr()
-    assert 0 < stand.inputs[3].float().mean() < 1, "some keys are hidden, as in a cache in use"
+        assert (x.shape, x.strides, x.dtype) == (y.shape, y.strides, y.dtype)
+        assert not np.may_share_memory(x, y)
+    assert 0 < stand.inputs[3].mean() < 1, "some keys are hidden, as in a cache in use"
     weighted = linear("bfloat16", 6, "none", True, True)
     shared = [x is y for x, y in zip(weighted.inputs, trials.stand_in(weighted).inputs, strict=True)]
     assert shared == [False, True, True, False]
@@ -401,9 +407,10 @@ def test_stand_ins_share_constants_only() -> None:
 
 def test_a_mask_that_all_heads_share_has_a_stand_in() -> None:
     call = attention("float32", 12, "float")
-    inputs = [*call.inputs[:3], call.inputs[3].expand(2, 4, 12, 40)]
-    stand = trials.stand_in(bound(call.call.kernel, dict(call.params), inputs, call.out))
-    assert torch.isinf(stand.inputs[3]).any() and (stand.inputs[3] == 0).any()
+    tensors = on_tensors(call)
+    inputs = [*tensors.inputs[:3], tensors.inputs[3].expand(2, 4, 12, 40)]
+    stand = trials.stand_in(bound(call.call.kernel, dict(call.params), inputs, tensors.out))
+    assert np.isinf(stand.inputs[3]).any() and (stand.inputs[3] == 0).any()
 
 
 def test_rounds_that_do_not_agree_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,4 +626,4 @@ def test_no_tune_is_for_the_cpu(tmp_path: Path) -> None:
 
 def test_bind_and_operand_agree() -> None:
     x = spaced(3, 4)
-    assert torch.equal(bind(operand(x, True)), x)
+    assert np.array_equal(bind(operand(x, True)), x.numpy())

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from native_on_tensors import native
 from torch.nn import functional
 
-from npu_runtime.cpu import native
+from npu_runtime.cpu.native import NativeLaunch, NativeSequence
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 
@@ -44,7 +45,7 @@ def blank(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.full((*shape[:-1], shape[-1] + 3), torch.nan, dtype=dtype)[..., : shape[-1]]
 
 
-def run(launch: native.NativeLaunch | None) -> None:
+def run(launch: NativeLaunch | None) -> None:
     assert launch is not None, "the kernel refused operands that it should handle"
     launch()
 
@@ -454,7 +455,7 @@ def test_index_copy_pair() -> None:
     assert native.index_copy_pair(caches, 2, index, [sources[0], sources[1].float()]) is None
 
 
-def decode_step(width: int) -> tuple[native.NativeSequence, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
+def decode_step(width: int) -> tuple[NativeSequence, torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]:
     x, hidden, out = torch.randn(1, width), torch.empty(1, 4 * width), torch.empty(1, width)
     up, down = torch.randn(4 * width, width) / width, torch.randn(width, 4 * width) / width
     launches = [
@@ -462,7 +463,7 @@ def decode_step(width: int) -> tuple[native.NativeSequence, torch.Tensor, torch.
         native.linear(hidden, native.pack_linear_weight(down), None, x, "none", out),
     ]
     assert all(launches)
-    return native.NativeSequence(launches), x, out, lambda: functional.silu(x @ up.T) @ down.T + x
+    return NativeSequence(launches), x, out, lambda: functional.silu(x @ up.T) @ down.T + x
 
 
 def test_sequence_runs_all_launches_in_order() -> None:
@@ -472,7 +473,7 @@ def test_sequence_runs_all_launches_in_order() -> None:
         x.normal_()
         sequence()
         check(out, reference(), 1e-4)
-    native.NativeSequence([])()
+    NativeSequence([])()
 
 
 def test_threads_take_turns() -> None:

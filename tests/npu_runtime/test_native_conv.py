@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from native_on_tensors import conv
 from torch import Tensor
 
 from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.native import build
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available, layout
-from npu_runtime.cpu.native.conv import (
-    ACTIVATIONS,
-    avg_pool2d,
-    conv2d,
-    global_avg_pool2d,
-    max_pool2d,
-    pack_conv_weight,
-)
+
+ACTIVATIONS, pack_conv_weight, conv2d = conv.ACTIVATIONS, conv.pack_conv_weight, conv.conv2d
+max_pool2d, avg_pool2d, global_avg_pool2d = conv.max_pool2d, conv.avg_pool2d, conv.global_avg_pool2d
 
 pytestmark = pytest.mark.skipif(not available(), reason=f"no native kernels: {build.failure_reason()}")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native import threads
 from npu_runtime.cpu.native.memory import weight_memory
 
@@ -69,10 +70,10 @@ print(usable_threads())
 def test_weights_lie_on_cache_lines_and_do_not_overlap() -> None:
     sizes = (1, 100, 2**20, 3 * 2**20, 64, 2**21 - 1)
     blocks = [weight_memory(size) for size in sizes]
-    assert [block.numel() for block in blocks] == list(sizes)
-    assert all(block.data_ptr() % 64 == 0 for block in blocks)
-    ends = sorted((block.data_ptr(), block.data_ptr() + block.numel()) for block in blocks)
+    assert [block.size for block in blocks] == list(sizes)
+    assert all(address(block) % 64 == 0 for block in blocks)
+    ends = sorted((address(block), address(block) + block.size) for block in blocks)
     assert all(end <= begin for (_, end), (begin, _) in zip(ends, ends[1:], strict=False))
     for value, block in enumerate(blocks):
-        block.fill_(value)
+        block.fill(value)
     assert [(int(block.min()), int(block.max())) for block in blocks] == [(value, value) for value in range(len(sizes))]

@@ -24,7 +24,7 @@ from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, Executor, exec
 from npu_runtime.torch_arrays import tensor_to_numpy
 
 A = torch.ops.aten
-CPUS = (CPUBackend(native=False), CPUBackend(native=True))
+CPUS = (CPUBackend(native=False), CPUBackend(native=True), CPUBackend(native=False, pytorch=False))
 
 
 @pytest.fixture(scope="module", params=DEVICES)

@@ -53,7 +53,7 @@ def model() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """The CPU with its reference kernels only, which a test can break by name."""
-    monkeypatch.setattr(cpu_backend, "prepacked_candidates", lambda call: [])
+    monkeypatch.setattr(cpu_backend, "candidates", lambda *_: [])
     chosen = Device("cpu")
     chosen.backend = CPUBackend(native=False)
     yield chosen

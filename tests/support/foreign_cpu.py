@@ -20,9 +20,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.levels import Level, find_level, this_cpu
 from npu_runtime.cpu.native import bindings, build
 from npu_runtime.cpu.native.threads import usable_threads
@@ -97,14 +99,14 @@ class ForeignLibrary:
         return self._ask("s", name, lambda: self._read(self._numbers(1)[0]))
 
     def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> None:
-        """Runs a kernel on its argument block and the memory of the tensors that its launch keeps."""
-        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _tensors(kept)) if s.nbytes()}
+        """Runs a kernel on its argument block and the memory of the arrays that its launch keeps."""
+        storages = {begin: size for begin, size in map(_storage, _arrays(kept)) if size}
         begins, pointers = list(storages), []
-        for offset, address in _pointers(args):
-            region = next((i for i, b in enumerate(begins) if b <= address < b + storages[b]), None)
+        for offset, target in _pointers(args):
+            region = next((i for i, b in enumerate(begins) if b <= target < b + storages[b]), None)
             if region is None:
-                raise AssertionError(f"{name} points, at offset {offset}, into no tensor that its launch keeps")
-            pointers += [offset, region, address - begins[region]]
+                raise AssertionError(f"{name} points, at offset {offset}, into no array that its launch keeps")
+            pointers += [offset, region, target - begins[region]]
         parts = [struct.pack("<q", ctypes.sizeof(args)), bytes(args), struct.pack("<q", len(storages))]
         for begin, size in storages.items():
             parts += [struct.pack("<2q", size, begin % 64), ctypes.string_at(begin, size)]
@@ -149,15 +151,27 @@ class _Function:
         return self.library.text(self.name) if self.restype is ctypes.c_char_p else self.library.number(self.name)
 
 
-def _tensors(kept: object) -> Iterator[torch.Tensor]:
-    """The tensors among what a launch keeps, and in dataclasses among it (packed weights)."""
-    if isinstance(kept, torch.Tensor):
+def _arrays(kept: object) -> Iterator[np.ndarray]:
+    """The arrays among what a launch keeps, and in dataclasses among it (packed weights)."""
+    if isinstance(kept, np.ndarray):
         yield kept
     elif isinstance(kept, (tuple, list)):
         for item in kept:
-            yield from _tensors(item)
+            yield from _arrays(item)
     elif is_dataclass(kept):
-        yield from _tensors([getattr(kept, field.name) for field in fields(kept)])
+        yield from _arrays([getattr(kept, field.name) for field in fields(kept)])
+
+
+def _storage(array: np.ndarray) -> tuple[int, int]:
+    """Address and size of the memory that an array is a view of."""
+    whole, owner = array, array.base
+    while owner is not None and not isinstance(owner, torch.Tensor):
+        whole = owner if isinstance(owner, np.ndarray) else whole
+        owner = getattr(owner, "base", None)
+    if owner is None:
+        return address(whole), whole.nbytes
+    storage = owner.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _pointers(block: Any, at: int = 0) -> Iterator[tuple[int, int]]:

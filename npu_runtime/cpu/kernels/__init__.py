@@ -1,4 +1,4 @@
-"""The CPU device's kernels: what each means, in torch. Which native one takes over is in `accelerated`."""
+"""The CPU device's kernels: what each means, in torch. Native ones are in `cpu.native`."""
 
 from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
 from npu_runtime.cpu.kernels.reference import kernel_meaning, reference_launch

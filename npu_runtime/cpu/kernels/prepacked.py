@@ -19,12 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate, reporting
 from npu_runtime.cpu.kernels.matmul import activated
-from npu_runtime.cpu.kernels.reference import reference_launch, reporting
+from npu_runtime.cpu.kernels.reference import on_tensors, reference_launch
 from npu_runtime.hardware import Launch
 
-Maker: TypeAlias = Callable[[BoundCall], Launch | None]
+TensorCall: TypeAlias = BoundCall[Tensor]
+Maker: TypeAlias = Callable[[TensorCall], Launch | None]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (torch.float32, *_HALVES)
@@ -47,20 +48,20 @@ _FUSED: dict[str, tuple[str, list[float], str]] = {
 _MAKERS: dict[str, list[tuple[str, Maker]]] = {}
 
 
-def prepacked_candidates(call: BoundCall) -> list[Candidate]:
+def prepacked_candidates(call: ArrayCall) -> list[Candidate]:
     """PyTorch's kernels that may run the call, the default first; none where only the reference can."""
     found = [Candidate(name, partial(_make, make), uses_pytorch=True) for name, make in _MAKERS.get(call.name, ())]
-    if call.name == "conv2d_kernel" and call.inputs[1].numel() < call.out.numel():
+    if call.name == "conv2d_kernel" and call.inputs[1].size < call.out.size:
         # Packing a small weight at every call takes less than the layout in which a packed one leaves a large result.
         found.sort(key=lambda candidate: candidate.name == "onednn")
     return found
 
 
-def _make(make: Maker, call: BoundCall) -> Launch | None:
-    if any(t.numel() == 0 for t in (*call.inputs, *call.outputs)):
+def _make(make: Maker, call: ArrayCall) -> Launch | None:
+    if any(x.size == 0 for x in (*call.inputs, *call.outputs)):
         return None
     try:
-        launch = make(call)
+        launch = make(on_tensors(call))
     except RuntimeError:  # oneDNN cannot pack this weight on this processor
         return None
     return None if launch is None else reporting(call.call, launch)
@@ -89,7 +90,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return _has_onednn() and hasattr(torch.ops.mkldnn, name) and bool(getattr(torch.ops.mkldnn, name)())
 
 
-def _can_prepare(call: BoundCall, bias: int | None) -> bool:
+def _can_prepare(call: TensorCall, bias: int | None) -> bool:
     """Whether weight and bias are constant, all is floating point, and there is room for the weight in float32."""
     if any(t.dtype not in _FLOATS for t in (*call.inputs, call.out)):
         return False
@@ -107,17 +108,17 @@ def _available_bytes() -> float:
         return math.inf
 
 
-def _float_weight(call: BoundCall) -> Tensor:
+def _float_weight(call: TensorCall) -> Tensor:
     weight: Tensor = call.prepared(1, "float32", lambda w: w.float().contiguous())
     return weight
 
 
-def _float_bias(call: BoundCall, position: int | None) -> Tensor | None:
+def _float_bias(call: TensorCall, position: int | None) -> Tensor | None:
     bias = call.at(position)
     return None if bias is None else bias.reshape(-1).float()
 
 
-def _packed_linear_weight(call: BoundCall, dtype: torch.dtype) -> Tensor:
+def _packed_linear_weight(call: TensorCall, dtype: torch.dtype) -> Tensor:
     rows = call.inputs[0].shape[0]
     pack = torch.ops.mkldnn._reorder_linear_weight
     weight: Tensor = call.prepared(1, f"onednn {dtype} {rows}", lambda w: pack(w.to(dtype).contiguous(), rows))
@@ -125,7 +126,7 @@ def _packed_linear_weight(call: BoundCall, dtype: torch.dtype) -> Tensor:
 
 
 @_candidate("onednn", *_LINEAR)
-def _packed_linear(call: BoundCall) -> Launch | None:
+def _packed_linear(call: TensorCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias) or call.out.shape[0] < _FEWEST_PACKED_ROWS:
         return None
@@ -143,7 +144,7 @@ def _packed_linear(call: BoundCall) -> Launch | None:
 
 
 @_candidate("sgemm", *_LINEAR)
-def _plain_linear(call: BoundCall) -> Launch | None:
+def _plain_linear(call: TensorCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -165,7 +166,7 @@ def _plain_linear(call: BoundCall) -> Launch | None:
 
 
 @_candidate("16-bit", *_LINEAR)
-def _half_linear(call: BoundCall) -> Launch | None:
+def _half_linear(call: TensorCall) -> Launch | None:
     """The product in the weight's own dtype, where nothing but its end is rounded."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     x, weight, out, shift, added = call.inputs[0], call.inputs[1], call.out, call.at(bias), call.at(residual)
@@ -194,7 +195,7 @@ def _half_linear(call: BoundCall) -> Launch | None:
 
 
 @_candidate("sgemm", "gated_matmul_vec_kernel")
-def _gated_linear(call: BoundCall) -> Launch | None:
+def _gated_linear(call: TensorCall) -> Launch | None:
     (bias,) = call.optional(("has_bias",), 2)
     if not _can_prepare(call, bias):
         return None
@@ -208,7 +209,7 @@ def _gated_linear(call: BoundCall) -> Launch | None:
     return launch
 
 
-def _padded(call: BoundCall) -> tuple[Callable[[], Tensor], list[int]]:
+def _padded(call: TensorCall) -> tuple[Callable[[], Tensor], list[int]]:
     """How to get the input in float32, and the padding that is left to apply on both sides."""
     x = call.inputs[0]
     top, bottom, left, right = call.params["padding"]
@@ -217,13 +218,13 @@ def _padded(call: BoundCall) -> tuple[Callable[[], Tensor], list[int]]:
     return lambda: F.pad(x.float(), (left, right, top, bottom)), [0, 0]
 
 
-def _conv_epilogue(call: BoundCall, activation: str, residual: int | None) -> Callable[[Tensor], object]:
+def _conv_epilogue(call: TensorCall, activation: str, residual: int | None) -> Callable[[Tensor], object]:
     out, added = call.out, call.at(residual)
     return lambda result: out.copy_(activated(result if added is None else result.add_(added), activation))
 
 
 @_candidate("onednn", "conv2d_kernel")
-def _packed_conv(call: BoundCall) -> Launch | None:
+def _packed_conv(call: TensorCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _has_onednn() or not _can_prepare(call, bias):
         return None
@@ -250,7 +251,7 @@ def _packed_conv(call: BoundCall) -> Launch | None:
 
 
 @_candidate("conv2d", "conv2d_kernel")
-def _plain_conv(call: BoundCall) -> Launch | None:
+def _plain_conv(call: TensorCall) -> Launch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not _can_prepare(call, bias):
         return None
@@ -266,7 +267,7 @@ def _plain_conv(call: BoundCall) -> Launch | None:
 
 
 @_candidate("sgemm", "conv2d_kernel")
-def _pointwise_conv(call: BoundCall) -> Launch | None:
+def _pointwise_conv(call: TensorCall) -> Launch | None:
     """A 1×1 convolution as a product of the weight and the maps, which need not change their layout."""
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     params, x = call.params, call.inputs[0]
@@ -286,13 +287,13 @@ def _pointwise_conv(call: BoundCall) -> Launch | None:
 
 
 @_candidate("torch", "attention_kernel", "batched_matmul_kernel", "max_pool2d_kernel", "avg_pool2d_kernel")
-def _reference(call: BoundCall) -> Launch | None:
+def _reference(call: TensorCall) -> Launch | None:
     """The reference itself, where no weight could be prepared for it."""
     return reference_launch(call.call, call.inputs, call.outputs)
 
 
 @_candidate("torch 16-bit", "attention_kernel")
-def _half_attention(call: BoundCall) -> Launch | None:
+def _half_attention(call: TensorCall) -> Launch | None:
     q, k, v, *rest = call.inputs
     mask, out = (rest[0] if rest else None), call.out
     if any(t.dtype != q.dtype for t in (k, v, out)) or q.dtype not in _HALVES:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
-Params: TypeAlias = Mapping[str, Any]
+from npu_runtime.cpu.bound_call import Params
+
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Kernel: TypeAlias = Callable[[Tensors, Tensors, Params], None]
+
+__all__ = ["CPU_KERNELS", "Kernel", "Params", "Tensors", "cpu_kernel", "to_float"]
 
 CPU_KERNELS: dict[str, Kernel] = {}
 

@@ -1,4 +1,4 @@
-"""Native CPU kernels: prepared once on fixed tensors, then run at the cost of a function call."""
+"""Native CPU kernels: prepared once on fixed arrays, then run at the cost of a function call."""
 
 from npu_runtime.cpu.native.attention import attention
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available

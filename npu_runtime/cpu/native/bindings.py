@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from npu_compiler.errors import DeviceError
+from npu_runtime.cpu.arrays import BFLOAT16, address, strides_of
 from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.threads import usable_threads
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
 
 
 class View(ctypes.Structure):
@@ -117,22 +118,22 @@ def _failure(kernel: str) -> DeviceError:
     return DeviceError(f"{reason} in kernel {kernel}")
 
 
-def operand(tensor: torch.Tensor | None) -> View:
-    """Describes a tensor of up to four dimensions; the tensor's storage must stay where it is."""
-    if tensor is None:
+def operand(array: np.ndarray | None) -> View:
+    """Describes an array of up to four dimensions; the array's storage must stay where it is."""
+    if array is None:
         return View()
-    missing = 4 - tensor.dim()
+    missing = 4 - array.ndim
     if missing < 0:
-        raise ValueError(f"operands have at most four dimensions, not {tensor.dim()}")
-    size = (1,) * missing + tuple(tensor.shape)
-    stride = (0,) * missing + tensor.stride()
-    return View(tensor.data_ptr(), DTYPES.get(tensor.dtype, -1), size, stride)
+        raise ValueError(f"operands have at most four dimensions, not {array.ndim}")
+    size = (1,) * missing + array.shape
+    stride = (0,) * missing + strides_of(array)
+    return View(address(array), DTYPES.get(array.dtype, -1), size, stride)
 
 
 class NativeLaunch:
     """A kernel with its argument block; calling it runs the kernel on whatever the operands hold by then.
 
-    The block points into the tensors' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
+    The block points into the arrays' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
     there is no memory for the kernel's own work.
     """
 
@@ -191,5 +192,5 @@ class NativeSequence:
 
 
 def launch(name: str, args: ctypes.Structure, *keep: object) -> NativeLaunch:
-    """Prepares kernel `name` on `args`, which point into the tensors in `keep`."""
+    """Prepares kernel `name` on `args`, which point into the arrays in `keep`."""
     return NativeLaunch(name, args, keep)

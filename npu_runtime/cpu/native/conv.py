@@ -1,6 +1,6 @@
 """Native 2-d convolution and pooling: packs weights, checks operands, and prepares launches of the C++ kernels.
 
-The functions return None for what the kernels do not handle, and the caller then falls back to torch: other dtypes than
+The functions return None for what the kernels do not handle, and the caller then uses another: other dtypes than
 float32, bfloat16 and float16, planes that are not dense, or a machine without the compiled library. Bias and weight are
 read when a launch is prepared; the other operands whenever it runs. `out` may be the residual, but not x.
 """
@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
 
+from npu_compiler.program.views import numel
+from npu_runtime.cpu.arrays import BFLOAT16, address, host_memory, strides_of
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, layout
+from npu_runtime.cpu.native.pointwise import widened
+from npu_runtime.cpu.window_lengths import window_lengths
 
 ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "hardsigmoid", "sigmoid")
 
@@ -107,16 +109,17 @@ class _Window(NamedTuple):
     def is_valid(self) -> bool:
         return min(self.stride + self.dilation + self.kernel) > 0 and min(self.padding) >= 0
 
-    def simplified(self, out: Tensor) -> _Window:
+    def simplified(self, out: np.ndarray) -> _Window:
         """The same window with strides of 1 along axes where it has one position only."""
         rows, columns = (step if size > 1 else 1 for step, size in zip(self.stride, out.shape[2:], strict=True))
         return self._replace(stride=(rows, columns))
 
-    def padded_size(self, out: Tensor) -> int:
+    def padded_size(self, out: np.ndarray) -> int:
         """The elements of a map that the window's positions span, padding included."""
         axes = zip(out.shape[2:], self.stride, self.kernel, self.dilation, strict=True)
         height, width = ((count - 1) * step + (size - 1) * apart + 1 for count, step, size, apart in axes)
-        return height * width
+        span: int = height * width
+        return span
 
     def fields(self) -> dict[str, int]:
         """The window's part of the argument block."""
@@ -129,38 +132,39 @@ class _Window(NamedTuple):
 class PackedConv:
     """A constant weight, and the layouts of it that kernels have asked for so far."""
 
-    weight: Tensor
+    weight: np.ndarray
     groups: int = 1
-    _layouts: dict[tuple[str, bool], Tensor] = field(default_factory=dict, repr=False)
+    _layouts: dict[tuple[str, bool], np.ndarray] = field(default_factory=dict, repr=False)
 
-    def layout(self, algorithm: str, pairs: bool = False) -> Tensor:
+    def layout(self, algorithm: str, pairs: bool = False) -> np.ndarray:
         """The weight as `algorithm` reads it, one row per group: float32, or pairs of bfloat16 seen as int32."""
         if (algorithm, pairs) not in self._layouts:
-            weight = self.weight.detach()
-            elements = _pair_depth(weight) if pairs else weight.float()
+            elements = _pair_depth(self.weight) if pairs else widened(self.weight)
             groups = elements.reshape(self.groups, -1, *elements.shape[1:])
-            self._layouts[algorithm, pairs] = torch.stack([_PACKERS[algorithm](group) for group in groups])
+            rows = [_PACKERS[algorithm](group) for group in groups]
+            memory = host_memory(len(rows) * rows[0].size, rows[0].dtype)
+            self._layouts[algorithm, pairs] = np.stack(rows, out=memory.reshape(len(rows), -1))
         return self._layouts[algorithm, pairs]
 
 
-def pack_conv_weight(weight: Tensor, groups: int = 1) -> PackedConv:
+def pack_conv_weight(weight: np.ndarray, groups: int = 1) -> PackedConv:
     """Prepares weight[Co, Ci / groups, Kh, Kw], which must not change afterwards, for any number of convolutions."""
-    if weight.dim() != 4 or weight.shape[0] % groups:
-        raise ValueError(f"no convolution weight of {groups} groups: {tuple(weight.shape)}")
+    if weight.ndim != 4 or weight.shape[0] % groups:
+        raise ValueError(f"no convolution weight of {groups} groups: {weight.shape}")
     return PackedConv(weight, groups)
 
 
 def conv2d(
-    x: Tensor,
+    x: np.ndarray,
     packed: PackedConv,
-    bias: Tensor | None,
-    residual: Tensor | None,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
     activation: str,
     stride: tuple[int, int],
     padding: tuple[int, int, int, int],
     dilation: tuple[int, int],
     groups: int,
-    out: Tensor,
+    out: np.ndarray,
     residual_before_activation: bool = True,
     algorithm: str | None = None,
 ) -> NativeLaunch | None:
@@ -176,10 +180,10 @@ def conv2d(
     if not window.is_valid or not _all_handled(x, residual, out):
         return None
     expected = (x.shape[0], weight.shape[0], *window.output_size(*x.shape[2:]))
-    if tuple(out.shape) != expected or (residual is not None and residual.shape != out.shape):
-        raise ValueError(f"the output is {expected}, not {tuple(out.shape)} or the residual's shape")
+    if out.shape != expected or (residual is not None and residual.shape != out.shape):
+        raise ValueError(f"the output is {expected}, not {out.shape} or the residual's shape")
     if groups != packed.groups or x.shape[1] != weight.shape[1] * groups:
-        raise ValueError(f"weight {tuple(weight.shape)} of {packed.groups} groups does not fit x {tuple(x.shape)}")
+        raise ValueError(f"weight {weight.shape} of {packed.groups} groups does not fit x {x.shape}")
     window = window.simplified(out)
     if not _is_bounded(window, x, out):
         return None
@@ -194,36 +198,36 @@ def conv2d(
 
     pairs = pairs and algorithm in ("pixels", "channels", "tiles")
     packed_weight = packed.layout(algorithm, pairs)
-    bias = torch.zeros(weight.shape[0]) if bias is None else bias.detach().to(torch.float32, copy=True)
+    bias = np.zeros(weight.shape[0], np.float32) if bias is None else bias.astype(np.float32)
     args = _args(x, packed_weight, bias, residual, out, window)
     args.activation = ACTIVATIONS.index(activation)
     args.residual_before_activation = residual_before_activation
     args.groups, args.in_channels, args.out_channels = groups, weight.shape[1], weight.shape[0] // groups
     name, args.variant = _KERNELS[algorithm]
-    args.weight_group_stride, args.pairs = packed_weight.stride(0), pairs
+    args.weight_group_stride, args.pairs = packed_weight.shape[1], pairs
     if window.is_pointwise:  # rows may then run together
         args.in_h, args.in_w = args.out_h, args.out_w = 1, args.in_h * args.in_w
     return NativeLaunch(name, args, (x, packed_weight, bias, residual, out))
 
 
 def max_pool2d(
-    x: Tensor,
+    x: np.ndarray,
     kernel: tuple[int, int],
     stride: tuple[int, int],
     padding: tuple[int, int, int, int],
     dilation: tuple[int, int],
-    out: Tensor,
+    out: np.ndarray,
 ) -> NativeLaunch | None:
     """Prepares a maximum pooling; out's size decides about windows that leave the padded input (ceil_mode)."""
     return _pool("max_pool2d", x, _Window(kernel, stride, padding, dilation), None, out)
 
 
 def avg_pool2d(
-    x: Tensor,
+    x: np.ndarray,
     kernel: tuple[int, int],
     stride: tuple[int, int],
     padding: tuple[int, int, int, int],
-    out: Tensor,
+    out: np.ndarray,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> NativeLaunch | None:
@@ -232,10 +236,10 @@ def avg_pool2d(
         return None
     window = _Window(kernel, stride, padding)
     if divisor_override is not None:
-        divisor = torch.full(out.shape[2:], float(divisor_override))
+        divisor = np.full(out.shape[2:], divisor_override, np.float32)
     else:
         rows, columns = (
-            _window_lengths(
+            window_lengths(
                 x.shape[2 + axis],
                 out.shape[2 + axis],
                 kernel[axis],
@@ -248,55 +252,49 @@ def avg_pool2d(
         )
         divisor = rows[:, None] * columns
     # The kernel reads whole vectors.
-    scale = F.pad(1 / divisor.flatten(), (0, layout().lanes))
+    scale = np.pad(1 / divisor.reshape(-1), (0, layout().lanes))
     return _pool("avg_pool2d", x, window, scale, out)
 
 
-def global_avg_pool2d(x: Tensor, out: Tensor) -> NativeLaunch | None:
+def global_avg_pool2d(x: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """Prepares the average of each map into out[N, C, 1, 1]."""
     height, width = x.shape[2:]
     return avg_pool2d(x, (height, width), (1, 1), (0, 0, 0, 0), out)
 
 
-def _window_lengths(
-    size: int, count: int, kernel: int, stride: int, before: int, after: int, count_padding: bool
-) -> Tensor:
-    """How many elements each of `count` windows averages along one axis."""
-    start = torch.arange(count) * stride - before
-    end = torch.minimum(start + kernel, torch.tensor(size + after))
-    if not count_padding:
-        start, end = start.clamp(min=0), end.clamp(max=size)
-    return (end - start).float()
-
-
-def _pool(name: str, x: Tensor, window: _Window, scale: Tensor | None, out: Tensor) -> NativeLaunch | None:
+def _pool(name: str, x: np.ndarray, window: _Window, scale: np.ndarray | None, out: np.ndarray) -> NativeLaunch | None:
     if not window.is_valid or not _all_handled(x, None, out):
         return None
     window = window.simplified(out)
     is_whole = scale is not None and window.kernel == x.shape[2:] and not any(window.padding)
     has_many_taps = window.kernel[0] * window.kernel[1] > _MOST_TAPS
-    if has_many_taps and not (is_whole and out.shape[2:].numel() == 1) or not _is_bounded(window, x, out):
+    if has_many_taps and not (is_whole and out.shape[2:] == (1, 1)) or not _is_bounded(window, x, out):
         return None
     if x.shape[:2] != out.shape[:2]:
-        raise ValueError(f"pooling keeps batch and channels: {tuple(x.shape)}, {tuple(out.shape)}")
-    no_bias = torch.zeros(x.shape[1])
+        raise ValueError(f"pooling keeps batch and channels: {x.shape}, {out.shape}")
+    no_bias = np.zeros(x.shape[1], np.float32)
     args = _args(x, scale, no_bias, None, out, window)
     args.groups, args.in_channels, args.out_channels = x.shape[1], 1, 1
     return NativeLaunch(name, args, (x, scale, no_bias, out))
 
 
 def _args(
-    x: Tensor, weight: Tensor | None, bias: Tensor, residual: Tensor | None, out: Tensor, window: _Window
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    bias: np.ndarray,
+    residual: np.ndarray | None,
+    out: np.ndarray,
+    window: _Window,
 ) -> _ConvArgs:
     """The argument block without what only some kernels have."""
     args = _ConvArgs(
-        x=x.data_ptr(),
-        bias=bias.data_ptr(),
-        out=out.data_ptr(),
+        x=address(x),
+        bias=address(bias),
+        out=address(out),
         x_type=DTYPES[x.dtype],
         out_type=DTYPES[out.dtype],
-        x_batch_stride=x.stride(0),
-        out_batch_stride=out.stride(0),
+        x_batch_stride=strides_of(x)[0],
+        out_batch_stride=strides_of(out)[0],
         batch=x.shape[0],
         in_h=x.shape[2],
         in_w=x.shape[3],
@@ -305,14 +303,14 @@ def _args(
         **window.fields(),
     )
     if weight is not None:
-        args.weight = weight.data_ptr()
+        args.weight = address(weight)
     if residual is not None:
-        args.residual, args.residual_type = residual.data_ptr(), DTYPES[residual.dtype]
-        args.residual_batch_stride = residual.stride(0)
+        args.residual, args.residual_type = address(residual), DTYPES[residual.dtype]
+        args.residual_batch_stride = strides_of(residual)[0]
     return args
 
 
-def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bool) -> str:
+def _choose(weight: np.ndarray, window: _Window, groups: int, out: np.ndarray, pairs: bool) -> str:
     """The fastest algorithm by measurements on two cores of a Zen 4 (16 lanes) and of a Zen 3 (8 lanes)."""
     out_channels, in_channels = weight.shape[:2]
     pixels = out.shape[2] * out.shape[3]
@@ -333,19 +331,19 @@ def _choose(weight: Tensor, window: _Window, groups: int, out: Tensor, pairs: bo
     return "pixels" if is_large else "channels"
 
 
-def _column_bytes(weight: Tensor, out: Tensor) -> int:
+def _column_bytes(weight: np.ndarray, out: np.ndarray) -> int:
     """What "channels" gathers of one batch item, at most."""
-    return 4 * out.shape[2:].numel() * weight[0].numel()
+    return 4 * numel(out.shape[2:]) * numel(weight.shape[1:])
 
 
 def alternatives(
-    x: Tensor,
-    weight: Tensor,
+    x: np.ndarray,
+    weight: np.ndarray,
     stride: tuple[int, int],
     padding: tuple[int, int, int, int],
     dilation: tuple[int, int],
     groups: int,
-    out: Tensor,
+    out: np.ndarray,
 ) -> list[str]:
     """The other values of `conv2d`'s `algorithm` for these operands, besides the one that it chooses itself."""
     window = _Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
@@ -360,34 +358,38 @@ def alternatives(
     return [name for name in valid if name != chosen]
 
 
-def _all_handled(x: Tensor, residual: Tensor | None, out: Tensor) -> bool:
-    tensors = [x, out] if residual is None else [x, out, residual]
-    return available() and all(map(_is_handled, tensors))
+def _all_handled(x: np.ndarray, residual: np.ndarray | None, out: np.ndarray) -> bool:
+    arrays = [x, out] if residual is None else [x, out, residual]
+    return available() and all(map(_is_handled, arrays))
 
 
-def _is_bounded(window: _Window, x: Tensor, out: Tensor) -> bool:
+def _is_bounded(window: _Window, x: np.ndarray, out: np.ndarray) -> bool:
     """Whether a padded map, of which kernels make copies, is about as large as the maps that are there."""
-    return window.padded_size(out) <= _SMALL_MAP + 4 * (x.shape[2:].numel() + out.shape[2:].numel())
+    return window.padded_size(out) <= _SMALL_MAP + 4 * (numel(x.shape[2:]) + numel(out.shape[2:]))
 
 
-def _is_handled(tensor: Tensor) -> bool:
+def _is_handled(array: np.ndarray) -> bool:
     """Whether the kernels read this dtype and layout: NCHW with dense planes that follow each other."""
-    if tensor.dim() != 4 or tensor.dtype not in DTYPES or tensor.device.type != "cpu" or tensor.numel() == 0:
+    if array.ndim != 4 or array.dtype not in DTYPES or array.size == 0:
         return False
-    dense = (tensor.shape[2] * tensor.shape[3], tensor.shape[3], 1)
-    steps = zip(tensor.shape[1:], tensor.stride()[1:], dense, strict=True)
+    dense = (array.shape[2] * array.shape[3], array.shape[3], 1)
+    steps = zip(array.shape[1:], strides_of(array)[1:], dense, strict=True)
     return all(size == 1 or step == expected for size, step, expected in steps)
 
 
-def _multiplies_pairs(x: Tensor, weight: Tensor) -> bool:
+def _multiplies_pairs(x: np.ndarray, weight: np.ndarray) -> bool:
     """Whether the convolution multiplies pairs of bfloat16 at once."""
-    return x.dtype == weight.dtype == torch.bfloat16 and layout().has_pairs
+    return x.dtype == weight.dtype == BFLOAT16 and layout().has_pairs
 
 
-def _pair_depth(weight: Tensor) -> Tensor:
+def _pair_depth(weight: np.ndarray) -> np.ndarray:
     """A bfloat16 weight[Co, ...] as [Co, pairs of successive values], a zero after an odd last one."""
-    flat = weight.flatten(1)
-    return F.pad(flat, (0, flat.shape[1] % 2)).contiguous().view(torch.int32)
+    flat = _rows(weight)
+    return np.pad(flat.view(np.int16), ((0, 0), (0, flat.shape[1] % 2))).view(np.int32)
+
+
+def _rows(weight: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(weight.reshape(len(weight), -1))
 
 
 def _row_blocks(rows: int) -> list[slice]:
@@ -398,37 +400,38 @@ def _row_blocks(rows: int) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(begins)]
 
 
-def _pack_pixel_lanes(weight: Tensor) -> Tensor:
+def _pack_pixel_lanes(weight: np.ndarray) -> np.ndarray:
     """Blocks of output channels, each with the channels innermost."""
-    flat = weight.flatten(1)
-    return torch.cat([flat[block].t().flatten() for block in _row_blocks(len(flat))])
+    flat = _rows(weight)
+    return np.concatenate([flat[block].T.reshape(-1) for block in _row_blocks(len(flat))])
 
 
-def _pack_channel_lanes(weight: Tensor) -> Tensor:
+def _pack_channel_lanes(weight: np.ndarray) -> np.ndarray:
     """Panels of output channels, each with the channels innermost; zeros fill the last panel."""
-    flat, panel = weight.flatten(1), layout().panel
-    flat = F.pad(flat, (0, 0, 0, -len(flat) % panel))
-    return flat.reshape(-1, panel, flat.shape[1]).transpose(1, 2).flatten()
+    flat, panel = _rows(weight), layout().panel
+    flat = np.pad(flat, ((0, -len(flat) % panel), (0, 0)))
+    return flat.reshape(-1, panel, flat.shape[1]).transpose(0, 2, 1).reshape(-1)
 
 
-def _pack_tiles(weight: Tensor) -> Tensor:
+def _pack_tiles(weight: np.ndarray) -> np.ndarray:
     """Rows of pairs, one for each output channel, with zeros after the last row and pair up to whole tiles."""
-    flat = weight.flatten(1)
-    return F.pad(flat, (0, -flat.shape[1] % _TILE_PAIRS, 0, -len(flat) % _TILE_ROWS)).flatten()
+    flat = _rows(weight)
+    return np.pad(flat, ((0, -len(flat) % _TILE_ROWS), (0, -flat.shape[1] % _TILE_PAIRS))).reshape(-1)
 
 
-def _pack_winograd(weight: Tensor, tile: int) -> Tensor:
+def _pack_winograd(weight: np.ndarray, tile: int) -> np.ndarray:
     """Blocks of output channels, each with the transformed points one after the other and the channels innermost."""
-    transform = torch.tensor(_WINOGRAD_WEIGHTS[tile], dtype=torch.float64)
-    points = torch.einsum("py,oiyx,qx->pqio", transform, weight.double(), transform).float().flatten(0, 1)
-    return torch.cat([points[..., block].flatten() for block in _row_blocks(points.shape[-1])])
+    transform = np.array(_WINOGRAD_WEIGHTS[tile])
+    taps = weight.reshape(*weight.shape[:2], -1).transpose(2, 1, 0).reshape(weight[0, 0].size, -1)
+    points = (np.kron(transform, transform) @ taps).astype(np.float32).reshape(-1, *weight.shape[1::-1])
+    return np.concatenate([points[..., block].reshape(-1) for block in _row_blocks(points.shape[-1])])
 
 
-_PACKERS: dict[str, Callable[[Tensor], Tensor]] = {
+_PACKERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "pixels": _pack_pixel_lanes,
     "channels": _pack_channel_lanes,
     "tiles": _pack_tiles,
     "winograd2": lambda weight: _pack_winograd(weight, 2),
     "winograd4": lambda weight: _pack_winograd(weight, 4),
-    "depthwise": torch.flatten,
+    "depthwise": np.ravel,
 }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 
+from npu_runtime.cpu.arrays import BFLOAT16, address
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, layout, operand
 from npu_runtime.cpu.native.memory import weight_memory
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
@@ -18,10 +19,10 @@ ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 class PackedWeight:
     """A weight [n, k] in the kernels' layout (described in gemm.h)."""
 
-    data: torch.Tensor
+    data: np.ndarray
     n: int
     k: int
-    dtype: torch.dtype
+    dtype: np.dtype
 
 
 class _PackArgs(ctypes.Structure):
@@ -42,25 +43,25 @@ class _LinearArgs(ctypes.Structure):
     ]
 
 
-def pack_linear_weight(weight: torch.Tensor) -> PackedWeight | None:
+def pack_linear_weight(weight: np.ndarray) -> PackedWeight | None:
     """Packs weight[N, K], of any strides, for `linear`; None when its dtype has no kernel."""
-    if not available() or weight.dim() != 2 or weight.dtype not in DTYPES or weight.numel() == 0:
+    if not available() or weight.ndim != 2 or weight.dtype not in DTYPES or weight.size == 0:
         return None
     n, k = weight.shape
-    panel, step = layout().panel, 2 if weight.dtype is torch.bfloat16 and layout().has_pairs else 1
-    size = -(-n // panel) * panel * -(-k // step) * step * weight.element_size()
+    panel, step = layout().panel, 2 if weight.dtype == BFLOAT16 and layout().has_pairs else 1
+    size = -(-n // panel) * panel * -(-k // step) * step * weight.itemsize
     data = weight_memory(size)
-    launch("pack_weight", _PackArgs(operand(weight), data.data_ptr()), weight, data)()
+    launch("pack_weight", _PackArgs(operand(weight), address(data)), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)
 
 
 def linear(
-    x: torch.Tensor,
+    x: np.ndarray,
     weight: PackedWeight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
     activation: str,
-    out: torch.Tensor,
+    out: np.ndarray,
 ) -> NativeLaunch | None:
     """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
 
@@ -68,14 +69,14 @@ def linear(
     now, not when the launch runs.
     """
     matrices = [t for t in (x, residual, out) if t is not None]
-    if any(t.dim() != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
         return None
     rows, n = x.shape[0], weight.n
-    if x.dtype != weight.dtype or x.shape[1] != weight.k or rows == 0 or tuple(out.shape) != (rows, n):
+    if x.dtype != weight.dtype or x.shape[1] != weight.k or rows == 0 or out.shape != (rows, n):
         return None
     if activation not in ACTIVATIONS or (residual is not None and residual.shape != out.shape):
         return None
-    if bias is not None and bias.numel() != n:
+    if bias is not None and bias.size != n:
         return None
     bias = _float_vector(bias)
     args = _linear_args(x, weight, bias, residual, activation, out)
@@ -83,40 +84,40 @@ def linear(
 
 
 def gated_linear(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str, out: torch.Tensor
+    x: np.ndarray, weight: PackedWeight, bias: np.ndarray | None, activation: str, out: np.ndarray
 ) -> NativeLaunch | None:
     """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
 
     x has the weight's dtype, out any. The bias is read now, not when the launch runs.
     """
-    if any(t.dim() != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
         return None
     if x.dtype != weight.dtype or x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:
         return None
-    if activation not in ACTIVATIONS or (bias is not None and bias.numel() != weight.n):
+    if activation not in ACTIVATIONS or (bias is not None and bias.size != weight.n):
         return None
     bias = _float_vector(bias)
     return launch("gated_linear", _linear_args(x, weight, bias, None, activation, out), x, weight, bias, out)
 
 
-def _float_vector(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach().reshape(-1).to(torch.float32, copy=True)
+def _float_vector(bias: np.ndarray | None) -> np.ndarray | None:
+    return None if bias is None else bias.reshape(-1).astype(np.float32)
 
 
 def _linear_args(
-    x: torch.Tensor,
+    x: np.ndarray,
     weight: PackedWeight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
     activation: str,
-    out: torch.Tensor,
+    out: np.ndarray,
 ) -> _LinearArgs:
     return _LinearArgs(
         operand(x),
         operand(bias),
         operand(residual),
         operand(out),
-        weight.data.data_ptr(),
+        address(weight.data),
         DTYPES[weight.dtype],
         weight.n,
         weight.k,

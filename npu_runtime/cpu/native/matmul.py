@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
+import numpy as np
 
+from npu_runtime.cpu.arrays import expand
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
@@ -14,13 +15,13 @@ class _MatmulArgs(ctypes.Structure):
     _fields_ = [("a", View), ("b", View), ("out", View)]
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> NativeLaunch | None:
+def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """out[..., M, N] = a[..., M, K] · b[..., K, N] with up to two batch dimensions, which broadcast.
 
     Rows of a and out are contiguous; b has any strides (a transposed operand is b.transpose(-1, -2)).
     """
-    tensors = (a, b, out)
-    if not available() or any(not 2 <= t.dim() <= 4 or t.dtype not in DTYPES or t.numel() == 0 for t in tensors):
+    arrays = (a, b, out)
+    if not available() or any(not 2 <= t.ndim <= 4 or t.dtype not in DTYPES or t.size == 0 for t in arrays):
         return None
     if a.dtype != b.dtype or not has_contiguous_rows(a) or not has_contiguous_rows(out):
         return None
@@ -28,10 +29,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> NativeLaunch 
     if b.shape[-2] != inner or out.shape[-2:] != (rows, columns):
         return None
     try:
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except RuntimeError:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
         return None
     if out.shape[:-2] != batch:
         return None
-    args = _MatmulArgs(operand(a.expand(*batch, rows, inner)), operand(b.expand(*batch, inner, columns)), operand(out))
-    return launch("matmul", args, *tensors)
+    args = _MatmulArgs(
+        operand(expand(a, (*batch, rows, inner))), operand(expand(b, (*batch, inner, columns))), operand(out)
+    )
+    return launch("matmul", args, *arrays)

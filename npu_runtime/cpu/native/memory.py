@@ -5,17 +5,19 @@ from __future__ import annotations
 import mmap
 import threading
 
-import torch
+import numpy as np
+
+from npu_runtime.cpu.arrays import address
 
 _ALIGNMENT = 64  # a cache line
 _HUGE_PAGE = 2 * 2**20
 _CHUNK = 4 * _HUGE_PAGE
 
 _lock = threading.Lock()
-_chunk = torch.empty(0, dtype=torch.uint8)
+_chunk = np.empty(0, np.uint8)
 
 
-def weight_memory(size: int) -> torch.Tensor:
+def weight_memory(size: int) -> np.ndarray:
     """Uninitialized bytes on a cache line.
 
     Less than a huge page is taken from a chunk of several, which lives as long as anything taken from it.
@@ -24,19 +26,19 @@ def weight_memory(size: int) -> torch.Tensor:
     if size >= _HUGE_PAGE:
         return _huge_pages(size)
     with _lock:
-        if _chunk.numel() < size:
+        if _chunk.size < size:
             _chunk = _huge_pages(_CHUNK)
         data, _chunk = _chunk[:size], _chunk[-(-size // _ALIGNMENT) * _ALIGNMENT :]
     return data
 
 
-def _huge_pages(size: int) -> torch.Tensor:
+def _huge_pages(size: int) -> np.ndarray:
     memory = mmap.mmap(-1, size + _HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # this kernel has none
             pass
-    data = torch.frombuffer(memory, dtype=torch.uint8)
-    skip = -data.data_ptr() % _HUGE_PAGE
+    data = np.frombuffer(memory, np.uint8)
+    skip = -address(data) % _HUGE_PAGE
     return data[skip : skip + size]

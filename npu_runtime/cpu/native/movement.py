@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
 from npu_compiler.program.views import collapse
+from npu_runtime.cpu.arrays import address, expand, strides_of
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
 
 _MAX_DIMS = 8
-_INDEX_DTYPES = (torch.int32, torch.int64)
+_INDEX_DTYPES = (np.int32, np.int64)
 
 
 class _CopyArgs(ctypes.Structure):
@@ -44,21 +45,21 @@ class _IndexedPairArgs(ctypes.Structure):
     _fields_ = [("first", _IndexedArgs), ("second", _IndexedArgs)]
 
 
-def copy(source: torch.Tensor, target: torch.Tensor) -> NativeLaunch | None:
+def copy(source: np.ndarray, target: np.ndarray) -> NativeLaunch | None:
     """target = source, broadcast to its shape: same dtype, any strides, no overlap."""
-    item_size = source.element_size()
-    if not available() or source.dtype != target.dtype or item_size not in (1, 2, 4, 8) or target.numel() == 0:
+    item_size = source.itemsize
+    if not available() or source.dtype != target.dtype or item_size not in (1, 2, 4, 8) or target.size == 0:
         return None
-    try:
-        source_view = source.expand(target.shape)
-    except RuntimeError:
+    source_view = expand(source, target.shape)
+    if source_view is None:
         return None
     # Walk memory in the target's order; of the other dimensions the source's fastest goes next to the last.
-    dims = sorted(range(target.dim()), key=target.stride, reverse=True)
+    source_strides, target_strides = strides_of(source_view), strides_of(target)
+    dims = sorted(range(target.ndim), key=target_strides.__getitem__, reverse=True)
     size, (from_stride, to_stride) = collapse(
         [target.shape[d] for d in dims],
-        [source_view.stride(d) for d in dims],
-        [target.stride(d) for d in dims],
+        [source_strides[d] for d in dims],
+        [target_strides[d] for d in dims],
     )
     if len(size) > _MAX_DIMS:
         return None
@@ -66,8 +67,8 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> NativeLaunch | None:
     order = [*others, len(size) - 1] if size and from_stride[-1] != 1 else list(range(len(size)))
     missing = _MAX_DIMS - len(size)
     args = _CopyArgs(
-        source.data_ptr(),
-        target.data_ptr(),
+        address(source),
+        address(target),
         item_size,
         (1,) * missing + tuple(size[d] for d in order),
         (item_size,) * missing + tuple(from_stride[d] * item_size for d in order),
@@ -76,30 +77,30 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> NativeLaunch | None:
     return launch("copy", args, source, target)
 
 
-def embedding(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> NativeLaunch | None:
+def embedding(ids: np.ndarray, table: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """out[..., :] = table[ids[...], :] for int32 or int64 ids; an id out of range gives zeros."""
-    if table.dim() != 2 or table.stride(1) != 1 or not (ids.is_contiguous() and out.is_contiguous()):
+    if table.ndim != 2 or strides_of(table)[1] != 1 or not (ids.flags.c_contiguous and out.flags.c_contiguous):
         return None
     if out.shape != (*ids.shape, table.shape[1]) or out.dtype != table.dtype:
         return None
     width = table.shape[1]
     args = _indexed(
-        ids, table, out, False, table.shape[0], width, [1, 1, ids.numel()], [0, 0, width], [0, 0, table.stride(0)]
+        ids, table, out, False, table.shape[0], width, [1, 1, ids.size], [0, 0, width], [0, 0, strides_of(table)[0]]
     )
     return None if args is None else launch("copy_indexed", args, ids, table, out)
 
 
-def index_copy(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> NativeLaunch | None:
+def index_copy(target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> NativeLaunch | None:
     """target.index_copy_(dim, index, source) for an int32 or int64 index; entries out of range are left out.
 
-    The dimensions behind `dim` must be contiguous in both tensors.
+    The dimensions behind `dim` must be contiguous in both arrays.
     """
     args = _index_copy_args(target, dim, index, source)
     return None if args is None else launch("copy_indexed", args, index, target, source)
 
 
 def index_copy_pair(
-    targets: Sequence[torch.Tensor], dim: int, index: torch.Tensor, sources: Sequence[torch.Tensor]
+    targets: Sequence[np.ndarray], dim: int, index: np.ndarray, sources: Sequence[np.ndarray]
 ) -> NativeLaunch | None:
     """`index_copy` of two sources into two targets, at the same places."""
     first, second = (_index_copy_args(t, dim, index, s) for t, s in zip(targets, sources, strict=True))
@@ -108,17 +109,18 @@ def index_copy_pair(
     return launch("copy_indexed_pair", _IndexedPairArgs(first, second), index, *targets, *sources)
 
 
-def _index_copy_args(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> _IndexedArgs | None:
-    if target.dim() == 0 or source.dim() != target.dim() or source.dtype != target.dtype or index.dim() > 1:
+def _index_copy_args(target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> _IndexedArgs | None:
+    if target.ndim == 0 or source.ndim != target.ndim or source.dtype != target.dtype or index.ndim > 1:
         return None
-    dim %= target.dim()
-    count = index.numel()
-    if source.shape != (*target.shape[:dim], count, *target.shape[dim + 1 :]) or not index.is_contiguous():
+    dim %= target.ndim
+    count = index.size
+    if source.shape != (*target.shape[:dim], count, *target.shape[dim + 1 :]) or not index.flags.c_contiguous:
         return None
-    inner, strides = collapse(target.shape[dim + 1 :], target.stride()[dim + 1 :], source.stride()[dim + 1 :])
+    to_strides, from_strides = strides_of(target), strides_of(source)
+    inner, strides = collapse(target.shape[dim + 1 :], to_strides[dim + 1 :], from_strides[dim + 1 :])
     if len(inner) > 1 or any(stride and stride[-1] != 1 for stride in strides):
         return None
-    outer, (to_stride, from_stride) = collapse(target.shape[:dim], target.stride()[:dim], source.stride()[:dim])
+    outer, (to_stride, from_stride) = collapse(target.shape[:dim], to_strides[:dim], from_strides[:dim])
     missing = 2 - len(outer)
     if missing < 0:
         return None
@@ -131,15 +133,15 @@ def _index_copy_args(target: torch.Tensor, dim: int, index: torch.Tensor, source
         target.shape[dim],
         inner[0] if inner else 1,
         [1] * missing + [*outer, count],
-        padding + [*from_stride, source.stride(dim)],
-        padding + [*to_stride, target.stride(dim)],
+        padding + [*from_stride, from_strides[dim]],
+        padding + [*to_stride, to_strides[dim]],
     )
 
 
 def _indexed(
-    index: torch.Tensor,
-    indexed: torch.Tensor,
-    rows: torch.Tensor,
+    index: np.ndarray,
+    indexed: np.ndarray,
+    rows: np.ndarray,
     writes: bool,
     limit: int,
     width: int,
@@ -147,14 +149,14 @@ def _indexed(
     row_stride: list[int],
     indexed_stride: list[int],
 ) -> _IndexedArgs | None:
-    if not available() or index.dtype not in _INDEX_DTYPES or rows.numel() == 0:
+    if not available() or index.dtype not in _INDEX_DTYPES or rows.size == 0:
         return None
-    item_size = rows.element_size()
+    item_size = rows.itemsize
     return _IndexedArgs(
-        rows.data_ptr(),
-        indexed.data_ptr(),
-        index.data_ptr(),
-        index.element_size(),
+        address(rows),
+        address(indexed),
+        address(index),
+        index.itemsize,
         writes,
         limit,
         width * item_size,

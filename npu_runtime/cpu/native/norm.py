@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
+import numpy as np
 
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
 from npu_runtime.cpu.native.shapes import as_rows
@@ -27,22 +27,22 @@ class _SoftmaxArgs(ctypes.Structure):
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, out: torch.Tensor
+    x: np.ndarray, weight: np.ndarray | None, eps: float, weight_offset: float, out: np.ndarray
 ) -> NativeLaunch | None:
     """out = x / sqrt(mean(x²) + eps) * (weight + weight_offset), along the last dimension."""
     return _norm(x, weight, None, False, eps, weight_offset, out)
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, out: torch.Tensor
+    x: np.ndarray, weight: np.ndarray | None, bias: np.ndarray | None, eps: float, out: np.ndarray
 ) -> NativeLaunch | None:
     """out = (x - mean) / sqrt(variance + eps) * weight + bias, along the last dimension."""
     return _norm(x, weight, bias, True, eps, 0.0, out)
 
 
-def softmax(x: torch.Tensor, scale: float, out: torch.Tensor) -> NativeLaunch | None:
+def softmax(x: np.ndarray, scale: float, out: np.ndarray) -> NativeLaunch | None:
     """out = softmax(scale * x) along the last dimension."""
-    if not available() or x.shape != out.shape or x.numel() == 0 or not {x.dtype, out.dtype} <= DTYPES.keys():
+    if not available() or x.shape != out.shape or x.size == 0 or not {x.dtype, out.dtype} <= DTYPES.keys():
         return None
     x_rows, out_rows = as_rows(x), as_rows(out)
     if x_rows is None or out_rows is None:
@@ -51,20 +51,20 @@ def softmax(x: torch.Tensor, scale: float, out: torch.Tensor) -> NativeLaunch | 
 
 
 def _norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: np.ndarray,
+    weight: np.ndarray | None,
+    bias: np.ndarray | None,
     subtracts_mean: bool,
     eps: float,
     weight_offset: float,
-    out: torch.Tensor,
+    out: np.ndarray,
 ) -> NativeLaunch | None:
     matrices, vectors = (x, out), (weight, bias)
-    if not available() or x.numel() == 0 or any(t is not None and t.dtype not in DTYPES for t in matrices + vectors):
+    if not available() or x.size == 0 or any(t is not None and t.dtype not in DTYPES for t in matrices + vectors):
         return None
     if out.shape != x.shape:
         return None
-    if any(t is not None and (t.shape != x.shape[-1:] or not t.is_contiguous()) for t in vectors):
+    if any(t is not None and (t.shape != x.shape[-1:] or not t.flags.c_contiguous) for t in vectors):
         return None
     x_rows, out_rows = as_rows(x), as_rows(out)
     if x_rows is None or out_rows is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
+import numpy as np
 
+from npu_runtime.cpu.arrays import expand
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
@@ -14,22 +15,21 @@ class _RopeArgs(ctypes.Structure):
     _fields_ = [("x", View), ("cos", View), ("sin", View), ("out", View)]
 
 
-def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> NativeLaunch | None:
+def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray) -> NativeLaunch | None:
     """out[B, H, T, D] = x * cos + rotate_half(x) * sin; out may be x.
 
     cos and sin broadcast to [B, H, T, D], or to [B, H, T, D/2] where both halves turn by the same angles. Any of the
     four may be 16-bit.
     """
-    tensors = (x, cos, sin, out)
-    if not available() or any(t.dtype not in DTYPES or not has_contiguous_rows(t) for t in tensors):
+    arrays = (x, cos, sin, out)
+    if not available() or any(t.dtype not in DTYPES or not has_contiguous_rows(t) for t in arrays):
         return None
-    if x.dim() != 4 or x.shape != out.shape or x.numel() == 0 or x.shape[3] % 2 != 0:
+    if x.ndim != 4 or x.shape != out.shape or x.size == 0 or x.shape[3] % 2 != 0:
         return None
     width = cos.shape[-1]
     if width not in (x.shape[3], x.shape[3] // 2) or sin.shape[-1] != width:
         return None
-    try:
-        tables = [table.expand(*x.shape[:3], width) for table in (cos, sin)]
-    except RuntimeError:
+    tables = [expand(table, (*x.shape[:3], width)) for table in (cos, sin)]
+    if any(table is None for table in tables):
         return None
-    return launch("rope", _RopeArgs(operand(x), *map(operand, tables), operand(out)), *tensors)
+    return launch("rope", _RopeArgs(operand(x), *map(operand, tables), operand(out)), *arrays)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
+
+from npu_runtime.cpu.arrays import reshaped, strides_of
 
 
-def as_rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor as a matrix of its last dimension's rows, without a copy; None where no row distance fits."""
-    if tensor.dim() == 0 or not has_contiguous_rows(tensor):
+def as_rows(array: np.ndarray) -> np.ndarray | None:
+    """The array as a matrix of its last dimension's rows, without a copy; None where no row distance fits."""
+    if array.ndim == 0 or not has_contiguous_rows(array):
         return None
-    try:
-        return tensor.view(-1, tensor.shape[-1])
-    except RuntimeError:
-        return None
+    return reshaped(array, (array.size // max(array.shape[-1], 1), array.shape[-1]))
 
 
-def has_contiguous_rows(tensor: torch.Tensor) -> bool:
+def has_contiguous_rows(array: np.ndarray) -> bool:
     """Whether the elements of the last dimension are neighbours in memory."""
-    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    return array.shape[-1] == 1 or strides_of(array)[-1] == 1

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from npu_compiler.errors import ProgramFormatError
 from npu_compiler.files import unseal
 from npu_compiler.program.codec import decoder
@@ -19,6 +17,7 @@ from npu_runtime.cache_folder import cache_folder, keep_entry
 from npu_runtime.cpu.levels import cpu_identity
 from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.threads import usable_threads
+from npu_runtime.pytorch import find_torch
 
 _FORMAT = 1
 
@@ -51,12 +50,12 @@ def machine(native: bool) -> dict[str, str]:
     Args:
         native: Whether native kernels are among the implementations.
     """
-    library = library_path() if native else None
+    library, torch = library_path() if native else None, find_torch()
     return {
         "processor": cpu_identity(),
         "threads": str(usable_threads()),
         "native kernels": library.stem if library is not None else "none",
-        "torch": torch.__version__,
+        "torch": "none" if torch is None else str(torch.__version__),
     }
 
 

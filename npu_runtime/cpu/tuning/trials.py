@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.arrays import HALVES, expand, host_memory, strides_of, with_strides
+from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.hardware import Launch, Operand
 from npu_runtime.pieces import in_pieces
 
@@ -38,18 +38,18 @@ _PIECE = 2**20  # elements of eight bytes
 _LEAST_EVICTED, _MOST_EVICTED = 64 * 2**20, 256 * 2**20  # bytes
 
 
-def stand_in(call: BoundCall) -> BoundCall:
+def stand_in(call: ArrayCall) -> ArrayCall:
     """The same call on memory of its own, filled with random numbers; constant operands are shared."""
     inputs = [
-        tensor if operand.is_constant else _random(tensor)
-        for tensor, operand in zip(call.inputs, call.operands, strict=True)
+        array if operand.is_constant else _random(array)
+        for array, operand in zip(call.inputs, call.operands, strict=True)
     ]
     if call.name == "attention_kernel" and len(inputs) > 3 and not call.is_constant(3):
         _half_visible(inputs[3])
     return replace(
         call,
         inputs=inputs,
-        outputs=[_random(tensor) for tensor in call.outputs],
+        outputs=[_random(array) for array in call.outputs],
         operands=[_apart(operand) for operand in call.operands],
     )
 
@@ -61,31 +61,29 @@ def _apart(operand: Operand) -> Operand:
     return replace(operand, memory=memory)
 
 
-def _random(like: torch.Tensor) -> torch.Tensor:
-    """Normal numbers in the tensor's layout, zeros where it holds no floats.
-
-    By NumPy, since PyTorch's threads, where they lack cores, take longer for this than a trial should.
-    """
-    steps = ((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
-    flat = torch.empty(1 + sum(steps) if like.numel() else 0, dtype=like.dtype)
-    data, pattern = flat.view(torch.uint8).numpy(), np.zeros(_PIECE, np.uint8)
-    if like.is_floating_point():
+def _random(like: np.ndarray) -> np.ndarray:
+    """Normal numbers in the array's layout, zeros where it holds no floats."""
+    strides = strides_of(like)
+    steps = ((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
+    flat = host_memory(1 + sum(steps) if like.size else 0, like.dtype)
+    data, pattern = flat.view(np.uint8), np.zeros(_PIECE, np.uint8)
+    if like.dtype == np.float32 or like.dtype in HALVES:
         numbers = np.random.default_rng(0).standard_normal(_PATTERN, np.float32)
-        pattern = torch.from_numpy(numbers).to(like.dtype).view(torch.uint8).numpy()
+        pattern = numbers.astype(like.dtype).view(np.uint8)
     for start in range(0, data.size, pattern.size):
         part = data[start : start + pattern.size]
         part[:] = pattern[: part.size]
-    return flat.as_strided(like.shape, like.stride())
+    return with_strides(flat, like.shape, strides)
 
 
-def _half_visible(mask: torch.Tensor) -> None:
+def _half_visible(mask: np.ndarray) -> None:
     """Make it the mask of a half full cache: what hides more keys than another can be the faster for it."""
-    queries, keys = mask.shape[-2:] if mask.dim() > 1 else (1, mask.shape[-1])
-    seen = torch.ones(queries, keys, dtype=torch.bool).tril((keys - queries) // 2)
-    values = seen if mask.dtype == torch.bool else torch.where(seen, 0.0, -math.inf)
-    repeated = [1 if stride == 0 else size for size, stride in zip(mask.shape, mask.stride(), strict=True)]
-    values = values.expand(mask.shape)
-    mask.as_strided(repeated, mask.stride()).copy_(values.as_strided(repeated, values.stride()))
+    queries, keys = mask.shape[-2:] if mask.ndim > 1 else (1, mask.shape[-1])
+    seen = np.tri(queries, keys, (keys - queries) // 2, dtype=bool)
+    values = expand(seen if mask.dtype == bool else np.where(seen, 0.0, -math.inf), mask.shape)
+    assert values is not None
+    repeated = [1 if stride == 0 else size for size, stride in zip(mask.shape, mask.strides, strict=True)]
+    with_strides(mask, repeated, strides_of(mask))[...] = with_strides(values, repeated, strides_of(values))
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Times:
     agree: bool
 
 
-def measure(call: BoundCall, candidates: Sequence[Candidate]) -> Times:
+def measure(call: ArrayCall, candidates: Sequence[Candidate]) -> Times:
     """Time the candidates that handle the call, in interleaved rounds.
 
     Args:
@@ -162,11 +160,10 @@ def _first_seconds(launch: Launch) -> float:
     return time.perf_counter() - start
 
 
-def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """All memory from the tensor's first to its last element."""
-    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    array: np.ndarray = flat.view(torch.uint8).numpy()
-    return array
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """All memory from the array's first to its last element."""
+    steps = ((size - 1) * stride for size, stride in zip(array.shape, strides_of(array), strict=True))
+    return with_strides(array, [1 + sum(steps) if array.size else 0], [1]).view(np.uint8)
 
 
 def _evict() -> None:

@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import Sequence
 
-import torch
-
-from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.arrays import strides_of
+from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
 from npu_runtime.cpu.tuning.trials import best_of, measure, stand_in
 from npu_runtime.hardware import Launch
+from npu_runtime.pytorch import find_torch
 
 _MOST_SECONDS = 2.5  # time limit of all trials of a start; the rest takes the default and is tried at a later start
 # What a call takes at the least on a slow machine, for leaving out those that are too short for a choice to matter.
@@ -41,12 +41,12 @@ class Tuner:
         self._without_table: dict[str, str | None] = {}  # choices that hold for this start only
         self.trials = 0
 
-    def launch(self, call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
+    def launch(self, call: ArrayCall, candidates: Sequence[Candidate]) -> Launch | None:
         """The call prepared on the fastest candidate; None where no candidate handles it."""
         chosen = self._chosen(call, candidates) if len(candidates) > 1 and _is_worth_a_trial(call) else None
         return default_launch(call, sorted(candidates, key=lambda candidate: candidate.name != chosen))
 
-    def _chosen(self, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
+    def _chosen(self, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
         key = call_key(call)
         known = self._table.choices.get(key)
         if known is not None and known.chosen in {candidate.name for candidate in candidates}:
@@ -57,7 +57,7 @@ class Tuner:
             self._seconds_left -= time.perf_counter() - start
         return self._without_table.get(key)
 
-    def _try(self, key: str, call: BoundCall, candidates: Sequence[Candidate]) -> str | None:
+    def _try(self, key: str, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
         """The fastest by a trial, which goes into the table if it is certain; None where there is nothing to choose."""
         self.trials += 1
         times = measure(stand_in(call), candidates)
@@ -79,7 +79,7 @@ def _switching_seconds() -> float:
     return 0.0 if os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive" else _SPINNING
 
 
-def default_launch(call: BoundCall, candidates: Sequence[Candidate]) -> Launch | None:
+def default_launch(call: ArrayCall, candidates: Sequence[Candidate]) -> Launch | None:
     """The call prepared on the first candidate that handles it."""
     for candidate in candidates:
         launch = candidate.make(call)
@@ -88,19 +88,21 @@ def default_launch(call: BoundCall, candidates: Sequence[Candidate]) -> Launch |
     return None
 
 
-def call_key(call: BoundCall) -> str:
+def call_key(call: ArrayCall) -> str:
     """All that decides which candidate is the fastest for a call on a given machine, as text."""
     views = [
-        f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}:{list(tensor.stride())}{constant}"
-        for tensor, constant in (
+        f"{array.dtype.name}{list(array.shape)}:{list(strides_of(array))}{constant}"
+        for array, constant in (
             *((x, " constant" * o.is_constant) for x, o in zip(call.inputs, call.operands, strict=True)),
             *((x, "") for x in call.outputs),
         )
     ]
+    torch = find_torch()
+    threads = 0 if torch is None else torch.get_num_threads()
     params = json.dumps(dict(sorted(call.params.items())), default=str)
-    return f"{call.call.kernel} {params} {'; '.join(views)}; {torch.get_num_threads()} threads"
+    return f"{call.call.kernel} {params} {'; '.join(views)}; {threads} threads"
 
 
-def _is_worth_a_trial(call: BoundCall) -> bool:
+def _is_worth_a_trial(call: ArrayCall) -> bool:
     work = call.call
     return work.flops / _FLOPS_PER_SECOND + work.bytes_moved / _BYTES_PER_SECOND >= _SHORT

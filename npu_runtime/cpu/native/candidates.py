@@ -1,4 +1,4 @@
-"""Which native kernels can run a call in place of its torch reference."""
+"""Which native kernels can run a call."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from functools import partial
 from typing import TypeAlias
 
 from npu_runtime.cpu import native
-from npu_runtime.cpu.kernels.bound_call import BoundCall, Candidate
+from npu_runtime.cpu.arrays import strides_of, with_strides
+from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.native import NativeLaunch
 from npu_runtime.cpu.native import conv as native_conv
 
-Accelerator: TypeAlias = Callable[[BoundCall], NativeLaunch | None]
+Accelerator: TypeAlias = Callable[[ArrayCall], NativeLaunch | None]
 _ACCELERATORS: dict[str, Accelerator] = {}
 
 
-def native_candidates(call: BoundCall) -> list[Candidate]:
+def native_candidates(call: ArrayCall) -> list[Candidate]:
     """The native kernels that may run the call, the default first; none where there is none of that name."""
     accelerate = _ACCELERATORS.get(call.name)
     if accelerate is None or not native.available():
@@ -33,13 +34,13 @@ def _accelerates(*kernels: str) -> Callable[[Accelerator], Accelerator]:
 
 
 @_accelerates("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
-def _linear(call: BoundCall) -> NativeLaunch | None:
+def _linear(call: ArrayCall) -> NativeLaunch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if bias is not None and not call.is_constant(bias):
         return None
     if not call.is_constant(1):
         plain = bias is None and residual is None and call.params["activation"] == "none"
-        return native.matmul(call.inputs[0], call.inputs[1].t(), call.out) if plain else None
+        return native.matmul(call.inputs[0], call.inputs[1].T, call.out) if plain else None
     if call.inputs[0].dtype != call.inputs[1].dtype or call.out.shape[0] == 0:
         return None
     weight = call.prepared(1, "linear", native.pack_linear_weight)
@@ -49,7 +50,7 @@ def _linear(call: BoundCall) -> NativeLaunch | None:
 
 
 @_accelerates("gated_matmul_vec_kernel")
-def _gated_linear(call: BoundCall) -> NativeLaunch | None:
+def _gated_linear(call: ArrayCall) -> NativeLaunch | None:
     (bias,) = call.optional(("has_bias",), 2)
     if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
         return None
@@ -60,12 +61,12 @@ def _gated_linear(call: BoundCall) -> NativeLaunch | None:
 
 
 @_accelerates("batched_matmul_kernel")
-def _matmul(call: BoundCall) -> NativeLaunch | None:
+def _matmul(call: ArrayCall) -> NativeLaunch | None:
     return native.matmul(call.inputs[0], call.inputs[1], call.out) if call.params["scale"] == 1.0 else None
 
 
 @_accelerates("attention_kernel")
-def _attention(call: BoundCall) -> NativeLaunch | None:
+def _attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, v, *mask = call.inputs
     return native.attention(
         q, k, v, mask[0] if mask else None, bool(call.params["causal"]), call.params["scale"], call.out
@@ -73,42 +74,42 @@ def _attention(call: BoundCall) -> NativeLaunch | None:
 
 
 @_accelerates("rmsnorm_kernel")
-def _rms_norm(call: BoundCall) -> NativeLaunch | None:
+def _rms_norm(call: ArrayCall) -> NativeLaunch | None:
     weight = call.inputs[1] if call.params["has_weight"] else None
     return native.rms_norm(call.inputs[0], weight, call.params["eps"], call.params["weight_offset"], call.out)
 
 
 @_accelerates("layernorm_kernel")
-def _layer_norm(call: BoundCall) -> NativeLaunch | None:
+def _layer_norm(call: ArrayCall) -> NativeLaunch | None:
     weight, bias = call.optional(("has_weight", "has_bias"), 1)
     return native.layer_norm(call.inputs[0], call.at(weight), call.at(bias), call.params["eps"], call.out)
 
 
 @_accelerates("softmax_kernel")
-def _softmax(call: BoundCall) -> NativeLaunch | None:
+def _softmax(call: ArrayCall) -> NativeLaunch | None:
     return native.softmax(call.inputs[0], call.params["scale"], call.out)
 
 
 @_accelerates("rope_kernel")
-def _rope(call: BoundCall) -> NativeLaunch | None:
+def _rope(call: ArrayCall) -> NativeLaunch | None:
     x, cos, sin = call.inputs
     return native.rope(x, cos, sin, call.out)
 
 
 @_accelerates("embedding_kernel")
-def _embedding(call: BoundCall) -> NativeLaunch | None:
+def _embedding(call: ArrayCall) -> NativeLaunch | None:
     table, ids = call.inputs
     return native.embedding(ids, table, call.out) if call.params["checked"] else None
 
 
 @_accelerates("index_copy_kernel")
-def _index_copy(call: BoundCall) -> NativeLaunch | None:
+def _index_copy(call: ArrayCall) -> NativeLaunch | None:
     index, source = call.inputs
     return native.index_copy(call.out, call.params["dim"], index, source) if call.params["checked"] else None
 
 
 @_accelerates("index_copy_pair_kernel")
-def _index_copy_pair(call: BoundCall) -> NativeLaunch | None:
+def _index_copy_pair(call: ArrayCall) -> NativeLaunch | None:
     index, *sources = call.inputs
     if not call.params["checked"]:
         return None
@@ -116,24 +117,24 @@ def _index_copy_pair(call: BoundCall) -> NativeLaunch | None:
 
 
 @_accelerates("copy")
-def _copy(call: BoundCall) -> NativeLaunch | None:
+def _copy(call: ArrayCall) -> NativeLaunch | None:
     if not call.inputs:
         return None
     source = call.inputs[0]
     return native.copy(source, call.out) if source.dtype == call.out.dtype else native.cast(source, call.out)
 
 
-def _two_tensors(call: BoundCall) -> bool:
+def _two_tensors(call: ArrayCall) -> bool:
     return len(call.inputs) == 2 and call.params.get("alpha", 1) == 1
 
 
 @_accelerates("add")
-def _add(call: BoundCall) -> NativeLaunch | None:
+def _add(call: ArrayCall) -> NativeLaunch | None:
     return native.add(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
 
 
 @_accelerates("mul")
-def _mul(call: BoundCall) -> NativeLaunch | None:
+def _mul(call: ArrayCall) -> NativeLaunch | None:
     return native.mul(call.inputs[0], call.inputs[1], call.out) if _two_tensors(call) else None
 
 
@@ -141,7 +142,7 @@ _ACTIVATIONS = {"relu": "relu", "silu": "silu", "gelu_erf": "gelu", "gelu_tanh":
 
 
 @_accelerates(*_ACTIVATIONS)
-def _activation(call: BoundCall) -> NativeLaunch | None:
+def _activation(call: ArrayCall) -> NativeLaunch | None:
     return native.activation(_ACTIVATIONS[call.name], call.inputs[0], call.out)
 
 
@@ -149,7 +150,7 @@ _GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
 
 
 @_accelerates(*_GATES)
-def _gated(call: BoundCall) -> NativeLaunch | None:
+def _gated(call: ArrayCall) -> NativeLaunch | None:
     gate, up = call.inputs
     return native.activation_mul(_GATES[call.name], gate, up, call.out)
 
@@ -165,11 +166,11 @@ def _pair(values: Sequence[int]) -> tuple[int, int]:
 
 
 @_accelerates("conv2d_kernel")
-def _conv2d(call: BoundCall) -> NativeLaunch | None:
+def _conv2d(call: ArrayCall) -> NativeLaunch | None:
     return _conv2d_by(None, call)
 
 
-def _conv2d_by(algorithm: str | None, call: BoundCall) -> NativeLaunch | None:
+def _conv2d_by(algorithm: str | None, call: ArrayCall) -> NativeLaunch | None:
     params = call.params
     bias, residual = call.optional(("has_bias", "has_residual"), 2)
     if not call.is_constant(1) or (bias is not None and not call.is_constant(bias)):
@@ -192,7 +193,7 @@ def _conv2d_by(algorithm: str | None, call: BoundCall) -> NativeLaunch | None:
     )
 
 
-def _conv_variants(call: BoundCall) -> list[Candidate]:
+def _conv_variants(call: ArrayCall) -> list[Candidate]:
     """Every algorithm that the default choice may have passed over."""
     params = call.params
     others = native_conv.alternatives(
@@ -208,7 +209,7 @@ def _conv_variants(call: BoundCall) -> list[Candidate]:
 
 
 @_accelerates("max_pool2d_kernel")
-def _max_pool(call: BoundCall) -> NativeLaunch | None:
+def _max_pool(call: ArrayCall) -> NativeLaunch | None:
     params = call.params
     padding = _pool_padding(call)
     return native_conv.max_pool2d(
@@ -217,7 +218,7 @@ def _max_pool(call: BoundCall) -> NativeLaunch | None:
 
 
 @_accelerates("avg_pool2d_kernel")
-def _avg_pool(call: BoundCall) -> NativeLaunch | None:
+def _avg_pool(call: ArrayCall) -> NativeLaunch | None:
     params = call.params
     if params["ceil_mode"]:
         return None
@@ -232,11 +233,19 @@ def _avg_pool(call: BoundCall) -> NativeLaunch | None:
     )
 
 
+@_accelerates("mean_kernel")
+def _mean_of_maps(call: ArrayCall) -> NativeLaunch | None:
+    x, out = call.inputs[0], call.out
+    if x.ndim != 4 or out.ndim != 2:
+        return None
+    return native_conv.global_avg_pool2d(x, with_strides(out, (*out.shape, 1, 1), (*strides_of(out), 1, 1)))
+
+
 @_accelerates("adaptive_avg_pool2d_kernel")
-def _adaptive_avg_pool(call: BoundCall) -> NativeLaunch | None:
+def _adaptive_avg_pool(call: ArrayCall) -> NativeLaunch | None:
     return native_conv.global_avg_pool2d(call.inputs[0], call.out) if call.out.shape[2:] == (1, 1) else None
 
 
-def _pool_padding(call: BoundCall) -> tuple[int, int, int, int]:
+def _pool_padding(call: ArrayCall) -> tuple[int, int, int, int]:
     top, left = call.params["padding"]
     return top, top, left, left

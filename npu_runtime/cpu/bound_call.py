@@ -1,30 +1,33 @@
-"""`BoundCall`: a kernel call on tensors, which is what implementations of a kernel are prepared from."""
+"""`BoundCall`: a kernel call on memory, which is what implementations of a kernel are prepared from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
-import torch
+import numpy as np
 
+from npu_compiler.errors import DeviceError
 from npu_compiler.ops import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall
-from npu_runtime.cpu.kernels.registry import Params, Tensors
 from npu_runtime.hardware import Launch, Operand
+
+ArrayT = TypeVar("ArrayT")
+Params: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class BoundCall:
-    """A call with its operands as tensors.
+class BoundCall(Generic[ArrayT]):
+    """A call with its operands as strided NumPy arrays, or as torch tensors over the same memory.
 
     Attributes:
         operands: Tell which of the inputs are constant.
     """
 
     call: KernelCall
-    inputs: Tensors
-    outputs: Tensors
+    inputs: Sequence[ArrayT]
+    outputs: Sequence[ArrayT]
     operands: Sequence[Operand]
 
     @property
@@ -38,13 +41,13 @@ class BoundCall:
         return self.call.params
 
     @property
-    def out(self) -> torch.Tensor:
+    def out(self) -> ArrayT:
         return self.outputs[0]
 
     def is_constant(self, index: int) -> bool:
         return self.operands[index].is_constant
 
-    def prepared(self, index: int, kind: str, make: Callable[[torch.Tensor], Any]) -> Any:
+    def prepared(self, index: int, kind: str, make: Callable[[ArrayT], Any]) -> Any:
         """A constant input in a kernel's own layout, made once per buffer and view, however many calls share it."""
         operand = self.operands[index]
         view = operand.view
@@ -62,8 +65,11 @@ class BoundCall:
             first += bool(self.params[flag])
         return positions
 
-    def at(self, position: int | None) -> torch.Tensor | None:
+    def at(self, position: int | None) -> ArrayT | None:
         return None if position is None else self.inputs[position]
+
+
+ArrayCall: TypeAlias = BoundCall[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,19 @@ class Candidate:
     """
 
     name: str
-    make: Callable[[BoundCall], Launch | None]
+    make: Callable[[ArrayCall], Launch | None]
     variant_of: str = ""
     uses_pytorch: bool = False
+
+
+def reporting(call: KernelCall, run: Launch) -> Launch:
+    """`run`, with its library's errors as a `DeviceError` that names the call."""
+    name, node = call.kernel, call.node
+
+    def launch() -> None:
+        try:
+            run()
+        except (RuntimeError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise DeviceError(f"kernel '{name}' (node '{node}') failed: {error}") from error
+
+    return launch

@@ -1,0 +1,71 @@
+"""Strided NumPy arrays over host memory: what the CPU device's kernels read and write. Strides here are in elements."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from npu_compiler.program.views import numel, reshape_strides
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = (np.dtype(np.float16), BFLOAT16)
+_ALIGNMENT = 64  # bytes: a cache line
+# Bytes from which NumPy asks for huge pages: the first use of weights on these takes three times as long.
+_MAPPED = 4 * 2**20
+
+
+def host_memory(count: int, dtype: np.dtype) -> np.ndarray:
+    """A flat array of any content that begins on a cache line.
+
+    Raises:
+        MemoryError: there is not enough memory.
+    """
+    size = count * dtype.itemsize
+    try:
+        block = _pages(size) if size >= _MAPPED else np.empty(size + _ALIGNMENT, np.uint8)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
+    start = -address(block) % _ALIGNMENT
+    return block[start : start + size].view(dtype)
+
+
+def _pages(size: int) -> np.ndarray:
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return np.frombuffer(mmap.mmap(-1, size, **private), np.uint8)
+
+
+def address(array: np.ndarray) -> int:
+    """Of its first element."""
+    where: int = array.__array_interface__["data"][0]
+    return where
+
+
+def strides_of(array: np.ndarray) -> tuple[int, ...]:
+    size = array.itemsize
+    return tuple(step // size for step in array.strides)
+
+
+def with_strides(array: np.ndarray, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    """The array's memory, from its first element on, under another shape and other strides."""
+    return as_strided(array, shape, [step * array.itemsize for step in strides])
+
+
+def expand(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
+    """The array, broadcast to a shape; None where it does not broadcast to it."""
+    lead = len(shape) - array.ndim
+    if lead < 0 or any(own not in (1, size) for own, size in zip(array.shape, shape[lead:], strict=True)):
+        return None
+    own_strides = zip(array.shape, strides_of(array), shape[lead:], strict=True)
+    return with_strides(array, shape, [*[0] * lead, *(0 if own != size else step for own, step, size in own_strides)])
+
+
+def reshaped(array: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
+    """The same memory under another shape; None where no strides show it so."""
+    if numel(shape) != array.size:
+        return None
+    strides = reshape_strides(array.shape, strides_of(array), shape)
+    return None if strides is None else with_strides(array, shape, strides)

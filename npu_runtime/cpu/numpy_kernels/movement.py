@@ -1,0 +1,96 @@
+"""Kernels that make, rearrange and pick elements, in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_runtime.cpu.bound_call import Params
+from npu_runtime.cpu.numpy_kernels.registry import Arrays, in_range, is_float, numpy_kernel, to_float
+
+_PADDING = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+@numpy_kernel("fill_kernel")
+def fill(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    outputs[0][...] = params["value"]
+
+
+@numpy_kernel("arange_kernel")
+def arange(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[i] = start + i · step."""
+    out = outputs[0]
+    steps = np.arange(out.size, dtype=np.float64 if is_float(out.dtype) else np.int64)
+    out[...] = params["start"] + steps * params["step"]
+
+
+@numpy_kernel("pad_kernel")
+def pad(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Grow the trailing dimensions; `pads` lists (before, after) from the last dimension on."""
+    x, out, pads = inputs[0], outputs[0], params["pads"]
+    pairs = [(pads[2 * i], pads[2 * i + 1]) for i in reversed(range(x.ndim))]
+    if params["mode"] == "constant":
+        out[...] = params["value"]
+        out[tuple(slice(before, before + size) for size, (before, _) in zip(x.shape, pairs, strict=True))] = x
+    else:
+        out[...] = np.pad(x, pairs, _PADDING[params["mode"]])  # type: ignore[call-overload]
+
+
+@numpy_kernel("triangle_kernel")
+def triangle(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    keep = np.triu if params["upper"] else np.tril
+    outputs[0][...] = keep(inputs[0], params["diagonal"])
+
+
+@numpy_kernel("flip_kernel")
+def flip(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    outputs[0][...] = np.flip(inputs[0], tuple(dim for dim, flag in enumerate(params["dims"]) if flag))
+
+
+@numpy_kernel("embedding_kernel")
+def embedding(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    table, ids = inputs
+    outputs[0][...] = table[in_range(ids, len(table))]
+
+
+@numpy_kernel("index_select_kernel")
+def index_select(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    source, index = inputs
+    outputs[0][...] = source.take(in_range(index, source.shape[params["dim"]]), params["dim"])
+
+
+@numpy_kernel("gather_kernel")
+def gather(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Of the other dimensions than `dim`, the index may have fewer elements than the source: those in front."""
+    source, index = inputs
+    dim = params["dim"]
+    in_range(index, source.shape[dim])
+    front = tuple(slice(None) if d == dim else slice(size) for d, size in enumerate(index.shape))
+    outputs[0][...] = np.take_along_axis(source[front], index, dim)
+
+
+@numpy_kernel("index_kernel")
+def index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """NumPy's advanced indexing on adjacent dimensions from `first` on; negative indices count from the back."""
+    source, *indices = inputs
+    outputs[0][...] = source[(slice(None),) * params["first"] + tuple(indices)]
+
+
+@numpy_kernel("index_copy_kernel", "index_copy_pair_kernel")
+def index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[…, index[i], …] = source[…, i, …], in place, for each pair of source and out."""
+    positions, *sources = inputs
+    for source, out in zip(sources, outputs, strict=True):
+        rows = in_range(positions.reshape(-1), out.shape[params["dim"]])
+        out[(slice(None),) * params["dim"] + (rows,)] = source
+
+
+@numpy_kernel("argsort_kernel")
+def argsort(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Where the elements of each row come from when it is sorted; equal ones keep their order."""
+    x = to_float(inputs[0])
+    if params[
+        "descending"
+    ]:  # read from behind, an ascending order is a descending one in which equal ones are reversed
+        outputs[0][...] = x.shape[-1] - 1 - x[..., ::-1].argsort(-1, kind="stable")[..., ::-1]
+    else:
+        outputs[0][...] = x.argsort(-1, kind="stable")

@@ -1,0 +1,72 @@
+"""Matrix products and attention in NumPy, in float32."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from npu_compiler.ops import ELEMENTWISE
+from npu_compiler.program.elementwise import ACTIVATIONS
+from npu_runtime.cpu.bound_call import Params
+from npu_runtime.cpu.numpy_kernels.elementwise import bound_elementwise
+from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, numpy_kernel, to_float
+from npu_runtime.cpu.numpy_kernels.rows import softmax_of
+
+
+def activated(array: np.ndarray, activation: str) -> np.ndarray:
+    """A float32 array under one of `npu_compiler`'s `ACTIVATIONS`, or as it is under "none"; it is overwritten."""
+    if activation != "none":
+        op = ELEMENTWISE[ACTIVATIONS[activation]]
+        bound_elementwise(op, [array], array, {"scalars": [None], **op.attrs})()
+    return array
+
+
+@numpy_kernel("matmul_kernel", "matmul_notrans_kernel", "matmul_vec_kernel", "matmul_vec_notrans_kernel")
+def linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[M, N] = act(x[M, K] · w[N, K]ᵀ + bias) + residual."""
+    x, weight, *rest = map(as_float32, inputs)
+    linear_epilogue([x @ weight.T, *rest], outputs, params)
+
+
+@numpy_kernel("linear_epilogue_kernel")
+def linear_epilogue(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out = act(product + bias) + residual."""
+    product, *rest = map(as_float32, inputs)
+    result = product + (rest.pop(0) if params["has_bias"] else np.float32(0))
+    result = activated(result, params["activation"])
+    outputs[0][...] = result + rest.pop(0) if params["has_residual"] else result
+
+
+@numpy_kernel("gated_matmul_vec_kernel")
+def gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[1, N] = act(gate) · up, where [gate, up] = x[1, K] · w[2N, K]ᵀ + bias."""
+    x, weight, *bias = map(as_float32, inputs)
+    product = x @ weight.T
+    gate, up = np.split(product + bias[0] if bias else product, 2, -1)
+    outputs[0][...] = activated(gate.copy(), params["activation"]) * up
+
+
+@numpy_kernel("batched_matmul_kernel")
+def batched_matmul(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[…, M, N] = scale · a[…, M, K] · b[…, K, N]; integers multiply as integers."""
+    product = np.matmul(*map(to_float, inputs))
+    outputs[0][...] = product if params["scale"] == 1.0 else product * np.float32(params["scale"])
+
+
+@numpy_kernel("attention_kernel")
+def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D], KV heads shared by consecutive query heads."""
+    q, k, v = map(as_float32, inputs[:3])
+    batch, heads, queries, width = q.shape
+    keys, shared = k.shape[2], heads // k.shape[1]
+    grouped = q.reshape(batch, -1, shared, queries, width)
+    scores = (grouped @ k[:, :, None].swapaxes(-1, -2)).reshape(batch, heads, queries, keys) * np.float32(
+        params["scale"]
+    )
+    if len(inputs) > 3:
+        mask = inputs[3]
+        scores = np.where(mask, scores, np.float32(-np.inf)) if mask.dtype == bool else scores + as_float32(mask)
+    if params["causal"]:
+        scores = np.where(np.tri(queries, keys, dtype=bool), scores, np.float32(-np.inf))
+    sees_none = np.isneginf(scores).all(-1, keepdims=True)
+    weights = np.where(sees_none, np.float32(0), softmax_of(scores))
+    outputs[0][...] = (weights.reshape(batch, -1, shared, queries, keys) @ v[:, :, None]).reshape(outputs[0].shape)

@@ -1,0 +1,53 @@
+"""The kernels in NumPy by name. A kernel is a function of operands and parameters; it writes its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from npu_runtime.cpu.arrays import BFLOAT16, HALVES
+from npu_runtime.cpu.bound_call import Params
+
+Arrays: TypeAlias = Sequence[np.ndarray]
+Kernel: TypeAlias = Callable[[Arrays, Arrays, Params], None]
+
+NUMPY_KERNELS: dict[str, Kernel] = {}
+
+
+def numpy_kernel(*names: str) -> Callable[[Kernel], Kernel]:
+    """Decorator: the function runs these kernels, and means what they mean in torch."""
+
+    def add(kernel: Kernel) -> Kernel:
+        NUMPY_KERNELS.update(dict.fromkeys(names, kernel))
+        return kernel
+
+    return add
+
+
+def to_float(array: np.ndarray) -> np.ndarray:
+    """16-bit floats as float32; everything else unchanged."""
+    return as_float32(array) if array.dtype in HALVES else array
+
+
+def as_float32(array: np.ndarray) -> np.ndarray:
+    if array.dtype == BFLOAT16:  # whose bits are a float32's upper half: faster than a cast
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    return dtype == np.float32 or dtype in HALVES
+
+
+def in_range(index: np.ndarray, size: int) -> np.ndarray:
+    """An index from the front.
+
+    Raises:
+        IndexError: it leaves 0..size - 1.
+    """
+    if index.size and not (index.min() >= 0 and index.max() < size):
+        worst = index.min() if index.min() < 0 else index.max()
+        raise IndexError(f"index {worst} is out of range for {size} rows")
+    return index

@@ -1,0 +1,21 @@
+"""How many elements the windows of an average pooling hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def window_lengths(
+    size: int, count: int, kernel: int, stride: int, before: int, after: int, count_padding: bool
+) -> np.ndarray:
+    """How many elements each of `count` windows averages along one axis of `size`, in float32.
+
+    Args:
+        before, after: The axis's padding, of which a window that goes beyond counts no more.
+        count_padding: Whether padding counts as elements.
+    """
+    start = np.arange(count) * stride - before
+    end = np.minimum(start + kernel, size + after)
+    if not count_padding:
+        start, end = np.maximum(start, 0), np.minimum(end, size)
+    return (end - start).astype(np.float32)

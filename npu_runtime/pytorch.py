@@ -1,0 +1,33 @@
+"""PyTorch, which may be absent: programs run without it; tracing models and the CPU fallback need it."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+from npu_compiler.errors import InputError
+
+INSTALL = "pip install 'npu-simulation[torch]'"
+
+
+@functools.cache
+def find_torch() -> ModuleType | None:
+    """The module `torch`, imported; None where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+def require_torch(purpose: str) -> None:
+    """Check that torch is installed.
+
+    Args:
+        purpose: What needs them, as the message's first words: "tracing a model".
+
+    Raises:
+        InputError: it is not.
+    """
+    if find_torch() is None:
+        raise InputError(f"{purpose} needs PyTorch: {INSTALL}")
