@@ -470,10 +470,10 @@ def test_options_choose_the_compute_dtype() -> None:
     ("arguments", "message"),
     [
         ({"options": {"speed": 11}}, "has no option 'speed'; it has device, dtype, programs"),
-        ({"mode": "max-autotune"}, "has no mode 'max-autotune'"),
+        ({"mode": "fastest"}, "has no mode 'fastest'; it has default, reduce-overhead"),
     ],
 )
-def test_unknown_options_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unknown_options_and_modes_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message) as caught:
         torch.compile(layers(), backend=npu_sim.backend, **arguments)(torch.randn(3, 8))
     assert isinstance(caught.value.__cause__ or caught.value, InputError) or "InputError" in str(caught.value)
@@ -527,6 +527,27 @@ def tiny(name: str) -> Any:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
     )
+
+
+def test_generate_compiles_the_decode_step_itself_where_its_configuration_says_so() -> None:
+    from transformers import CompileConfig
+
+    model = tiny("llama").eval()
+    model.generation_config.update(eos_token_id=None, pad_token_id=0)
+    ids = torch.randint(3, 96, (2, 5))
+    how = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(ids, **how)
+    graphs = []
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        graphs.append(npu_sim.backend(*args, **kwargs))
+        return graphs[-1]
+
+    model.generation_config.compile_config = CompileConfig(backend=remember)
+    model.generation_config.compile_config._compile_all_devices = True  # as it does by itself on a GPU
+    assert torch.equal(model.generate(ids, **how), want)
+    (graph,) = graphs
+    assert isinstance(graph, Subgraph) and graph.programs()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

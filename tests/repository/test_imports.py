@@ -55,6 +55,7 @@ MENTIONS_CUDA = {
     "npu_sim/commands/targets.py": "the target by its name",
     "npu_sim/commands/tools.py": "help",
     "npu_sim/devices.py": "the device by its name",
+    "npu_sim/module/hardware.py": "the device by its name",
 }
 
 
