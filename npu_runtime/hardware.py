@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
@@ -92,6 +92,11 @@ class Hardware(DeviceMemory, ABC):
                 launch()
 
         return run
+
+    def without_trials(self) -> AbstractContextManager[object]:
+        """Meanwhile launches are prepared by what is known of their speed, without timing any; the caller holds the
+        lock."""
+        return nullcontext()
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
         """A function that has prepared launches use memory at another address in a buffer's place.

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,16 @@ class CPUBackend(Backend):
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
         return launch or reference(bound, self.native, self.pytorch)
+
+    @contextlib.contextmanager
+    def without_trials(self) -> Iterator[None]:
+        """The table of choices is asked, but not added to."""
+        allowed = self._tuner.seconds_left
+        try:
+            self._tuner.seconds_left = 0.0
+            yield
+        finally:
+            self._tuner.seconds_left = allowed
 
     def mover(self, launches: Sequence[tuple[Launch, int]], buffer: DeviceBuffer) -> Callable[[int], None] | None:
         """For native launches, whose argument blocks hold addresses."""

@@ -87,7 +87,7 @@ class Captured:
             "constants": {key: _constant(value) for key, value in small.items()},
         }
         symbols: dict[str, tuple[int, int | None]] = dict.fromkeys(self.sizes, (0, None))
-        made = read.leaves, _LEAF, read.written, symbols, self.device, read.passed, read.views
+        made = read.leaves, _LEAF, read.written, symbols, {}, self.device, read.passed, read.views
         return Trace(ir, large, small, (), _LEAF, *made)
 
 

@@ -119,9 +119,8 @@ class CompiledModule:
         tensors = traced.weights | traced.constants
         self._programs = Programs(traced, settings, tensors, self._shapes.symbols)
         self._watch(tensors)
-        if not traced.is_dynamic:
-            with self.backend.lock:
-                self._programs.runner(())
+        with self.backend.lock:
+            self._programs.runner(tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result.

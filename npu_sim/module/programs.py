@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -159,7 +160,9 @@ class Programs:
         """The program for these sizes, made if need be."""
         if key not in self.runners:
             plan, programs = self.compiled.plan(self.symbols, key)
-            runner = Runner(plan, self._loaded, [name for _, name in self._updated], programs)
+            # A program that a call waits for does not stop to time kernels.
+            with self._settings.backend.without_trials() if self.runners else nullcontext():
+                runner = Runner(plan, self._loaded, [name for _, name in self._updated], programs)
             self.compiled.keep(key, plan, runner.programs)
             self.runners[key] = runner
             while len(self.runners) > self._settings.limit:

@@ -71,6 +71,7 @@ class Trace:
         outputs: The leaves of the result; `out_spec` is their structure.
         written: (the graph's output, name of the graph input or weight) for each tensor that a call changes in place.
         ranges: Symbol → its smallest and largest value (None: no limit).
+        example_sizes: Symbol → its value in the example that was traced.
         example_device: The torch device of the inputs.
         passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
         views: Name → view, for results that share memory with something else.
@@ -85,6 +86,7 @@ class Trace:
     out_spec: pytree.TreeSpec
     written: tuple[tuple[int, str], ...]
     ranges: dict[str, tuple[int, int | None]]
+    example_sizes: dict[str, int]
     example_device: torch.device
     passed: dict[str, dict[str, Any]]
     views: dict[str, AliasedView] = field(default_factory=dict)
@@ -244,7 +246,8 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         read.leaves,
         exported.call_spec.out_spec,
         read.written,
-        _ranges(exported),
+        (ranges := _ranges(exported)),
+        _example_sizes(inputs, ranges),
         inputs[0].value.device if inputs else torch.device("cpu"),
         read.passed,
         read.views,
@@ -370,6 +373,16 @@ def _split(
         is_constant = key not in saved and key not in written and tensor.numel() <= LARGE and not tensor.is_meta
         (constants if is_constant else weights)[key] = tensor
     return weights, constants
+
+
+def _example_sizes(inputs: Sequence[Reference], ranges: Mapping[str, tuple[int, int | None]]) -> dict[str, int]:
+    """Symbol → its value in the example; a small one of its range where the file does not tell."""
+    found = {symbol: max(low, 2) for symbol, (low, _) in ranges.items()}
+    sizes: list[Any] = [size for x in inputs for size in x.value.shape if type(size) is not int]
+    for size in sizes:
+        if str(size.node.expr) in found and size.node.has_hint():
+            found[str(size.node.expr)] = int(size.node.hint)
+    return found
 
 
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:

@@ -33,11 +33,12 @@ class Tuner:
 
     Attributes:
         trials: How many calls were tried.
+        seconds_left: For trials of this start.
     """
 
     def __init__(self, table: ChoiceTable) -> None:
         self._table = table
-        self._seconds_left = _MOST_SECONDS
+        self.seconds_left = _MOST_SECONDS
         self._without_table: dict[str, str | None] = {}  # choices that hold for this start only
         self.trials = 0
 
@@ -51,10 +52,10 @@ class Tuner:
         known = self._table.choices.get(key)
         if known is not None and known.chosen in {candidate.name for candidate in candidates}:
             return known.chosen
-        if key not in self._without_table and self._seconds_left > 0:
+        if key not in self._without_table and self.seconds_left > 0:
             start = time.perf_counter()
             self._without_table[key] = self._try(key, call, candidates)
-            self._seconds_left -= time.perf_counter() - start
+            self.seconds_left -= time.perf_counter() - start
         return self._without_table.get(key)
 
     def _try(self, key: str, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
