@@ -328,6 +328,12 @@ def a_view_before_a_write(x: torch.Tensor) -> Any:
     return row, y
 
 
+def a_result_of_another_shape(x: torch.Tensor) -> Any:
+    y = x * 2
+    y.unsqueeze_(0)
+    return y, y[0], y.detach()
+
+
 def a_cast_and_no_cast(x: torch.Tensor) -> Any:
     return x.to(torch.float32), x.to(torch.float64), x.contiguous()
 
@@ -350,6 +356,7 @@ ALIASES = [
     views_of_a_result,
     views_without_their_base,
     a_view_before_a_write,
+    a_result_of_another_shape,
     a_cast_and_no_cast,
     like_another,
 ]
