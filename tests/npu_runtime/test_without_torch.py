@@ -27,7 +27,7 @@ from npu_runtime.weight_loader import to_numpy
 from npu_sim.vision.resnet import random_images, resnet18, seed_weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MODELS = ("ResNet", "MobileNet", "MobileNetV3", "EfficientNet", "bert", "gpt2", "vit", "t5", "llama")
+MODELS = ("ResNet", "MobileNet", "EfficientNet", "bert", "gpt2", "vit", "t5", "llama")
 
 # Runs each program of a folder on each sample of its inputs, on the native kernels, and the first on NumPy alone.
 RUN = """
