@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 
 import npu_sim
 from npu_compiler.errors import InputError, IRError, WeightError
+from npu_sim.module import runner
 from npu_sim.module.graph_breaks import BrokenModule
 
 
@@ -243,6 +245,41 @@ def test_a_replaced_submodule_is_an_error() -> None:
     for _ in range(2):
         with pytest.raises(InputError, match="submodule '0' was replaced after the module was compiled"):
             compiled(*X)
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen in a buffer, as modules do that hold their own KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(6, 4))
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.index_copy_(0, place, self.linear(x))
+        return x @ self.seen.t(), self.seen
+
+
+def test_a_buffer_that_calls_change_is_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Remembering().eval()
+    known = copy.deepcopy(module)
+    x = torch.randn(1, 4)
+    compiled = npu_sim.compile(module, (x, torch.tensor([0])))
+    assert not module.seen.any()
+    monkeypatch.setattr(runner, "load_weights", pytest.fail)
+    for place in (1, 4, 2):
+        x = torch.randn(1, 4)
+        got = compiled(x, torch.tensor([place]))
+        close(got, known(x, torch.tensor([place])))
+        assert got[1] is module.seen
+    monkeypatch.undo()
+    module.seen = torch.ones(6, 4)
+    known.seen = torch.ones(6, 4)
+    close(compiled(x, torch.tensor([3])), known(x, torch.tensor([3])))
+    close(module.seen, known.seen)
+    module.seen = torch.ones(2, 4)
+    with pytest.raises(InputError, match=r"'seen' has shape \[2, 4\], but the module was compiled for \[6, 4\]"):
+        compiled(x, torch.tensor([1]))
 
 
 def test_weights_of_another_shape_are_an_error() -> None:
