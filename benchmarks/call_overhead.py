@@ -61,7 +61,7 @@ def measure(compiled: CompiledModule, args: tuple[torch.Tensor, ...]) -> tuple[f
     """Medians in seconds: of the program alone, of a call, and of the host's part of a call on an idle device."""
     for _ in range(5):
         compiled(*args)
-    (runner,) = compiled._runners.values()
+    (runner,) = compiled._programs.runners.values()
     (step,) = runner._steps
     assert isinstance(step, DeviceStep)
     device = compiled.device

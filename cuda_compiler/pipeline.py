@@ -8,10 +8,16 @@ from dataclasses import replace
 from cuda_compiler.elementwise.grouping import Group, find_groups
 from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.passes.channels_last import lay_channels_last
+from cuda_compiler.passes.copies import drop_copies, write_in_place
+from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
+from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
+from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.rules.table import expand
+from cuda_compiler.specialization.gpu import HOPPER
 from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 
@@ -27,7 +33,10 @@ def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -
     Args:
         shared_memory, capability: Of the target GPU, as `CUDACodegenTarget` takes them.
     """
-    plan = lay_channels_last(plan)
+    plan = write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan))))
+    if capability >= HOPPER:  # clusters of blocks
+        plan = join_squeeze_excite(plan)
+    plan = products_as_convolutions(plan)
     make = Specializer(frozenset(plan.buffers), capability, shared_memory)
     kept = {view.buffer for view in plan.output_views.values()}
     plan = replace(plan, calls=form_resident_kernels(plan, make))
@@ -72,5 +81,7 @@ def _generate(
             or readers.get(view.buffer, set()) - {index}
         ]
         if stored:
-            calls.append(generate_elementwise(group, stored, make))
+            alone = len(group.calls) == 1 and ELEMENTWISE_KERNELS[group.calls[0].kernel].op.name == "copy"
+            copied = transposing_copy(make, group.calls[0]) if alone and len(group.reads) == 1 else None
+            calls.append(copied or generate_elementwise(group, stored, make))
     return calls

@@ -26,9 +26,10 @@ from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cuda_executor import CUDAExecutor
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
+from cuda_runtime.graph_nodes import argument_updates
 from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.overlapping import overlapping_launch
-from cuda_runtime.tensor_copies import SOURCE, THREADS, Copy, TensorCopies
+from cuda_runtime.tensor_copies import MOST, SOURCE, THREADS, Copy, TensorCopies
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler.errors import DeviceError
@@ -122,6 +123,23 @@ class CUDALaunch:
         self._device.counters["launches"] += 1
 
 
+class MovingLaunch(CUDALaunch):
+    """Copies whose outside addresses change from run to run.
+
+    Attributes:
+        copies: Where they are set.
+    """
+
+    def __init__(self, device: CUDADevice, call: KernelCall, function: Any, copies: TensorCopies) -> None:
+        self.copies, self.function = copies, function
+        place = ctypes.c_uint64(copies.argument[0])
+        launch = device.driver.launchKernel
+        start = partial(
+            launch, function.ptr, *copies.grid, THREADS, 1, 1, 0, device.stream.ptr, ctypes.addressof(place), 0
+        )
+        super().__init__(device, call, start, (place, copies, function))
+
+
 class GraphSequence:
     """Launches in order: the first call runs them one by one, the second captures a CUDA graph, the rest replay it.
 
@@ -132,6 +150,8 @@ class GraphSequence:
     def __init__(self, device: CUDADevice, launches: Sequence[CUDALaunch]) -> None:
         self._device = device
         self._launches = tuple(launches)
+        self._moving = [launch for launch in launches if isinstance(launch, MovingLaunch)]
+        self._updates: list[Callable[[], None]] = []
         self._has_run = False
         self._graph: Any = None
 
@@ -140,6 +160,8 @@ class GraphSequence:
         if self._graph is not None and device.caller_stream is not None:
             try:
                 device.continue_on(device.caller_stream)
+                for update in self._updates:
+                    update()
                 self._graph.launch(device.caller_stream)
             except device.failures as error:
                 raise DeviceError(f"the program does not start: {error}") from error
@@ -153,8 +175,16 @@ class GraphSequence:
                 return
             if self._graph is None:
                 self._graph = self._capture()
+                self._updates = self._found(self._graph)
+            for update in self._updates:
+                update()
             self._graph.launch(self._device.stream)
         self._device.counters["graph_launches"] += 1
+
+    def _found(self, graph: Any) -> list[Callable[[], None]]:
+        if not self._moving:
+            return []
+        return argument_updates(graph, self._moving[0].function.ptr, [x.copies.argument for x in self._moving])
 
     def _enqueue(self) -> None:
         for launch in self._launches:
@@ -405,29 +435,14 @@ class CUDABackend(Backend):
         """A buffer like another one, in the memory of a tensor on this GPU that holds as much."""
         return CUDABuffer(self._device, buffer.shape, buffer.alloc_shape, buffer.dtype, self._device.foreign(tensor))
 
-    def tensor_copies(self, copies: Sequence[Copy], inwards: bool) -> TensorCopies:
+    def tensor_copies(self, copies: Sequence[Copy], inwards: bool) -> list[MovingLaunch]:
         """Prepare copies between a caller's tensors and buffers of programs."""
-        grid, block = (1, 1, 1), (THREADS, 1, 1)
-        call = KernelCall(
-            "tensor_copies",
-            "tensor_copies",
-            (),
-            (),
-            KernelLaunch(grid, block, 0, LaunchKind.KERNEL).params(),
-            "tensor_copies",
-        )
+        placeholder = KernelLaunch((1, 1, 1), (THREADS, 1, 1), 0, LaunchKind.KERNEL)
+        call = KernelCall("tensor_copies", "tensor_copies", (), (), placeholder.params(), "tensor_copies")
         self.compile([call], {"tensor_copies": SOURCE})
-        function, launch = self._function(call, THREADS, 0), self._device.driver.launchKernel
-        pointer = function.ptr
-
-        def start(grid: tuple[int, int], argument: int, stream: int) -> None:
-            place = ctypes.c_uint64(argument)
-            try:
-                launch(pointer, *grid, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(place), 0)
-            except self._device.failures as error:
-                raise DeviceError(f"tensors cannot be copied: {error}") from error
-
-        return TensorCopies(start, copies, inwards, int(self._flag[0].data.ptr))
+        function, flag = self._function(call, THREADS, 0), int(self._flag[0].data.ptr)
+        groups = [copies[start : start + MOST] for start in range(0, len(copies), MOST)]
+        return [MovingLaunch(self._device, call, function, TensorCopies(x, inwards, flag)) for x in groups]
 
     def out_of_bounds(self) -> int:
         """The number of a copy, from 1, that met an integer out of bounds some time ago; 0 for none. Resets it."""

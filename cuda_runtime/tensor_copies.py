@@ -7,9 +7,8 @@ would keep the host from running ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,45 +59,36 @@ def can_copy(outside: str, inside: str) -> bool:
 
 
 class TensorCopies:
-    """Copies that are made together.
+    """Copies that are made together, in one launch.
 
     Args:
-        launch: Enqueues the kernel: (grid, address of its argument, stream).
+        copies: At most `MOST`.
         inwards: Whether they go to the program's buffers, or come from there.
         flag: Address of an int32 that gets the number of a copy, from 1, that met an integer out of bounds.
+
+    Attributes:
+        argument: Address and size in bytes of the kernel's argument.
+        grid: Blocks of the launch.
     """
 
-    def __init__(
-        self,
-        launch: Callable[[tuple[int, int], int, int], object],
-        copies: Sequence[Copy],
-        inwards: bool,
-        flag: int,
-    ) -> None:
-        self._launch = launch
-        self._groups: list[tuple[slice, np.ndarray, tuple[int, int], int]] = []
-        for start in range(0, len(copies), MOST):
-            group = copies[start : start + MOST]
-            described = np.zeros((), _COPIES)
-            described["flag"] = flag
-            for index, copy in enumerate(group):
-                kinds = (_CODES[copy.outside], _CODES[copy.inside])
-                item = described["items"][index]
-                item["source" if not inwards else "target"] = copy.address
-                item["count"] = copy.count
-                item["low"], item["high"] = copy.bounds or (1, 0)
-                item["kinds"] = kinds if inwards else kinds[::-1]
-            changing: np.ndarray = described["items"]["source" if inwards else "target"][: len(group)]
-            blocks = -(-max(copy.count for copy in group) // (THREADS * _PER_THREAD))
-            grid = (max(1, min(blocks, _MAX_BLOCKS)), len(group))
-            self._groups.append((slice(start, start + len(group)), changing, grid, described.ctypes.data))
-            self._keep: list[Any] = [*getattr(self, "_keep", []), described]
+    def __init__(self, copies: Sequence[Copy], inwards: bool, flag: int) -> None:
+        described = np.zeros((), _COPIES)
+        described["flag"] = flag
+        for copy, item in zip(copies, described["items"], strict=False):
+            kinds = (_CODES[copy.outside], _CODES[copy.inside])
+            item["target" if inwards else "source"] = copy.address
+            item["count"] = copy.count
+            item["low"], item["high"] = copy.bounds or (1, 0)
+            item["kinds"] = kinds if inwards else kinds[::-1]
+        self._described = described
+        self._changing: np.ndarray = described["items"]["source" if inwards else "target"][: len(copies)]
+        blocks = -(-max(copy.count for copy in copies) // (THREADS * _PER_THREAD))
+        self.grid = (max(1, min(blocks, _MAX_BLOCKS)), len(copies), 1)
+        self.argument = (described.ctypes.data, described.nbytes)
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Enqueue the copies for tensors at these addresses; they have to be dense."""
-        for part, changing, grid, argument in self._groups:
-            changing[:] = addresses[part]
-            self._launch(grid, argument, stream)
+    def point_to(self, addresses: Sequence[int]) -> None:
+        """Copy from, or to, dense tensors at these addresses from the next launch on."""
+        self._changing[:] = addresses
 
 
 SOURCE = (

@@ -153,7 +153,9 @@ def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn) -> dict[str, str]:
     for node in graph.nodes:
         attrs = {key: value for key, value in node.attrs.items() if not key.startswith("_")}
         supported = is_supported_fn(node.op_type, attrs) if takes_attrs else is_supported_fn(node.op_type)
-        reason = unsupported_reason(node, graph) if supported else "the given support function rejects the op"
+        reason = unsupported_reason(node, graph)
+        if reason is None and not supported:
+            reason = "the given support function rejects the op"
         source = producers.get(node.inputs[0]) if node.base == "getitem" else None
         if source is not None:
             reason = f"its producer '{source.name}' is on the CPU" if source.name in reasons else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -227,6 +227,10 @@ class BoundProgram:
                 for spec in self._plan.outputs
             }
 
+    def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
+        """Have these launched with the program, before and after it."""
+        self._run.surround(before, after)
+
     def rebind(self, inputs: Mapping[str, DeviceBuffer]) -> None:
         """Prepare the program for other input buffers."""
         self.bind(self._weights, inputs)
@@ -336,6 +340,7 @@ class _ThreadRun:
         self._arena_generation = -1
         self._launches: list[Launch | None] = [None] * len(plan.calls)
         self._sequence: Launch | None = None
+        self._around: tuple[Sequence[Launch], Sequence[Launch]] = ((), ())
         self._users: dict[str, list[int]] = {}
         for index, call in enumerate(plan.calls):
             for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
@@ -374,9 +379,18 @@ class _ThreadRun:
                 if launch is None:
                     call = self._plan.calls[index]
                     self._launches[index] = prepare(call, self._plan, self.memory, self._backend, self._counters)
-            self._sequence = self._backend.sequence([launch for launch in self._launches if launch is not None])
-            self._counters["sequences"] += 1
+            self._make_sequence()
         return bound
+
+    def _make_sequence(self) -> None:
+        before, after = self._around
+        own = [launch for launch in self._launches if launch is not None]
+        self._sequence = self._backend.sequence([*before, *own, *after])
+        self._counters["sequences"] += 1
+
+    def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
+        self._around = before, after
+        self._make_sequence()
 
     @property
     def is_outdated(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cuda_compiler.cuda_program import KernelLaunch
 from cuda_compiler.elementwise.grouping import Group, Place, place_of
-from cuda_compiler.specialization.c_text import TYPES, float_text, index_type, int_text, offset_text
+from cuda_compiler.specialization.c_text import TYPES, expression, float_text, index_type, int_text, offset_text
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import check_grid, groups
 from cuda_compiler.specialization.specializer import Specializer
@@ -186,10 +186,11 @@ def _compute(body: _Body, call: KernelCall, index: int, rounds: bool) -> None:
         arguments.append(variable if is_int == integer else f"{kind}({variable})")
     attributes = "".join(f"const float {attr} = {float_text(call.params[attr])}; " for attr in op.attrs)
     operands = ", ".join(f"{kind} {letter}" for letter, _ in zip("abc", arguments, strict=False))
-    text = f"{kind} $({operands}) {{ {attributes}return {op.integer if integer else op.expr}; }}"
+    out = call.outputs[0]
+    expr = op.integer if integer else expression(op, rounds=out.dtype in HALF_DTYPES)
+    text = f"{kind} $({operands}) {{ {attributes}return {expr}; }}"
     function = body.functions.setdefault(text, f"{op.name}_{len(body.functions)}")
     result = f"{function}({', '.join(arguments)})"
-    out = call.outputs[0]
     if out.dtype == "int32":
         result = f"from<int>({result})"
     elif out.dtype == "bool":

@@ -12,7 +12,7 @@ each of its views. Elsewhere, as at the program's inputs and outputs, a copy con
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,7 +28,8 @@ from npu_compiler.program.views import Shape, View, contiguous_strides, numel
 _CONVOLUTION = "conv2d_kernel"
 _OVER_IMAGES = (Family.CONV, Family.POOL)
 # Other kernels whose templates take operands of any strides.
-_OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel")
+_GROUP_NORM = "groupnorm_kernel"
+_OF_ANY_STRIDES = ("mean_kernel", "sum_kernel", "max_kernel", "min_kernel", "pad_kernel", "flip_kernel", _GROUP_NORM)
 
 
 def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
@@ -47,6 +48,8 @@ def lay_channels_last(plan: ExecutionPlan) -> ExecutionPlan:
             layout.convolve(call)
         elif is_elementwise(call):
             layout.calls.append(_in_order_of_memory(call))
+        elif call.kernel == _GROUP_NORM:
+            layout.normalize(call)
         else:
             layout.calls.append(_as_pooling(call) if call.kernel == "mean_kernel" else call)
     return replace(
@@ -75,17 +78,41 @@ def _convertible(plan: ExecutionPlan) -> dict[str, BufferAllocation]:
     chosen = {
         view.buffer for call in plan.calls if classify(call) in _OVER_IMAGES for view in (*call.inputs, *call.outputs)
     }
-    connected = [
-        [view.buffer for view in (*call.inputs, *call.outputs) if len(plan.buffers[view.buffer].alloc_shape) == rank]
-        for call in plan.calls
-        if is_elementwise(call)
-        for rank in (3, 4)
-    ]
-    while not all(chosen.isdisjoint(names) or chosen.issuperset(names) for names in connected):
-        for names in connected:
-            if not chosen.isdisjoint(names):
-                chosen.update(names)
+    chosen &= candidates.keys()
+    elementwise = [call for call in plan.calls if is_elementwise(call)]
+    while more := {name for call in elementwise for name in _following(call, candidates, chosen)}:
+        chosen |= more
     return {name: buffer for name, buffer in candidates.items() if name in chosen}
+
+
+def _following(call: KernelCall, candidates: Mapping[str, BufferAllocation], chosen: set[str]) -> Iterator[str]:
+    """The buffers that have to be converted so that an element-wise call walks them in the order of those chosen."""
+    views = (*call.inputs, *call.outputs)
+    leading = [
+        _order(converted)
+        for view in views
+        if view.buffer in chosen
+        and (converted := _in_channels_last(view, candidates[view.buffer].alloc_shape)) is not None
+    ]
+    for view in views if leading else ():
+        if view.buffer in chosen or view.buffer not in candidates:
+            continue
+        converted = _in_channels_last(view, candidates[view.buffer].alloc_shape)
+        if converted is None or any(_agree(_order(view), order) for order in leading):
+            continue
+        if any(_agree(_order(converted), order) for order in leading):
+            yield view.buffer
+
+
+def _order(view: View) -> list[int]:
+    """The view's dimensions in the order in which they lie in memory, without those that do not step."""
+    stepping = [dim for dim in range(view.rank) if view.shape[dim] > 1 and view.strides[dim]]
+    return sorted(stepping, key=lambda dim: -view.strides[dim])
+
+
+def _agree(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two orders have the dimensions that are in both in the same order."""
+    return [dim for dim in first if dim in second] == [dim for dim in second if dim in first]
 
 
 def _in_channels_last(view: View, allocated: Shape) -> View | None:
@@ -184,6 +211,13 @@ class _Relaid:
         self.calls.append(replace(call, inputs=inputs, outputs=(made,), params=params))
         if made is not out:
             self.calls.append(_copy(made, out, call.node))
+
+    def normalize(self, call: KernelCall) -> None:
+        """Append a group norm; where its result is channels-last, so is what it reads."""
+        x, *affine = call.inputs
+        if x.rank == 4 and _is_channels_last(call.outputs[0]):
+            x = self._packed_input(x, x.shape[1], call)
+        self.calls.append(replace(call, inputs=(x, *affine)))
 
     def _folded(
         self, call: KernelCall, x: View, weight: View, out: View, dtype: str, fold: int

@@ -30,9 +30,14 @@ _TILES = ((128, 32, 528), (64, 64, 96), (64, 32, 96))
 # The same for kernels of warpgroups (wgmma, which only Hopper has): the more warpgroups per block, the more rows share
 # the keys that it copies.
 _WARPGROUP_TILES = ((128, 96), (64, 48))
+_NARROW = 32  # head dimension up to which warpgroups, whose rows have 64 or 128 elements, would mostly multiply zeros
+_FILLED = 0.7  # of a block's rows, from which on it may have fewer
+_MANY_ROWS = 64 * 1024  # of all problems, from which on blocks of few rows would copy keys too often
 _WARPGROUP = 128
 _WARPGROUP_ROWS = 64
 _WARPGROUP_KEYS = 128
+_PRODUCT_WIDTHS = (40, 64, 80, 128)  # columns of the products of weights and values
+_SLAB = 64  # elements that a row of shared memory has, or a multiple of them
 _WARPGROUP_STAGES = 2
 _BARRIERS = 4 * 8  # bytes, for each stage
 _SURVEY_THREADS = 256
@@ -74,13 +79,14 @@ def _attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     rows, problems = operands.rows, operands.problems
     if not suits_tensor_cores(q, k, v):
         return _plain(make, call, operands)
-    if make.capability == HOPPER and q.shape[3] == v.shape[3] and q.shape[3] in (64, 128):
+    if make.capability == HOPPER and q.shape[3] == v.shape[3] > _NARROW:
         for tile_rows, enough in _WARPGROUP_TILES:
             if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
                 return _by_warpgroups(make, call, operands, tile_rows)
     tiles = [tile for tile in _TILES if _tile_memory(q.shape[3], v.shape[3], *tile[:2]) <= make.shared_memory]
     for tile_rows, tile_keys, enough in tiles:
-        if rows >= tile_rows and problems * groups(rows, tile_rows) >= enough:
+        fills = rows >= tile_rows or rows >= _FILLED * tile_rows and problems * rows >= _MANY_ROWS
+        if fills and problems * groups(rows, tile_rows) >= enough:
             return _tiled(make, call, operands, tile_rows, tile_keys)
     if max(q.shape[0], k.shape[1] * groups(rows, BLOCK_ROWS)) > MAX_GRID[1]:
         return _tiled(make, call, operands, *tiles[-1][:2])
@@ -184,7 +190,11 @@ def _tiled(
         grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
         block=(_TILE_WARPS * WARP, 1, 1),
         shared=shared,
-        constants={"tile_rows": tile_rows, "tile_keys": tile_keys},
+        constants={
+            "tile_rows": tile_rows,
+            "tile_keys": tile_keys,
+            "value_tiles": 2 * groups(operands.v.shape[3], 16),  # of 8 dimensions
+        },
         min_blocks=_MIN_BLOCKS,
     )
     return [*calls, tiled]
@@ -192,7 +202,8 @@ def _tiled(
 
 def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, tile_rows: int) -> list[KernelCall]:
     """The same with one warpgroup per 64 rows, and a producer warpgroup that copies the keys."""
-    row_bytes = 2 * operands.k.shape[3]
+    held = groups(operands.k.shape[3], _SLAB) * _SLAB
+    row_bytes = 2 * held
     shared = tile_rows * row_bytes + _WARPGROUP_STAGES * (2 * _WARPGROUP_KEYS * row_bytes + _BARRIERS)
     calls, verdicts = _survey(make, call, operands, tile_rows, _WARPGROUP_KEYS)
     tiled = make.kernel(
@@ -204,7 +215,12 @@ def _by_warpgroups(make: Specializer, call: KernelCall, operands: _Operands, til
         grid=(operands.problems * groups(operands.rows, tile_rows), 1, 1),
         block=((tile_rows // _WARPGROUP_ROWS + 1) * _WARPGROUP, 1, 1),
         shared=shared,
-        constants={"tile_rows": tile_rows, "tile_keys": _WARPGROUP_KEYS, "stages": _WARPGROUP_STAGES},
+        constants={
+            "tile_rows": tile_rows,
+            "tile_keys": _WARPGROUP_KEYS,
+            "stages": _WARPGROUP_STAGES,
+            "value_tiles": next(width for width in _PRODUCT_WIDTHS if width >= operands.v.shape[3]) // 8,
+        },
     )
     return [*calls, tiled]
 
@@ -216,10 +232,10 @@ def _survey(
 
     Tiles without attended keys are skipped.
 
-    Layers with the same mask share one such kernel. Nothing where there is no mask.
+    Layers with the same mask share one such kernel. Nothing where there is no mask, or no second tile.
     """
     mask, k, row_blocks = operands.mask, operands.k, groups(operands.rows, tile_rows)
-    if mask is None:
+    if mask is None or k.shape[2] <= tile_keys:
         return [], None
     constants = {"tile_rows": tile_rows, "tile_keys": tile_keys}
     looks = (k.shape[0] if mask.strides[0] else 1, k.shape[1] if mask.strides[1] else 1, row_blocks)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
 from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
-from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
+from cuda_compiler.rules.movement import transposing_copy
+from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -25,7 +26,12 @@ CONSTANT_WEIGHT = "constant_weight"
 _BLOCK = 256
 _PRODUCT_BLOCK = 64  # channels and pixels per block of the general kernel
 _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
-_FORMS = 5  # tile shapes that the runtime shall try
+# Depthwise convolutions: channels of a thread, rows and columns of its tile.
+_DEPTHWISE_FORMS = ((4, 2, 4), (4, 1, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
+_DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
+_FEW_TAPS = 25
+_CLUSTER = 8  # blocks that share an image
+_FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
 
 
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
@@ -63,7 +69,7 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
         yield _depthwise(make, call)
     elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
-        for tile in _tiles(images * rows * columns, channels, weight.numel // channels, make.shared_memory):
+        for tile in _tiles(make, images * rows * columns, channels, weight.numel // channels):
             yield tile.kernel(make, call, aligned)
     elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
@@ -84,18 +90,37 @@ def _has_terms_in_order(weight: View) -> bool:
 
 
 def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
+    """Packs of channels by tiles of pixels, both the larger the more there is to do; large windows take fewer channels,
+    since a thread has all products of a tile's row in registers."""
     images, channels, rows, columns = call.outputs[0].shape
-    lines = images * rows * channels // PACK
-    across = next((count for count in (4, 2) if lines * groups(columns, count) >= _FULL), 1)
+    taps = call.inputs[1].shape[2] * call.inputs[1].shape[3]
+    forms = _DEPTHWISE_FORMS if taps <= _FEW_TAPS else _DEPTHWISE_WIDE_FORMS
+    pack, down, across = next(
+        (
+            form
+            for form in forms
+            if images * groups(channels, form[0]) * groups(rows, form[1]) * groups(columns, form[2]) >= _FULL
+        ),
+        forms[-1],
+    )
+    across = groups(columns, groups(columns, across))  # as few as divide the columns alike
+    packs = next((packs for packs in (4, 8) if packs * pack >= channels), 16)
+    tiles = images * groups(rows, down) * groups(columns, across)
     threads = 128
-    grid = (groups(lines * groups(columns, across), threads), 1, 1)
     return make.kernel(
         call,
-        "conv/conv.cu",
+        "conv/depthwise.cu",
         function="conv_depthwise",
-        grid=grid,
+        grid=(groups(tiles, threads // packs), groups(channels, pack * packs), 1),
         block=(threads, 1, 1),
-        constants={"across": across, "aligned": True},
+        constants={
+            "pack": pack,
+            "packs": packs,
+            "down": down,
+            "across": across,
+            "aligned": True,
+            "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
+        },
     )
 
 
@@ -107,6 +132,7 @@ class Tile:
         m, n: Pixels and channels of a tile, which a block makes with `warps_m` × `warps_n` warps.
         stages: Depth of the pipeline of asynchronous copies to shared memory.
         splits: Split-K factor: blocks that divide the summation of one tile.
+        by_warpgroups: Four warps multiply 64 rows together, which only Hopper can.
     """
 
     m: int
@@ -115,12 +141,17 @@ class Tile:
     warps_n: int
     stages: int
     splits: int = 1
+    by_warpgroups: bool = False
 
     terms = 64  # of a step
 
     @property
     def shared_bytes(self) -> int:
         return max(2 * self.stages * (self.m + self.n) * self.terms, 4 * self.m * (self.n + 4))
+
+    def for_steps(self, steps: int) -> Tile:
+        """The same with no more stages than a sum of so many steps has use for."""
+        return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
     def cost(self, pixels: int, channels: int, depth: int) -> float:
         """A rough estimate of clock cycles on a large GPU, to rank the candidates."""
@@ -129,7 +160,7 @@ class Tile:
         resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
         together = min(resident, groups(blocks, MULTIPROCESSORS))
         copied = 2 * (self.m + self.n) * self.terms / 64
-        multiplied = 2 * self.m * self.n * self.terms / 2300
+        multiplied = self.m * self.n * self.terms / (1700 if self.by_warpgroups else 1150)
         step = max(150.0, together * copied, together * multiplied)
         waves = groups(blocks, MULTIPROCESSORS * together)
         return waves * (steps * step + 1500 + (900 if self.splits > 1 else 0))
@@ -150,17 +181,25 @@ class Tile:
         grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
         return make.kernel(
             call,
-            "conv/conv.cu",
-            function="conv_tiled",
+            "conv/tiled.cu",
+            function="conv_wgmma" if self.by_warpgroups else "conv_tiled",
             grid=grid,
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
             shared=self.shared_bytes,
             constants=constants,
+            min_blocks=2 if self.by_warpgroups and self.m * self.n <= 128 * 160 else 1,
             cluster=self.splits,
         )
 
 
 _SHAPES = (
+    Tile(128, 256, 8, 2, 4, by_warpgroups=True),
+    Tile(128, 128, 8, 1, 3, by_warpgroups=True),
+    Tile(128, 160, 8, 1, 3, by_warpgroups=True),
+    Tile(128, 96, 8, 1, 4, by_warpgroups=True),
+    Tile(128, 64, 8, 1, 4, by_warpgroups=True),
+    Tile(64, 128, 4, 1, 4, by_warpgroups=True),
+    Tile(64, 64, 4, 1, 4, by_warpgroups=True),
     Tile(128, 128, 4, 2, 3),
     Tile(128, 64, 4, 2, 4),
     Tile(64, 128, 2, 4, 4),
@@ -178,20 +217,28 @@ def _blocks(tile: Tile, pixels: int, channels: int) -> int:
     return groups(pixels, tile.m) * groups(channels, tile.n)
 
 
-def _tiles(pixels: int, channels: int, depth: int, shared_memory: int) -> list[Tile]:
-    """The most promising tiles for [pixels, depth] times [depth, channels] within the shared memory of a block."""
+def _tiles(make: Specializer, pixels: int, channels: int, depth: int) -> list[Tile]:
+    """The most promising tiles for [pixels, depth] times [depth, channels] on the target GPU."""
+    steps = groups(depth, Tile.terms)
     shared_out = [
-        Tile(tile.m, tile.n, tile.warps_m, tile.warps_n, tile.stages, splits)
-        for tile in _SHAPES
-        if tile.shared_bytes <= shared_memory
+        replace(tile, splits=splits)
+        for tile in (tile.for_steps(steps) for tile in _SHAPES)
+        if tile.shared_bytes <= make.shared_memory and (make.capability == HOPPER or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
         if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
     ]
-    return sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))[:_FORMS]
+    ranked = sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))
+    by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
+    by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]
+    return [tile for tile in ranked if tile in by_warps or tile in by_warpgroups]
 
 
 def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
     (x,), (out,) = call.inputs, call.outputs
+    if call.params["fold"] == 1 and x.shape == out.shape:
+        transposed = transposing_copy(make, call)
+        if transposed is not None:
+            return [transposed]
     grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
     constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
     return [
@@ -212,8 +259,36 @@ def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:
     return [make.kernel(call, "conv/conv.cu", grid=(groups(count, _BLOCK), 1, 1), block=(_BLOCK, 1, 1))]
 
 
+def _squeeze_excite(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """A cluster of blocks for each image."""
+    x, squeeze, *others = call.inputs
+    squeeze_bias = others.pop(0) if call.params["squeeze_bias"] else None
+    excite, excite_bias = others.pop(0), others[0] if call.params["excite_bias"] else None
+    packs = x.shape[1] // PACK
+    threads = _BLOCK if packs <= _BLOCK // 2 else 2 * _BLOCK
+    return [
+        make.kernel(
+            call,
+            "conv/squeeze_excite.cu",
+            inputs={
+                "x": x,
+                "squeeze": squeeze,
+                "squeeze_bias": squeeze_bias,
+                "excite": excite,
+                "excite_bias": excite_bias,
+            },
+            outputs={"out": call.outputs[0]},
+            grid=(x.shape[0], 1, _CLUSTER),
+            block=(threads, 1, 1),
+            constants={"blocks": _CLUSTER},
+            cluster=_CLUSTER,
+        )
+    ]
+
+
 RULES: dict[str, Rule] = {
     "conv2d_kernel": _conv,
     "to_channels_last": _to_channels_last,
+    "squeeze_excite": _squeeze_excite,
     "conv_transpose2d_kernel": _conv_transpose,
 }

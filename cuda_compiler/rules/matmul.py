@@ -9,7 +9,7 @@ from cuda_compiler.cuda_program import GemmLaunch, LaunchKind
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
-from npu_compiler.graph.dtypes import is_float, itemsize
+from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View, collapse, numel
 
@@ -36,7 +36,8 @@ def _many_rows(
 ) -> list[KernelCall]:
     """out = act(a · b + bias) + residual by cuBLASLt, with a kernel for the epilogue where cuBLASLt lacks it.
 
-    The product between the two is float32, so that the result is rounded once.
+    The product between the two is float32, so that the result is rounded once; but where only a 16-bit activation is
+    missing, it is rounded before it too, as PyTorch does, which spares most of the memory traffic.
     """
     out, activation = call.outputs[0], call.params["activation"]
     if gemm(call, a, b, out) is None:
@@ -46,6 +47,10 @@ def _many_rows(
         product = gemm(call, a, b, out, bias=bias, residual=residual, activation=activation)
         if product is not None:
             return [product]
+    if residual is None and out.dtype in HALF_DTYPES:
+        product = gemm(call, a, b, out, bias=bias)
+        if product is not None:
+            return [product, _epilogue(make, call, out, None, None, out)]
     between = out if out.dtype == "float32" else make.temporary(call.node, out.shape, "float32")
     product = gemm(call, a, b, between)
     assert product is not None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from cuda_compiler.specialization.gpu import WARP
+from dataclasses import replace
+
+from cuda_compiler.specialization.gpu import MAX_GRID, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.views import View
+from npu_compiler.program.views import View, collapse, numel
 
 _BLOCK = 256
+_EDGE = 64  # of a square that is transposed
+_FEW = 64 * 1024  # elements up to which a copy takes no time to speak of
 
 
 def _per_element(make: Specializer, call: KernelCall, file: str) -> list[KernelCall]:
@@ -45,6 +49,46 @@ def _vectors(make: Specializer, call: KernelCall, threads: int, width: int) -> K
     block = min(_BLOCK, WARP * groups(threads, WARP))
     grid = (groups(threads, block), 1, 1)
     return make.kernel(call, "movement/indexing.cu", grid=grid, block=(block, 1, 1), constants={"VECTOR": width})
+
+
+def transposing_copy(make: Specializer, call: KernelCall) -> KernelCall | None:
+    """A copy between two orders of memory, by squares; None where one dimension lies side by side on both sides."""
+    (x,), (out,) = call.inputs, call.outputs
+    if x.dtype != out.dtype or itemsize(x.dtype) > 4 or x.numel < _FEW:
+        return None
+    sizes, (x_steps, out_steps) = collapse(out.shape, x.strides, out.strides)
+    if 1 not in x_steps or 1 not in out_steps:
+        return None
+    column, row = x_steps.index(1), out_steps.index(1)
+    if column == row or min(sizes[column], sizes[row]) < _EDGE // 4:
+        return None
+    order = [dim for dim in range(len(sizes)) if dim not in (row, column)] + [row, column]
+    source, target = (
+        replace(view, shape=tuple(sizes), strides=tuple(steps)).permute(order)
+        for view, steps in ((x, x_steps), (out, out_steps))
+    )
+    squares = (groups(sizes[column], _EDGE), groups(sizes[row], _EDGE), numel(source.shape[:-2]))
+    if squares[1] > MAX_GRID[1] or squares[2] > MAX_GRID[2]:
+        return None
+    packs = {"in_pack": _side_by_side(source), "out_pack": _side_by_side(target.transpose(-1, -2))}
+    return make.kernel(
+        call,
+        "movement/transpose.cu",
+        function="transpose",
+        inputs={"x": source},
+        outputs={"out": target},
+        grid=squares,
+        block=(_BLOCK, 1, 1),
+        constants=packs,
+    )
+
+
+def _side_by_side(view: View) -> int:
+    """Elements of the last dimension per vector access, which divide its size."""
+    width = min(vector_width(view), 16 // itemsize(view.dtype))
+    while view.shape[-1] % width:
+        width //= 2
+    return width
 
 
 def _common_vector(*views: View) -> int:

@@ -73,6 +73,7 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme
         "least": extreme.least,
         "wants_index": extreme.wants_index,
         "team_warps": warps,
+        "team_lanes": WARP,
         "teams": 1,
     }
     return make.kernel(
@@ -92,7 +93,7 @@ def _running_sum(make: Specializer, call: KernelCall) -> list[KernelCall]:
     width = out.shape[-1]
     rows = out.numel // width
     warps = min(groups(width, WARP), MOST_WARPS)
-    constants, block = {"team_warps": warps, "teams": 1}, (warps * WARP, 1, 1)
+    constants, block = {"team_warps": warps, "team_lanes": WARP, "teams": 1}, (warps * WARP, 1, 1)
     if rows > _FEW_ROWS or width < _LONG_ROW:
         return [make.kernel(call, "reductions/cumsum.cu", grid=(rows, 1, 1), block=block, constants=constants)]
     chunk = block[0] * groups(width, block[0] * _CHUNKS)

@@ -13,6 +13,8 @@ MOST_WARPS = 32  # of a block
 _MANY_ROWS = 1024  # from here on the rows fill the GPU, so each gets fewer threads with more work
 _TEAMS = 4
 _HELD_PACKS = 4
+_BUSY = 16 * 1024  # lanes that are enough to keep many loads on their way
+_SMALL_BLOCK = 128
 
 
 def shared_pack(views: Iterable[View], most: int = 8) -> int:
@@ -26,7 +28,24 @@ def teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Siz
     """Constants, grid and block of a kernel in which a team of warps processes each row of `items`."""
     warps = min(groups(items, WARP * (4 if rows >= _MANY_ROWS else 1)), MOST_WARPS)
     teams = _TEAMS if warps == 1 and rows >= _TEAMS else 1
-    return {"team_warps": warps, "teams": teams}, (groups(rows, teams), 1, 1), (warps * teams * WARP, 1, 1)
+    return (
+        {"team_warps": warps, "team_lanes": WARP, "teams": teams},
+        (groups(rows, teams), 1, 1),
+        (warps * teams * WARP, 1, 1),
+    )
+
+
+def small_teams_for(rows: int, items: int) -> tuple[dict[str, bool | int | float], Size3, Size3]:
+    """The same where a team may be a part of a warp: lanes hold several items each, if there are many rows."""
+    held = next((held for held in (4, 2) if rows * items >= held * _BUSY), 1)
+    lanes = 1
+    while lanes < groups(items, held):
+        lanes *= 2
+    if lanes >= WARP:
+        return teams_for(rows, items)
+    teams = _SMALL_BLOCK // lanes
+    constants: dict[str, bool | int | float] = {"team_warps": 1, "team_lanes": lanes, "teams": teams}
+    return constants, (groups(rows, teams), 1, 1), (_SMALL_BLOCK, 1, 1)
 
 
 def held_packs(items: int, block: Size3, teams: int | float) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cuda_compiler.specialization.sizes import WIDEST_VECTOR, Size3, vector_width
-from npu_compiler.graph.dtypes import as_int32
-from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE
+from npu_compiler.graph.dtypes import HALF_DTYPES, as_int32
+from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, Elementwise
 from npu_compiler.program.kernels import KernelCall, KernelDecl
 from npu_compiler.program.views import View, collapse
 
@@ -27,7 +27,11 @@ def specialized(
     return "\n".join(
         [
             *(_operand_struct(name, view) for name, view in (*inputs.items(), *outputs.items())),
-            _parameters(decl.fields if decl is not None else {}, call.params),
+            _parameters(
+                decl.fields if decl is not None else {},
+                call.params,
+                rounds=all(view is None or view.dtype in HALF_DTYPES for view in outputs.values()),
+            ),
             *(f"constexpr {_typed(name, value)};\n" for name, value in constants.items()),
         ]
     )
@@ -113,14 +117,42 @@ constexpr const float *{name} = nullptr;
 """
 
 
-def _parameters(fields: Mapping[str, str], params: Mapping[str, Any]) -> str:
-    """The declared parameters in namespace `param`, and the activation, if there is one, as a function."""
+# Parameters that name an activation, and the functions that a template finds for them.
+_FUNCTIONS = {"activation": "activate", "gate": "gate"}
+
+
+# What stands for an element-wise op where its result is rounded to 16 bits: op → C expression.
+_NEAR = {
+    "sigmoid": "near_sigmoid(a)",
+    "silu": "a * near_sigmoid(a)",
+    "silu_mul": "a * near_sigmoid(a) * b",
+    "gelu_erf": "near_gelu(a)",
+    "gelu_mul": "near_gelu(a) * b",
+    "gelu_tanh": "near_gelu_tanh(a)",
+}
+
+
+def expression(op: Elementwise, rounds: bool) -> str:
+    """The C expression of an element-wise op.
+
+    Args:
+        rounds: The result is rounded to 16 bits.
+    """
+    return _NEAR.get(op.name, op.expr) if rounds else op.expr
+
+
+def _parameters(fields: Mapping[str, str], params: Mapping[str, Any], rounds: bool) -> str:
+    """The declared parameters in namespace `param`, and the activations as functions.
+
+    Args:
+        rounds: The results are rounded to 16 bits.
+    """
     lines = [line for name, fmt in fields.items() for line in _parameter(name, fmt, params)]
     text = "namespace param {\n" + "".join(f"{line}\n" for line in lines) + "}\n"
-    if "activation" in fields:
-        kind = params["activation"]
-        op = ELEMENTWISE[ACTIVATIONS.get(kind, "copy")]
-        text += f"__device__ __forceinline__ float activate(float a) {{ return {op.expr}; }}\n"
+    for param, function in _FUNCTIONS.items():
+        if param in params:
+            op = ELEMENTWISE[ACTIVATIONS.get(params[param], "copy")]
+            text += f"__device__ __forceinline__ float {function}(float a) {{ return {expression(op, rounds)}; }}\n"
     return text
 
 

@@ -57,8 +57,9 @@ def fold_padding(graph: IRGraph) -> IRGraph:
     nodes, dropped = [], set()
     for node in graph.nodes:
         pad = producers.get(node.inputs[0]) if node.base == "aten.conv2d" and node.inputs else None
-        if pad is not None and _is_zero_padding(pad, graph) and node.attrs.get("padding") not in ("same", "valid"):
+        if pad is not None and _is_zero_padding(pad, graph) and node.attrs.get("padding") != "same":
             own = node.attrs.get("padding", 0)
+            own = 0 if own == "valid" else own
             height, width = (own, own) if isinstance(own, int) else (own * 2)[:2]
             left, right, top, bottom = pad.attrs["pad"]
             sides = [top + height, bottom + height, left + width, right + width]

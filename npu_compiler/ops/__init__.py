@@ -1,6 +1,20 @@
 """The op table. Importing the package registers every op, and fills the tables of kernels and element-wise ops."""
 
-from npu_compiler.ops import aliases, conv, elementwise, indexing, matmul, reductions, sorting, tensor, transformer
+from npu_compiler.ops import (
+    aliases,
+    comparing,
+    conv,
+    conv3d,
+    elementwise,
+    experts,
+    indexing,
+    matmul,
+    reductions,
+    scattering,
+    sorting,
+    tensor,
+    transformer,
+)
 from npu_compiler.ops.registry import OPS, Args, Op, find_op, register_op, unsupported_reason
 from npu_compiler.program.elementwise import ELEMENTWISE, declaration, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS
@@ -12,15 +26,19 @@ __all__ = [
     "Args",
     "Op",
     "aliases",
+    "comparing",
     "conv",
+    "conv3d",
     "declaration",
     "elementwise",
     "elementwise_kernel",
+    "experts",
     "find_op",
     "indexing",
     "matmul",
     "reductions",
     "register_op",
+    "scattering",
     "sorting",
     "tensor",
     "transformer",

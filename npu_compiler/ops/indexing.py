@@ -206,6 +206,25 @@ def _update_rows(ctx: Lowering, node: OpNode, kernel: str, bases: Sequence[str],
     index, *rows = (ctx.view(name) for name in (node.inputs[1], *sources))
     index = index.unsqueeze(0) if index.rank == 0 else index
     rows = [source.unsqueeze(0) if source.rank == 0 else source for source in rows]
-    params = {"dim": outputs[0].dim(node.attrs["dim"]), "checked": is_checked_index(ctx, node.inputs[1])}
+    checked = is_checked_index(ctx, node.inputs[1])
+    copy_rows(ctx, kernel, index, rows, outputs, outputs[0].dim(node.attrs["dim"]), checked)
+
+
+def copy_rows(
+    ctx: Lowering,
+    kernel: str,
+    index: View,
+    rows: Sequence[View],
+    outputs: Sequence[View],
+    dim: int,
+    checked: int = 0,
+) -> None:
+    """Emit the replacement of rows of each output by those of its source.
+
+    Args:
+        index: The rows that are replaced, a vector.
+        checked: 1 if every index is known to be in range.
+    """
+    params = {"dim": dim, "checked": checked}
     touched = distinct_bytes(index) + 2 * sum(distinct_bytes(source) for source in rows)
     ctx.emit(kernel, [index, *rows], outputs, params, bytes_moved=touched)

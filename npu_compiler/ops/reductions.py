@@ -148,6 +148,17 @@ def lower_vector_norm(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, "norm", ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output(), order=order)
 
 
+def _norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    order, dims = node.attrs.get("ord"), node.attrs.get("dim")
+    rank = len(graph.tensors[node.inputs[0]].shape) if dims is None else 1 if isinstance(dims, int) else len(dims)
+    if order is not None and (isinstance(order, str) or rank != 1):
+        return "the norm of a matrix"
+    return _empty_unsupported(node, graph)
+
+
+register_op("aten.linalg_norm", unsupported=_norm_unsupported)(lower_vector_norm)
+
+
 def _weight_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     shape, dim = graph.tensors[node.inputs[0]].shape, node.attrs.get("dim", 0)
     kept = None if dim == -1 else dim % max(len(shape), 1)

@@ -274,12 +274,24 @@ def _arange_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> R
 
 @register_op("aten.arange", integer_range=_arange_range)
 def lower_arange(ctx: Lowering, node: OpNode) -> None:
-    _arange(ctx, node.attrs.get("start", 0), node.attrs.get("step", 1))
+    emit_arange(ctx, ctx.output(), node.attrs.get("start", 0), node.attrs.get("step", 1))
 
 
-def _arange(ctx: Lowering, start: float, step: float) -> None:
+def emit_arange(ctx: Lowering, out: View, start: float, step: float) -> None:
+    """Fill a vector with start, start + step, …"""
     params = {"start": start, "step": step, "int_start": as_int32(start), "int_step": as_int32(step)}
-    ctx.emit("arange_kernel", [], [ctx.output()], params)
+    ctx.emit("arange_kernel", [], [out], params)
+
+
+@register_op("aten.eye", integer_range=lambda node, graph, known: (0, 1))
+def lower_eye(ctx: Lowering, node: OpNode) -> None:
+    out = ctx.output()
+    rows, columns = (ctx.temp((size,), "int32") for size in out.shape)
+    for numbers in (rows, columns):
+        emit_arange(ctx, numbers, 0, 1)
+    flags = ctx.temp(out.shape, "bool")
+    ctx.elementwise("eq", [rows.unsqueeze(1), columns], flags)
+    ctx.copy(flags, out)
 
 
 @register_op(
@@ -292,7 +304,7 @@ def _arange(ctx: Lowering, start: float, step: float) -> None:
 def lower_linspace(ctx: Lowering, node: OpNode) -> None:
     start, steps = node.attrs["start"], node.attrs["steps"]
     step = (node.attrs["end"] - start) / (steps - 1) if steps > 1 else 0.0
-    _arange(ctx, start, step)
+    emit_arange(ctx, ctx.output(), start, step)
 
 
 @register_op("aten.tril aten.triu", integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], (0, 0)))

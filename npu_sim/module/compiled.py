@@ -17,6 +17,7 @@ from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.dynamo_backend import Options
 from npu_sim.module.graph_breaks import BrokenModule
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
+from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.programs import PROGRAMS, Programs, Settings
 from npu_sim.module.report import Report, report
 from npu_sim.module.shapes import InputShapes, dimension_names, flat_dimensions
@@ -209,7 +210,8 @@ def check_module(module: nn.Module, arguments: Any = ()) -> None:
     if module.training:
         raise InputError(f"{type(module).__name__} is in training mode; call .eval() first: programs are for inference")
     for name, part in module.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks:
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        if not all(map(is_library_hook, hooks)):
             where = f"module '{name}'" if name else type(module).__name__
             raise InputError(f"{where} has forward hooks, which a compiled graph would not call; remove them first")
     tensors = dict([*module.named_parameters(), *module.named_buffers()])

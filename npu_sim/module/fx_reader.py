@@ -19,6 +19,7 @@ from npu_compiler.graph.model import TENSOR_NAMES, unique_name
 from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
 
+UNBACKED = ("u", "zuf")  # how the names of sizes begin that depend on data
 _GETITEM = "<built-in function getitem>"
 _ASSERTIONS = ("_assert", "sym_constrain_range")
 
@@ -100,7 +101,8 @@ class Nodes:
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._region(node, args, kwargs)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
-            return plain_number(value, node.name)
+            # What depends on data may be there only to be asserted; an op that reads it is refused.
+            return value if depends_on_data(value) else plain_number(value, node.name)
         if value is None and any(part in str(target) for part in _ASSERTIONS):
             return None
         if target is operator.getitem:
@@ -206,6 +208,13 @@ def dtype_of(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
+def depends_on_data(value: Any) -> bool:
+    """Whether a number is symbolic and depends on the values of a tensor, such as `x.max().item()`."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    return any(str(symbol).startswith(UNBACKED) for symbol in value.node.expr.free_symbols)
+
+
 def plain_number(value: Any, where: str) -> Any:
     """A number as it is; a symbolic one as an expression.
 
@@ -215,12 +224,13 @@ def plain_number(value: Any, where: str) -> Any:
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     expression = value.node.expr
-    unbacked = sorted(str(x) for x in expression.free_symbols if str(x).startswith(("u", "zuf")))
-    if unbacked:
+    if depends_on_data(value):
         raise IRError(
             f"node '{where}': a size depends on the values of a tensor, so no program of static shapes exists"
         )
     if not expression.free_symbols:
+        if isinstance(value, torch.SymBool):
+            return bool(expression)
         return float(expression) if isinstance(value, torch.SymFloat) else int(expression)
     return symbolic(str(expression))
 

@@ -1,7 +1,7 @@
 """Between a caller's CUDA tensors and a program's buffers: on the caller's stream, without waiting for the GPU.
 
-A call enqueues one kernel that copies (and casts, and checks) all inputs, the program's graph, and one kernel that
-copies the outputs into new tensors.
+A call is one launch of the program's graph, which begins with a kernel that copies (and casts, and checks) all inputs,
+and ends with one that copies the outputs into new tensors; where those are is set before each launch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from cuda_runtime import CUDABackend
-from cuda_runtime.tensor_copies import Copy, can_copy
+from cuda_runtime.cuda_backend import MovingLaunch
+from cuda_runtime.tensor_copies import MOST, Copy, can_copy
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, is_int
@@ -52,6 +53,8 @@ class GPUPorts:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._results, self._in_place, self._bindings = results, sorted(in_place), 0
         self._at: dict[str, int] = {}
+        self._dense: list[torch.Tensor] = []
+        self._made: dict[str, torch.Tensor] = {}
         self.follow()
 
     def go_home(self) -> None:
@@ -76,6 +79,7 @@ class GPUPorts:
             Copy(_address(bound.outputs[spec.name]), spec.numel, spec.dtype, spec.storage) for spec in self._taken
         ]
         self._take = self._backend.tensor_copies(outwards, False)
+        bound.surround(self._fill, self._take)
         kept = {spec.name for spec in self._taken}
         self._static = {
             spec.name: torch.utils.dlpack.from_dlpack(bound.outputs[spec.name]).reshape(spec.shape)
@@ -86,23 +90,24 @@ class GPUPorts:
         self._names = [spec.name for spec in program.input_specs]
 
     def fill(self, values: Sequence[torch.Tensor]) -> None:
-        """Make the inputs hold these values from the next launch on.
+        """Make the next launch read these values, and write its outputs into new tensors.
 
         Raises:
             InputError: an earlier call's index was out of bounds.
         """
         if self._in_place:
             self._bind(dict(zip(self._names, values, strict=True)))
-        found = self._backend.out_of_bounds()
-        if found:
+        if self._backend.out_of_bounds():
             raise InputError(
                 f"an earlier call was given an integer out of bounds, in one of {', '.join(map(repr, self._names))}: "
                 "its result is not what PyTorch would have computed (found later, since a call does not wait)"
             )
-        self._stream = torch._C._cuda_getCurrentRawStream(self._index)
-        self._backend.call_on(self._stream)
-        dense = [value if value.is_contiguous() else value.contiguous() for value in values]
-        self._fill([dense[index].data_ptr() for index in self._copied], self._stream)
+        self._backend.call_on(torch._C._cuda_getCurrentRawStream(self._index))
+        self._dense = [value if value.is_contiguous() else value.contiguous() for value in values]
+        _point(self._fill, [self._dense[index].data_ptr() for index in self._copied])
+        device = self._device
+        self._made = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in self._rooms}
+        _point(self._take, [tensor.data_ptr() for tensor in self._made.values()])
 
     def _bind(self, values: Mapping[str, torch.Tensor]) -> None:
         """Have the program work on the caller's memory where it changes inputs in place, as long as that stays."""
@@ -126,14 +131,17 @@ class GPUPorts:
 
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Output name → tensor, of the launch before; `values` are the caller's tensors by input name."""
-        self._backend.call_on(self._stream)
-        made = {name: torch.empty(shape, dtype=dtype, device=self._device) for name, shape, dtype in self._rooms}
-        if made:
-            self._take([tensor.data_ptr() for tensor in made.values()], self._stream)
+        self._backend.call_on(torch._C._cuda_getCurrentRawStream(self._index))
+        made, self._made, self._dense = self._made, {}, []
         for name, donor in self._program.plan.donations.items() if self._at else ():
             if donor in self._at:
                 made[name] = values[donor]
         return made | self._static if self._static else made
+
+
+def _point(launches: Sequence[MovingLaunch], addresses: list[int]) -> None:
+    for index, launch in enumerate(launches):
+        launch.copies.point_to(addresses[MOST * index : MOST * (index + 1)])
 
 
 def _address(buffer: Any) -> int:

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
-from npu_sim.module.fx_reader import Nodes, Reference, Value, dtype_of, sizes_of
+from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, Value, dtype_of, sizes_of
+from npu_sim.module.library_models import register_caches
 from npu_sim.module.views import AliasedView
 
 if TYPE_CHECKING:
@@ -120,14 +121,22 @@ def export(
     """
     for value in (*args, *(kwargs or {}).values()):
         _register_dataclasses(value)
+    register_caches(module)
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
         with tracing():
-            return torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+            return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
         raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {first_line(error)}") from error
     finally:
         seen.remove()
+
+
+def _holds_vmap(exported: ExportedProgram) -> bool:
+    """Whether calls of functorch are left in the graph, which a second tracing replaces by what they do."""
+    targets = (node.target for node in exported.graph.nodes if node.op == "call_function")
+    return any(getattr(target, "__module__", None) == "torch._functorch.predispatch" for target in targets)
 
 
 def first_line(error: Exception | str) -> str:
@@ -405,8 +414,8 @@ def _example_sizes(inputs: Sequence[Reference], ranges: Mapping[str, tuple[int, 
 def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
     ranges = {}
     for symbol, limits in exported.range_constraints.items():
-        if not symbol.is_Symbol:
-            continue  # of an expression of others
+        if not symbol.is_Symbol or str(symbol).startswith(UNBACKED):
+            continue  # of an expression of others, or dependent on data, which is refused where it is read
         upper = limits.upper
         ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
     return ranges

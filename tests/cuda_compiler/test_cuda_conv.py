@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,9 @@ import npu_compiler
 from cuda_compiler import CUDA_GPU, CUDACodegenTarget
 from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, KernelLaunch, convolution_of, launch_of
 from cuda_compiler.passes.channels_last import lay_channels_last
+from cuda_compiler.passes.copies import drop_copies, write_in_place
+from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
+from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_runtime import CUDABackend, tuned_convolutions
 from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
 from cuda_runtime.tuned_convolutions import TunedConvolutions
@@ -38,16 +42,32 @@ from npu_runtime.torch_arrays import view_tensor
 
 
 class LaidOut(OpLevelTarget):
-    """The op-level program with the layout of the CUDA target."""
+    """The op-level program with the layout of the CUDA target and the calls that it joins."""
 
     config = CUDA_GPU
 
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
-        return lay_channels_last(plan)
+        plan = join_squeeze_excite(write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan)))))
+        return products_as_convolutions(plan)
+
+
+def activated(x: torch.Tensor, name: str) -> torch.Tensor:
+    functions: dict[str, Any] = {
+        "none": lambda x: x,
+        "silu": F.silu,
+        "relu": F.relu,
+        "relu6": F.relu6,
+        "gelu": F.gelu,
+        "sigmoid": torch.sigmoid,
+        "hardsigmoid": F.hardsigmoid,
+        "hardswish": F.hardswish,
+    }
+    result: torch.Tensor = functions[name](x)
+    return result
 
 
 class ReferenceBackend(CPUBackend):
-    """The CPU device's torch kernels, and what `to_channels_last` means, for programs laid out channels-last."""
+    """The CPU device's torch kernels, and what the calls mean that only the CUDA target makes."""
 
     config = CUDA_GPU
     runs_targets = (CUDA_GPU.name,)
@@ -60,6 +80,18 @@ class ReferenceBackend(CPUBackend):
         return LaidOut()
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
+        if call.kernel == "squeeze_excite":
+            return self._squeeze_excite(call, [bind(each) for each in inputs], bind(outputs[0]))
+        if call.kernel == "groupnorm_kernel" and "activation" in call.params:
+            params = dict(call.params)
+            name, normed = params.pop("activation"), bind(outputs[0])
+            normalize = super().prepare(replace(call, params=params), inputs, outputs)
+
+            def then_activate() -> None:
+                normalize()
+                normed.copy_(activated(normed.float(), name))
+
+            return then_activate
         if call.kernel != "to_channels_last":
             return super().prepare(call, inputs, outputs)
         (x,), (out,) = (map(view_tensor, map(bind, operands)) for operands in (inputs, outputs))
@@ -75,6 +107,22 @@ class ReferenceBackend(CPUBackend):
             )
             out.zero_()
             out[:, : squares.shape[1]].copy_(squares)
+
+        return launch
+
+    def _squeeze_excite(self, call: KernelCall, operands: list[torch.Tensor], out: torch.Tensor) -> Launch:
+        x, squeeze, *others = operands
+        squeeze_bias = others.pop(0) if call.params["squeeze_bias"] else None
+        excite, *excite_bias = others
+
+        def product(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            padded = F.pad(values, (0, weight.shape[1] - values.shape[1]))
+            return F.linear(padded, weight.flatten(1).float(), None if bias is None else bias.float())
+
+        def launch() -> None:
+            hidden = activated(product(x.float().mean((2, 3)), squeeze, squeeze_bias), call.params["activation"])
+            factors = activated(product(hidden, excite, excite_bias[0] if excite_bias else None), call.params["gate"])
+            out.copy_(x.float() * factors[:, :, None, None])
 
         return launch
 
@@ -138,7 +186,7 @@ def test_forms(name: str, wanted: str) -> None:
     # cuDNN does not know how the weights of depthwise convolutions lie.
     assert isinstance(launch, ConvolutionLaunch) == (name != "depthwise")
     if isinstance(launch, ConvolutionLaunch):
-        assert {form.kernel for form in launch.alternatives} <= {wanted}
+        assert {form.kernel for form in launch.alternatives} <= {wanted, "conv_wgmma"}
 
 
 def forms(call: KernelCall) -> list[KernelLaunch]:

@@ -168,7 +168,7 @@ def test_weights_share_the_modules_memory_and_changes_are_seen() -> None:
     torch.cuda.synchronize()
     compiled = npu_sim.compile(model, (ids, mask))
     compiled(ids, mask)
-    addresses = {x.native_handle.data.ptr for x in compiled._loaded.cache.values()}
+    addresses = {x.native_handle.data.ptr for x in compiled._programs._loaded.cache.values()}
     assert addresses & {x.data_ptr() for x in model.parameters()}
     model.layer.weight.mul_(0.5)
     close(compiled(ids, mask)["states"], model, ids, mask)

@@ -16,6 +16,7 @@ import torch_ir
 from cuda_gpu import DEVICES
 from metal_harness import open_metal
 from torch import nn
+from transformers.integrations import moe  # noqa: F401 (registers its ops)
 
 from npu_compiler import ConstraintError, DeviceError, compile, get_supported_ops, is_op_supported, partition, read_ir
 from npu_compiler.constraint_checker import find_violations
@@ -536,7 +537,7 @@ case(
 )
 case("conv_transpose2d-unbatched", F.conv_transpose2d, f(4, 5, 6), w(4, 3, 2, 2), w(3))
 case("conv_transpose1d", lambda x, v, c: F.conv_transpose1d(x, v, c, 3, 1, 1), f(2, 4, 7), w(4, 3, 4), w(3))
-refused("conv3d", F.conv3d, f(1, 2, 4, 4, 4), w(3, 2, 3, 3, 3))
+case("conv3d", F.conv3d, f(1, 2, 4, 4, 4), w(3, 2, 3, 3, 3), spread=1)
 
 # Normalization.
 case(
@@ -1150,6 +1151,88 @@ case(
     Arg((2,), lambda s: torch.tensor([3, 1])),
     f(2, 6),
 )
+
+
+def rows(*picked: int) -> Arg:
+    return Arg((len(picked),), lambda s: torch.tensor(picked))
+
+
+def permutation(*shape: int) -> Arg:
+    """Along the last dimension, the first of a random order of twice as many; so none occurs twice."""
+    return Arg(shape, lambda s: torch.rand(*s[:-1], 2 * s[-1]).argsort(-1)[..., : s[-1]])
+
+
+case("scatter-value", lambda x, n: (x.scatter(1, n, 2.5), x.scatter(-1, n[:2], -1)), f(4, 6), permutation(4, 3))
+case("scatter-value-rows", lambda x, n: x.scatter(0, n.t(), 0.5), f(6, 4), permutation(2, 3))
+case("scatter-value-repeated", lambda x, n: x.scatter(1, n, 2.0), f(2, 4), i(2, 5))
+case("scatter-value-int", lambda x, n: x.scatter(0, n, 7), i(6), permutation(3))
+case("scatter-value-bool", lambda x, n: x.scatter(1, n, True), b(2, 6), permutation(2, 3))
+case("scatter-value-infinite", lambda x, n: x.scatter(1, n, -math.inf), f(2, 6), permutation(2, 3))
+case("scatter-value-in-place", lambda x, n: (x + 1).scatter_(1, n, 2.0) * 2, f(2, 6), permutation(2, 3))
+case("scatter-value-none", lambda x, n: x.scatter(1, n, 2.0), f(2, 6), i(2, 0))
+case("scatter-src", lambda x, n, y: x.scatter(1, n, y), f(4, 6), permutation(4, 3), f(4, 3))
+case("scatter-src-larger", lambda x, n, y: x.scatter(2, n, y), f(3, 4, 6), permutation(2, 4, 3), f(3, 5, 4))
+case("scatter-src-int", lambda x, n, y: x.scatter(0, n, y), i(6, 2), i(3, 2, high=1), i(3, 2, high=1))
+case("scatter-src-none", lambda x, n, y: x.scatter(1, n, y), f(2, 6), i(2, 0), f(2, 3))
+refused("scatter-large", lambda x, n: x.scatter(1, n, 2.0), f(64, 1024), i(64, 513, high=1024))
+case("index_put-rows", lambda x, n, y: A.index_put(x, [n], y), f(6, 3, 2), rows(4, -1, 0), f(3, 3, 2))
+case(
+    "index_put-inverse",
+    lambda n: A.index_put(torch.zeros_like(n), [n], torch.arange(4, device=n.device)),
+    rows(2, 0, 3, 1),
+)
+refused("index_put-accumulate", lambda x, n, y: A.index_put(x, [n], y, True), f(4, 3), i(5), f(5, 3))
+refused("index_put-broadcast", lambda x, n, y: A.index_put(x, [n], y), f(4, 3), rows(2, 0), f(3))
+refused("index_put-second", lambda x, n, y: A.index_put(x, [None, n], y), f(3, 4), rows(2, 0), f(3, 2))
+refused("index_put-two", lambda x, n, m, y: A.index_put(x, [n, m], y), f(3, 4), rows(2, 0), rows(1, 1), f(2))
+refused("index_put-mask", lambda x, m, y: A.index_put(x, [m], y), f(3), b(3), f(1))
+case("isin", lambda n, m: (torch.isin(n, m), torch.isin(n, m, invert=True)), i(3, 5, high=9), i(2, 2, high=9))
+case("isin-float", lambda x, y: torch.isin(x, y), whole(7), whole(1))
+refused("isin-scalar", lambda n: torch.isin(n, 2), i(3))
+refused("isin-mixed", lambda n, x: torch.isin(n, x), i(3), whole(2))
+refused("isin-large", lambda n, m: torch.isin(n, m), i(4097, high=9), i(4096, high=9))
+LIMITS = Arg((4,), lambda s: torch.tensor([-1.0, 0.0, 0.5, 2.0]))
+case("bucketize", lambda x, y: (torch.bucketize(x, y), torch.bucketize(x, y, right=True)), halves(3, 9), LIMITS)
+case("bucketize-nan", lambda x, y: torch.bucketize(x / 0.0, y), whole(9), LIMITS)
+case("bucketize-int32", lambda n, m: torch.bucketize(n, m, out_int32=True), i(7, high=9), rows(2, 4, 4))
+case("eye", lambda x: (torch.eye(4, device=x.device) + x, torch.eye(2, 4, device=x.device) * x[:2]), f(4, 4))
+case("eye-int", lambda n: torch.eye(3, dtype=torch.int64, device=n.device) + n, i(3))
+case("linalg_norm", lambda x: (torch.linalg.norm(x), torch.linalg.norm(x, dim=-1, keepdim=True)), f(3, 4))
+case("linalg_norm-order", lambda x: (torch.linalg.norm(x, 1, 1), torch.linalg.norm(x, 3.0, dim=(0,))), p(3, 4))
+refused("linalg_norm-matrix", lambda x: torch.linalg.norm(x, "fro"), f(3, 4))
+case("conv3d-patches", lambda x, v, c: F.conv3d(x, v, c, (2, 3, 4)), f(2, 3, 4, 7, 9), w(5, 3, 2, 3, 4), w(5), spread=1)
+case(
+    "conv3d-overlap",
+    lambda x, v: F.conv3d(x, v, None, (1, 2, 1), 1, (2, 1, 1)),
+    f(1, 2, 5, 5, 4),
+    w(3, 2, 2, 3, 2),
+    spread=1,
+)
+case("conv3d-input", lambda x, v: F.conv3d(x.transpose(2, 4), v) * 2, f(1, 2, 3, 4, 3), w(2, 2, 1, 2, 2), spread=1)
+refused("conv3d-groups", lambda x, v: F.conv3d(x, v, groups=2), f(1, 2, 3, 4, 3), w(2, 1, 1, 2, 2))
+
+
+def ends(*values: int) -> Arg:
+    return Arg((len(values),), lambda s: torch.tensor(values, dtype=torch.int32))
+
+
+GROUPED = torch.ops.transformers.grouped_mm_fallback
+case("grouped_mm", GROUPED, f(7, 5), w(4, 5, 3), rows(2, 2, 6, 7), spread=1.0)
+case("grouped_mm-rows-left", GROUPED, f(7, 5), f(3, 5, 4), rows(0, 3, 5), spread=1.0)
+case("grouped_mm-transposed", lambda x, y, n: GROUPED(x, y.mT, n), f(6, 5), w(2, 3, 5), rows(4, 6), spread=1.0)
+case(
+    "grouped_mm-bfloat16",  # the only dtype of which PyTorch exports it
+    lambda x, y, n: torch._grouped_mm(x.bfloat16(), y.bfloat16(), n).float(),
+    whole(8, 8),
+    whole(2, 8, 16),
+    ends(3, 8),
+)
+refused("grouped_mm-large", GROUPED, f(1025, 256), f(2, 256, 257), rows(1000, 1025), spread=1.0)
+case("histc-integers", lambda n: torch.histc(n.float(), 5, 0, 4), i(40, low=-2, high=7))
+case("histc-one-bin", lambda n: torch.histc(n.float(), 1, 0, 1), i(3, 4, low=-1, high=3))
+case("histc-halves", lambda x: torch.histc(x, 8, -2, 2), halves(50))
+refused("histc-limits-of-data", lambda x: torch.histc(x, 8), f(20))
+refused("histc-large", lambda x: torch.histc(x, 4097, -2, 2), f(4096))
 case(
     "index_copy-cache",
     lambda x, n, y: x.index_copy(2, n, y) * 1.0,

@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from metal_cases import attention as attention_cases
 from metal_cases import matmul as matmul_cases
+from metal_cases import norms as norm_cases
 from metal_cases import reduce as reduce_cases
 from metal_cases import sort as sort_cases
 from metal_harness import Case, T
+
+from npu_compiler.program.views import contiguous_strides
 
 
 def linear(m: int, n: int, k: int, **options: object) -> Case:
@@ -76,6 +79,10 @@ TILED_ATTENTION = [
     tiled("wide-causal-blocks", 130, 130, 128, heads=(264, 264), causal=True),
     tiled("causal", 150, 150, 80, heads=(96, 96), causal=True),
     tiled("causal-fewer-keys", 150, 90, 128, heads=(192, 48), causal=True),
+    tiled("width-40", 70, 150, 40),
+    tiled("width-48-bool-mask", 70, 150, 48, mask=shared_mask(70, 150, "bool", None)),
+    tiled("width-80", 150, 150, 80),
+    tiled("width-96-masked", 130, 200, 96, mask=shared_mask(130, 200, "compute", (-1.0, 1.0))),
     tiled("narrow", 70, 33, 24, value_width=40),
     tiled("negative-scale", 70, 150, 64, scale=-0.2),
     tiled("added-mask", 70, 200, 128, mask=shared_mask(70, 200, "float32", "normal")),
@@ -254,7 +261,28 @@ LONG_ORDERS = [
 ]
 
 # What the cases that all devices share are too small for; for the device at hand, in `test_cuda_kernels.py`.
+
+
+def pixels_last(shape: tuple[int, ...], **options: Any) -> T:
+    """[N, C, …] with its channels side by side."""
+    steps = contiguous_strides((shape[0], *shape[2:], shape[1]))
+    return T(shape, strides=(steps[0], steps[-1], *steps[1:-1]), **options)
+
+
+def group_norm(name: str, shape: tuple[int, ...], groups: int, affine: bool = True, **options: Any) -> Case:
+    """Over channels-last images."""
+    parts = {"weight": T((shape[1],)), "bias": T((shape[1],))} if affine else {}
+    return norm_cases.group(f"last-{name}", pixels_last(shape, **options), groups, pixels_last(shape), **parts)
+
+
 CASES = [
+    group_norm("straddling", (2, 40, 9, 7), 4),
+    group_norm("plain", (1, 32, 5, 5), 8, affine=False),
+    group_norm("many-pixels", (1, 320, 40, 41), 32),
+    group_norm("many-groups", (3, 1280, 8, 8), 320),
+    group_norm("many-channels", (1, 4104, 3, 3), 3),
+    group_norm("line", (2, 64, 100), 1),
+    group_norm("far-from-zero", (2, 16, 30, 20), 2, values=(1000.0, 1010.0)),
     cached(1, 600, 530),
     cached(1, 700, 3, heads=6, width=64),
     cached(4, 300, 290, heads=6, width=64, dtype="compute"),

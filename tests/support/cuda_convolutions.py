@@ -26,6 +26,8 @@ CASES = [
     ),
     conv("few-pixels-many-terms", nhwc(1, 512, 7, 7), (256, 512, 3, 3), **SAME, bias="compute", activation="silu"),
     conv("many-pixels", nhwc(3, 16, 61, 59), (136, 16, 1, 1), residual="compute"),
+    conv("wide-tiles", nhwc(2, 72, 90, 91), (264, 72, 1, 1), bias="compute", activation="gelu"),
+    conv("many-terms", nhwc(1, 200, 66, 65), (328, 200, 3, 3), **SAME, bias="float32", residual="compute"),
     conv("strided", nhwc(2, 32, 15, 17), (16, 32, 3, 3), stride=(2, 2), padding=(1, 1, 1, 1), bias="float32"),
     conv(
         "uneven",
@@ -58,6 +60,16 @@ CASES = [
         residual="compute",
     ),
     conv("depthwise-dilated", nhwc(1, 8, 20, 21), (8, 1, 3, 3), groups=8, dilation=(2, 3), padding=(2, 2, 3, 3)),
+    conv(
+        "depthwise-seven",
+        nhwc(2, 40, 57, 30),
+        (40, 1, 7, 7),
+        groups=40,
+        padding=(3, 3, 3, 3),
+        bias="float32",
+        activation="gelu",
+    ),
+    conv("depthwise-many", nhwc(4, 72, 60, 61), (72, 1, 3, 3), groups=72, **SAME, bias="float32", residual="compute"),
     conv("depthwise-large", nhwc(4, 96, 112, 112), (96, 1, 3, 3), groups=96, **SAME, bias="compute"),
     conv("grouped", nhwc(2, 32, 10, 10), (64, 8, 3, 3), groups=4, **SAME, bias="float32", activation="relu"),
     conv(

@@ -5,7 +5,7 @@
 #include "attention/attention_verdicts.cuh"
 
 constexpr int key_groups = tile_keys / 8;  // of a fragment of scores
-constexpr int value_tiles = (value_width + 15) / 16 * 2;  // of 8 dimensions
+static_assert(8 * value_tiles >= value_width);
 constexpr float log2_e = 1.44269504f;
 
 __device__ __forceinline__ float power_of_2(float exponent) {
@@ -33,7 +33,7 @@ struct Tiles {
         const int reach = param::causal ? smaller(keys, Problem::query_of(last_row) + 1) : keys;
         count = (reach + tile_keys - 1) / tile_keys;
         first_query = Problem::query_of(row_block * tile_rows);
-        if constexpr (Mask::present) {
+        if constexpr (Verdicts::present) {
             const index_t place = problem.batch % Verdicts::size(0) * Verdicts::size(1)
                 + problem.kv_head % Verdicts::size(1);
             verdicts += (place * row_blocks + row_block) * key_tiles;
@@ -42,7 +42,7 @@ struct Tiles {
 
     // The first one from `tile` on, or `count`.
     __device__ __forceinline__ int next(int tile) const {
-        if constexpr (Mask::present) {
+        if constexpr (Verdicts::present) {
             const int lane = threadIdx.x % WARP;
             for (; tile < count; tile += WARP) {
                 const bool needed = tile + lane < count && verdicts[tile + lane] != left_out;
@@ -57,8 +57,11 @@ struct Tiles {
     }
 
     __device__ __forceinline__ bool is_biased(int tile) const {
-        if constexpr (Mask::present) {
+        if constexpr (Verdicts::present) {
             return verdicts[tile] == biased;
+        }
+        if constexpr (Mask::present) {
+            return true;
         }
         const int behind = (tile + 1) * tile_keys;
         return behind > keys || (param::causal && behind - 1 > first_query);

@@ -6,10 +6,12 @@
 #include "common/warpgroup.cuh"
 
 constexpr int consumers = tile_rows / warpgroup_rows;
-constexpr int slabs = width / slab_width;
-constexpr int pieces = width / 8;  // of 16 bytes, in a row
+constexpr int held_width = (width + slab_width - 1) / slab_width * slab_width;  // of rows in shared memory, zeros included
+constexpr int slabs = held_width / slab_width;
+constexpr int pieces = held_width / 8;  // of 16 bytes, in a row
 constexpr int copied_rows = warpgroup_threads / pieces;  // by one copy of each thread
-static_assert(tile_keys == 128 && width == value_width && width % slab_width == 0 && width <= 128);
+static_assert(tile_keys == 128 && width == value_width && width <= held_width);
+static_assert(held_width % slab_width == 0 && held_width <= 128);
 
 struct alignas(1024) Memory {
     Half q[slabs][tile_rows][slab_width];
@@ -54,7 +56,7 @@ struct Copier {
         Half *target = place(memory.q);
 #pragma unroll
         for (int i = 0; i < tile_rows; i += copied_rows) {
-            const bool inside = block_row + row + i < rows;
+            const bool inside = block_row + row + i < rows && dim < width;
             copy_words(target + i * slab_width, inside ? problem.q_row(block_row + row + i) + dim : problem.q, inside);
         }
     }
@@ -67,7 +69,7 @@ struct Copier {
         const Half *own = source + (first_key + row) * stride + dim;
 #pragma unroll
         for (int i = 0; i < tile_keys; i += copied_rows) {
-            const bool inside = keys % tile_keys == 0 || first_key + row + i < keys;
+            const bool inside = (keys % tile_keys == 0 || first_key + row + i < keys) && dim < width;
             copy_words(target + i * slab_width, inside ? own + i * stride : source, inside);
         }
     }
@@ -106,7 +108,7 @@ struct Consumer {
         pin(scores);
         begin_products();
 #pragma unroll
-        for (int step = 0; step < width / 16; step++) {
+        for (int step = 0; step < (width + 15) / 16; step++) {
             constexpr int in_slab = slab_width / 16;
             const int column = step % in_slab * 32;
             multiply_shared(

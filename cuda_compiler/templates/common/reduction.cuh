@@ -1,5 +1,7 @@
-// Reductions over a team: `team_warps` warps of a block that work on one row. A block has `teams` of them; more than one
-// only where a team is a single warp, so that a team may leave before the others.
+// Reductions over a team: `team_warps` warps of a block that work on one row, or `team_lanes` lanes of a warp. A block has
+// `teams` of them; more than one only where a team is a warp or less, so that a team may leave before the others.
+
+static_assert(team_lanes == WARP || team_warps == 1, "");
 
 constexpr float FLOAT_MAX = 3.402823466e38f;
 
@@ -9,11 +11,11 @@ struct Place {
     index_t row;
 
     __device__ __forceinline__ Place()
-        : lane(threadIdx.x % WARP), warp(threadIdx.x / WARP % team_warps),
-          row(index_t(blockIdx.x) * teams + threadIdx.x / WARP / team_warps) {}
+        : lane(threadIdx.x % team_lanes), warp(threadIdx.x / team_lanes % team_warps),
+          row(index_t(blockIdx.x) * teams + threadIdx.x / team_lanes / team_warps) {}
 
     __device__ __forceinline__ int thread() const { return warp * WARP + lane; }
-    __device__ __forceinline__ static constexpr int threads() { return team_warps * WARP; }
+    __device__ __forceinline__ static constexpr int threads() { return team_warps * team_lanes; }
 };
 
 struct Sum {
@@ -37,11 +39,14 @@ struct Min {
     __device__ __forceinline__ static T of(T a, T b) { return a < b ? a : b; }
 };
 
+// Over a warp, or a team that is less.
 template <typename Op, typename T>
 __device__ __forceinline__ T reduce_warp(T value) {
+    constexpr unsigned lanes = 0xffffffffu >> (WARP - team_lanes);
+    const unsigned together = lanes << (threadIdx.x % WARP / team_lanes * team_lanes);
 #pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2) {
-        value = Op::of(value, __shfl_xor_sync(0xffffffffu, value, step));
+    for (int step = team_lanes / 2; step > 0; step /= 2) {
+        value = Op::of(value, __shfl_xor_sync(together, value, step));
     }
     return value;
 }

@@ -27,50 +27,116 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 }
 
 #define FOUR(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
-#define SIXTEEN(x, i) FOUR(x, i), FOUR(x, i + 1), FOUR(x, i + 2), FOUR(x, i + 3)
-#define NAMES_32                                                                                                       \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "    \
-    "%24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64                                                                                                       \
-    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "   \
-    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define EIGHT(x, i) FOUR(x, i), FOUR(x, i + 1)
+#define SIXTEEN(x, i) EIGHT(x, i), EIGHT(x, i + 2)
 
-#define MULTIPLY_SHARED(type)                                                                                          \
-    asm volatile("{.reg .pred adds; setp.ne.b32 adds, %66, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "."   \
-                 type " {" NAMES_64 "}, %64, %65, adds, 1, 1, 0, 0;}"                                                  \
-                 : SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)                             \
-                 : "l"(left), "l"(right), "r"(int(adds)))
+#define NAMES_20 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
 
-// sums[64 × 128] (+)= left[64 × 16] · right[128 × 16]ᵀ, in fragments as of 16 × 8 for each warp.
+#define NAMES_32 \
+    NAMES_20 ", %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+
+#define NAMES_40 \
+    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+
+#define NAMES_48 \
+    NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+
+#define NAMES_64 \
+    NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+#define NAMES_80 \
+    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+
+
+// Products of `width` columns: sums[64 × width] (+)= left[64 × 16] · right, in fragments as of 16 × 8 for each warp. The right
+// side is [width × 16] in the first, and [16 × width] in the second, whose left side is in registers.
+#define MULTIPLY_SHARED(type, width, names, a, b, adds_at, sums_list)                                              \
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, " adds_at ", 0; wgmma.mma_async.sync.aligned.m64n" width     \
+                 "k16.f32." type "." type " {" names "}, " a ", " b ", adds, 1, 1, 0, 0;}"                         \
+                 : sums_list : "l"(left), "l"(right), "r"(int(adds)))
+#define MULTIPLY_HELD(type, width, names, a, b, sums_list)                                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" width "k16.f32." type "." type " {" names "}, {" a "}, " b    \
+                 ", 1, 1, 1, 1;"                                                                                   \
+                 : sums_list : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right))
+
+#define LIST(...) __VA_ARGS__
+
+__device__ __forceinline__ void multiply_shared(
+    float (&sums)[8][4], unsigned long long left, unsigned long long right, bool adds
+) {
+    if constexpr (IsBrain<Half>::value) {
+        MULTIPLY_SHARED("bf16", "64", NAMES_32, "%32", "%33", "%34", LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4)));
+    } else {
+        MULTIPLY_SHARED("f16", "64", NAMES_32, "%32", "%33", "%34", LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4)));
+    }
+}
+
+__device__ __forceinline__ void multiply_shared(
+    float (&sums)[12][4], unsigned long long left, unsigned long long right, bool adds
+) {
+    if constexpr (IsBrain<Half>::value) {
+        MULTIPLY_SHARED("bf16", "96", NAMES_48, "%48", "%49", "%50",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8)));
+    } else {
+        MULTIPLY_SHARED("f16", "96", NAMES_48, "%48", "%49", "%50",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8)));
+    }
+}
+
 __device__ __forceinline__ void multiply_shared(
     float (&sums)[16][4], unsigned long long left, unsigned long long right, bool adds
 ) {
     if constexpr (IsBrain<Half>::value) {
-        MULTIPLY_SHARED("bf16");
+        MULTIPLY_SHARED("bf16", "128", NAMES_64, "%64", "%65", "%66",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)));
     } else {
-        MULTIPLY_SHARED("f16");
+        MULTIPLY_SHARED("f16", "128", NAMES_64, "%64", "%65", "%66",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)));
     }
 }
 
-#define MULTIPLY_HELD_64(type)                                                                                         \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" NAMES_32 "}, "                       \
-                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                                              \
-                 : SIXTEEN(sums, 0), SIXTEEN(sums, 4)                                                                  \
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right))
-#define MULTIPLY_HELD_128(type)                                                                                        \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" NAMES_64 "}, "                      \
-                 "{%64, %65, %66, %67}, %68, 1, 1, 1, 1;"                                                              \
-                 : SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)                             \
-                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right))
+__device__ __forceinline__ void multiply_shared(
+    float (&sums)[20][4], unsigned long long left, unsigned long long right, bool adds
+) {
+    if constexpr (IsBrain<Half>::value) {
+        MULTIPLY_SHARED("bf16", "160", NAMES_80, "%80", "%81", "%82",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12), SIXTEEN(sums, 16)));
+    } else {
+        MULTIPLY_SHARED("f16", "160", NAMES_80, "%80", "%81", "%82",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12), SIXTEEN(sums, 16)));
+    }
+}
 
-// sums[64 × 64 or 128] += left[64 × 16] · right[16 × 64 or 128], the left side in registers.
+__device__ __forceinline__ void multiply_held(
+    float (&sums)[5][4], const unsigned (&left)[4], unsigned long long right
+) {
+    if constexpr (IsBrain<Half>::value) {
+        MULTIPLY_HELD("bf16", "40", NAMES_20, "%20, %21, %22, %23", "%24", LIST(SIXTEEN(sums, 0), FOUR(sums, 4)));
+    } else {
+        MULTIPLY_HELD("f16", "40", NAMES_20, "%20, %21, %22, %23", "%24", LIST(SIXTEEN(sums, 0), FOUR(sums, 4)));
+    }
+}
+
 __device__ __forceinline__ void multiply_held(
     float (&sums)[8][4], const unsigned (&left)[4], unsigned long long right
 ) {
     if constexpr (IsBrain<Half>::value) {
-        MULTIPLY_HELD_64("bf16");
+        MULTIPLY_HELD("bf16", "64", NAMES_32, "%32, %33, %34, %35", "%36", LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4)));
     } else {
-        MULTIPLY_HELD_64("f16");
+        MULTIPLY_HELD("f16", "64", NAMES_32, "%32, %33, %34, %35", "%36", LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4)));
+    }
+}
+
+__device__ __forceinline__ void multiply_held(
+    float (&sums)[10][4], const unsigned (&left)[4], unsigned long long right
+) {
+    if constexpr (IsBrain<Half>::value) {
+        MULTIPLY_HELD("bf16", "80", NAMES_40, "%40, %41, %42, %43", "%44",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), FOUR(sums, 8), FOUR(sums, 9)));
+    } else {
+        MULTIPLY_HELD("f16", "80", NAMES_40, "%40, %41, %42, %43", "%44",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), FOUR(sums, 8), FOUR(sums, 9)));
     }
 }
 
@@ -78,9 +144,11 @@ __device__ __forceinline__ void multiply_held(
     float (&sums)[16][4], const unsigned (&left)[4], unsigned long long right
 ) {
     if constexpr (IsBrain<Half>::value) {
-        MULTIPLY_HELD_128("bf16");
+        MULTIPLY_HELD("bf16", "128", NAMES_64, "%64, %65, %66, %67", "%68",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)));
     } else {
-        MULTIPLY_HELD_128("f16");
+        MULTIPLY_HELD("f16", "128", NAMES_64, "%64, %65, %66, %67", "%68",
+            LIST(SIXTEEN(sums, 0), SIXTEEN(sums, 4), SIXTEEN(sums, 8), SIXTEEN(sums, 12)));
     }
 }
 

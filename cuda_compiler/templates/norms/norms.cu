@@ -209,6 +209,7 @@ struct ChannelGroup {
             if constexpr (Bias::present) {
                 values[j] += to_float(bias[channel * Bias::stride(0)]);
             }
+            values[j] = activate(values[j]);
         }
         put_floats(out + Out::offset(first_element + i), values);
     }

@@ -1,0 +1,163 @@
+"""Drops copies that move nothing, and those whose source could have been written to their target at once.
+
+Given:   y = conv2d(x), in memory as [1, 8, 8, 16];  t = copy(y as [64, 16]);  z = layernorm(t)
+Result:  y = conv2d(x);  z = layernorm(y as [64, 16])
+
+Given:   y = conv2d(x);  t[:, :16] = copy(y)
+Result:  t[:, :16] = conv2d(x)
+
+The first were made for a layout that `channels_last` has changed since, the second for a concatenation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+from cuda_compiler.elementwise.grouping import place_of
+from cuda_compiler.rules.channel_packs import PACK
+from npu_compiler.program.elementwise import elementwise_kernel
+from npu_compiler.program.kernels import KERNELS, Family, KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View, collapse
+
+# Kernels whose results may lie anywhere; they move so many elements at a time where addresses allow it.
+_ANYWHERE = [name for name, decl in KERNELS.items() if decl.family in (Family.CONV, Family.POOL)]
+
+
+def drop_copies(plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan without copies from an arena buffer to another one in the same order of memory."""
+    kept = {view.buffer for view in plan.output_views.values()}
+    movable = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena" and name not in kept}
+    calls = list(plan.calls)
+    index = 0
+    while index < len(calls):
+        if _moves_nothing(calls[index], plan) and _stays(calls, index, movable):
+            copy = calls.pop(index)
+            source, target = copy.inputs[0], copy.outputs[0]
+            calls[index:] = [_reading(call, target, source) for call in calls[index:]]
+        else:
+            index += 1
+    return replace(plan, calls=calls)
+
+
+def write_in_place(plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan with results written to where their only reader would copy them."""
+    kept = {view.buffer for view in plan.output_views.values()}
+    calls = list(plan.calls)
+    for copy in plan.calls:
+        if not _is_copy(copy) or plan.buffers[copy.inputs[0].buffer].kind != "arena":
+            continue
+        source, target = copy.inputs[0], copy.outputs[0]
+        touching = [at for at, call in enumerate(calls) if source.buffer in _touched(call)]
+        if len(touching) != 2 or source.buffer in kept or plan.buffers[target.buffer].donor is not None:
+            continue
+        first, last = touching
+        written = _elsewhere(calls[first], source, target) if calls[last] is copy else None
+        if written is None or not all(_spares(call, written.outputs[0]) for call in calls[first:last]):
+            continue
+        calls[first] = written
+        del calls[last]
+    return replace(plan, calls=calls)
+
+
+def _touched(call: KernelCall) -> set[str]:
+    return {view.buffer for view in (*call.inputs, *call.outputs)}
+
+
+def _spares(call: KernelCall, target: View) -> bool:
+    """Whether a call reads nothing of the target's buffer, and writes only other elements of it."""
+    if any(view.buffer == target.buffer for view in call.inputs):
+        return False
+    return all(view.buffer != target.buffer or _are_apart(view, target) for view in call.outputs)
+
+
+def _are_apart(first: View, second: View) -> bool:
+    """Whether two views are different columns of the same rows; False where that is not to be seen."""
+    steps = [
+        stride
+        for view in (first, second)
+        for size, stride in zip(view.shape, view.strides, strict=True)
+        if size > 1 and stride > 1
+    ]
+    if not steps:
+        return False
+    row = min(steps)
+    begins = [view.offset % row for view in (first, second)]
+    widths = [
+        max((size for size, stride in zip(view.shape, view.strides, strict=True) if stride == 1), default=1)
+        for view in (first, second)
+    ]
+    inside = all(begin + width <= row for begin, width in zip(begins, widths, strict=True))
+    apart = begins[0] + widths[0] <= begins[1] or begins[1] + widths[1] <= begins[0]
+    return all(step % row == 0 for step in steps) and inside and apart
+
+
+def _elsewhere(call: KernelCall, source: View, target: View) -> KernelCall | None:
+    """The call with its result written through `target` instead of `source`, which is all of the result."""
+    if len(call.outputs) != 1 or source.dtype != target.dtype or call.kernel not in _ANYWHERE:
+        return None
+    (made,) = call.outputs
+    if made.buffer != source.buffer or made.numel != source.numel or made.dtype != source.dtype:
+        return None
+    sizes, (steps, target_steps) = collapse(source.shape, source.strides, target.strides)
+    strides, offset = [], target.offset
+    if made.offset != source.offset:
+        return None
+    for size, stride in zip(made.shape, made.strides, strict=True):
+        covering = [
+            stride // step * target_step
+            for all_of_it, step, target_step in zip(sizes, steps, target_steps, strict=True)
+            if step and stride % step == 0 and step <= stride and stride * size <= step * all_of_it
+        ]
+        if size > 1 and len(covering) != 1:
+            return None
+        strides.append(covering[0] if size > 1 else stride)
+    as_wide = all((stride == 1) == (own == 1) for stride, own in zip(strides, made.strides, strict=True))
+    if not as_wide or offset % PACK or any(stride % PACK for stride in strides if stride != 1):
+        return None
+    moved = View(target.buffer, made.shape, tuple(strides), offset, made.dtype)
+    (operand,) = KERNELS[call.kernel].outputs
+    written = replace(call, outputs=(moved,))
+    return None if operand.problem(moved, {}) else written
+
+
+def _is_copy(call: KernelCall) -> bool:
+    decl = elementwise_kernel(call)
+    return decl is not None and decl.op.name == "copy" and list(call.params["scalars"]) == [None]
+
+
+def _moves_nothing(call: KernelCall, plan: ExecutionPlan) -> bool:
+    if not _is_copy(call):
+        return False
+    source, target = call.inputs[0], call.outputs[0]
+    run = ((target.numel,), (1,))
+    places = [place_of(view) for view in (source, target)]
+    whole = prod(plan.buffers[target.buffer].alloc_shape) == target.numel
+    return source.dtype == target.dtype and whole and all((place.sizes, place.strides) == run for place in places)
+
+
+def _stays(calls: Sequence[KernelCall], index: int, movable: set[str]) -> bool:
+    """Whether the source holds its value as long as the target is read, and nothing else writes the target."""
+    source, target = calls[index].inputs[0].buffer, calls[index].outputs[0].buffer
+    if source == target or not {source, target} <= movable:
+        return False
+    reads = [at for at, call in enumerate(calls) if any(view.buffer == target for view in call.inputs)]
+    writes = [at for at, call in enumerate(calls) if any(view.buffer == target for view in call.outputs)]
+    if writes != [index] or any(at < index for at in reads):
+        return False
+    between = calls[index + 1 : max(reads, default=index) + 1]
+    return not any(view.buffer == source for call in between for view in call.outputs)
+
+
+def _reading(call: KernelCall, target: View, source: View) -> KernelCall:
+    """The call with every view of the target over the source."""
+    moved = source.offset - target.offset
+    return replace(
+        call,
+        inputs=tuple(
+            replace(view, buffer=source.buffer, offset=view.offset + moved) if view.buffer == target.buffer else view
+            for view in call.inputs
+        ),
+    )
