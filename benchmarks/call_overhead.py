@@ -84,7 +84,9 @@ def main(device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu") -> N
     dtype = torch.float16 if where.type == "cuda" else torch.float32
     print("model | program, µs | call, µs | overhead, µs | host's part, µs | eager, µs")
     for name, (model, args) in models(where, dtype).items():
-        alone, whole, host = measure(npu_sim.compile(model, args), args)
+        compiled = npu_sim.compile(model, args)
+        assert isinstance(compiled, CompiledModule)
+        alone, whole, host = measure(compiled, args)
         eager = seconds(partial(model, *args), where)
         print(
             f"{name} | {1e6 * alone:.1f} | {1e6 * whole:.1f} | {1e6 * (whole - alone):.1f} | {1e6 * host:.1f} | "

@@ -52,7 +52,9 @@ def main() -> None:
         ours, theirs = compiled(image), model(image)
         print(compiled.report())
         print(f"same five first: {ours.topk(5).indices.tolist() == theirs.topk(5).indices.tolist()}")
-        print(f"PyTorch {milliseconds(lambda: model(image)):.1f} ms, compiled {milliseconds(lambda: compiled(image)):.1f} ms")
+        print(
+            f"PyTorch {milliseconds(lambda: model(image)):.1f} ms, compiled {milliseconds(lambda: compiled(image)):.1f} ms"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "efficientnet.npumod")
         compiled.save(path)

@@ -28,7 +28,7 @@ def main() -> None:
     sizes = {0: Dim("batch", min=1, max=32), 1: Dim("length", min=2, max=512)}
     example = {"input_ids": torch.ones(2, 16, dtype=torch.long), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
 
-    compiled = npu_sim.compile(model, kwargs=example, dynamic_shapes={name: sizes for name in example})
+    compiled = npu_sim.compile(model, kwargs=example, dynamic_shapes=dict.fromkeys(example, sizes))
 
     with torch.no_grad():
         for shape in ((1, 12), (4, 30), (2, 64), (1, 12)):

@@ -86,9 +86,21 @@ class Captured:
             "nodes": nodes.nodes,
             "constants": {key: _constant(value) for key, value in small.items()},
         }
-        symbols: dict[str, tuple[int, int | None]] = dict.fromkeys(self.sizes, (0, None))
-        results = read.leaves, _LEAF, read.written
-        return Trace(ir, large, small, (), _LEAF, *results, symbols, {}, self.device, read.passed, read.views)
+        return Trace(
+            ir=ir,
+            weights=large,
+            constants=small,
+            inputs=(),
+            in_spec=_LEAF,
+            outputs=read.leaves,
+            out_spec=_LEAF,
+            written=read.written,
+            ranges=dict.fromkeys(self.sizes, (0, None)),
+            example_sizes={},
+            example_device=self.device,
+            passed=read.passed,
+            views=read.views,
+        )
 
 
 def capture(graph_module: GraphModule) -> Captured:
@@ -99,13 +111,13 @@ def capture(graph_module: GraphModule) -> Captured:
             sizes.
     """
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    values = [node.meta["example_value"] for node in placeholders]
-    traced = _trace(graph_module, values)
+    values = [node.meta.get("example_value") for node in placeholders]
     names = tuple(node.name for node in placeholders)
-    device = _device(traced)
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, (torch.Tensor, torch.SymInt, int)):
             raise IRError(f"input '{name}' is a {type(value).__name__}, which is neither a tensor nor a size")
+    traced = _trace(graph_module, values)
+    device = _device(traced)
     return Captured(
         traced,
         names,
@@ -143,7 +155,7 @@ def _trace(graph_module: GraphModule, values: Sequence[Any]) -> GraphModule:
 def _is_static(placeholder: Node) -> bool:
     """Whether a graph's input is a parameter, a buffer or another tensor of a module."""
     source = getattr(placeholder, "_dynamo_source", None)
-    value = placeholder.meta["example_value"]
+    value = placeholder.meta.get("example_value")
     if isinstance(value, nn.Parameter):
         return True
     return isinstance(value, torch.Tensor) and source is not None and source.guard_source.is_unspecialized_nn_module()
@@ -177,6 +189,8 @@ def _lift_constants(traced: GraphModule, names: Sequence[str]) -> dict[str, torc
         value = operator.attrgetter(str(node.target))(traced)
         if not isinstance(value, torch.Tensor):
             continue
+        if isinstance(value, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            raise IRError(f"node '{node.name}' exists only inside a function that PyTorch maps or differentiates")
         name = f"constant_{len(made)}" if str(node.target) not in made else ""
         if name:
             while name in names:

@@ -23,7 +23,7 @@ from npu_sim.module.programs import Programs, Settings
 from npu_sim.module.report import Report, report
 from npu_sim.module.shapes import dimension_names
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
-from npu_sim.module.trace import Trace, export, load_exported, trace
+from npu_sim.module.trace import Trace, export, load_exported, trace_module
 from npu_sim.module.watch import WeightWatch, current_tensors, live_tensor
 
 
@@ -64,7 +64,7 @@ def compile(
         given = (args,) if isinstance(args, torch.Tensor) else tuple(args)
         check_module(module, (given, kwargs or {}))
         try:
-            traced = trace(export(module, given, kwargs, dynamic_shapes=dynamic_shapes), type(module).__name__)
+            traced = trace_module(export(module, given, kwargs, dynamic_shapes=dynamic_shapes), type(module).__name__)
         except IRError as error:
             options = Options(device, dtype, programs)
             return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
@@ -74,7 +74,7 @@ def compile(
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
     name = Path(module).stem if isinstance(module, (str, Path)) else "exported"
-    return CompiledModule(trace(program, name), None, device, dtype, (), programs)
+    return CompiledModule(trace_module(program, name), None, device, dtype, (), programs)
 
 
 def _with_breaks(
@@ -114,8 +114,9 @@ class CompiledModule:
         self._signature = None if module is None else inspect.signature(module.forward)
         self._arguments = Arguments(self._signature, traced.inputs, *argument_structures(traced.in_spec), torch.Tensor)
         self._results = Results(traced.outputs, PytreeStructure(traced.out_spec))
-        described = traced.ir["graph_inputs"]
         paths = [leaf.path for leaf in traced.inputs if leaf.name is not None]
+        described, state = traced.ir["graph_inputs"][: len(paths)], traced.ir["graph_inputs"][len(paths) :]
+        self._state = [(meta["name"], traced.state[meta["name"]], tuple(meta["shape"])) for meta in state]
         self._shapes = TensorShapes(described, paths, traced.ranges, dimension_names(described, dims), self.device)
         self._names = [meta["name"] for meta in described]
         self._dtype = dtype_name(dtype)
@@ -136,11 +137,24 @@ class CompiledModule:
         tensors = self._arguments.tensors(args, kwargs)
         key = self._shapes.check(tensors)
         inputs = dict(zip(self._names, tensors, strict=True))
+        if self._state:
+            inputs |= self._state_tensors()
         with self.backend.lock:
             if self._watched.has_changed():
                 self.refresh()
             outputs = self._programs.run(key, inputs)
         return self._results.of(outputs, lambda name: self._programs.source(name, key, inputs, outputs, self._own))
+
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        """The module's buffers that the graph changes, as they are now."""
+        found = {}
+        for name, key, shape in self._state:
+            value = found[name] = self._own(key).detach()
+            if value.shape != shape:
+                raise InputError(
+                    f"'{key}' has shape {list(value.shape)}, but the module was compiled for {list(shape)}"
+                )
+        return found
 
     def _own(self, key: str) -> torch.Tensor:
         """The module's own parameter or buffer."""
@@ -184,8 +198,9 @@ class CompiledModule:
         with self.backend.lock:
             if self._watched.has_changed():
                 self.refresh()
-            tensors, runners = self._programs.tensors, self._programs.runners
-            save_module(Path(path), self.trace, tensors, self._signature, self._shapes.names, self._dtype, runners)
+            traced = self.trace.plain or self.trace
+            tensors, runners = self._programs.tensors, {} if self.trace.plain else self._programs.runners
+            save_module(Path(path), traced, tensors, self._signature, self._shapes.names, self._dtype, runners)
 
     def report(self) -> Report:
         """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""
@@ -196,7 +211,8 @@ class CompiledModule:
 
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}
-        self._watched = WeightWatch(self._module, tensors)
+        state = self.trace.state.values()
+        self._watched = WeightWatch(self._module, {key: x for key, x in tensors.items() if key not in state})
 
     def _set_constants(self, values: Mapping[str, torch.Tensor]) -> None:
         from npu_runtime.torch_arrays import tensor_to_numpy

@@ -28,6 +28,7 @@ from npu_sim.module.report import ProgramReport, report
 from npu_sim.module.shared_weights import SharedWeights
 from npu_sim.module.trace import Trace, first_line
 
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _CHANGES = 3  # of a buffer between calls, until it is an argument
 
 
@@ -56,17 +57,19 @@ def backend(
         graph_module: What TorchDynamo captured.
         example_inputs: The arguments of the call for which it did.
         options: `dtype`, `device` and `programs`, as for `npu_sim.compile`.
+        mode: One of `torch.compile`'s, as callers such as `generate()` of transformers give it for every backend. All
+            mean the same here: overhead is always reduced, and kernels are always chosen by measuring.
 
     Raises:
-        InputError: there is no such option, or a mode was given.
+        InputError: there is no such option or mode.
         DeviceError: there is no such device.
     """
     known = [field.name for field in fields(Options)]
     unknown = sorted((options or {}).keys() - set(known))
     if unknown:
         raise InputError(f"backend 'npu_sim' has no option '{unknown[0]}'; it has {', '.join(known)}")
-    if mode is not None:
-        raise InputError(f"backend 'npu_sim' has no mode '{mode}'; it has the options {', '.join(known)}")
+    if mode not in (None, *_MODES):
+        raise InputError(f"torch.compile has no mode '{mode}'; it has {', '.join(_MODES)}")
     return compile_graph(graph_module, Options(**(options or {})))
 
 

@@ -78,9 +78,9 @@ class BrokenModule:
         """Refused: what runs between the graphs is Python.
 
         Raises:
-            IRError: always.
+            InputError: always.
         """
-        raise IRError(
+        raise InputError(
             f"{type(self._module).__name__} cannot be saved, since it is not one graph ({self.reason}); "
             "report() lists the graph breaks"
         )

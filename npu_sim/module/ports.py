@@ -186,8 +186,9 @@ class OutputPort:
         self._spec, self._device, self._is_result = spec, device, is_result
         self._buffer = bound.outputs[spec.name]
         self._static = shared_tensor(self._buffer, device)
-        if self._static is not None:
-            self._static = self._static.reshape(spec.shape)
+        if self._static is not None and self._static.shape != spec.shape:
+            whole = self._static.reshape(spec.alloc_shape or spec.shape)
+            self._static = whole[tuple(slice(size) for size in spec.shape)]
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         is_dense = spec.alloc_shape is None or spec.alloc_shape == spec.shape
         is_plain = is_dense and self._static is not None and self._static.dtype == self._dtype

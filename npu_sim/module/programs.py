@@ -96,9 +96,7 @@ class Programs:
         self._loaded = Loaded(settings.backend, {}, settings.device, arena, {} if cache is None else cache)
         self._take(weights)
         self._keys: dict[str, str] = traced.ir["weight_name_mapping"]
-        names = [meta["name"] for meta in traced.ir["graph_inputs"]]
-        self._updated = [(index, name) for index, name in traced.written if name in names]
-        self._stored = [(index, self._keys[name]) for index, name in traced.written if name not in names]
+        self._updated = traced.written
         self.runners: OrderedDict[Key, Runner] = OrderedDict()
         self._steps: dict[Key, dict[str, tuple[Step, ...]]] = {}
 
@@ -120,7 +118,7 @@ class Programs:
         self.compiled.clear()
 
     def run(self, key: Key, inputs: Values) -> list[torch.Tensor]:
-        """The graph's outputs; the inputs and weights that it changes have been changed.
+        """The graph's outputs; the inputs that it changes have been changed.
 
         Raises:
             InputError: an input that the graph changes shares memory with another, or another argument does not fit.
@@ -139,8 +137,6 @@ class Programs:
                 inputs[name].copy_(outputs[index])
             elif not inputs[name].is_inference():
                 increment_version(inputs[name])  # so that whoever else reads it as a weight notices
-        for index, weight in self._stored:
-            self.tensors[weight].copy_(outputs[index])
         return outputs
 
     def runner(self, key: Key) -> Runner:
@@ -165,7 +161,8 @@ class Programs:
         """
         view = self._trace.views.get(name)
         if view is None:
-            return inputs[name] if name in inputs else own(self._keys[name])
+            key_of = self._keys.get(name) or self._trace.state.get(name)
+            return inputs[name] if key_of is None else own(key_of)
         if key not in self._steps:
             sizes = dict(zip(self.symbols, key, strict=True))
             device = self._settings.device

@@ -6,9 +6,9 @@ import logging
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ class Trace:
         example_device: The torch device of the inputs.
         passed: The results that are graph inputs, weights or views, as the IR describes them, by `source`.
         views: Name → view, for results that share memory with something else.
+        state: Graph input → key, for parameters and buffers that are inputs after those of a call.
+        plain: Where there are such: the same with them as weights.
     """
 
     ir: dict[str, Any]
@@ -62,6 +64,8 @@ class Trace:
     example_device: torch.device
     passed: dict[str, dict[str, Any]]
     views: dict[str, AliasedView] = field(default_factory=dict)
+    state: dict[str, str] = field(default_factory=dict)
+    plain: Trace | None = None
 
     @property
     def is_dynamic(self) -> bool:
@@ -155,8 +159,18 @@ def load_exported(path: str | Path) -> ExportedProgram:
         logger.setLevel(level)
 
 
-def trace(exported: ExportedProgram, name: str) -> Trace:
+def trace_module(exported: ExportedProgram, name: str) -> Trace:
+    """As `trace`, with the buffers that a call changes as inputs of the graph, so that no weight changes."""
+    traced = trace(exported, name)
+    written = {x for _, x in traced.written if x in traced.ir["weight_name_mapping"]}
+    return replace(trace(exported, name, written), plain=traced) if written else traced
+
+
+def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()) -> Trace:
     """Read an exported program.
+
+    Args:
+        changing: The graph's names of parameters and buffers that are to be its inputs.
 
     Raises:
         IRError: IR has no form for an op in it, such as control flow that depends on data.
@@ -179,7 +193,7 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
             if not isinstance(tensor, torch.Tensor) or not isinstance(value, torch.Tensor):
                 raise IRError(f"'{spec.target}' is a {type(tensor).__name__}, not a tensor, which IR has no form for")
             keys[node.name] = str(spec.target)
-            values.append(Reference(node.name, value, None))
+            values.append(Reference(node.name, value, node.name if node.name in changing else None))
         elif isinstance(value, torch.Tensor):
             leaves.append(InputLeaf(node.name, None, paths[len(leaves)]))
             inputs.append(Reference(node.name, value, node.name))
@@ -204,10 +218,10 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
     ir: dict[str, Any] = {
         "model_name": name,
         "pytorch_version": torch.__version__,
-        "graph_inputs": [x.meta(as_input=False) for x in inputs],
+        "graph_inputs": [x.meta(as_input=False) for x in (*inputs, *(x for x in values if _is_named(x, changing)))],
         "graph_outputs": [x.meta() for x in read.outputs],
         "weights": list(described.values()),
-        "weight_name_mapping": keys,
+        "weight_name_mapping": {tensor: key for tensor, key in keys.items() if tensor not in changing},
         "nodes": nodes.nodes,
     }
     if constants:
@@ -231,6 +245,7 @@ def trace(exported: ExportedProgram, name: str) -> Trace:
         inputs[0].value.device if inputs else torch.device("cpu"),
         read.passed,
         read.views,
+        {tensor: keys[tensor] for tensor in keys if tensor in changing},
     )
 
 
@@ -323,6 +338,10 @@ def ir_of_file(path: str | Path) -> dict[str, Any]:
     return plain_ir(trace(load_exported(path), Path(path).stem))
 
 
+def _is_named(value: object, names: Set[str]) -> bool:
+    return isinstance(value, Reference) and value.name in names
+
+
 def _is_weight(value: object) -> bool:
     return isinstance(value, Reference) and value.producer is None
 
@@ -384,5 +403,6 @@ __all__ = [
     "load_exported",
     "read_results",
     "trace",
+    "trace_module",
     "tracing",
 ]

@@ -10,6 +10,7 @@ import torch
 
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.symbolic import Sizes, specialize
+from npu_compiler.ops.registry import out_of_place
 from npu_runtime.cpu_fallback import bind_arguments, resolve_op
 
 Step = Callable[[Any], Any]
@@ -64,7 +65,9 @@ def _step(node: Mapping[str, Any], device: torch.device) -> Step | None:
     function = resolve_op(_WITH_SHAPE.get(op_type, op_type))
     if op_type in _WITH_SHAPE:
         return lambda value: function(value, shape)
-    if function._schema.is_mutable and torch.Tag.inplace_view not in function.tags:
+    if torch.Tag.inplace_view in function.tags:
+        function = resolve_op(out_of_place(op_type))
+    elif function._schema.is_mutable:
         return None
     if len(node["inputs"]) != 1:
         raise DeviceError(f"op '{op_type}' makes a view of several tensors, which cannot be made again")

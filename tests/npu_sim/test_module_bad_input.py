@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 import npu_sim
 from npu_compiler.errors import InputError, IRError, WeightError
+from npu_sim.module import runner
 from npu_sim.module.graph_breaks import BrokenModule
 
 
@@ -45,6 +48,12 @@ def close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def quantized(value: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch is about to drop them
+        return torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
+
+
 X = (torch.randn(3, 8),)
 
 
@@ -72,7 +81,7 @@ def with_pre_hook() -> nn.Module:
 
 def with_quantized_buffer() -> nn.Module:
     module = net()
-    module.scale = torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)
+    module.scale = quantized(torch.rand(4))
     return module
 
 
@@ -90,7 +99,7 @@ def with_quantized_buffer() -> nn.Module:
         (with_hook, X, "module 'linear' has forward hooks"),
         (with_pre_hook, X, "Net has forward hooks"),
         (with_quantized_buffer, X, r"'scale' is a quantized tensor of PyTorch \(torch\.qint8\)"),
-        (net, (torch.quantize_per_tensor(X[0], 0.1, 0, torch.quint8),), "an argument is a quantized tensor"),
+        (net, (quantized(X[0]),), "an argument is a quantized tensor"),
     ],
 )
 def test_modules_that_cannot_be_compiled_as_they_are(
@@ -238,6 +247,41 @@ def test_a_replaced_submodule_is_an_error() -> None:
             compiled(*X)
 
 
+class Remembering(nn.Module):
+    """Keeps what it has seen in a buffer, as modules do that hold their own KV cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(6, 4))
+
+    def forward(self, x: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.index_copy_(0, place, self.linear(x))
+        return x @ self.seen.t(), self.seen
+
+
+def test_a_buffer_that_calls_change_is_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Remembering().eval()
+    known = copy.deepcopy(module)
+    x = torch.randn(1, 4)
+    compiled = npu_sim.compile(module, (x, torch.tensor([0])))
+    assert not module.seen.any()
+    monkeypatch.setattr(runner, "load_weights", pytest.fail)
+    for place in (1, 4, 2):
+        x = torch.randn(1, 4)
+        got = compiled(x, torch.tensor([place]))
+        close(got, known(x, torch.tensor([place])))
+        assert got[1] is module.seen
+    monkeypatch.undo()
+    module.seen = torch.ones(6, 4)
+    known.seen = torch.ones(6, 4)
+    close(compiled(x, torch.tensor([3])), known(x, torch.tensor([3])))
+    close(module.seen, known.seen)
+    module.seen = torch.ones(2, 4)
+    with pytest.raises(InputError, match=r"'seen' has shape \[2, 4\], but the module was compiled for \[6, 4\]"):
+        compiled(x, torch.tensor([1]))
+
+
 def test_weights_of_another_shape_are_an_error() -> None:
     module = net()
     compiled = npu_sim.compile(module, X)
@@ -288,12 +332,15 @@ class Views(nn.Module):
         }
 
 
-def test_results_that_alias_arguments_are_views_of_the_callers_tensors() -> None:
+@pytest.mark.parametrize("rows", [(3, 3), (3, 5)])
+def test_results_that_alias_arguments_are_views_of_the_callers_tensors(rows: tuple[int, int]) -> None:
     module = Views().eval()
     x, state = torch.randn(3, 4), torch.zeros(2, 3)
-    compiled = npu_sim.compile(module, (x, state))
+    shapes = {"x": {0: torch.export.Dim("rows", min=2, max=9)}, "state": None} if rows != (3, 3) else None
+    compiled = npu_sim.compile(module, (x, state), dynamic_shapes=shapes)
     assert not state.any()
-    for _ in range(2):
+    for count in rows:
+        x = torch.randn(count, 4)
         want = module(x, state.clone())
         got = compiled(x, state)
         close(got["state"], want["state"])
@@ -371,7 +418,7 @@ def test_a_module_with_graph_breaks_says_what_it_cannot_do() -> None:
     module, x = Branch().eval(), torch.randn(3, 4)
     compiled = npu_sim.compile(module, (x,))
     assert isinstance(compiled, BrokenModule)
-    with pytest.raises(IRError, match="Branch cannot be saved, since it is not one graph"):
+    with pytest.raises(InputError, match="Branch cannot be saved, since it is not one graph"):
         compiled.save("somewhere")
     with pytest.raises(InputError, match="missing a required argument: 'x'"):
         compiled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
@@ -327,6 +328,12 @@ def a_view_before_a_write(x: torch.Tensor) -> Any:
     return row, y
 
 
+def a_result_of_another_shape(x: torch.Tensor) -> Any:
+    y = x * 2
+    y.unsqueeze_(0)
+    return y, y[0], y.detach()
+
+
 def a_cast_and_no_cast(x: torch.Tensor) -> Any:
     return x.to(torch.float32), x.to(torch.float64), x.contiguous()
 
@@ -349,6 +356,7 @@ ALIASES = [
     views_of_a_result,
     views_without_their_base,
     a_view_before_a_write,
+    a_result_of_another_shape,
     a_cast_and_no_cast,
     like_another,
 ]
@@ -440,6 +448,20 @@ def test_regions_under_no_grad_autocast_and_inference_mode() -> None:
         assert torch.compile(module.first, backend=npu_sim.backend)(x).dtype == torch.bfloat16
 
 
+def test_training_mode_without_gradients_draws_and_counts_as_in_eager() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.5)).train()
+    known = copy.deepcopy(module)
+    compiled = torch.compile(module, backend=npu_sim.backend)
+    for seed in range(6):
+        x = torch.randn(2, 3, 7, 7)
+        torch.manual_seed(seed)
+        got = compiled(x)
+        torch.manual_seed(seed)
+        close(got, known(x))
+        for mine, others in zip(module.buffers(), known.buffers(), strict=True):
+            close(mine, others)
+
+
 def test_options_choose_the_compute_dtype() -> None:
     module, x = layers(), torch.randn(3, 8)
     got = torch.compile(module, backend=npu_sim.backend, options={"dtype": "float16"})(x)
@@ -455,10 +477,10 @@ def test_options_choose_the_compute_dtype() -> None:
     ("arguments", "message"),
     [
         ({"options": {"speed": 11}}, "has no option 'speed'; it has device, dtype, programs"),
-        ({"mode": "max-autotune"}, "has no mode 'max-autotune'"),
+        ({"mode": "fastest"}, "has no mode 'fastest'; it has default, reduce-overhead"),
     ],
 )
-def test_unknown_options_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unknown_options_and_modes_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message) as caught:
         torch.compile(layers(), backend=npu_sim.backend, **arguments)(torch.randn(3, 8))
     assert isinstance(caught.value.__cause__ or caught.value, InputError) or "InputError" in str(caught.value)
@@ -512,6 +534,27 @@ def tiny(name: str) -> Any:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64)
     )
+
+
+def test_generate_compiles_the_decode_step_itself_where_its_configuration_says_so() -> None:
+    from transformers import CompileConfig
+
+    model = tiny("llama").eval()
+    model.generation_config.update(eos_token_id=None, pad_token_id=0)
+    ids = torch.randint(3, 96, (2, 5))
+    how = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    want = model.generate(ids, **how)
+    graphs = []
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        graphs.append(npu_sim.backend(*args, **kwargs))
+        return graphs[-1]
+
+    model.generation_config.compile_config = CompileConfig(backend=remember)
+    model.generation_config.compile_config._compile_all_devices = True  # as it does by itself on a GPU
+    assert torch.equal(model.generate(ids, **how), want)
+    (graph,) = graphs
+    assert isinstance(graph, Subgraph) and graph.programs()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -63,6 +63,11 @@ MENTIONS_CUDA = {
     "npu_sim/commands/targets.py": "the target by its name",
     "npu_sim/commands/tools.py": "help",
     "npu_sim/devices.py": "the device by its name",
+    "npu_sim/module/compiled.py": "help",
+    "npu_sim/module/dynamo_backend.py": "PyTorch's name of a mode",
+    "npu_sim/module/gpu_ports.py": "the ports of CUDA tensors",
+    "npu_sim/module/hardware.py": "the device by its name",
+    "npu_sim/module/runner.py": "chooses the ports",
 }
 
 
