@@ -112,6 +112,8 @@ class Nodes:
         return self._op(node, target, args, kwargs)
 
     def _op(self, node: Node, target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> Value:
+        if target is torch.ops.aten.as_strided.default and not _is_packed(args[0].value):
+            raise IRError(f"node '{node.name}': as_strided of a tensor that is itself a view, whose strides IR drops")
         inputs, attrs = _bind(node.name, target._schema, args, kwargs)
         name = self.take_name(node.name)
         value = node.meta.get("val")
@@ -198,6 +200,11 @@ def _is_cast(schema: Any, source: Reference, out: Reference) -> bool:
     """Whether an op that may return its argument itself has made a tensor of another dtype or device."""
     is_same = source.value.dtype == out.value.dtype and source.value.device == out.value.device
     return schema.name == "aten::to" and not is_same
+
+
+def _is_packed(value: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, in the order of its dimensions."""
+    return value.is_contiguous() and value.storage_offset() == 0
 
 
 def sizes_of(value: torch.Tensor) -> list[Any]:

@@ -67,6 +67,22 @@ def test_a_value_that_an_op_reads_is_refused() -> None:
         trace(exported, "data")
 
 
+class Strided(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_strided(x.t() if x.shape[0] > 3 else x * 2, (2, 2, 3), (3, 3, 1))
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_windows_onto_memory_show_what_pytorch_has_there(rows: int) -> None:
+    x = torch.randn(rows, 3)
+    exported = export(Strided(), (x,))
+    if rows == 3:
+        assert torch.equal(npu_sim.compile(exported)(x), Strided()(x))
+        return
+    with pytest.raises(IRError, match="as_strided of a tensor that is itself a view"):
+        trace(exported, "strided")
+
+
 def test_hooks_of_transformers_are_its_own(llama: nn.Module) -> None:
     output_capturing.install_all_output_capturing_hooks(llama)  # type: ignore[arg-type]
     hooks = [hook for part in llama.modules() for hook in part._forward_hooks.values()]
