@@ -133,6 +133,8 @@ def attempt(model_type: str, route: str, device: str, dtype: str) -> Outcome:
     try:
         module, kwargs = _moved(model, device, dtype)
         half = model.expected if dtype == "float32" else _eager(module, kwargs)
+        if not all(bool(x.isfinite().all()) for x in half if x.is_floating_point()):
+            raise NotBuilt(f"PyTorch's own answer in {dtype} is not finite")
         answer, placement = ROUTES[route](module, kwargs, model, device)
         where = placement()
         outcome.nodes, outcome.on_device, outcome.graphs = where.nodes, where.on_device, where.graphs

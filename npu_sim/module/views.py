@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from npu_compiler.errors import DeviceError
+from npu_compiler.graph.model import base_op
 from npu_compiler.graph.symbolic import Sizes, specialize
 from npu_compiler.ops.registry import out_of_place
 from npu_runtime.cpu_fallback import bind_arguments, resolve_op
@@ -48,22 +49,14 @@ def replay(base: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     return value
 
 
-# Their second tensor only says which shape.
-_WITH_SHAPE = {
-    "aten.expand_as.default": "aten.expand.default",
-    "aten.reshape_as.default": "aten.reshape.default",
-    "aten.view_as.default": "aten.view.default",
-}
-
-
 def _step(node: Mapping[str, Any], device: torch.device) -> Step | None:
     """A node as a function of its first tensor; None for one that only writes to it, which has happened by then."""
     op_type, attrs = node["op_type"], node["attrs"]
     if op_type.endswith("getitem>"):
         return lambda values: values[attrs["index"]]
-    shape = node["outputs"][0]["shape"]
-    function = resolve_op(_WITH_SHAPE.get(op_type, op_type))
-    if op_type in _WITH_SHAPE:
+    shape, like = node["outputs"][0]["shape"], base_op(op_type).endswith("_as")
+    function = resolve_op(op_type.replace("_as.", ".") if like else op_type)
+    if like:  # the second tensor only says which shape
         return lambda value: function(value, shape)
     if torch.Tag.inplace_view in function.tags:
         function = resolve_op(out_of_place(op_type))

@@ -34,7 +34,7 @@ def classifier(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_quick_start_runs_as_it_stands(classifier: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)[0]
-    lines = code.splitlines()
+    lines = [line for line in code.splitlines() if line]
     assert len(lines) <= 6 and "npu_sim.compile" in code
     names = [index for index, line in enumerate(lines) if line.startswith("name = ")]
     assert len(names) == 1

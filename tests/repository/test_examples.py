@@ -72,3 +72,22 @@ def test_toy_device() -> None:
     printed = in_another_process("toy_device.py")
     assert re.search(r"2 kernels, three runs: .*'prepared': 2, 'launched': 6", printed)
     assert "largest difference from the CPU device: 0.0" in printed
+
+
+def test_compile_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = in_this_process("compile_module.py", "", monkeypatch, capsys)
+    assert "100.0% on the device" in printed and "same five first: True" in printed
+    assert float(re.findall(r"largest difference ([\d.e+-]+)", printed)[0]) < 1e-3
+
+
+@pytest.mark.slow
+def test_torch_compile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = in_this_process("torch_compile.py", "--tokens 3", monkeypatch, capsys)
+    assert printed.startswith("The capital of") and "same tokens: True" in printed
+
+
+def test_dynamic_shapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = in_this_process("dynamic_shapes.py", "--layers 1", monkeypatch, capsys)
+    errors = [float(text) for text in re.findall(r"from PyTorch ([\d.e+-]+)", printed)]
+    assert len(errors) == 4 and max(errors) < 1e-4
+    assert "program for batch=4, length=30" in printed
