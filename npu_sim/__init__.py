@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from npu_compiler.deferred_import import deferred
 
 if TYPE_CHECKING:
+    from npu_sim.module.buckets import Buckets
     from npu_sim.module.compiled import CompiledModule, compile
     from npu_sim.module.dynamo_backend import backend
     from npu_sim.module.saved import LoadedModule, load
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __getattr__ = deferred(
     __name__,
     {
+        "Buckets": "module.buckets",
         "CompiledModule": "module.compiled",
         "LoadedModule": "module.saved",
         "backend": "module.dynamo_backend",
@@ -26,4 +28,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["CompiledModule", "LoadedModule", "backend", "compile", "load"]
+__all__ = ["Buckets", "CompiledModule", "LoadedModule", "backend", "compile", "load"]

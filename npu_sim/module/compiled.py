@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError, IRError
 from npu_sim.module.arguments import Arguments, Results
+from npu_sim.module.buckets import Bucketing, Buckets
 from npu_sim.module.dynamo_backend import Options
 from npu_sim.module.graph_breaks import BrokenModule
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
@@ -21,7 +22,7 @@ from npu_sim.module.library_models import is_library_hook
 from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Programs, Settings
 from npu_sim.module.report import Report, report
-from npu_sim.module.shapes import dimension_names
+from npu_sim.module.shapes import Key, dimension_names
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
 from npu_sim.module.watch import WeightWatch, current_tensors, live_tensor
@@ -35,6 +36,7 @@ def compile(
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
     dynamic_shapes: Any = None,
+    buckets: Mapping[str, Buckets] | None = None,
     programs: int = PROGRAMS,
 ) -> CompiledModule | BrokenModule:
     """Compile a PyTorch module for inference.
@@ -52,6 +54,8 @@ def compile(
         dtype: Compute dtype: `float16`, `bfloat16` or `float32`. Default: the module's own.
         dynamic_shapes: Which sizes may change between calls, as `torch.export.export` takes it. There is one program
             for each combination of sizes, made at its first call.
+        buckets: Name of a dynamic size (of its `torch.export.Dim`) → the sizes to which it is rounded up, so that fewer
+            programs are made; only for modules that ignore what a mask hides.
         programs: How many programs to keep; the one that has not been used for longest is dropped.
 
     Raises:
@@ -66,15 +70,17 @@ def compile(
         try:
             traced = trace_module(export(module, given, kwargs, dynamic_shapes=dynamic_shapes), type(module).__name__)
         except IRError as error:
+            if buckets:
+                raise
             options = Options(device, dtype, programs)
             return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        return CompiledModule(traced, module, device, dtype, dims, programs)
-    if args or kwargs or dynamic_shapes is not None:
+        return CompiledModule(traced, module, device, dtype, dims, buckets, programs)
+    if args or kwargs or dynamic_shapes is not None or buckets:
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
     name = Path(module).stem if isinstance(module, (str, Path)) else "exported"
-    return CompiledModule(trace_module(program, name), None, device, dtype, (), programs)
+    return CompiledModule(trace_module(program, name), None, device, dtype, (), None, programs)
 
 
 def _with_breaks(
@@ -106,6 +112,7 @@ class CompiledModule:
         device: str | None,
         dtype: str | torch.dtype | None,
         dims: Sequence[Any] = (),
+        buckets: Mapping[str, Buckets] | None = None,
         programs: int = PROGRAMS,
     ) -> None:
         self.trace, self._module = traced, module
@@ -118,14 +125,16 @@ class CompiledModule:
         described, state = traced.ir["graph_inputs"][: len(paths)], traced.ir["graph_inputs"][len(paths) :]
         self._state = [(meta["name"], traced.state[meta["name"]], tuple(meta["shape"])) for meta in state]
         self._shapes = TensorShapes(described, paths, traced.ranges, dimension_names(described, dims), self.device)
+        self._buckets = Bucketing(buckets, traced, self._shapes, paths) if buckets else None
         self._names = [meta["name"] for meta in described]
         self._dtype = dtype_name(dtype)
         settings = Settings(self.backend, self.device, self._dtype, programs)
         tensors = traced.weights | traced.constants
         self._programs = Programs(traced, settings, tensors, self._shapes.symbols)
         self._watch(tensors)
+        example = tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols)
         with self.backend.lock:
-            self._programs.runner(tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols))
+            self._programs.runner(example if self._buckets is None else self._buckets.rounded(example))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's result.
@@ -136,6 +145,8 @@ class CompiledModule:
         """
         tensors = self._arguments.tensors(args, kwargs)
         key = self._shapes.check(tensors)
+        if self._buckets is not None:
+            return self._results.of(self._run_bucket(tensors, key), self._own)
         inputs = dict(zip(self._names, tensors, strict=True))
         if self._state:
             inputs |= self._state_tensors()
@@ -144,6 +155,16 @@ class CompiledModule:
                 self.refresh()
             outputs = self._programs.run(key, inputs)
         return self._results.of(outputs, lambda name: self._programs.source(name, key, inputs, outputs, self._own))
+
+    def _run_bucket(self, tensors: Sequence[torch.Tensor], key: Key) -> list[torch.Tensor]:
+        """The outputs of a call whose sizes are rounded up."""
+        assert self._buckets is not None
+        rounded = self._buckets.rounded(key)
+        inputs = dict(zip(self._names, self._buckets.padded(tensors, rounded), strict=True))
+        with self.backend.lock:
+            if self._watched.has_changed():
+                self.refresh()
+            return self._buckets.cut(self._programs.run(rounded, inputs), key)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """The module's buffers that the graph changes, as they are now."""

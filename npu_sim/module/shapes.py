@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.symbolic import KEY, Sizes, evaluate, is_symbolic
 
 Key = tuple[int, ...]
@@ -34,6 +34,12 @@ class InputShapes:
         self._shapes = [shape for shape, _ in inputs]
         self._static = [shape if all(isinstance(size, int) for size in shape) else None for shape in self._shapes]
         self.symbols: tuple[str, ...] = tuple(ranges)
+        bare = {size[KEY] for shape in self._shapes for size in shape if is_symbolic(size)}
+        for symbol in ranges:
+            if symbol not in bare:
+                raise IRError(
+                    f"the size '{self.names[symbol]}' is no input's dimension by itself, only a part of others"
+                )
 
     def check(self, tensors: Sequence[Any]) -> Key:
         """The symbols' values in a call, in the order of `symbols`.
