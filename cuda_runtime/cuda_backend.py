@@ -455,26 +455,18 @@ class CUDABackend(Backend):
         """A buffer like another one, in the memory of a tensor on this GPU that holds as much."""
         return CUDABuffer(self._device, buffer.shape, buffer.alloc_shape, buffer.dtype, self._device.foreign(tensor))
 
-    def tensor_copies(self, copies: Sequence[Copy], inwards: bool) -> list[MovingLaunch]:
-        """Prepare copies between a caller's tensors and buffers of programs."""
+    def tensor_copies(self, copies: Sequence[Copy], inwards: bool, flag: DeviceBuffer) -> list[MovingLaunch]:
+        """Prepare copies between a caller's tensors and buffers of programs.
+
+        Args:
+            flag: An int32 that gets the number of a copy, from 1, that met an integer out of bounds.
+        """
         placeholder = KernelLaunch((1, 1, 1), (THREADS, 1, 1), 0, LaunchKind.KERNEL)
         call = KernelCall("tensor_copies", "tensor_copies", (), (), placeholder.params(), "tensor_copies")
         self.compile([call], {"tensor_copies": SOURCE})
-        function, flag = self._function(call, THREADS, 0), int(self._flag[0].data.ptr)
+        function, flagged = self._function(call, THREADS, 0), int(flag.native_handle.data.ptr)
         groups = [copies[start : start + MOST] for start in range(0, len(copies), MOST)]
-        return [MovingLaunch(self._device, call, function, TensorCopies(x, inwards, flag)) for x in groups]
-
-    def out_of_bounds(self) -> int:
-        """The number of a copy, from 1, that met an integer out of bounds some time ago; 0 for none. Resets it."""
-        found = int(self._flag[1][0])
-        if found:
-            self._flag[1][0] = 0
-        return found
-
-    @cached_property
-    def _flag(self) -> tuple[Any, np.ndarray]:
-        memory, host = self._device.allocate_visible(4)
-        return memory, host.view(np.int32)
+        return [MovingLaunch(self._device, call, function, TensorCopies(x, inwards, flagged)) for x in groups]
 
     @cached_property
     def _hold(self) -> Callable[[], object]:
