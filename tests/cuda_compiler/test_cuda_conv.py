@@ -81,10 +81,10 @@ class ReferenceBackend(CPUBackend):
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
         if call.kernel == "squeeze_excite":
-            return self._squeeze_excite(call, [bind(each) for each in inputs], bind(outputs[0]))
+            return self._squeeze_excite(call, [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
         if call.kernel == "groupnorm_kernel" and "activation" in call.params:
             params = dict(call.params)
-            name, normed = params.pop("activation"), bind(outputs[0])
+            name, normed = params.pop("activation"), view_tensor(bind(outputs[0]))
             normalize = super().prepare(replace(call, params=params), inputs, outputs)
 
             def then_activate() -> None:

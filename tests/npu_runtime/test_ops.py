@@ -1115,7 +1115,7 @@ case(
 )
 refused("linspace-tensor", lambda x: torch.linspace(x, 2.0, 5, device=x.device), f())
 case("diff", lambda x, y: (x.diff(), x.diff(dim=0), x.diff(prepend=y)), f(3, 4), f(3, 1))
-refused("diff-both-ends", lambda x, y, z: x.diff(prepend=y, append=z), f(3, 4), f(3, 1), f(3, 2))
+case("diff-both-ends", lambda x, y, z: x.diff(prepend=y, append=z), f(3, 4), f(3, 1), f(3, 2))
 case("diff-int-bool", lambda x, y: (x.diff(), y.diff()), i(3, 4), b(3, 4))
 case("meshgrid", lambda x, y: (*torch.meshgrid(x, y, indexing="ij"), *torch.meshgrid(x, y, indexing="xy")), f(3), f(4))
 case("meshgrid-default", lambda x, y: A.meshgrid([x, y]), f(3), f(4))
