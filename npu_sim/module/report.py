@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from npu_compiler.partitioner import PartitionPlan
+if TYPE_CHECKING:
+    from npu_compiler.partitioner import PartitionPlan
 
 
 @dataclass(frozen=True)

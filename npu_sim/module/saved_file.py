@@ -30,6 +30,7 @@ from npu_compiler.program.codec import pack, unpack
 from npu_compiler.program.views import numel
 from npu_runtime.pieces import in_pieces
 from npu_runtime.weight_loader import SAFETENSORS_DTYPES, MappedCheckpoint, map_file
+from npu_sim.module.report import OffDevice
 from npu_sim.module.signature import Parameter
 from npu_sim.module.structure import InputLeaf, OutputLeaf, Tree
 
@@ -91,15 +92,6 @@ class Symbol:
     def __post_init__(self) -> None:
         if self.low < 0 or (self.high is not None and self.high < self.low):
             raise ValueError(f"it is from {self.low} to {self.high}")
-
-
-@dataclass(frozen=True)
-class OffDevice:
-    """A node that PyTorch runs."""
-
-    node: str
-    op: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ import torch
 
 from npu_compiler.version import __version__
 from npu_runtime.torch_arrays import tensor_to_numpy
+from npu_sim.module.report import OffDevice
 from npu_sim.module.runner import Runner
 from npu_sim.module.saved_file import (
     GraphInput,
-    OffDevice,
     SavedModule,
     SavedProgram,
     StoredTensor,

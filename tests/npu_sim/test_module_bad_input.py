@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from sharing_threads import results_of_threads
 from torch import nn
 
 import npu_sim
@@ -294,21 +294,10 @@ def test_threads_call_one_compiled_module() -> None:
     module = net()
     compiled = npu_sim.compile(module, X)
     inputs = [torch.randn(3, 8) for _ in range(4)]
-    results: dict[int, list[torch.Tensor]] = {}
-
-    def work(index: int) -> None:
-        with torch.no_grad():
-            results[index] = [compiled(inputs[index]) for _ in range(50)]
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, x in enumerate(inputs):
-        want = module(x)
-        for got in results[index]:
-            close(got, want)
+    for x, results in zip(inputs, results_of_threads(compiled, inputs, 50), strict=True):
+        assert len(results) == 50
+        for got in results:
+            close(got, module(x))
 
 
 class Views(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import threading
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharing_threads import results_of_threads
 from torch import nn
 from torch.nn import functional as F
 
@@ -500,21 +500,10 @@ def test_threads_call_one_compiled_module() -> None:
     compiled = torch.compile(module, backend=npu_sim.backend)
     inputs = [torch.randn(3, 8) for _ in range(4)]
     compiled(inputs[0])
-    results: dict[int, list[torch.Tensor]] = {}
-
-    def work(index: int) -> None:
-        with torch.no_grad():
-            results[index] = [compiled(inputs[index]) for _ in range(20)]
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, x in enumerate(inputs):
-        want = module(x)
-        for got in results[index]:
-            close(got, want)
+    for x, results in zip(inputs, results_of_threads(compiled, inputs, 20), strict=True):
+        assert len(results) == 20
+        for got in results:
+            close(got, module(x))
 
 
 def tiny(name: str) -> Any:
