@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,20 +24,17 @@ import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.deferred_import import deferred
-from npu_compiler.errors import DeviceError, InputError, WeightError
-from npu_compiler.graph.model import TensorSpec
-from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
-from npu_compiler.program.views import View
+from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, Opened, as_backend
 from npu_runtime.dispatch import DispatchStrategy
-from npu_runtime.executor_inputs import InputPlaces, check_fits
-from npu_runtime.hardware import Hardware, Launch, Operand, best_hardware
-from npu_runtime.named_values import Outputs, inputs_by_name
+from npu_runtime.executor_inputs import check_fits
+from npu_runtime.hardware import Hardware, best_hardware
+from npu_runtime.named_values import inputs_by_name
 from npu_runtime.numerics import warn_of_doubtful_values
 from npu_runtime.packing import as_array
 from npu_runtime.profiler import Profiler
+from npu_runtime.program_run import Arena, BoundProgram, SharedMemory, ThreadRun
 
 if TYPE_CHECKING:
     from npu_runtime.metal.dispatch import MetalDispatchStrategy
@@ -101,22 +98,22 @@ class Executor:
             raise DeviceError("the program contains code, but this device runs none")
         self.backend.compile([*program.plan.prologue, *program.plan.calls], program.plan.sources)
         with self.backend.lock:
-            self._shared = _SharedMemory(program.plan, self.backend, self.counters, arena or Arena(self.backend))
+            self._shared = SharedMemory(program.plan, self.backend, self.counters, arena or Arena(self.backend))
             self._threads = threading.local()
             self._threads.run = self._run_of_a_thread()
 
-    def _run_of_a_thread(self) -> _ThreadRun:
-        return _ThreadRun(self.program.plan, self.backend, self._shared, self.counters)
+    def _run_of_a_thread(self) -> ThreadRun:
+        return ThreadRun(self.program.plan, self.backend, self._shared, self.counters)
 
     def bound(self, weights: Mapping[str, DeviceBuffer] | None = None) -> BoundProgram:
         """The program on buffers of its own, for a caller that fills and reads them itself."""
         return BoundProgram(self._run_of_a_thread(), self.program, self.backend, weights or {})
 
     @property
-    def _run(self) -> _ThreadRun:
+    def _run(self) -> ThreadRun:
         """What the calling thread has of its own."""
         try:
-            own: _ThreadRun = self._threads.run
+            own: ThreadRun = self._threads.run
         except AttributeError:
             own = self._threads.run = self._run_of_a_thread()
         return own
@@ -171,331 +168,6 @@ class Executor:
             else:
                 named[name] = as_array(value, f"input '{name}'")
         return named
-
-
-class Arena:
-    """Memory for the intermediate values of any number of programs, which run one at a time; it grows as needed.
-
-    Attributes:
-        memory: None until a program needs some.
-        generation: How often it has moved to larger memory.
-    """
-
-    def __init__(self, backend: Hardware) -> None:
-        self.memory: DeviceBuffer | None = None
-        self.generation = 0
-        self._backend = backend
-
-    def reserve(self, size: int) -> DeviceBuffer:
-        """Memory of at least `size` bytes; programs that hold the memory before are to bind the new one."""
-        if self.memory is None or self.memory.size_bytes < size:
-            self.memory = self._backend.allocate_zeros((size,), "uint8")
-            self.generation += 1
-        return self.memory
-
-
-class BoundProgram:
-    """A program prepared on fixed buffers: the caller writes `inputs`, launches and reads `outputs`.
-
-    All that holds the backend's lock, since several programs may share an arena.
-
-    Attributes:
-        inputs: Input name → buffer, of undefined content at first.
-        outputs: Output name → buffer; a donated input's, where the output updates it in place.
-    """
-
-    def __init__(
-        self, run: _ThreadRun, program: CompiledProgram, backend: Hardware, weights: Mapping[str, DeviceBuffer]
-    ) -> None:
-        self._run, self._plan, self._backend = run, program.plan, backend
-        self.inputs = {
-            spec.name: backend.allocate_zeros(spec.shape, spec.storage, spec.alloc_shape)
-            for spec in program.input_specs
-        }
-        self.bind(weights)
-
-    def bind(self, weights: Mapping[str, DeviceBuffer], inputs: Mapping[str, DeviceBuffer] | None = None) -> None:
-        """Prepare the program for these weights, and for other input buffers where given."""
-        with self._backend.lock:
-            self.inputs.update(inputs or {})
-            self._weights = weights
-            self._run.bind(self.inputs, weights)
-            self.outputs: dict[str, DeviceBuffer] = {
-                spec.name: self.inputs[donor]
-                if (donor := self._plan.donations.get(spec.name)) is not None
-                else self._run.memory[self._plan.output_views[spec.name].buffer]
-                for spec in self._plan.outputs
-            }
-
-    def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
-        """Have these launched with the program, before and after it."""
-        self._run.surround(before, after)
-
-    def rebind(self, inputs: Mapping[str, DeviceBuffer]) -> None:
-        """Prepare the program for other input buffers."""
-        self.bind(self._weights, inputs)
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the arena has moved, so that `bind` comes before the next launch."""
-        return self._run.is_outdated
-
-    def launch(self) -> None:
-        """Run the program; the caller holds the backend's lock."""
-        self._run.launch()
-
-    def mover(self, name: str) -> Callable[[int], None] | None:
-        """A function that has launches read an input, or write an output, at another address from now on.
-
-        The memory there is dense and in the buffer's layout, and stays as long as it is used. None where the device
-        cannot do that for all launches concerned.
-        """
-        buffer = self._plan.output_views[name].buffer if name in self.outputs else name
-        memory = self.outputs[name] if name in self.outputs else self.inputs[name]
-        return self._backend.mover(self._run.launches_of(buffer), memory)
-
-
-class _SharedMemory:
-    """The buffers that all threads share: arena, constants, weights, and what the prologue makes of weights.
-
-    Attributes:
-        memory: Buffer name → memory, for these buffers.
-        versions: Of the weights, when they were bound.
-        prologue_runs: How often the prologue has run, and so replaced what it makes.
-    """
-
-    def __init__(self, plan: ExecutionPlan, backend: Hardware, counters: Counter[str], arena: Arena) -> None:
-        self.memory: dict[str, DeviceBuffer] = {}
-        self.arena = arena
-        self.versions: dict[str, int] = {}
-        self.prologue_runs = 0
-        self._plan, self._backend, self._counters = plan, backend, counters
-        self._weights: Mapping[str, DeviceBuffer] | None = None
-        if any(buffer.kind == "arena" for buffer in plan.buffers.values()):
-            arena.reserve(plan.arena_bytes)
-            counters["buffers"] += 1
-        for name, buffer in plan.buffers.items():
-            if buffer.kind == "persistent":
-                self.memory[name] = self.zeros(buffer.alloc_shape, buffer.dtype)
-            elif buffer.kind == "constant":
-                value = plan.constants[name]
-                spec = TensorSpec(name, value.shape, str(value.dtype), buffer.dtype, buffer.alloc_shape)
-                self.memory[name] = backend.allocate_buffer(value, spec=spec)
-                counters["buffers"] += 1
-
-    def zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceBuffer:
-        self._counters["buffers"] += 1
-        return self._backend.allocate_zeros(shape, dtype)
-
-    def bind_weights(self, weights: Mapping[str, DeviceBuffer]) -> None:
-        """Check and bind weights, and run the prologue if any of them is another buffer, or written, since before."""
-        if self._weights == weights and self.versions == _versions(weights):
-            return
-        plan = self._plan
-        missing = sorted(plan.weights.keys() - weights.keys())
-        if missing:
-            raise WeightError(f"missing weights: {', '.join(missing)}; load them with load_weights()")
-        for name, weight in plan.weights.items():
-            check_fits(weights[name], weight.spec, f"weight '{name}'", WeightError)
-        is_same = self._weights is not None and all(
-            weights[name].native_handle is self.memory[name].native_handle
-            and weights[name].version == self.versions.get(name)
-            for name in plan.weights
-        )
-        if not is_same:
-            self._weights, self.versions = None, {}
-            self.memory.update({name: weights[name] for name in plan.weights})
-            memory = dict(self.memory)
-            if self.arena.memory is not None:
-                memory |= {name: self.arena.memory for name, x in plan.buffers.items() if x.kind == "arena"}
-            for call in plan.prologue:
-                prepare(call, plan, memory, self._backend, self._counters)()
-                for view in call.outputs:
-                    memory[view.buffer].prepared.clear()
-            self._backend.synchronize()
-            self.prologue_runs += 1
-        self._weights, self.versions = dict(weights), _versions(weights)
-
-
-class _ThreadRun:
-    """What a thread has of its own: outputs, copies of inputs, and the launches that are prepared for them.
-
-    Attributes:
-        memory: Buffer name → memory that the launches are prepared for.
-        generation: Counts the thread's runs (invariant 3).
-    """
-
-    def __init__(self, plan: ExecutionPlan, backend: Hardware, shared: _SharedMemory, counters: Counter[str]) -> None:
-        self.generation = 0
-        self._plan, self._backend, self._shared, self._counters = plan, backend, shared, counters
-        specs = {spec.name: spec for spec in plan.inputs}
-        self._inputs = InputPlaces(specs, set(plan.donations.values()), backend, counters)
-        self.memory = dict(shared.memory)
-        for name, buffer in plan.buffers.items():
-            if buffer.kind == "output":
-                self.memory[name] = shared.zeros(buffer.alloc_shape, buffer.dtype)
-        self._outputs = {spec.name: self._handle(spec) for spec in plan.outputs if spec.name not in plan.donations}
-        self._versions: dict[str, int] = {}  # of the weights that the launches are prepared for
-        self._prologue_runs = shared.prologue_runs
-        self._arena_generation = -1
-        self._launches: list[Launch | None] = [None] * len(plan.calls)
-        self._sequence: Launch | None = None
-        self._around: tuple[Sequence[Launch], Sequence[Launch]] = ((), ())
-        self._users: dict[str, list[int]] = {}
-        for index, call in enumerate(plan.calls):
-            for name in {view.buffer for view in (*call.inputs, *call.outputs)}:
-                self._users.setdefault(name, []).append(index)
-
-    def _handle(self, spec: TensorSpec) -> DeviceBuffer:
-        memory = self.memory[self._plan.output_views[spec.name].buffer]
-        handle = memory.guarded(lambda: True)
-        handle.shape, handle.alloc_shape = spec.shape, spec.alloc_shape or spec.shape
-        return handle
-
-    def bind(
-        self, inputs: Mapping[str, DeviceBuffer | np.ndarray], weights: Mapping[str, DeviceBuffer]
-    ) -> dict[str, DeviceBuffer]:
-        """Make the launches ready for these inputs and weights; returns the memory that holds each input."""
-        bound, moved = dict[str, DeviceBuffer](), dict[str, DeviceBuffer | np.ndarray]()
-        for name, value in inputs.items():
-            if isinstance(value, DeviceBuffer) and not self._is_elsewhere(name, value):
-                bound[name] = value
-            else:
-                moved[name] = value
-        if moved:
-            self._check_sharing({name: value for name, value in inputs.items() if isinstance(value, DeviceBuffer)})
-        if self.is_outdated:
-            self._follow_arena()
-        self._shared.bind_weights(weights)
-        if self._prologue_runs != self._shared.prologue_runs:
-            self._follow_weights()
-        for name, value in moved.items():
-            buffer = bound[name] = self._inputs.place(name, value, self.memory.get(name))
-            if self._is_elsewhere(name, buffer):
-                self.memory[name] = buffer
-                self._forget([name])
-        if self._sequence is None:
-            for index, launch in enumerate(self._launches):
-                if launch is None:
-                    call = self._plan.calls[index]
-                    self._launches[index] = prepare(call, self._plan, self.memory, self._backend, self._counters)
-            self._make_sequence()
-        return bound
-
-    def _make_sequence(self) -> None:
-        before, after = self._around
-        own = [launch for launch in self._launches if launch is not None]
-        self._sequence = self._backend.sequence([*before, *own, *after])
-        self._counters["sequences"] += 1
-
-    def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
-        self._around = before, after
-        self._make_sequence()
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the arena has moved since the launches were prepared."""
-        return self._arena_generation != self._shared.arena.generation
-
-    def _follow_arena(self) -> None:
-        memory = self._shared.arena.memory
-        moved = [name for name, buffer in self._plan.buffers.items() if buffer.kind == "arena"]
-        if memory is not None:
-            self.memory.update(dict.fromkeys(moved, memory))
-        self._forget(moved)
-        self._arena_generation = self._shared.arena.generation
-
-    def launches_of(self, buffer: str) -> list[tuple[Launch, int]]:
-        """The prepared launches that touch a buffer, and how many of their operands are in it."""
-        found = []
-        for index in self._users.get(buffer, ()):
-            call, launch = self._plan.calls[index], self._launches[index]
-            assert launch is not None
-            found.append((launch, sum(view.buffer == buffer for view in (*call.inputs, *call.outputs))))
-        return found
-
-    def _follow_weights(self) -> None:
-        """Have the calls prepared again that read a weight which is another now, or what the prologue made."""
-        plan, shared = self._plan, self._shared
-        changed = {view.buffer for call in plan.prologue for view in call.outputs}
-        for name in plan.weights:
-            if self._is_elsewhere(name, shared.memory[name]) or self._versions.get(name) != shared.versions[name]:
-                changed.add(name)
-        self.memory.update({name: shared.memory[name] for name in plan.weights})
-        self._forget(changed)
-        self._versions, self._prologue_runs = shared.versions, shared.prologue_runs
-
-    def _forget(self, buffers: Iterable[str]) -> None:
-        """Have the calls that touch these buffers prepared again before the next launch (invariant 2)."""
-        for name in buffers:
-            for index in self._users.get(name, ()):
-                self._launches[index] = None
-                self._sequence = None
-
-    def _is_elsewhere(self, name: str, buffer: DeviceBuffer) -> bool:
-        known = self.memory.get(name)
-        return known is None or known.native_handle is not buffer.native_handle
-
-    def _check_sharing(self, inputs: Mapping[str, DeviceBuffer]) -> None:
-        """Refuse memory that the program would write while it still has to read it under another name."""
-        outputs = {id(buffer.native_handle): name for name, buffer in self._outputs.items()}
-        names: dict[int, str] = {}
-        donated = set(self._plan.donations.values())
-        for name, buffer in sorted(inputs.items(), key=lambda item: item[0] not in donated):
-            handle = id(buffer.native_handle)
-            if handle in outputs:
-                raise InputError(
-                    f"input '{name}' is this executor's own output '{outputs[handle]}', which the run overwrites; "
-                    "copy() it first"
-                )
-            if names.setdefault(handle, name) != name and names[handle] in donated:
-                raise InputError(
-                    f"inputs '{names[handle]}' and '{name}' are the same buffer, but the program updates "
-                    f"'{names[handle]}' in place; give each a buffer of its own"
-                )
-
-    def launch(self) -> None:
-        assert self._sequence is not None
-        self._sequence()
-
-    def launch_profiled(self, profiler: Profiler) -> None:
-        for call, launch in zip(self._plan.calls, self._launches, strict=True):
-            assert launch is not None
-            profiler.add_kernel(call.kernel, self._backend.timed(launch))
-
-    def results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
-        """Output name → handle for the run that was just launched on these inputs."""
-        generation = self.generation
-        results: dict[str, DeviceBuffer] = Outputs()
-        for spec in self._plan.outputs:
-            donor = self._plan.donations.get(spec.name)
-            if donor is not None:
-                results[spec.name] = inputs[donor]
-            else:  # invariant 3
-                results[spec.name] = self._outputs[spec.name].guarded(lambda: self.generation == generation)
-        return results
-
-
-def prepare(
-    call: KernelCall,
-    plan: ExecutionPlan,
-    memory: Mapping[str, DeviceBuffer],
-    backend: Hardware,
-    counters: Counter[str],
-) -> Launch:
-    """A launch of a call on its buffers' memory."""
-
-    def operand(view: View) -> Operand:
-        buffer: BufferAllocation = plan.buffers[view.buffer]
-        offset = buffer.offset if buffer.kind == "arena" else 0
-        return Operand(memory[view.buffer], view, offset, buffer.is_constant)
-
-    counters["prepared"] += 1
-    return backend.prepare(call, list(map(operand, call.inputs)), list(map(operand, call.outputs)))
-
-
-def _versions(weights: Mapping[str, DeviceBuffer]) -> dict[str, int]:
-    return {name: buffer.version for name, buffer in weights.items()}
 
 
 __all__ = ["DispatchStrategy", "Executor", "MetalDispatchStrategy"]

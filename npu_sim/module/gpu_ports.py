@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from cuda_runtime import CUDABackend
-from cuda_runtime.cuda_backend import MovingLaunch
+from cuda_runtime.launches import MovingLaunch
 from cuda_runtime.tensor_copies import MOST, Copy, can_copy
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, is_int
 from npu_compiler.graph.model import TensorSpec
-from npu_runtime.executor import BoundProgram
+from npu_runtime.program_run import BoundProgram
 
 _MOST_BINDINGS = 16  # of inputs that a program changes in place; each captures the graph again
 

@@ -11,8 +11,9 @@ import numpy as np
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.graph.model import TensorSpec
 from npu_runtime.buffer import DeviceBuffer
-from npu_runtime.executor import Arena, Executor
+from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
+from npu_runtime.program_run import Arena
 from npu_runtime.weight_loader import load_weights
 
 if TYPE_CHECKING:

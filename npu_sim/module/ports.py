@@ -13,8 +13,8 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import FLOAT_MAX, INT32_MAX, INT32_MIN, is_int
 from npu_compiler.graph.model import TensorSpec
 from npu_runtime.buffer import DeviceBuffer
-from npu_runtime.executor import BoundProgram
 from npu_runtime.packing import beyond_range, out_of_bounds
+from npu_runtime.program_run import BoundProgram
 from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 

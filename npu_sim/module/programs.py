@@ -14,8 +14,8 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
 from npu_compiler.partitioner import PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
-from npu_runtime.executor import Arena
 from npu_runtime.hardware import Hardware
+from npu_runtime.program_run import Arena
 from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.runner import Loaded, Runner, Values
 from npu_sim.module.shapes import Key

@@ -13,8 +13,9 @@ from npu_compiler.compiler import compile as compile_graph
 from npu_compiler.partitioner import Partition, PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.cpu_fallback import CPUPartition
-from npu_runtime.executor import Arena, BoundProgram, Executor
+from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
+from npu_runtime.program_run import Arena, BoundProgram
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_runtime.weight_loader import load_weights
 from npu_sim.module.ports import TensorPorts

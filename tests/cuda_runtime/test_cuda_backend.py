@@ -24,10 +24,10 @@ from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_program import gemm_of
 from cuda_runtime import CUDABackend, cuda_device
 from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
-from cuda_runtime.cuda_backend import CUDALaunch, GraphSequence
 from cuda_runtime.cuda_device import wake_driver, waking_driver
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
+from cuda_runtime.launches import CUDALaunch, GraphSequence
 from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler import CompiledProgram, DeviceError, compile
 from npu_compiler.graph.dtypes import numpy_dtype
