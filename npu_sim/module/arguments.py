@@ -133,7 +133,10 @@ class Arguments:
         return type(value) is type(known) and bool(value == known)
 
     def _shown(self, value: Any) -> str:
-        return "a tensor" if isinstance(value, self._tensor) else repr(value)
+        if isinstance(value, self._tensor):
+            return "a tensor"
+        is_plain = value is None or isinstance(value, (bool, int, float, str))
+        return repr(value) if is_plain else f"of type {type(value).__name__}"
 
 
 class Results:

@@ -76,6 +76,10 @@ def compile(
             return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
         return CompiledModule(traced, module, device, dtype, dims, buckets, programs)
+    if not isinstance(module, (ExportedProgram, str, Path)):
+        raise InputError(
+            f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram or a .pt2"
+        )
     if args or kwargs or dynamic_shapes is not None or buckets:
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)

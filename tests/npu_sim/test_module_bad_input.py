@@ -441,3 +441,10 @@ class Conditional(nn.Module):
 def test_where_nothing_can_be_traced_the_error_is_that_of_the_export(module: nn.Module, message: str) -> None:
     with pytest.raises(IRError, match=message):
         npu_sim.compile(module.eval(), (torch.randn(3),))
+
+
+def test_what_is_no_tensor_and_no_module_is_named_by_its_type() -> None:
+    with pytest.raises(InputError, match=r"argument 'args\[0\]' is of type ndarray, but .* for a tensor"):
+        npu_sim.compile(net(), X)(X[0].numpy())
+    with pytest.raises(InputError, match="cannot compile a function: give a torch.nn.Module"):
+        npu_sim.compile(net, X)  # type: ignore[arg-type]

@@ -193,7 +193,7 @@ def test_arguments_are_taken_as_the_module_takes_them(tmp_path: Path) -> None:
         ((np.zeros((2, 8), np.float32),), {"mask": np.zeros(8, np.float32)}, "argument 'mask' was not given"),
         ((np.zeros((2, 8)),), {}, "argument 'args[0]' has dtype float64, but the module was compiled for float32"),
         ((np.zeros((3, 8), np.float32),), {}, "has shape [3, 8], but the module was compiled for [2, 8]"),
-        (([1.0],), {}, "is [1.0], but the module was compiled for a tensor"),
+        (([1.0],), {}, "is of type list, but the module was compiled for a tensor"),
         ((np.zeros((2, 8), np.float32),), {"y": 1}, "got an unexpected keyword argument 'y'"),
     ],
 )
