@@ -210,7 +210,8 @@ class OutputPort:
     def make_room(self) -> None:
         """Have the program write this output into a new tensor, where the device can do that."""
         if self._move is not None:
-            self._room = torch.empty(self._spec.shape, dtype=self._dtype, device=self._device)
+            assert self._static is not None
+            self._room = torch.empty_like(self._static)
             self._move(self._room.data_ptr())
 
     def take(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-_SAMPLE = 4  # tensors whose memory is looked at in each check
+_SAMPLE = 2  # tensors whose memory is looked at in each check
 
 
 class WeightWatch:
