@@ -175,6 +175,7 @@ def test_ctrl_c_stops_the_reply_and_keeps_its_beginning(capsys: pytest.CaptureFi
 def test_a_second_ctrl_c_ends_the_program() -> None:
     def press_twice(index: int) -> None:
         signal.raise_signal(signal.SIGINT)
+        time.sleep(0.01)  # or Python may handle both at once
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
