@@ -57,19 +57,21 @@ class BoundProgram:
     def __init__(
         self, run: ThreadRun, program: CompiledProgram, backend: Hardware, weights: Mapping[str, DeviceBuffer]
     ) -> None:
-        self._run, self._plan, self._backend = run, program.plan, backend
+        self._run, self._plan, self._backend, self._weights = run, program.plan, backend, weights
         self.inputs = {
             spec.name: backend.allocate_zeros(spec.shape, spec.storage, spec.alloc_shape)
             for spec in program.input_specs
         }
-        self.bind(weights)
+        self.bind()
 
-    def bind(self, weights: Mapping[str, DeviceBuffer], inputs: Mapping[str, DeviceBuffer] | None = None) -> None:
-        """Prepare the program for these weights, and for other input buffers where given."""
+    def bind(
+        self, weights: Mapping[str, DeviceBuffer] | None = None, inputs: Mapping[str, DeviceBuffer] | None = None
+    ) -> None:
+        """Prepare the program again: for other weights, other input buffers, or memory that has moved."""
         with self._backend.lock:
             self.inputs.update(inputs or {})
-            self._weights = weights
-            self._run.bind(self.inputs, weights)
+            self._weights = self._weights if weights is None else weights
+            self._run.bind(self.inputs, self._weights)
             self.outputs: dict[str, DeviceBuffer] = {
                 spec.name: self.inputs[donor]
                 if (donor := self._plan.donations.get(spec.name)) is not None
@@ -80,10 +82,6 @@ class BoundProgram:
     def surround(self, before: Sequence[Launch], after: Sequence[Launch]) -> None:
         """Have these launched with the program, before and after it."""
         self._run.surround(before, after)
-
-    def rebind(self, inputs: Mapping[str, DeviceBuffer]) -> None:
-        """Prepare the program for other input buffers."""
-        self.bind(self._weights, inputs)
 
     @property
     def is_outdated(self) -> bool:

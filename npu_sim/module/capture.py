@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import IRError
 from npu_compiler.graph.symbolic import KEY, is_symbolic
-from npu_sim.module.fx_reader import Nodes, Reference, dtype_of, plain_number, sizes_of
+from npu_sim.module.fx_reader import Nodes, Reference, constant_of, plain_number, sizes_of
 from npu_sim.module.trace import LARGE, Trace, first_line, read_results, tracing
 
 _LEAF = pytree.tree_structure(0)
@@ -64,7 +64,7 @@ class Captured:
             if isinstance(value, torch.Tensor):
                 given.append(Reference(argument, value, None if position in static else argument))
             else:
-                given.append(plain_number(value, argument))
+                given.append(plain_number(value, f"argument '{argument}'"))
         given += [Reference(constant, value, None) for constant, value in self.constants.items()]
         returned = nodes.read(self.graph_module, given)
         written = {position for position in static if self.names[position] in nodes.written}
@@ -84,7 +84,7 @@ class Captured:
             "weights": [x.meta(as_input=False) for x in weights],
             "weight_name_mapping": {x.name: x.name for x in weights},
             "nodes": nodes.nodes,
-            "constants": {key: _constant(value) for key, value in small.items()},
+            "constants": {key: constant_of(value) for key, value in small.items()},
         }
         return Trace(
             ir=ir,
@@ -216,9 +216,3 @@ def _sizes(values: Sequence[Any]) -> dict[str, tuple[int, int | None]]:
             if is_symbolic(size) and size[KEY].isidentifier():
                 found.setdefault(size[KEY], (position, dim))
     return found
-
-
-def _constant(value: torch.Tensor) -> dict[str, Any]:
-    from npu_runtime.torch_arrays import tensor_to_numpy
-
-    return {"data": tensor_to_numpy(value.cpu()), "dtype": dtype_of(value), "shape": sizes_of(value)}

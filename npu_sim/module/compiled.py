@@ -16,6 +16,7 @@ from npu_compiler.errors import InputError, IRError
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.buckets import Bucketing, Buckets
 from npu_sim.module.dynamo_backend import Options
+from npu_sim.module.fx_reader import constant_of
 from npu_sim.module.graph_breaks import BrokenModule
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.library_models import is_library_hook
@@ -205,7 +206,7 @@ class CompiledModule:
             if self._module is not None:
                 known = current_tensors(self._module, known)
             if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
-                self._set_constants({key: known[key] for key in self.trace.constants})
+                self.trace.ir["constants"] = {key: constant_of(known[key]) for key in self.trace.constants}
                 self._programs.clear()
             self._programs.replace_weights(known)
             self._watch(known)
@@ -238,12 +239,6 @@ class CompiledModule:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}
         state = self.trace.state.values()
         self._watched = WeightWatch(self._module, {key: x for key, x in tensors.items() if key not in state})
-
-    def _set_constants(self, values: Mapping[str, torch.Tensor]) -> None:
-        from npu_runtime.torch_arrays import tensor_to_numpy
-
-        for key, value in values.items():
-            self.trace.ir["constants"][key]["data"] = tensor_to_numpy(value.cpu())
 
 
 def check_module(module: nn.Module, arguments: Any = ()) -> None:

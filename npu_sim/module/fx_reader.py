@@ -18,6 +18,7 @@ from npu_compiler.errors import IRError
 from npu_compiler.graph.model import TENSOR_NAMES, unique_name
 from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
+from npu_runtime.torch_arrays import tensor_to_numpy
 
 UNBACKED = ("u", "zuf")  # how the names of sizes begin that depend on data
 _GETITEM = "<built-in function getitem>"
@@ -102,7 +103,7 @@ class Nodes:
             return self._region(node, args, kwargs)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             # What depends on data may be there only to be asserted; an op that reads it is refused.
-            return value if depends_on_data(value) else plain_number(value, node.name)
+            return value if depends_on_data(value) else plain_number(value, f"node '{node.name}'")
         if value is None and any(part in str(target) for part in _ASSERTIONS):
             return None
         if target is operator.getitem:
@@ -211,6 +212,11 @@ def sizes_of(value: torch.Tensor) -> list[Any]:
     return [plain_number(size, "a tensor's shape") for size in value.shape]
 
 
+def constant_of(value: torch.Tensor) -> dict[str, Any]:
+    """The IR's form of a constant; its data as an array."""
+    return {"data": tensor_to_numpy(value.cpu()), "dtype": dtype_of(value), "shape": sizes_of(value)}
+
+
 def dtype_of(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
@@ -225,6 +231,9 @@ def depends_on_data(value: Any) -> bool:
 def plain_number(value: Any, where: str) -> Any:
     """A number as it is; a symbolic one as an expression.
 
+    Args:
+        where: What has the number, as the message's first words.
+
     Raises:
         IRError: the number depends on data.
     """
@@ -232,9 +241,7 @@ def plain_number(value: Any, where: str) -> Any:
         return value
     expression = value.node.expr
     if depends_on_data(value):
-        raise IRError(
-            f"node '{where}': a size depends on the values of a tensor, so no program of static shapes exists"
-        )
+        raise IRError(f"{where}: a size depends on the values of a tensor, so no program of static shapes exists")
     if not expression.free_symbols:
         if isinstance(value, torch.SymBool):
             return bool(expression)
@@ -311,7 +318,7 @@ def _bind(
             if len(found) < len(value):
                 masks.append([x is None for x in value])
         elif value is not None or argument.name not in tensors:
-            attrs[argument.name] = _plain(value, f"{where}': argument '{argument.name}")
+            attrs[argument.name] = _plain(value, f"node '{where}': argument '{argument.name}'")
     if sizes:
         attrs["_tensor_list_sizes"] = sizes
     if masks:
@@ -323,7 +330,7 @@ def _bind(
 
 def _plain(value: Value, where: str) -> Any:
     if isinstance(value, Reference):
-        raise IRError(f"node '{where}' depends on the values of a tensor")
+        raise IRError(f"{where} depends on the values of a tensor")
     if isinstance(value, Mapping):
         return dict(value)  # a symbolic size
     if isinstance(value, (list, tuple)):

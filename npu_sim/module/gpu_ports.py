@@ -129,7 +129,7 @@ class GPUPorts:
         else:
             buffers = {name: self._backend.borrow(value, self._bound.inputs[name]) for name, value in moved.items()}
             self._at |= {name: value.data_ptr() for name, value in moved.items()}
-        self._bound.rebind(buffers)
+        self._bound.bind(inputs=buffers)
         self.follow()
 
     def take(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

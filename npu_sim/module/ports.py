@@ -32,7 +32,7 @@ class TensorPorts:
     ) -> None:
         donors = program.plan.donations
         fixed = set(donors.values()) - in_place
-        self._inputs = [InputPort(spec, bound, device, spec.name not in fixed) for spec in program.input_specs]
+        self._inputs = [InputPort(spec, bound, spec.name not in fixed) for spec in program.input_specs]
         self._outputs = [
             OutputPort(spec, bound, device, spec.name in results, donors.get(spec.name, ""))
             for spec in program.output_specs
@@ -73,7 +73,7 @@ class TensorPorts:
         return donor in self._in_place and self._in_place[donor].is_at(values[donor])
 
 
-def shared_tensor(buffer: DeviceBuffer, device: torch.device) -> torch.Tensor | None:
+def shared_tensor(buffer: DeviceBuffer) -> torch.Tensor | None:
     """A tensor over a buffer's memory, without padding; None where PyTorch cannot reach that memory."""
     try:
         return torch.utils.dlpack.from_dlpack(buffer)
@@ -90,10 +90,10 @@ class InputPort:
         may_move: Whether the program may work on the caller's memory.
     """
 
-    def __init__(self, spec: TensorSpec, bound: BoundProgram, device: torch.device, may_move: bool) -> None:
+    def __init__(self, spec: TensorSpec, bound: BoundProgram, may_move: bool) -> None:
         self.name, self._spec = spec.name, spec
         self._buffer = bound.inputs[spec.name]
-        self._static = shared_tensor(self._buffer, device)
+        self._static = shared_tensor(self._buffer)
         is_dense = spec.alloc_shape is None or spec.alloc_shape == spec.shape
         self._bound, self._may_move = bound, may_move and is_dense and self._static is not None
         self.follow()
@@ -185,7 +185,7 @@ class OutputPort:
         self.name, self.donor = spec.name, donor
         self._spec, self._device, self._is_result = spec, device, is_result
         self._buffer = bound.outputs[spec.name]
-        self._static = shared_tensor(self._buffer, device)
+        self._static = shared_tensor(self._buffer)
         if self._static is not None and self._static.shape != spec.shape:
             whole = self._static.reshape(spec.alloc_shape or spec.shape)
             self._static = whole[tuple(slice(size) for size in spec.shape)]

@@ -91,7 +91,6 @@ class Programs:
     ) -> None:
         self._trace, self._settings, self.symbols = traced, settings, symbols
         self.compiled = compiled or Compiled(traced, settings)
-        self.tensors = dict(weights)
         arena = Arena(settings.backend)
         self._loaded = Loaded(settings.backend, {}, settings.device, arena, {} if cache is None else cache)
         self._take(weights)

@@ -90,7 +90,7 @@ class Runner:
         values = inputs
         for step in self._steps:
             values = values | step(values)
-        return [self._output(name, values, inputs) for name in self.plan.graph.outputs]
+        return [self._output(name, values, inputs) for name in self._outputs]
 
     def _output(self, name: str, values: Values, inputs: Values) -> torch.Tensor:
         if name in inputs:
@@ -137,13 +137,17 @@ class DeviceStep:
         return load_weights(loaded.weights, self._program, loaded.backend, strict=False, cache=loaded.cache)
 
     def refresh(self) -> None:
+        self._bind(self._weights())
+
+    def _bind(self, weights: Mapping[str, DeviceBuffer] | None = None) -> None:
+        """Prepare the program again, for other weights where given."""
         self.ports.go_home()
-        self.bound.bind(self._weights())
+        self.bound.bind(weights)
         self.ports.follow()
 
     def __call__(self, values: Values) -> Values:
         if self.bound.is_outdated:
-            self.refresh()
+            self._bind()
         self.ports.fill([values[name] for name in self._names])
         self.bound.launch()
         return self.ports.take(values)

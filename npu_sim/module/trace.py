@@ -17,10 +17,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from npu_compiler.errors import InputError, IRError
+from npu_compiler.errors import IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
-from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, Value, dtype_of, sizes_of
+from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, Value, constant_of
 from npu_sim.module.library_models import register_caches
 from npu_sim.module.structure import InputLeaf, OutputLeaf
 from npu_sim.module.views import AliasedView
@@ -225,12 +225,7 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
         "nodes": nodes.nodes,
     }
     if constants:
-        from npu_runtime.torch_arrays import tensor_to_numpy
-
-        ir["constants"] = {
-            key: {"data": tensor_to_numpy(value.cpu()), "dtype": dtype_of(value), "shape": sizes_of(value)}
-            for key, value in constants.items()
-        }
+        ir["constants"] = {key: constant_of(value) for key, value in constants.items()}
     return Trace(
         ir,
         weights,
@@ -392,17 +387,3 @@ def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
         upper = limits.upper
         ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
     return ranges
-
-
-__all__ = [
-    "InputError",
-    "InputLeaf",
-    "OutputLeaf",
-    "Trace",
-    "export",
-    "load_exported",
-    "read_results",
-    "trace",
-    "trace_module",
-    "tracing",
-]
