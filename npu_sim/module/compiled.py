@@ -206,7 +206,8 @@ class CompiledModule:
             if self._module is not None:
                 known = current_tensors(self._module, known)
             if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
-                self.trace.ir["constants"] = {key: constant_of(known[key]) for key in self.trace.constants}
+                for traced in (self.trace, self.trace.plain or self.trace):
+                    traced.ir["constants"] = {key: constant_of(known[key]) for key in traced.constants}
                 self._programs.clear()
             self._programs.replace_weights(known)
             self._watch(known)

@@ -615,3 +615,21 @@ def test_places_of_a_result_have_names() -> None:
     nested = Tree("object", (leaf, Tree("list", (leaf, Tree("dict", (leaf,), (7,))))), ("logits", "state"), "m:C")
     assert nested.paths() == ["logits", "state.0", "state.1.7"]
     assert leaf.paths() == ["output"]
+
+
+def test_a_module_with_state_is_saved_with_its_constants_as_they_are_now(tmp_path: Path) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+            self.register_buffer("scale", torch.ones(2), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return x * self.scale
+
+    module, x = Counting().eval(), torch.randn(3, 2)
+    compiled = npu_sim.compile(module, (x,))
+    module.scale = torch.full((2,), 5.0)
+    compiled.save(tmp_path / "counting.npumod")
+    np.testing.assert_allclose(npu_sim.load(tmp_path / "counting.npumod")(x.numpy()), 5 * x.numpy(), rtol=1e-6)
