@@ -1,0 +1,260 @@
+"""Weights stored in few bits: the format, as data that the graph and programs carry, and arrays that are stored so.
+
+A quantized matrix [n, k] is held as two or three arrays, its parts:
+
+- `codes`, uint8 [n, k · bits / 8]: the elements of a row one after the other. Of two 4-bit codes in a byte, the one in
+  the low bits is first.
+- `scales`, float [n, groups]: what the codes of each group of a row's consecutive elements are multiplied with.
+- `offsets` [n, groups]: a float `minimum` that is added to each product; or a `zero_point`, one uint8 each, that is
+  subtracted from the codes before.
+
+4-bit codes are unsigned; without offsets they stand for code - 8. 8-bit codes are signed, their zero points too (as
+two's complement). Every format that checkpoints use for weights maps to these without rounding (docs/quantization.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import ml_dtypes
+import numpy as np
+
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import FLOAT_DTYPES, itemsize, numpy_dtype
+
+CODES = {"int4": 4, "int8": 8, "float8_e4m3": 8}  # name → bits
+OFFSETS = ("none", "minimum", "zero_point")
+PARTS = ("codes", "scales", "offsets")
+SYMMETRIC_ZERO = {"int4": 8, "int8": 0, "float8_e4m3": 0}  # the code that stands for 0 without offsets
+FLOAT8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class QuantizedFormat:
+    """How a matrix is stored in few bits.
+
+    Attributes:
+        codes: `int4`, `int8` or `float8_e4m3`.
+        group: Number of consecutive elements of a row that share a scale; 0 stands for the whole row.
+        scales: Dtype of the scales, and of minimums.
+        offsets: `none`, `minimum` or `zero_point`.
+    """
+
+    codes: str
+    group: int = 0
+    scales: str = "float32"
+    offsets: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.codes not in CODES:
+            raise InputError(f"unknown codes {self.codes!r:.80} of a quantized format; known are {', '.join(CODES)}")
+        if type(self.group) is not int or self.group < 0:
+            raise InputError(f"the group size of a quantized format is {self.group!r:.80}, which is not a whole number")
+        if self.scales not in FLOAT_DTYPES - {"float64"}:
+            raise InputError(f"scales of dtype {self.scales!r:.80}; use float16, bfloat16 or float32")
+        if self.offsets not in OFFSETS or (self.codes == "float8_e4m3" and self.offsets != "none"):
+            raise InputError(f"offsets {self.offsets!r:.80} of {self.codes}; known are {', '.join(OFFSETS)}")
+
+    def __str__(self) -> str:
+        offsets = "" if self.offsets == "none" else f" {self.offsets}"
+        return f"{self.codes} group {self.group or 'row'} {self.scales}{offsets}"
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return CODES[self.codes]
+
+    def groups(self, k: int) -> int:
+        """The number of groups in a row of k elements."""
+        return k // self.group if self.group else 1
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        """Why a tensor of this shape cannot be stored so, in words; None where it can."""
+        if len(shape) != 2 or 0 in shape:
+            return f"shape {list(shape)} is not that of a matrix"
+        if self.group and shape[1] % self.group:
+            return f"rows of {shape[1]} elements are not a whole number of groups of {self.group}"
+        if shape[1] * self.bits % 8:
+            return f"rows of {shape[1]} elements of {self.bits} bits are not a whole number of bytes"
+        return None
+
+    def parts(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, int], str]]:
+        """Part → (shape, dtype), for a matrix of this shape."""
+        n, k = shape
+        rows = (n, self.groups(k))
+        found = {"codes": ((n, k * self.bits // 8), "uint8"), "scales": (rows, self.scales)}
+        if self.offsets != "none":
+            found["offsets"] = (rows, self.scales if self.offsets == "minimum" else "uint8")
+        return found
+
+    def size_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a matrix of this shape, scales and offsets included."""
+        return sum(n * width * itemsize(dtype) for (n, width), dtype in self.parts(shape).values())
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedArray:
+    """A matrix [n, k] that is stored in few bits; what the parts are is at the top of this file.
+
+    Raises:
+        InputError: the parts do not have the shapes and dtypes that the format asks for.
+    """
+
+    format: QuantizedFormat
+    shape: tuple[int, int]
+    codes: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if problem := self.format.problem(self.shape):
+            raise InputError(f"a matrix cannot be quantized as {self.format}: {problem}")
+        wanted = self.format.parts(self.shape)
+        for name in PARTS:
+            part = getattr(self, name)
+            found = None if part is None else (part.shape, part.dtype.name)
+            if found != wanted.get(name):
+                raise InputError(f"the {name} of a matrix {list(self.shape)} in {self.format} are {found}")
+
+    def part(self, name: str) -> np.ndarray:
+        """One of `PARTS` that the format has."""
+        part: np.ndarray = getattr(self, name)
+        return part
+
+    @property
+    def size_bytes(self) -> int:
+        return self.format.size_bytes(self.shape)
+
+    def integers(self, rows: slice = slice(None)) -> np.ndarray:
+        """The codes as numbers, zero points subtracted: int16 [rows, k]. Not for float8."""
+        values = unpack_codes(self.codes[rows], self.format.codes).astype(np.int16)
+        if self.format.offsets == "none":
+            return values - np.int16(SYMMETRIC_ZERO[self.format.codes])
+        if self.format.offsets == "minimum":
+            return values
+        assert self.offsets is not None
+        zeros = self.offsets[rows].view(np.int8 if self.format.codes == "int8" else np.uint8).astype(np.int16)
+        return values - self._spread(zeros)
+
+    def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
+        """The elements in float32 [rows, k]: scale · code + minimum, each operation rounded to float32."""
+        if self.format.codes == "float8_e4m3":
+            values = self.codes[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        else:
+            values = self.integers(rows).astype(np.float32)
+        values *= self._spread(self.scales[rows].astype(np.float32))
+        if self.format.offsets == "minimum":
+            assert self.offsets is not None
+            values += self._spread(self.offsets[rows].astype(np.float32))
+        return values
+
+    def _spread(self, groups: np.ndarray) -> np.ndarray:
+        """A value per group as a value per element."""
+        return np.repeat(groups, self.shape[1] // groups.shape[1], axis=1)
+
+    def problems(self) -> Iterator[str]:
+        """What makes the stored values useless, in words."""
+        for name in ("scales", "offsets"):
+            part = getattr(self, name)
+            if part is not None and part.dtype != np.uint8 and not np.isfinite(part.astype(np.float32)).all():
+                yield f"its {name} contain values that are not finite"
+        if self.format.codes == "float8_e4m3" and bool(((self.codes & 0x7F) == 0x7F).any()):
+            yield "its float8 codes contain NaN"
+
+    @cached_property
+    def zero_scales(self) -> int:
+        """The number of groups whose scale is 0."""
+        return int((self.scales.astype(np.float32) == 0).sum())
+
+
+def unpack_codes(codes: np.ndarray, kind: str) -> np.ndarray:
+    """Codes [n, bytes] one by one: uint8 [n, 2 · bytes] for int4, int8 [n, bytes] for int8."""
+    if kind == "int8":
+        return codes.view(np.int8)
+    unpacked = np.empty((*codes.shape, 2), np.uint8)
+    np.bitwise_and(codes, 15, out=unpacked[..., 0])
+    np.right_shift(codes, 4, out=unpacked[..., 1])
+    return unpacked.reshape(codes.shape[0], -1)
+
+
+def pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
+    """The inverse of `unpack_codes`: integers [n, k] within the range of the codes as uint8 [n, bytes]."""
+    if kind == "int8":
+        return np.ascontiguousarray(values.astype(np.int8)).view(np.uint8)
+    pairs = values.astype(np.uint8).reshape(values.shape[0], -1, 2)
+    return np.ascontiguousarray(pairs[..., 0] | pairs[..., 1] << 4)
+
+
+def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
+    """Round each element of a matrix [n, k] to the nearest that the format can hold.
+
+    Scales are those of each group's largest magnitude, or of its range where the format has offsets, rounded to their
+    dtype before the codes are chosen.
+
+    Raises:
+        InputError: the matrix does not divide into groups, or holds values that are not finite.
+    """
+    if problem := format.problem(matrix.shape):
+        raise InputError(f"a matrix cannot be quantized as {format}: {problem}")
+    n, k = matrix.shape
+    grouped = np.asarray(matrix, np.float32).reshape(n, format.groups(k), -1)
+    if not np.isfinite(grouped).all():
+        raise InputError("a matrix with values that are not finite cannot be quantized")
+    scales, offsets = _fit(grouped, format)
+    return with_scales(matrix, format, scales, offsets)
+
+
+def with_scales(
+    matrix: np.ndarray, format: QuantizedFormat, scales: np.ndarray, offsets: np.ndarray | None
+) -> QuantizedArray:
+    """A matrix [n, k] with each element rounded to the nearest that is possible with these scales and offsets."""
+    n, k = matrix.shape
+    grouped = np.asarray(matrix, np.float32).reshape(n, format.groups(k), -1)
+    wide = scales.astype(np.float32)[..., None]
+    safe = np.where(wide == 0, np.float32(1), wide)
+    if format.codes == "float8_e4m3":
+        scaled = np.clip(grouped / safe, -FLOAT8_MAX, FLOAT8_MAX)
+        codes = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).reshape(n, k)
+        return QuantizedArray(format, (n, k), codes, scales, offsets)
+    low, high = code_range(format)
+    if format.offsets == "minimum":
+        assert offsets is not None
+        values = (grouped - offsets.astype(np.float32)[..., None]) / safe
+    elif format.offsets == "zero_point":
+        assert offsets is not None
+        zeros = offsets.view(np.int8) if format.codes == "int8" else offsets
+        values = grouped / safe + zeros.astype(np.float32)[..., None]
+    else:
+        values = grouped / safe + np.float32(SYMMETRIC_ZERO[format.codes])
+    rounded = np.clip(np.rint(values), low, high).reshape(n, k)
+    return QuantizedArray(format, (n, k), pack_codes(rounded, format.codes), scales, offsets)
+
+
+def code_range(format: QuantizedFormat) -> tuple[int, int]:
+    """The smallest and largest code that `quantize` uses; symmetric 8-bit codes leave out -128."""
+    if format.codes == "int4":
+        return 0, 15
+    return (-127 if format.offsets == "none" else -128), 127
+
+
+def _fit(grouped: np.ndarray, format: QuantizedFormat) -> tuple[np.ndarray, np.ndarray | None]:
+    """Scales and offsets [n, groups] for elements [n, groups, group]."""
+    dtype = numpy_dtype(format.scales)
+    if format.offsets == "none":
+        largest = np.abs(grouped).max(axis=2)
+        steps = {"int4": 7.5, "int8": 127.0, "float8_e4m3": FLOAT8_MAX}[format.codes]
+        return (largest / np.float32(steps)).astype(dtype), None
+    low, high = code_range(format)
+    smallest, greatest = (np.float32(f(grouped, axis=2)) for f in (np.min, np.max))
+    if format.offsets == "minimum":
+        if low < 0:  # offsets are those of code 0
+            scales = ((greatest - smallest) / np.float32(high - low)).astype(dtype)
+            return scales, (smallest - low * scales.astype(np.float32)).astype(dtype)
+        return ((greatest - smallest) / np.float32(high)).astype(dtype), smallest.astype(dtype)
+    smallest, greatest = np.minimum(smallest, 0), np.maximum(greatest, 0)
+    scales = ((greatest - smallest) / np.float32(high - low)).astype(dtype)
+    wide = scales.astype(np.float32)
+    zeros = np.clip(np.rint(low - smallest / np.where(wide == 0, np.float32(1), wide)), low, high)
+    return scales, zeros.astype(np.int8).view(np.uint8) if low < 0 else zeros.astype(np.uint8)
