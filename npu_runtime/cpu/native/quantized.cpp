@@ -56,7 +56,7 @@ void run_stream(const QuantizedLinearArgs& q) {
   const LinearArgs& a = q.linear;
   const QuantizedFormat& f = q.format;
   IntegerRows x(f, 1, shared_scratch().get<char>(IntegerRows::bytes(f, 1)));
-  make_integers(f, a.x.data, a.x.dtype, x, 0);
+  make_integers(f, a.x.data, a.x.dtype, 1, 0, x);
   const int64_t panels = divide_up(a.n, kPanel), panel_bytes = f.panel_bytes();
   const Finish finish = finish_for(a);
   parallel_for(panels, stream_grain(panels, panel_bytes), [&](int64_t begin, int64_t end, int) {
@@ -68,12 +68,17 @@ void run_stream(const QuantizedLinearArgs& q) {
   });
 }
 
-void run_integers(const QuantizedLinearArgs& q, const RowBlocks& rows) {
+void run_integers(const QuantizedLinearArgs& q) {
   const LinearArgs& a = q.linear;
   const QuantizedFormat& f = q.format;
+  const RowBlocks rows(a.x.size[2], kMaxIntegerRows);
   IntegerRows x(f, rows.rows, shared_scratch().get<char>(IntegerRows::bytes(f, rows.rows)));
-  for_rows(rows.rows, a.k, [&](int64_t row) {
-    make_integers(f, a.x.data + row * a.x.stride[2] * item_size(a.x.dtype), a.x.dtype, x, row);
+  const int64_t row_bytes = a.x.stride[2] * item_size(a.x.dtype);
+  for_rows(rows.count, kMaxIntegerRows * a.k, [&](int64_t b) {
+    for (int64_t r = 0; r < rows.size(b); ++r) {
+      const char* row = a.x.data + (rows.begin(b) + r) * row_bytes;
+      make_integers(f, row, a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
+    }
   });
   const int64_t slice = slice_blocks(f, IntegerPanel::bytes(f, 1));
   run_panels(
@@ -83,7 +88,8 @@ void run_integers(const QuantizedLinearArgs& q, const RowBlocks& rows) {
         unpack_blocks(f, panel, first, count, unpacked);
       },
       [&](int64_t b, int64_t first, int64_t count, char* memory, float* sums) {
-        multiply_blocks(f, rows.size(b), x, rows.begin(b), IntegerPanel(f, count, memory), first, count, sums);
+        const IntegerRows block = x.from(f, rows.begin(b));
+        multiply_blocks(f, rows.size(b), block, IntegerPanel(f, count, memory), first, count, sums);
       });
 }
 
@@ -137,7 +143,7 @@ void quantized_linear(const QuantizedLinearArgs& q) {
   }
   const bool integers = f.codes != Codes::float8_e4m3 && a.x.dtype != Dtype::f32;
   if (integers && rows.rows == 1) return run_stream(q);
-  if (integers && kHasIntegerPairs) return run_integers(q, rows);
+  if (integers && kHasIntegerPairs) return run_integers(q);
   with_type(a.x.dtype, [&](auto* type) {
     using From = std::remove_pointer_t<decltype(type)>;
     if constexpr (kHasPairs && std::is_same_v<From, bf16>) {

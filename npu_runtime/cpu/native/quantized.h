@@ -20,6 +20,10 @@ namespace npu {
 enum class Codes : int64_t { int4 = 0, int8 = 1, float8_e4m3 = 2 };
 enum class Offsets : int64_t { none = 0, minimum = 1, zero_point = 2 };
 
+// Rows that are multiplied at once as integers: besides two accumulators a row, registers hold the panel's two vectors, the
+// broadcast of x and a product.
+inline constexpr int kMaxIntegerRows = kRegisters == 32 ? 12 : 6;
+
 inline constexpr int64_t kMaxBlock = 64;  // the most elements of a block: 64 * 255 * 2^15 is below 2^31
 
 struct QuantizedFormat {
@@ -55,31 +59,34 @@ struct QuantizedRows {
 
 void pack_quantized_panel(const QuantizedFormat& f, const QuantizedRows& w, int64_t columns, char* panel);
 
-// Rows of x as integers: the elements of block b of row r are values[r * stride + b * block], with zeros up to a whole
-// block, times the block's scale. `sum` is the integers' sum.
+// A block of rows of x as integers, for one block of K after the other: pairs of neighbours in k, row by row for each
+// pair, with zeros up to a whole block of K; and per row the scale of its block, and the sum of the block's integers.
 struct IntegerRows {
   struct Block {
     float scale, sum;
   };
   int16_t* values;
   Block* blocks;
-  int64_t stride, block_stride;
 
-  // Values of a row: behind its end a vector may be written. The odd number of cache lines spreads rows over a cache.
-  static int64_t row_stride(const QuantizedFormat& f) { return round_up(f.blocks() * f.block, 64) + 32; }
   static int64_t bytes(const QuantizedFormat& f, int64_t rows) {
-    return rows * (row_stride(f) * int64_t(sizeof(int16_t)) + f.blocks() * int64_t(sizeof(Block)));
+    return rows * f.blocks() * (f.block * int64_t(sizeof(int16_t)) + int64_t(sizeof(Block)));
   }
   IntegerRows(const QuantizedFormat& f, int64_t rows, void* memory)
       : values(static_cast<int16_t*>(memory)),
-        blocks(reinterpret_cast<Block*>(values + rows * row_stride(f))),
-        stride(row_stride(f)),
-        block_stride(f.blocks()) {}
+        blocks(reinterpret_cast<Block*>(values + rows * f.blocks() * f.block)) {}
+  // The block of rows that begins at `row`.
+  IntegerRows from(const QuantizedFormat& f, int64_t row) const {
+    IntegerRows result = *this;
+    result.values += row * f.blocks() * f.block;
+    result.blocks += row * f.blocks();
+    return result;
+  }
 };
 
-void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, IntegerRows& rows, int64_t row);
+// Makes row `row` of a block of `rows`.
+void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t rows, int64_t row, const IntegerRows& out);
 
-// sums[kPanel] = row 0 of x times a packed panel.
+// sums[kPanel] = a single row times a packed panel.
 void multiply_row(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums);
 
 // Blocks of a panel as 16-bit integers with zero points subtracted, in pairs of neighbours in k, and per block the
@@ -99,8 +106,8 @@ struct IntegerPanel {
 
 void unpack_blocks(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, IntegerPanel& out);
 
-// sums[rows][kPanel] += rows from `row` on (1 to kMaxRows) times blocks [first, first + count), which `panel` holds.
-void multiply_blocks(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, int64_t row, const IntegerPanel& panel,
+// sums[rows][kPanel] += 1 to kMaxIntegerRows rows times blocks [first, first + count), which `panel` holds.
+void multiply_blocks(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, const IntegerPanel& panel,
                      int64_t first, int64_t count, float* sums);
 
 // Blocks of a panel as numbers, in the steps of gemm.h.

@@ -5,28 +5,43 @@ namespace npu {
 namespace {
 
 // What turns the codes of a group into numbers, for the outputs of a panel.
+template <Codes kCodes, Offsets kOffsets>
 struct GroupScales {
-  Vec scale[2], minimum[2];
-  IVec zero[2];
+  // Without a minimum, and where all outputs have the same zero point, that is a constant for the compiler.
+  Vec scale[2], minimum[2] = {};
+  IVec zero[2] = {};
 
   NPU_INLINE GroupScales(const QuantizedFormat& f, const char* group) {
     const char* offsets = group + kPanel * item_size(f.scales);
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
       scale[v] = load_any(group, f.scales, v * kLanes, kLanes);
-      minimum[v] = Vec{};
-      zero[v] = IVec{};
-      if (f.offsets == Offsets::minimum) {
+      if constexpr (kOffsets == Offsets::minimum) {
         minimum[v] = load_any(offsets, f.scales, v * kLanes, kLanes);
-      } else if (f.offsets == Offsets::zero_point) {
+      } else if constexpr (kOffsets == Offsets::zero_point) {
         zero[v] = __builtin_convertvector(load_bits<Bytes>(offsets + v * kLanes), IVec);
-        if (f.codes == Codes::int8) zero[v] = zero[v] << 24 >> 24;
-      } else if (f.codes == Codes::int4) {
+        if constexpr (kCodes == Codes::int8) zero[v] = zero[v] << 24 >> 24;
+      } else if constexpr (kCodes == Codes::int4) {
         zero[v] += 8;
       }
     }
   }
 };
+
+// Calls body with compile-time counterparts of a format's codes and offsets.
+template <class F>
+void with_format(const QuantizedFormat& f, const F& body) {
+  const auto with_offsets = [&](auto codes) {
+    switch (f.offsets) {
+      case Offsets::none: return body(codes, std::integral_constant<Offsets, Offsets::none>());
+      case Offsets::minimum: return body(codes, std::integral_constant<Offsets, Offsets::minimum>());
+      case Offsets::zero_point: return body(codes, std::integral_constant<Offsets, Offsets::zero_point>());
+    }
+  };
+  if (f.codes == Codes::int4) return with_offsets(std::integral_constant<Codes, Codes::int4>());
+  if (f.codes == Codes::int8) return with_offsets(std::integral_constant<Codes, Codes::int8>());
+  body(std::integral_constant<Codes, Codes::float8_e4m3>(), std::integral_constant<Offsets, Offsets::none>());
+}
 
 constexpr int64_t kUnitBytes = 4 * kPanel;
 
@@ -62,22 +77,20 @@ NPU_INLINE Vec number_of(UVec unit, int k, IVec zero) {
 
 NPU_INLINE ShortVec splat_pair(const int16_t* x) { return bit_cast<ShortVec>(IVec{} + load_bits<int32_t>(x)); }
 
-template <Codes kCodes>
+template <Codes kCodes, Offsets kOffsets>
 void multiply_row_by(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums) {
   const int16_t* values = x.values;
   const IntegerRows::Block* block = x.blocks;
   const int64_t units = f.block / kUnit<kCodes>, group_blocks = f.group_blocks();
   Vec total[2] = {};
   for (int64_t g = 0; g < f.groups; ++g) {
-    const GroupScales group(f, panel);
+    const GroupScales<kCodes, kOffsets> group(f, panel);
     panel += f.header_bytes();
-    Vec part[2] = {};
-    float x_sum = 0;
     for (int64_t b = 0; b < group_blocks; ++b, ++block) {
-      const IVec negative_sum = IVec{} - int32_t(block->sum);
-      IVec sum[2] = {group.zero[0] * negative_sum, group.zero[1] * negative_sum};
+      const IVec x_sum = IVec{} + int32_t(block->sum);
+      IVec sum[2] = {group.zero[0] * -x_sum, group.zero[1] * -x_sum};
       for (int64_t u = 0; u < units; ++u, panel += kUnitBytes, values += kUnit<kCodes>) {
-        const UVec unit[2] = {load_bits<UVec>(panel), load_bits<UVec>(panel + kUnitBytes / 2)};
+        const UVec unit[2] = {in_register(load_bits<UVec>(panel)), in_register(load_bits<UVec>(panel + kUnitBytes / 2))};
 #pragma GCC unroll 4
         for (int pair = 0; pair < kUnit<kCodes> / 2; ++pair) {
           const ShortVec value = splat_pair(values + 2 * pair);
@@ -87,24 +100,24 @@ void multiply_row_by(const QuantizedFormat& f, const IntegerRows& x, const char*
         // A stream from memory, which the hardware prefetches up to the end of a page.
         __builtin_prefetch(panel + 4096);
       }
-      const Vec scale = splat(block->scale);
-      x_sum += block->scale * block->sum;
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) part[v] += __builtin_convertvector(sum[v], Vec) * scale;
+      for (int v = 0; v < 2; ++v) {
+        Vec scaled = __builtin_convertvector(sum[v], Vec) * group.scale[v];
+        if constexpr (kOffsets == Offsets::minimum) scaled += group.minimum[v] * block->sum;
+        total[v] += scaled * block->scale;
+      }
     }
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) total[v] += part[v] * group.scale[v] + group.minimum[v] * splat(x_sum);
   }
   store(sums, total[0]);
   store(sums + kLanes, total[1]);
 }
 
-template <Codes kCodes>
+template <Codes kCodes, Offsets kOffsets>
 void unpack_blocks_of(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, IntegerPanel& out) {
   int16_t* values = out.values;
   for (int64_t b = 0; b < count; ++b) {
     const char* start = panel + (first + b) / f.group_blocks() * f.group_bytes();
-    const GroupScales group(f, start);
+    const GroupScales<kCodes, kOffsets> group(f, start);
     ShortVec zero[2];
 #pragma GCC unroll 2
     for (int v = 0; v < 2; ++v) {
@@ -129,22 +142,26 @@ void unpack_blocks_of(const QuantizedFormat& f, const char* panel, int64_t first
 }
 
 template <int kRows, bool kMinimums>
-void multiply_blocks_of(const QuantizedFormat& f, const IntegerRows& x, int64_t row, const IntegerPanel& panel,
-                        int64_t first, int64_t count, float* sums) {
-  const int16_t *values = x.values + row * x.stride + first * f.block, *w = panel.values;
-  const IntegerRows::Block* blocks = x.blocks + row * x.block_stride + first;
+void multiply_blocks_of(const QuantizedFormat& f, const IntegerRows& x, const IntegerPanel& panel, int64_t first,
+                        int64_t count, float* sums) {
+  const int16_t *values = x.values + first * f.block * kRows, *w = panel.values;
+  const IntegerRows::Block* blocks = x.blocks + first * kRows;
   const float *scales = panel.scales, *minimums = panel.minimums;
-  const int64_t stride = x.stride;
-  for (int64_t b = 0; b < count; ++b, ++blocks, scales += kPanel, minimums += kPanel) {
+  Vec total[kRows][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) total[r][v] = load(sums + r * kPanel + v * kLanes);
+  for (int64_t b = 0; b < count; ++b, blocks += kRows, scales += kPanel, minimums += kPanel) {
     IVec sum[kRows][2] = {};
-    for (const int16_t* end = values + f.block; values < end; values += 8, w += 8 * kPanel) {
+    for (const int16_t* end = values + f.block * kRows; values < end; values += 8 * kRows, w += 8 * kPanel) {
 #pragma GCC unroll 4
       for (int pair = 0; pair < 4; ++pair) {
-        const ShortVec low = load_bits<ShortVec>(w + pair * 2 * kPanel);
-        const ShortVec high = load_bits<ShortVec>(w + pair * 2 * kPanel + kPanel);
+        const ShortVec low = in_register(load_bits<ShortVec>(w + pair * 2 * kPanel));
+        const ShortVec high = in_register(load_bits<ShortVec>(w + pair * 2 * kPanel + kPanel));
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; ++r) {
-          const ShortVec value = splat_pair(values + r * stride + 2 * pair);
+          const ShortVec value = splat_pair(values + (pair * kRows + r) * 2);
           sum[r][0] = add_integer_pairs(sum[r][0], low, value);
           sum[r][1] = add_integer_pairs(sum[r][1], high, value);
         }
@@ -152,33 +169,35 @@ void multiply_blocks_of(const QuantizedFormat& f, const IntegerRows& x, int64_t 
     }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const IntegerRows::Block& block = blocks[r * x.block_stride];
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        float* target = sums + r * kPanel + v * kLanes;
         Vec scaled = __builtin_convertvector(sum[r][v], Vec) * load(scales + v * kLanes);
-        if constexpr (kMinimums) scaled += load(minimums + v * kLanes) * block.sum;
-        store(target, scaled * block.scale + load(target));
+        if constexpr (kMinimums) scaled += load(minimums + v * kLanes) * blocks[r].sum;
+        total[r][v] += scaled * blocks[r].scale;
       }
     }
   }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) store(sums + r * kPanel + v * kLanes, total[r][v]);
 }
 
 struct Table {
-  decltype(&multiply_blocks_of<1, false>) multiply[2][kMaxRows];
+  decltype(&multiply_blocks_of<1, false>) multiply[2][kMaxIntegerRows];
 };
 template <int... i>
 constexpr Table make_table(std::integer_sequence<int, i...>) {
   return {{{multiply_blocks_of<i + 1, false>...}, {multiply_blocks_of<i + 1, true>...}}};
 }
-constexpr Table kTable = make_table(std::make_integer_sequence<int, kMaxRows>());
+constexpr Table kTable = make_table(std::make_integer_sequence<int, kMaxIntegerRows>());
 
-template <Codes kCodes, class W>
+template <Codes kCodes, Offsets kOffsets, class W>
 void dequantize_blocks_of(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, W* out) {
   constexpr bool kPairs = Step<W>::kWidth == 2;
   for (int64_t b = first; b < first + count; ++b) {
     const char* start = panel + b / f.group_blocks() * f.group_bytes();
-    const GroupScales group(f, start);
+    const GroupScales<kCodes, kOffsets> group(f, start);
     const char* codes = start + f.header_bytes() + b % f.group_blocks() * f.block_bytes();
     for (int64_t left = f.length(b); left > 0; left -= kUnit<kCodes>, codes += kUnitBytes) {
       const UVec unit[2] = {load_bits<UVec>(codes), load_bits<UVec>(codes + kUnitBytes / 2)};
@@ -201,16 +220,6 @@ void dequantize_blocks_of(const QuantizedFormat& f, const char* panel, int64_t f
         out += kPanel * (1 + kPairs);
       }
     }
-  }
-}
-
-// Calls body with a compile-time counterpart of `codes`.
-template <class F>
-void with_codes(Codes codes, const F& body) {
-  switch (codes) {
-    case Codes::int4: return body(std::integral_constant<Codes, Codes::int4>());
-    case Codes::int8: return body(std::integral_constant<Codes, Codes::int8>());
-    case Codes::float8_e4m3: return body(std::integral_constant<Codes, Codes::float8_e4m3>());
   }
 }
 
@@ -278,12 +287,12 @@ void pack_quantized_panel(const QuantizedFormat& f, const QuantizedRows& w, int6
   }
 }
 
-void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, IntegerRows& rows, int64_t row) {
+void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t rows, int64_t row, const IntegerRows& out) {
   with_type(dtype, [&](auto* type) {
     const auto* source = reinterpret_cast<decltype(type)>(const_cast<char*>(x));
-    int16_t* values = rows.values + row * rows.stride;
-    IntegerRows::Block* block = rows.blocks + row * rows.block_stride;
-    for (int64_t b = 0; b < f.blocks(); ++b, values += f.block, ++block) {
+    int16_t* values = out.values + 2 * row;
+    IntegerRows::Block* block = out.blocks + row;
+    for (int64_t b = 0; b < f.blocks(); ++b, values += f.block * rows, block += rows) {
       const int64_t begin = f.begin(b), length = f.length(b);
       IVec bits = {};
       for (int64_t k = 0; k < length; k += kLanes) {
@@ -299,13 +308,15 @@ void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, Integer
       const Vec factor = splat(finite ? bit_cast<float>((127 - exponent) << 23) : 0.0f);
       constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the lowest bits of a sum with it are the integer
       Vec sum = {};
+      int16_t integers[kMaxBlock + kLanes];
       for (int64_t k = 0; k < f.block; k += kLanes) {
         const Vec value = k < length ? load_n(source + begin + k, length - k) : Vec{};
         const Vec rounded = (finite ? value * factor : Vec{}) + kRound;
         sum += rounded - kRound;
-        const HalfBits integers = __builtin_convertvector(bit_cast<UVec>(rounded), HalfBits);
-        std::memcpy(values + k, &integers, sizeof(integers));
+        const HalfBits low = __builtin_convertvector(bit_cast<UVec>(rounded), HalfBits);
+        std::memcpy(integers + k, &low, sizeof(low));
       }
+      for (int64_t k = 0; k < f.block; k += 2) std::memcpy(values + k * rows, integers + k, 2 * sizeof(int16_t));
       block->scale = finite ? bit_cast<float>((127 + exponent) << 23) : std::numeric_limits<float>::quiet_NaN();
       block->sum = sum_lanes(sum);
     }
@@ -313,23 +324,28 @@ void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, Integer
 }
 
 void multiply_row(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums) {
-  if (f.codes == Codes::int4) return multiply_row_by<Codes::int4>(f, x, panel, sums);
-  multiply_row_by<Codes::int8>(f, x, panel, sums);
+  with_format(f, [&](auto codes, auto offsets) {
+    if constexpr (codes.value != Codes::float8_e4m3) multiply_row_by<codes.value, offsets.value>(f, x, panel, sums);
+  });
 }
 
 void unpack_blocks(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, IntegerPanel& out) {
-  if (f.codes == Codes::int4) return unpack_blocks_of<Codes::int4>(f, panel, first, count, out);
-  unpack_blocks_of<Codes::int8>(f, panel, first, count, out);
+  with_format(f, [&](auto codes, auto offsets) {
+    if constexpr (codes.value != Codes::float8_e4m3)
+      unpack_blocks_of<codes.value, offsets.value>(f, panel, first, count, out);
+  });
 }
 
-void multiply_blocks(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, int64_t row, const IntegerPanel& panel,
+void multiply_blocks(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, const IntegerPanel& panel,
                      int64_t first, int64_t count, float* sums) {
-  kTable.multiply[f.offsets == Offsets::minimum][rows - 1](f, x, row, panel, first, count, sums);
+  kTable.multiply[f.offsets == Offsets::minimum][rows - 1](f, x, panel, first, count, sums);
 }
 
 template <class W>
 void dequantize_blocks(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, W* out) {
-  with_codes(f.codes, [&](auto codes) { dequantize_blocks_of<codes.value>(f, panel, first, count, out); });
+  with_format(f, [&](auto codes, auto offsets) {
+    dequantize_blocks_of<codes.value, offsets.value>(f, panel, first, count, out);
+  });
 }
 template void dequantize_blocks<float>(const QuantizedFormat&, const char*, int64_t, int64_t, float*);
 template void dequantize_blocks<bf16>(const QuantizedFormat&, const char*, int64_t, int64_t, bf16*);
