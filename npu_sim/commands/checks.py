@@ -70,6 +70,24 @@ def check_dtype(dtype: str | None) -> str | None:
     return dtype
 
 
+def check_quantization(name: str) -> str:
+    """The name, if weights can be stored so."""
+    from npu_sim.llm.loading import QUANTIZATIONS
+
+    if name not in QUANTIZATIONS:
+        raise InputError(f"unknown quantization '{name}'; choose one of {', '.join(QUANTIZATIONS)}")
+    return name
+
+
+def check_weight_format(name: str | None) -> str | None:
+    """The name of a format for weights, if there is one of that name."""
+    from npu_compiler.graph.quantization import NAMED_FORMATS
+
+    if name is not None and name not in NAMED_FORMATS:
+        raise InputError(f"unknown quantization '{name}'; choose one of {', '.join(NAMED_FORMATS)}")
+    return name
+
+
 def check_device(name: str | None) -> str | None:
     """The device's name, if there is one of that name, which may still not be usable here."""
     from npu_runtime.device import find_device

@@ -19,6 +19,18 @@ def dtypes(incomplete: str) -> list[str]:
     return beginning(incomplete, COMPUTE_DTYPES)
 
 
+def quantizations(incomplete: str) -> list[str]:
+    from npu_sim.llm.loading import QUANTIZATIONS
+
+    return beginning(incomplete, QUANTIZATIONS)
+
+
+def weight_formats(incomplete: str) -> list[str]:
+    from npu_compiler.graph.quantization import NAMED_FORMATS
+
+    return beginning(incomplete, NAMED_FORMATS)
+
+
 def cpu_levels(incomplete: str) -> list[str]:
     from npu_runtime.cpu.levels import PORTABLE, this_cpu
 
