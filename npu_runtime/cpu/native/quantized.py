@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedFormat
+from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, launch, layout
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
@@ -65,22 +65,20 @@ class PackedQuantized:
     format: _Format
 
 
-def pack_quantized(
-    codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None, format: QuantizedFormat
-) -> PackedQuantized | None:
-    """Packs the parts of a weight for products; None where they are not those of the format."""
-    if not available() or not _are_parts(codes, scales, offsets, format):
+def pack_quantized(weight: QuantizedArray) -> PackedQuantized | None:
+    """Packs a weight for products; None where there are no native kernels."""
+    if not available():
         return None
-    n, k = _shape(codes, format)
-    packed = _native_format(k, format)
-    group_blocks = -(-packed.group // packed.block)
-    offset_size = 0 if offsets is None else offsets.itemsize
-    group_bytes = scales.itemsize + offset_size + group_blocks * packed.block * format.bits // 8
+    n, k = weight.shape
+    format = _native_format(weight)
+    group_blocks = -(-format.group // format.block)
+    offset_size = 0 if weight.offsets is None else weight.offsets.itemsize
+    group_bytes = weight.scales.itemsize + offset_size + group_blocks * format.block * weight.format.bits // 8
     panel = layout().panel
-    data = weight_memory(-(-n // panel) * panel * packed.groups * group_bytes)
-    codes, scales, offsets = (None if part is None else np.ascontiguousarray(part) for part in (codes, scales, offsets))
-    launch("pack_quantized", _PackArgs(_rows(codes, scales, offsets), packed, n, address(data)), codes, data)()
-    return PackedQuantized(data, n, k, packed)
+    data = weight_memory(-(-n // panel) * panel * format.groups * group_bytes)
+    parts = _contiguous(weight)
+    launch("pack_quantized", _PackArgs(_rows(parts), format, n, address(data)), parts, data)()
+    return PackedQuantized(data, n, k, format)
 
 
 def quantized_linear(
@@ -117,31 +115,17 @@ def quantized_gated_linear(
     return launch("quantized_gated_linear", _LinearArgs(args, weight.format), x, weight, bias, out)
 
 
-def quantized_embedding(
-    ids: np.ndarray,
-    codes: np.ndarray,
-    scales: np.ndarray,
-    offsets: np.ndarray | None,
-    format: QuantizedFormat,
-    out: np.ndarray,
-) -> NativeLaunch | None:
-    """out[..., :] = weight[ids[...], :] for int32 or int64 ids and the parts of a weight.
-
-    An id out of range gives zeros.
-    """
-    parts = [part for part in (codes, scales, offsets) if part is not None]
-    arrays = (ids, out, *parts)
-    if not available() or not _are_parts(codes, scales, offsets, format):
+def quantized_embedding(ids: np.ndarray, weight: QuantizedArray, out: np.ndarray) -> NativeLaunch | None:
+    """out[..., :] = weight[ids[...], :] for int32 or int64 ids; an id out of range gives zeros."""
+    n, k = weight.shape
+    if not available() or ids.dtype not in _INDEX_DTYPES or out.dtype not in DTYPES or out.size == 0:
         return None
-    n, k = _shape(codes, format)
-    if ids.dtype not in _INDEX_DTYPES or out.dtype not in DTYPES or out.size == 0 or out.shape != (*ids.shape, k):
+    if out.shape != (*ids.shape, k) or not (ids.flags.c_contiguous and out.flags.c_contiguous):
         return None
-    if not all(array.flags.c_contiguous for array in arrays):
-        return None
-    numbers = _numbers(format)
+    parts, numbers = _contiguous(weight), _numbers(weight.format)
     args = _EmbeddingArgs(
-        _rows(codes, scales, offsets),
-        _native_format(k, format),
+        _rows(parts),
+        _native_format(weight),
         address(numbers),
         address(ids),
         address(out),
@@ -150,41 +134,34 @@ def quantized_embedding(
         ids.size,
         n,
     )
-    return launch("quantized_embedding", args, numbers, *arrays)
+    return launch("quantized_embedding", args, parts, numbers, ids, out)
 
 
-def _shape(codes: np.ndarray, format: QuantizedFormat) -> tuple[int, int]:
-    return codes.shape[0], codes.shape[1] * 8 // format.bits
+def _contiguous(weight: QuantizedArray) -> QuantizedArray:
+    """The weight with each part's rows one after the other."""
+    parts = {name: np.ascontiguousarray(weight.part(name)) for name in weight.format.parts(weight.shape)}
+    return QuantizedArray(weight.format, weight.shape, **parts)
 
 
-def _are_parts(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None, format: QuantizedFormat) -> bool:
-    """Whether these are the parts of a matrix in that format."""
-    if codes.ndim != 2 or format.problem(_shape(codes, format)):
-        return False
-    given = {"codes": codes, "scales": scales, "offsets": offsets}
-    found = {name: (part.shape, part.dtype.name) for name, part in given.items() if part is not None}
-    return found == format.parts(_shape(codes, format))
+def _rows(weight: QuantizedArray) -> _Rows:
+    offsets = weight.offsets
+    return _Rows(address(weight.codes), address(weight.scales), None if offsets is None else address(offsets))
 
 
-def _native_format(k: int, format: QuantizedFormat) -> _Format:
+def _native_format(weight: QuantizedArray) -> _Format:
+    format, k = weight.format, weight.shape[1]
     group = format.group or k
     # Of the lengths that cost little for their scales, the one that fills up a group with the fewest zeros.
     longest = min(_MAX_BLOCK, -(-group // 8) * 8)
     block = min(range(longest, longest // 2, -8), key=lambda length: -(-group // length) * length)
-    scales = DTYPES[np.dtype(format.scales)]
+    scales = DTYPES[weight.scales.dtype]
     return _Format(_CODES[format.codes], scales, _OFFSETS[format.offsets], group, k // group, block)
-
-
-def _rows(codes: np.ndarray, scales: np.ndarray, offsets: np.ndarray | None) -> _Rows:
-    return _Rows(address(codes), address(scales), None if offsets is None else address(offsets))
 
 
 def _numbers(format: QuantizedFormat) -> np.ndarray:
     """What each code stands for, without its scale: float32 [256]."""
-    codes = np.arange(256, dtype=np.uint8)
-    if format.codes == "float8_e4m3":
-        return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    numbers = (codes.view(np.int8) if format.codes == "int8" else codes).astype(np.float32)
+    dtype = {"int4": np.uint8, "int8": np.int8, "float8_e4m3": ml_dtypes.float8_e4m3fn}[format.codes]
+    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     if format.offsets == "none":
         numbers -= np.float32(SYMMETRIC_ZERO[format.codes])
     return numbers
