@@ -161,7 +161,7 @@ def _native_format(weight: QuantizedArray) -> _Format:
 def _numbers(format: QuantizedFormat) -> np.ndarray:
     """What each code stands for, without its scale: float32 [256]."""
     dtype = {"int4": np.uint8, "int8": np.int8, "float8_e4m3": ml_dtypes.float8_e4m3fn}[format.codes]
-    numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
     if format.offsets == "none":
         numbers -= np.float32(SYMMETRIC_ZERO[format.codes])
     return numbers
