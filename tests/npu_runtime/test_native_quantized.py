@@ -18,6 +18,7 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, code_range, pack_codes, quantize
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import BFLOAT16
+from npu_runtime.cpu.native.bindings import layout
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
 
@@ -47,9 +48,9 @@ def blank(rows: int, columns: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
 
 
 def whole_numbers(format: QuantizedFormat, n: int, k: int) -> QuantizedArray:
-    """A weight of random codes whose scales are 0.5, 1 and 2 and whose minimums are whole."""
+    """A weight with scales of 0.5, 1 and 2 and whole minimums, whose elements have 8 significant bits, as bfloat16."""
     random, parts = rng(), format.parts((n, k))
-    low, high = code_range(format)
+    low, high = (max(-60, code_range(format)[0]), min(60, code_range(format)[1]))
     if format.codes == "float8_e4m3":
         codes = random.integers(-15, 16, (n, k)).astype(np.float32).astype("float8_e4m3fn").view(np.uint8)
     else:
@@ -58,7 +59,7 @@ def whole_numbers(format: QuantizedFormat, n: int, k: int) -> QuantizedArray:
     if format.offsets == "none":
         return QuantizedArray(format, (n, k), codes, scales)
     shape, dtype = parts["offsets"]
-    offsets = random.integers(max(low, -9), min(high, 9) + 1, shape)
+    offsets = random.integers(max(low, -9), 10, shape)
     signed = offsets.astype(np.int8).view(np.uint8) if dtype == "uint8" else offsets.astype(numpy_dtype(dtype))
     return QuantizedArray(format, (n, k), codes, scales, signed)
 
@@ -97,7 +98,7 @@ def test_the_largest_integers_do_not_overflow(codes: str, rows: int) -> None:
             )
             for dtype, value in ((BFLOAT16, 1.9921875), (np.dtype(np.float16), -1.9990234375)):
                 expected = value * (extreme - zero) * k
-                np.testing.assert_allclose(product(np.full((rows, k), value, dtype), weight), expected, rtol=4 * EPS)
+                np.testing.assert_allclose(product(np.full((rows, k), value, dtype), weight), expected, rtol=k * EPS)
 
 
 def bound(x: np.ndarray, weight: QuantizedArray) -> np.ndarray:
@@ -105,17 +106,23 @@ def bound(x: np.ndarray, weight: QuantizedArray) -> np.ndarray:
 
     The integer of an element differs from it by half a unit at most, which is 2^-15 of the block's largest at most; a
     block is part of a group. Then products, sums over blocks and the two terms of a minimum are rounded; float products
-    in at most 8 chains. Rows of float32 and float8 have no integers, but a sum of k terms.
+    in at most 8 chains. Rows of float32 and float8 have no integers, but a sum of k terms. Where the machine multiplies
+    pairs of bfloat16, the weight may be rounded to that.
     """
     k, group = x.shape[1], weight.format.group or x.shape[1]
     magnitude, wide = np.abs(x.astype(np.float64)), np.abs(weight.dequantize().astype(np.float64))
     if weight.format.offsets == "minimum":
         minimum = np.abs(np.repeat(weight.part("offsets").astype(np.float64), group, axis=1))
         wide += 2 * minimum
+    result: np.ndarray
     if x.dtype == np.float32 or weight.format.codes == "float8_e4m3":
-        return (k + 8) * EPS * (magnitude @ wide.T)
-    largest = np.repeat(magnitude.reshape(len(x), -1, group).max(axis=2), group, axis=1)
-    return (2.0**-15 * largest + (math.ceil(k / 8) + 8) * EPS * magnitude) @ wide.T
+        result = (k + 8) * EPS * (magnitude @ wide.T)
+    else:
+        largest = np.repeat(magnitude.reshape(len(x), -1, group).max(axis=2), group, axis=1)
+        result = (2.0**-15 * largest + (math.ceil(k / 8) + 8) * EPS * magnitude) @ wide.T
+    if x.dtype == BFLOAT16 and (layout().has_pairs or layout().has_tiles):
+        result += 2.0**-8 * (magnitude @ wide.T)
+    return result
 
 
 @pytest.mark.parametrize("rows", (1, 5, 50))
@@ -163,7 +170,8 @@ def test_a_float8_nan_makes_its_output_nan() -> None:
 
 
 def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
+    result: np.ndarray = x / (1 + np.exp(-x))
+    return result
 
 
 @pytest.mark.parametrize("rows", (1, 14))
@@ -183,7 +191,9 @@ def test_bias_activation_and_residual(dtype: np.dtype, codes: str, rows: int) ->
         launch()
         rounding = 0 if out_dtype == np.float32 else 2.0 ** (-11 if out_dtype == np.float16 else -8)
         expected = silu(plain) + residual.astype(np.float64)
-        np.testing.assert_allclose(out.astype(np.float64), expected, rtol=rounding, atol=2e-4)
+        error = np.abs(out.astype(np.float64) - expected)
+        # silu is nowhere steeper than 1.1; the epilogue rounds a few times.
+        assert (error <= 1.1 * bound(x, weight) + rounding * np.abs(expected) + 1e-5).all()
 
 
 @pytest.mark.parametrize(("codes", "offsets"), KINDS)
@@ -198,7 +208,9 @@ def test_gated_products(codes: str, offsets: str) -> None:
         assert launch is not None
         launch()
         gate, up = np.split(x.astype(np.float64) @ weight.dequantize().astype(np.float64).T + bias, 2, axis=1)
-        np.testing.assert_allclose(out, silu(gate) * up, atol=5e-4)
+        gate_error, up_error = np.split(bound(x, weight) + 1e-5, 2, axis=1)
+        allowed = 1.1 * gate_error * np.abs(up) + up_error * np.abs(silu(gate)) + 2 * gate_error * up_error
+        assert (np.abs(out - silu(gate) * up) <= allowed).all()
 
 
 @pytest.mark.parametrize(("codes", "offsets"), KINDS)
