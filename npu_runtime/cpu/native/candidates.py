@@ -94,10 +94,8 @@ def _packed_quantized(call: ArrayCall, bias: int | None) -> native.PackedQuantiz
 
 @_accelerates("quantized_embedding_kernel")
 def _quantized_embedding(call: ArrayCall) -> NativeLaunch | None:
-    if not call.params["checked"]:
-        return None
     parts, (ids,) = weight_parts(call.inputs, call.params, 0)
-    return native.quantized_embedding(ids, stored_weight(parts, call.params), call.out)
+    return native.quantized_embedding(ids, stored_weight(parts, call.params), call.out, bool(call.params["checked"]))
 
 
 @_accelerates("batched_matmul_kernel")

@@ -1,4 +1,7 @@
 // Products and lookups with weights in few bits (see quantized.h).
+#include <stdexcept>
+#include <string>
+
 #include "linear_args.h"
 #include "quantized.h"
 #include "rows.h"
@@ -178,7 +181,8 @@ void pack_quantized(const QuantizedPackArgs& a) {
   });
 }
 
-// Looks up rows of a weight that is not packed. `numbers` has what each code stands for.
+// Looks up rows of a weight that is not packed. `numbers` has what each code stands for. An id out of range gives zeros
+// where the ids have been checked, else the kernel fails.
 struct QuantizedEmbeddingArgs {
   QuantizedRows rows;
   QuantizedFormat format;
@@ -186,7 +190,7 @@ struct QuantizedEmbeddingArgs {
   const char* ids;
   char* out;
   Dtype out_type;
-  int64_t id_size, count, limit;
+  int64_t id_size, count, limit, checked;
 };
 
 void quantized_embedding(const QuantizedEmbeddingArgs& a) {
@@ -195,6 +199,7 @@ void quantized_embedding(const QuantizedEmbeddingArgs& a) {
   for_rows(a.count, k, [&](int64_t i) {
     const int64_t id = a.id_size == 4 ? load_bits<int32_t>(a.ids + 4 * i) : load_bits<int64_t>(a.ids + 8 * i);
     const bool known = id >= 0 && id < a.limit;
+    if (!known && !a.checked) throw std::out_of_range("index " + std::to_string(id) + " is out of range");
     float* row = thread_scratch().get<float>(round_up(k, kLanes) * sizeof(float));
     if (!known) std::fill(row, row + k, 0.0f);
     for (int64_t g = 0; known && g < f.groups; ++g) {

@@ -48,6 +48,7 @@ class _EmbeddingArgs(ctypes.Structure):
         ("id_size", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("limit", ctypes.c_int64),
+        ("checked", ctypes.c_int64),
     ]
 
 
@@ -115,8 +116,14 @@ def quantized_gated_linear(
     return launch("quantized_gated_linear", _LinearArgs(args, weight.format), x, weight, bias, out)
 
 
-def quantized_embedding(ids: np.ndarray, weight: QuantizedArray, out: np.ndarray) -> NativeLaunch | None:
-    """out[..., :] = weight[ids[...], :] for int32 or int64 ids; an id out of range gives zeros."""
+def quantized_embedding(
+    ids: np.ndarray, weight: QuantizedArray, out: np.ndarray, checked: bool = True
+) -> NativeLaunch | None:
+    """out[..., :] = weight[ids[...], :] for int32 or int64 ids.
+
+    Args:
+        checked: The ids have been checked: one out of range gives zeros. Else it is a `DeviceError`.
+    """
     n, k = weight.shape
     if not available() or ids.dtype not in _INDEX_DTYPES or out.dtype not in DTYPES or out.size == 0:
         return None
@@ -133,6 +140,7 @@ def quantized_embedding(ids: np.ndarray, weight: QuantizedArray, out: np.ndarray
         ids.itemsize,
         ids.size,
         n,
+        checked,
     )
     return launch("quantized_embedding", args, parts, numbers, ids, out)
 
