@@ -2,5 +2,4 @@
 
 from npu_sim.checkpoints.folder import QuantizedTensors
 
-
 __all__ = ["QuantizedTensors"]
