@@ -74,14 +74,9 @@ def quantize(
         typer.Option("--samples", min=1, metavar="INTEGER", help="Maximum number of parts of 1024 tokens of the text."),
     ] = 64,
     search: Annotated[
-        bool | None,
-        typer.Option(
-            "--search/--no-search",
-            help="Choose each scale by the least squared error instead of the largest weight. "
-            "Default: --search for int4.",
-            show_default=False,
-        ),
-    ] = None,
+        bool,
+        typer.Option("--search", help="Choose each scale by the least squared error instead of the largest weight."),
+    ] = False,
     keep_worst: Annotated[
         int,
         typer.Option(

@@ -1,7 +1,9 @@
 """GPTQ: each column's rounding error is compensated by the columns that are still to be rounded.
 
 Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022),
-https://arxiv.org/abs/2210.17323, algorithm 1, with the columns in the input's order, so that groups stay contiguous.
+https://arxiv.org/abs/2210.17323, algorithm 1. Columns are rounded in the order of their inputs' energy, the greatest
+first, so that later columns can still compensate the errors that matter most. Scales are found before, for groups in
+the weight's own order, so the result is stored like any other ("static groups", "actorder: weight").
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import torch
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
-from npu_sim.quantizing.rounding import Scales, assemble, check, codes, fit
+from npu_sim.quantizing.rounding import Scales, assemble, check, codes, fit_rows
 
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
-_BLOCK = 128  # columns after which the others are updated, at once
+_BLOCK = 64  # columns after which all later ones are updated at once
 
 
 def compensated(
@@ -26,7 +28,7 @@ def compensated(
     Args:
         weight: float32 [n, k].
         hessian: float32 [k, k], the sum of x xᵀ over the inputs x of the layer.
-        fractions: As for `rounding.fit`, which sees the columns of a group with the errors of those before.
+        fractions: As for `rounding.fit`.
 
     Raises:
         InputError: as `rounding.nearest`; or the calibration inputs are not finite.
@@ -35,27 +37,29 @@ def compensated(
     if not bool(hessian.isfinite().all()):
         raise InputError("its inputs for the calibration text are not finite")
     k = weight.shape[1]
-    group = format.group or k
-    inverse = _inverse_factor(hessian)
-    left, found, scales = weight.clone(), torch.empty_like(weight), list[Scales]()
-    left[:, hessian.diagonal() == 0] = 0  # the input is always 0 there, so any weight is as good
-    block = _BLOCK // group * group or (group if group < k else _BLOCK)  # groups do not cross the ends of blocks
-    for start in range(0, k, block):
-        end = min(start + block, k)
-        columns, factor = left[:, start:end].clone(), inverse[start:end, start:end]
+    scales = fit_rows(weight, format, fractions)
+    by_group = Scales(scales.scale.T.contiguous(), scales.zero.T.contiguous())
+    order = hessian.diagonal().argsort(descending=True)
+    groups = (order // (format.group or k)).tolist()
+    inverse = _inverse_factor(hessian[order][:, order])
+    left = weight.T[order].contiguous()  # a column of the weight is a row here
+    left[hessian.diagonal()[order] == 0] = 0  # the input is always 0 there, so any weight is as good
+    found = torch.empty_like(left)
+    for start in range(0, k, _BLOCK):
+        end = min(start + _BLOCK, k)
+        columns, factor = left[start:end], inverse[start:end, start:end]
         errors = torch.empty_like(columns)
-        for place in range(end - start):
-            if (start + place) % group == 0:
-                of_group = left if group == k else columns[:, place : place + group]
-                scales.append(fit(of_group, format, fractions))
-            column = columns[:, place : place + 1]
-            code = codes(column, scales[-1], format)
-            found[:, start + place] = code[:, 0]
-            error = (column - (code - scales[-1].zero) * scales[-1].scale) / factor[place, place]
-            columns[:, place:] -= error * factor[place, place:]
-            errors[:, place] = error[:, 0]
-        left[:, end:] -= errors @ inverse[start:end, end:]
-    return assemble(found, scales, format)
+        for place, column in enumerate(columns):
+            group = groups[start + place]
+            of_column = Scales(by_group.scale[group], by_group.zero[group])
+            code = codes(column, of_column, format)
+            found[start + place] = code
+            errors[place] = (column - (code - of_column.zero) * of_column.scale) / factor[place, place]
+            columns[place + 1 :].addr_(factor[place, place + 1 :], errors[place], alpha=-1)
+        left[end:].addmm_(inverse[start:end, end:].T, errors, alpha=-1)
+    in_place = torch.empty_like(found)
+    in_place[order] = found
+    return assemble(in_place.T.contiguous(), scales, format)
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,6 @@ GROUPS = {"int4": 128, "int8": 0, "fp8": 0}
 SAMPLES, SAMPLE_LENGTH = 64, 1024
 _GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 Progress = Callable[[int, int], None]
-Quantized = Iterator[tuple[QuantizedArray, LayerReport]]
 
 
 def quantize(
@@ -41,7 +40,7 @@ def quantize(
     group: int | None = None,
     zero_points: bool = False,
     method: str | None = None,
-    search: bool | None = None,
+    search: bool = False,
     calibrate: str | None = None,
     samples: int = SAMPLES,
     keep_worst: int = 0,
@@ -64,7 +63,7 @@ def quantize(
         zero_points: Whether each group of integers also has a zero point, for weights that are not around 0.
         method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
             that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
-        search: Whether to clip each group where the squared error is least. Default: for int4.
+        search: Whether to clip each group where the squared error of its weights is least.
         calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
         samples: Maximum number of parts of the text to use, of up to 1024 tokens each.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
@@ -96,13 +95,9 @@ def quantize(
         raise InputError(
             f"keeping {keep_worst} layers in 16 bits leaves nothing to quantize: there are {len(network.shapes)} layers"
         )
-    fractions = SEARCH if (weights == "int4" if search is None else search) else RANGE
     chosen = method or ("rtn" if calibrate is None else "gptq")
     ids = None if calibrate is None else calibration_ids(checkpoint, calibrate, samples)
-    if ids is None:
-        found = _by_weights(network, format, fractions)
-    else:
-        found = _by_layers(network, ids, format, fractions, compensate=chosen == "gptq")
+    found = quantized_layers(network, format, ids, compensate=chosen == "gptq", search=search)
     arrays: dict[str, QuantizedArray] = {}
     layers = []
     for array, layer in found:
@@ -174,7 +169,32 @@ def calibration_ids(checkpoint: Checkpoint, text: str, samples: int) -> torch.Te
     return torch.tensor([ids[start : start + length] for start in starts])
 
 
-def _by_weights(network: Layerwise, format: QuantizedFormat, fractions: tuple[float, ...]) -> Quantized:
+def quantized_layers(
+    network: Layerwise,
+    format: QuantizedFormat,
+    ids: torch.Tensor | None = None,
+    *,
+    compensate: bool = False,
+    search: bool = False,
+) -> Iterator[tuple[QuantizedArray, LayerReport]]:
+    """The weights of a model's linear layers in a format, one after the other, each with its errors.
+
+    Args:
+        ids: Of the calibration text, [samples, length]; only with them can errors be compensated.
+        compensate, search: `method == "gptq"` and `search` of `quantize`.
+
+    Raises:
+        WeightError: a weight holds values that are not finite.
+    """
+    fractions = SEARCH if search else RANGE
+    if ids is None:
+        return _by_weights(network, format, fractions)
+    return _by_layers(network, ids, format, fractions, compensate)
+
+
+def _by_weights(
+    network: Layerwise, format: QuantizedFormat, fractions: tuple[float, ...]
+) -> Iterator[tuple[QuantizedArray, LayerReport]]:
     """Each weight by itself, rounded to the nearest."""
     for name in network.shapes:
         weight = network.weight(name)
@@ -185,7 +205,7 @@ def _by_weights(network: Layerwise, format: QuantizedFormat, fractions: tuple[fl
 
 def _by_layers(
     network: Layerwise, ids: torch.Tensor, format: QuantizedFormat, fractions: tuple[float, ...], compensate: bool
-) -> Quantized:
+) -> Iterator[tuple[QuantizedArray, LayerReport]]:
     """The weights in the order of execution; each sees the inputs that the quantized ones before it produce."""
     hidden = network.embedded(ids)
     for layer in network.layers(ids.shape[1]):

@@ -20,9 +20,10 @@ from npu_compiler.graph.quantization import (
 from npu_runtime.torch_arrays import tensor_to_numpy
 
 RANGE = (1.0,)
-SEARCH = tuple(1 - step / 40 for step in range(20))
+SEARCH = tuple(1 - step / 25 for step in range(10))
 """Fractions of the range to try: clipping the largest elements makes the steps of all others smaller."""
 
+_PIECE = 2**17  # elements that are searched at once: their temporary arrays stay in a core's cache
 _LARGEST_CODE = {"int4": 7.5, "int8": 127.0, "float8_e4m3": FLOAT8_MAX}
 
 
@@ -31,8 +32,8 @@ class Scales:
     """What the codes of some columns are multiplied with: value = scale · (code - zero).
 
     Attributes:
-        scale: float32 [n, 1], rounded to the dtype in which the format stores it; never 0.
-        zero: float32 [n, 1], a whole number.
+        scale: float32 [n, groups], rounded to the dtype in which the format stores it; never 0.
+        zero: float32 [n, groups], whole numbers.
     """
 
     scale: torch.Tensor
@@ -45,13 +46,21 @@ def fit(columns: torch.Tensor, format: QuantizedFormat, fractions: Sequence[floa
     Args:
         fractions: Of each row's range; that with the least squared error is taken, the first where there are several.
     """
-    found = [_of_range(columns, format, fraction) for fraction in fractions]
-    if len(found) == 1:
-        return found[0]
-    errors = torch.stack([(rounded(columns, scales, format) - columns).square().sum(1) for scales in found])
-    best = errors.argmin(0)[None, :, None]
-    scale, zero = (torch.stack([getattr(x, name) for x in found]).gather(0, best)[0] for name in ("scale", "zero"))
-    return Scales(scale, zero)
+    best, *others = (_of_range(columns, format, fraction) for fraction in fractions)
+    if not others:
+        return best
+    least = _squared_error(columns, best, format)
+    for scales in others:
+        error = _squared_error(columns, scales, format)
+        better = error < least
+        best = Scales(*(torch.where(better, x, y) for x, y in ((scales.scale, best.scale), (scales.zero, best.zero))))
+        least = torch.where(better, error, least)
+    return best
+
+
+def _squared_error(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
+    """Of each row: [n, 1]."""
+    return (rounded(columns, scales, format) - columns).square().sum(1, keepdim=True)
 
 
 def _of_range(columns: torch.Tensor, format: QuantizedFormat, fraction: float) -> Scales:
@@ -85,19 +94,26 @@ def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> t
     return (codes(columns, scales, format) - scales.zero) * scales.scale
 
 
-def assemble(found: torch.Tensor, scales: Sequence[Scales], format: QuantizedFormat) -> QuantizedArray:
+def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
+    """`fit` for each group of a matrix, float32 [n, k]."""
+    n, k = weight.shape
+    groups = weight.reshape(-1, format.group or k)
+    scales = [fit(piece, format, fractions) for piece in groups.split(max(1, _PIECE // groups.shape[1]))]
+    return Scales(*(torch.cat([getattr(x, name) for x in scales]).reshape(n, -1) for name in ("scale", "zero")))
+
+
+def assemble(found: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
     """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
     n, k = found.shape
     if format.codes == "float8_e4m3":
         stored = found.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     else:
         stored = pack_codes(found.numpy(), format.codes)
-    scale = torch.cat([x.scale for x in scales], 1).to(getattr(torch, format.scales))
     offsets = None
     if format.offsets == "zero_point":
-        zeros = torch.cat([x.zero for x in scales], 1).numpy()
-        offsets = zeros.astype(np.int8).view(np.uint8) if format.codes == "int8" else zeros.astype(np.uint8)
-    return QuantizedArray(format, (n, k), stored, tensor_to_numpy(scale), offsets)
+        offsets = scales.zero.numpy().astype(np.int8 if format.codes == "int8" else np.uint8).view(np.uint8)
+    narrow = scales.scale.to(getattr(torch, format.scales))
+    return QuantizedArray(format, (n, k), stored, tensor_to_numpy(narrow), offsets)
 
 
 def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> QuantizedArray:
@@ -107,11 +123,10 @@ def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[f
         InputError: its rows are not a whole number of groups, or it holds values that are not finite.
     """
     check(weight, format)
-    n, k = weight.shape
-    groups = weight.reshape(-1, format.group or k)
-    scales = fit(groups, format, fractions)
-    by_row = [x.reshape(n, -1) for x in (scales.scale, scales.zero)]
-    return assemble(codes(groups, scales, format).reshape(n, k), [Scales(*by_row)], format)
+    scales = fit_rows(weight, format, fractions)
+    by_group = Scales(*(x.reshape(-1, 1) for x in (scales.scale, scales.zero)))
+    found = codes(weight.reshape(len(by_group.scale), -1), by_group, format)
+    return assemble(found.reshape(weight.shape), scales, format)
 
 
 def check(weight: torch.Tensor, format: QuantizedFormat) -> None:
