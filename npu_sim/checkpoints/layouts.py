@@ -220,7 +220,8 @@ class Plain:
             )
         codes = "int8" if parts["weight"].dtype == np.int8 else "float8_e4m3"
         offsets = "none" if self.symmetric else "zero_point"
-        return QuantizedFormat(codes, group if group < k else 0, scales.dtype.name, offsets)
+        declared = self.block is not None and self.block[1] == group
+        return QuantizedFormat(codes, group if group < k or declared else 0, scales.dtype.name, offsets)
 
     def array(self, parts: Parts) -> QuantizedArray:
         format, (n, k) = self.format(parts), self.shape(parts)

@@ -71,7 +71,7 @@ def write_model(
         dtype: Of all other tensors: `float16`, `bfloat16` or `float32`.
 
     Returns:
-        The number of bytes of the tensors.
+        The number of bytes of the weights, scales and zero points included.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -93,7 +93,7 @@ def write_model(
         for name in _COPIED:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith(".weight_shape"))
 
 
 def _narrowed(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
