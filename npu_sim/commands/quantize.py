@@ -49,7 +49,7 @@ def quantize(
     ] = None,
     zero_points: Annotated[
         bool,
-        typer.Option("--zero-points/--symmetric", help="Store a zero point with each scale. Default: --symmetric."),
+        typer.Option("--zero-points/--symmetric", help="Store a zero point with each scale."),
     ] = False,
     method: Annotated[
         str | None,
@@ -147,8 +147,8 @@ def _show(report: Report) -> None:
     from rich.table import Table
 
     table = Table(title=f"Layers with the largest errors, of {len(report.layers)}", title_justify="left")
-    table.add_column("weight")
-    for column in ("shape", "error of the weight", "of the output", "16 bits", "stored"):
+    table.add_column("layer")
+    for column in ("weight error", "output error", "stored"):
         table.add_column(column, justify="right")
     for layer in report.worst(max(_SHOWN, len(report.kept))):
         table.add_row(*_row(layer, layer.name in report.kept))
@@ -156,11 +156,9 @@ def _show(report: Report) -> None:
     outputs = [layer.output_error for layer in report.layers if layer.output_error is not None]
     table.add_section()
     table.add_row(
-        "mean of all layers",
-        "",
+        "all: mean errors, size",
         f"{sum(errors) / len(errors):.2%}",
         f"{sum(outputs) / len(outputs):.2%}" if outputs else "",
-        _megabytes(sum(layer.bytes_before for layer in report.layers)),
         _megabytes(sum(_stored_bytes(layer, layer.name in report.kept) for layer in report.layers)),
     )
     Console().print(table)
@@ -168,11 +166,9 @@ def _show(report: Report) -> None:
 
 def _row(layer: LayerReport, kept: bool) -> list[str]:
     return [
-        layer.name + (" (kept)" if kept else ""),
-        "×".join(map(str, layer.shape)),
+        layer.name.removeprefix("model.layers.").removesuffix(".weight") + (" (kept)" if kept else ""),
         f"{layer.weight_error:.2%}",
         "" if layer.output_error is None else f"{layer.output_error:.2%}",
-        _megabytes(layer.bytes_before),
         _megabytes(_stored_bytes(layer, kept)),
     ]
 
