@@ -58,6 +58,8 @@ def _int4(group: int, method: str, offsets: str = "zero_point") -> Variant:
 VARIANTS = {
     "int8": Variant(QuantizedFormat("int8", 0, "bfloat16"), "rtn"),
     "fp8": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "rtn"),
+    "int8-gptq": Variant(QuantizedFormat("int8", 0, "bfloat16"), "gptq"),
+    "fp8-gptq": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq"),
     "int4-64-rtn": _int4(64, "rtn"),
     "int4-32": _int4(32, "gptq"),
     "int4-64": _int4(64, "gptq"),

@@ -15,6 +15,9 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import meta_model, state_with_buffers
 
 _LAYERS = "model.layers"
+# All later tokens attend to the first one of a text, most of them strongly (an "attention sink"): an error in its keys
+# and values is in the result of every token, so it counts like one in this many.
+_FIRST_TOKEN = 100.0
 
 
 class Layerwise:
@@ -113,13 +116,13 @@ class LoadedLayer:
         return found
 
     def hessian(self, name: str, samples: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of x xᵀ over the inputs x of a linear layer: float32 [k, k]."""
+        """The sum of x xᵀ over the inputs x of a linear layer, those of first tokens weighted more: float32 [k, k]."""
         linear = self.linear(name)
         total = torch.zeros(linear.in_features, linear.in_features)
 
         def add(module: nn.Module, args: tuple[Any, ...]) -> None:
             rows = args[0].reshape(-1, linear.in_features)
-            total.addmm_(rows.T, rows)
+            total.addmm_(rows.T, rows).addmm_(rows[:1].T, rows[:1], alpha=_FIRST_TOKEN - 1)
             raise _Seen
 
         hook = linear.register_forward_pre_hook(add)
