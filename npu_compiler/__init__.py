@@ -16,6 +16,7 @@ from npu_compiler.errors import (
     WeightError,
 )
 from npu_compiler.graph.model import IRGraph, TensorSpec
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget, OpLevelTarget
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
@@ -65,6 +66,8 @@ __all__ = [
     "Partition",
     "PartitionPlan",
     "ProgramFormatError",
+    "QuantizedArray",
+    "QuantizedFormat",
     "TargetConfig",
     "TensorSpec",
     "TransferOp",
@@ -76,6 +79,7 @@ __all__ = [
     "is_op_supported",
     "partition",
     "print_graph",
+    "quantize",
     "read_ir",
     "trace_stages",
 ]

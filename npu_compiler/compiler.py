@@ -25,6 +25,7 @@ from npu_compiler.passes.integer_ranges import bound_integers
 from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
+from npu_compiler.passes.quantize import Quantization, mark_quantized_weights, split_quantized_weights
 from npu_compiler.program.check import check_calls, check_program
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
@@ -55,7 +56,12 @@ def _with_native_dtype(graph: IRGraph) -> IRGraph:
     return replace(graph, native_dtype=native_dtype(graph))
 
 
-def default_stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str] = ()) -> list[Stage]:
+def default_stages(
+    compute_dtype: str,
+    target: CodegenTarget,
+    disabled_fusions: Collection[str] = (),
+    quantization: Quantization | None = None,
+) -> list[Stage]:
     """The graph stages in order, each with its name. `compile(…, stages=…)` reorders them, cuts or extends the list."""
     return [
         *_NORMALIZE,
@@ -65,18 +71,24 @@ def default_stages(compute_dtype: str, target: CodegenTarget, disabled_fusions: 
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),
+        ("mark_quantized_weights", partial(mark_quantized_weights, quantization=quantization)),
         ("fuse", partial(fuse, disabled=disabled_fusions)),
         ("eliminate_noops", eliminate_noops),
         ("eliminate_dead_code", eliminate_dead_code),
         ("assign_storage", partial(assign_storage, compute_dtype=compute_dtype)),
+        ("split_quantized_weights", split_quantized_weights),
         ("assign_layout", partial(assign_layout, config=target.config)),
     ]
 
 
 def _stages(
-    compute_dtype: str, target: CodegenTarget, disabled_fusions: Collection[str], edit: StageEdit | None
+    compute_dtype: str,
+    target: CodegenTarget,
+    disabled_fusions: Collection[str],
+    quantization: Quantization | None,
+    edit: StageEdit | None,
 ) -> list[Stage]:
-    stages = default_stages(compute_dtype, target, disabled_fusions)
+    stages = default_stages(compute_dtype, target, disabled_fusions, quantization)
     return stages if edit is None else edit(stages)
 
 
@@ -86,6 +98,7 @@ def compile(
     *,
     compute_dtype: str | None = None,
     disabled_fusions: Collection[str] = (),
+    quantization: Quantization | None = None,
     stages: StageEdit | None = None,
 ) -> CompiledProgram:
     """Compile IR into a program.
@@ -95,18 +108,22 @@ def compile(
         target: Names the kernels; by default the op-level target that Metal and the CPU device share.
         compute_dtype: `float16`, `bfloat16` or `float32`; by default bfloat16 for bfloat16 models, else float16.
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
+        quantization: How to store weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
+            layers; or `state_dict` key → format. Weights that are not stored so already are rounded to the nearest
+            when they are loaded.
         stages: Given the default stages, returns those to run, in order; a stage is (name, `IRGraph → IRGraph`).
 
     Raises:
         IRError: the IR is malformed.
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
+        InputError: the quantization is unknown, or a weight cannot be stored so.
     """
     target = target or OpLevelTarget()
     graph = read_ir(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
     graph = _with_native_dtype(graph)
-    for _, stage in _stages(dtype, target, disabled_fusions, stages):
+    for _, stage in _stages(dtype, target, disabled_fusions, quantization, stages):
         graph = stage(graph)
     plan = target.finish(generate_execution_plan(graph, target, source_shapes))
     plan = plan_memory(plan, target.config.buffer_alignment)
@@ -129,6 +146,7 @@ def trace_stages(
     *,
     compute_dtype: str | None = None,
     disabled_fusions: Collection[str] = (),
+    quantization: Quantization | None = None,
     stages: StageEdit | None = None,
 ) -> Iterator[tuple[str, IRGraph]]:
     """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does.
@@ -138,7 +156,7 @@ def trace_stages(
     graph = _with_native_dtype(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
-    for name, stage in _stages(dtype, target or OpLevelTarget(), disabled_fusions, stages):
+    for name, stage in _stages(dtype, target or OpLevelTarget(), disabled_fusions, quantization, stages):
         if stage is not check_constraints:
             graph = stage(graph)
             yield name, graph

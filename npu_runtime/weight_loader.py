@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import reprlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.errors import ProgramFormatError, WeightError
+from npu_compiler.errors import InputError, ProgramFormatError, WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_compiler.program.codec import decoder
 from npu_compiler.program.plan import WeightSpec
@@ -39,13 +41,15 @@ def load_weights(
     """Load a program's weights onto a device.
 
     Args:
-        source: A `.safetensors` file, a folder of them, or a mapping of `state_dict` key → array or torch tensor.
+        source: A `.safetensors` file, a folder of them, or a mapping of `state_dict` key → array, `QuantizedArray` or
+            torch tensor. What the program stores in few bits and the source does not is rounded to the nearest.
         strict: Refuse keys that the model does not know.
         progress: Called with (weights done, weights in all) after each.
         cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
 
     Raises:
-        WeightError: lists every weight that is missing, unknown or misshapen, holds NaN, or does not fit its dtype.
+        WeightError: lists every weight that is missing, unknown or misshapen, holds NaN, does not fit its dtype, or is
+            quantized in another format than the program's.
     """
     backend = as_backend(device)
     with_state = source if isinstance(source, Mapping) else MappedCheckpoint(Path(source))
@@ -58,7 +62,8 @@ def load_weights(
             if adopted is not None:
                 known[keys[name]] = adopted
     wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
-    made = ahead(lambda weight: _made(weight, with_state), list(wanted.values()))
+    rounded = _Rounded()
+    made = ahead(lambda weight: _made(weight, with_state, rounded), list(wanted.values()))
     for done, key in enumerate(keys.values(), 1):
         weight = wanted.pop(key, None)
         if weight is not None:
@@ -93,16 +98,55 @@ def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemor
     return backend.adopt(tensors, weight.spec)
 
 
-def _made(weight: WeightSpec, source: Mapping[str, Any]) -> tuple[list[str], list[np.ndarray]]:
+class _Rounded:
+    """The latest weights that were quantized while loading: several of a program may be parts of the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, QuantizedArray] = {}
+        self._lock = threading.Lock()
+
+    def parts(
+        self, recipe: WeightTransformRecipe, state: dict[str, np.ndarray | QuantizedArray]
+    ) -> dict[str, np.ndarray | QuantizedArray]:
+        """The tensors of a recipe, those quantized of which it takes a part. Raises InputError if one cannot be."""
+        found = dict(state)
+        for leaf in recipe.leaves():
+            key = leaf.params.get("key", "")
+            value = state.get(key)
+            if leaf.op == "quantized" and isinstance(value, np.ndarray):
+                with self._lock:
+                    found[key] = self._quantized(key, value, leaf.format)
+        return found
+
+    def _quantized(self, key: str, value: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
+        known = self._made.pop(key, None)
+        if known is None or known.format != format:
+            known = quantize(value, format)
+        self._made[key] = known
+        if len(self._made) > _MOST_ROUNDED:
+            del self._made[next(iter(self._made))]
+        return known
+
+
+def _made(weight: WeightSpec, source: Mapping[str, Any], rounded: _Rounded) -> tuple[list[str], list[np.ndarray]]:
     """The problems of a weight, and its parts as they are stored, if there are none."""
-    state = {key: to_numpy(source[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in source}
+    state = {key: _as_stored(source[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in source}
     problems = [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
+    if not problems and len(state) == len(set(weight.recipe.keys())):
+        try:
+            state = rounded.parts(weight.recipe, state)
+        except InputError as error:
+            problems.append(f"'{weight.recipe}': {error}")
     if weight.spec.bounds is not None and not problems:
-        found = ((key, out_of_bounds(array, *weight.spec.bounds)) for key, array in state.items() if array.size)
+        arrays = ((key, array) for key, array in state.items() if isinstance(array, np.ndarray) and array.size)
+        found = ((key, out_of_bounds(array, *weight.spec.bounds)) for key, array in arrays)
         problems = [f"too large: '{key}' {problem}" for key, problem in found if problem is not None]
     if problems or len(state) < len(set(weight.recipe.keys())):
         return problems, []
-    parts = _parts(weight.recipe, state)
+    try:
+        parts = _parts(weight.recipe, state)
+    except InputError as error:
+        return [f"quantized otherwise: {error}"], []
     lost = next((value for part in parts if (value := find_misfit(part, weight.spec.storage)) is not None), None)
     if lost is not None:
         reason = f"contains {beyond_range(lost, weight.spec.storage)}; compile for compute dtype bfloat16 or float32"
@@ -117,7 +161,11 @@ def find_misfit(array: np.ndarray, dtype: str) -> float | None:
     return next((value for value in found if value is not None), None)
 
 
-def _parts(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def _as_stored(value: Any) -> np.ndarray | QuantizedArray:
+    return value if isinstance(value, QuantizedArray) else to_numpy(value)
+
+
+def _parts(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray | QuantizedArray]) -> list[np.ndarray]:
     """The arrays that follow each other along the weight's first dimension."""
     joined = recipe.op == "concat" and recipe.params["axis"] == 0
     return [apply_recipe(part, state) for part in (recipe.args if joined else (recipe,))]
@@ -145,10 +193,12 @@ def _suggest(key: str, state: Mapping[str, Any]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
-def check_weight(key: str, array: np.ndarray, shape: tuple[int, ...]) -> Iterator[str]:
+def check_weight(key: str, array: np.ndarray | QuantizedArray, shape: tuple[int, ...]) -> Iterator[str]:
     """The problems of one tensor of a checkpoint, in words."""
     if tuple(array.shape) != shape:
         yield f"wrong shape: '{key}' is {list(array.shape)}, the model expects {list(shape)}"
+    elif isinstance(array, QuantizedArray):
+        yield from (f"not a number: '{key}': {problem}" for problem in array.problems())
     elif holds_nan(array):
         yield f"not a number: '{key}' contains NaN"
     elif _is_wide_int(array) and array.size and (array.min() < INT32_MIN or array.max() > INT32_MAX):
@@ -161,6 +211,7 @@ def _is_wide_int(array: np.ndarray) -> bool:
 
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _PIECE = 2**20  # elements
+_MOST_ROUNDED = 8
 
 
 def holds_nan(array: np.ndarray) -> bool:

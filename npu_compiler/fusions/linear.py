@@ -26,7 +26,8 @@ def fuse_shared_input_linears(graph: IRGraph) -> IRGraph:
     replaced: dict[str, list[OpNode]] = {}
     for source, members in groups.items():
         dtypes = {tensors[name].dtype for node in members for name in node.inputs[1:]}
-        if len(members) < 2 or len(dtypes) > 1:
+        formats = {tensors[node.inputs[1]].quantized for node in members}
+        if len(members) < 2 or len(dtypes) > 1 or len(formats) > 1:
             continue
         joined = _join_linears(source, members, tensors, weights)
         replaced[members[0].name] = joined
@@ -53,15 +54,16 @@ def _join_linears(
 ) -> list[OpNode]:
     name = unique_name("+".join(node.name for node in members[:3]), tensors)
     rows = [tensors[node.inputs[1]].shape[0] for node in members]
-    width, dtype = tensors[members[0].inputs[1]].shape[1], tensors[members[0].inputs[1]].dtype
+    first = tensors[members[0].inputs[1]]
 
     def concat(suffix: str, shape: tuple[int, ...], parts: list[WeightTransformRecipe]) -> str:
         weight = f"{name}.{suffix}"
-        tensors[weight] = TensorSpec(weight, shape, dtype)
+        format = first.quantized if suffix == "weight" else None
+        tensors[weight] = TensorSpec(weight, shape, first.dtype, quantized=format)
         weights[weight] = WeightTransformRecipe("concat", tuple(parts), {"axis": 0})
         return weight
 
-    inputs = [source, concat("weight", (sum(rows), width), [weights[node.inputs[1]] for node in members])]
+    inputs = [source, concat("weight", (sum(rows), first.shape[1]), [weights[node.inputs[1]] for node in members])]
     if any(len(node.inputs) > 2 for node in members):
         zeros = [WeightTransformRecipe("fill", params={"shape": [n], "value": 0.0}) for n in rows]
         biases = [

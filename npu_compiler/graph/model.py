@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 
 Attrs = dict[str, Any]
@@ -27,6 +28,7 @@ class TensorSpec:
         alloc_shape: Its shape in device memory when channels are padded, else None (dense).
         bounds: Smallest and largest value that an integer input or weight may hold, where the graph tells: an index
             counts rows, from 0; other bounds keep int64 results that are made of it within 32 bits.
+        quantized: How a weight is stored in few bits, until `split_quantized_weights` makes a tensor of each part.
     """
 
     name: str
@@ -35,6 +37,7 @@ class TensorSpec:
     storage: str = ""
     alloc_shape: tuple[int, ...] | None = None
     bounds: tuple[int, int] | None = None
+    quantized: QuantizedFormat | None = None
 
     @property
     def numel(self) -> int:

@@ -33,4 +33,5 @@ _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f6
 def _type(spec: TensorSpec) -> str:
     dtype = spec.storage or spec.dtype
     text = _SHORT.get(dtype, dtype) + str(list(spec.shape))
-    return f"{text} in {list(spec.alloc_shape)}" if spec.alloc_shape else text
+    text += f" in {list(spec.alloc_shape)}" if spec.alloc_shape else ""
+    return f"{text} as {spec.quantized}" if spec.quantized else text

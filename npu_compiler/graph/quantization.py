@@ -94,6 +94,13 @@ class QuantizedFormat:
         return sum(n * width * itemsize(dtype) for (n, width), dtype in self.parts(shape).values())
 
 
+NAMED_FORMATS = {
+    "int4": QuantizedFormat("int4", 128, "float16", "zero_point"),
+    "int8": QuantizedFormat("int8"),
+    "fp8": QuantizedFormat("float8_e4m3"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedArray:
     """A matrix [n, k] that is stored in few bits; what the parts are is at the top of this file.
@@ -136,7 +143,8 @@ class QuantizedArray:
             return values
         assert self.offsets is not None
         zeros = self.offsets[rows].view(np.int8 if self.format.codes == "int8" else np.uint8).astype(np.int16)
-        return values - self._spread(zeros)
+        found: np.ndarray = values - self._spread(zeros)
+        return found
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """The elements in float32 [rows, k]: scale · code + minimum, each operation rounded to float32."""
@@ -144,15 +152,16 @@ class QuantizedArray:
             values = self.codes[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         else:
             values = self.integers(rows).astype(np.float32)
-        values *= self._spread(self.scales[rows].astype(np.float32))
+        values = values * self._spread(self.scales[rows].astype(np.float32))
         if self.format.offsets == "minimum":
             assert self.offsets is not None
-            values += self._spread(self.offsets[rows].astype(np.float32))
+            values = values + self._spread(self.offsets[rows].astype(np.float32))
         return values
 
     def _spread(self, groups: np.ndarray) -> np.ndarray:
         """A value per group as a value per element."""
-        return np.repeat(groups, self.shape[1] // groups.shape[1], axis=1)
+        spread: np.ndarray = np.repeat(groups, self.shape[1] // groups.shape[1], axis=1)
+        return spread
 
     def problems(self) -> Iterator[str]:
         """What makes the stored values useless, in words."""

@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from npu_compiler.errors import InputError
+from npu_compiler.graph.quantization import PARTS, QuantizedArray, QuantizedFormat, quantize
+
 Shape = tuple[int, ...]
 
 
@@ -16,7 +19,8 @@ class WeightTransformRecipe:
     """One operation of a weight expression.
 
     Attributes:
-        op: `key` reads `state_dict[params["key"]]`; the others (see `apply_recipe`) combine `args`.
+        op: `key` reads `state_dict[params["key"]]`; `quantized` one part of such a tensor in few bits, which it names
+            and whose format it gives; the others (see `apply_recipe`) combine `args`.
     """
 
     op: str
@@ -24,21 +28,40 @@ class WeightTransformRecipe:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.op not in ("key", *_TRANSFORMS):
+        if self.op not in ("key", "quantized", *_TRANSFORMS):
             raise ValueError(f"unknown weight transform '{self.op}'")
-        if self.op == "key" and not isinstance(self.params.get("key"), str):
-            raise ValueError("a weight recipe of op 'key' does not name its key")
+        if self.op in ("key", "quantized") and not isinstance(self.params.get("key"), str):
+            raise ValueError(f"a weight recipe of op '{self.op}' does not name its key")
+        if self.op == "quantized" and (self.args or self.params.get("part") not in PARTS):
+            raise ValueError("a weight recipe of op 'quantized' does not name a part")
 
     def keys(self) -> Iterator[str]:
         """Every `state_dict` key that the expression reads."""
-        if self.op == "key":
+        if self.op in ("key", "quantized"):
             yield self.params["key"]
         for arg in self.args:
             yield from arg.keys()
 
+    def leaves(self) -> Iterator[WeightTransformRecipe]:
+        """The recipes within this one, or itself, that take nothing from others."""
+        if not self.args:
+            yield self
+        for arg in self.args:
+            yield from arg.leaves()
+
+    @property
+    def format(self) -> QuantizedFormat:
+        """Of op `quantized`. Raises InputError if the parameters are not those of a format."""
+        fields = self.params.get("format")
+        if not isinstance(fields, Mapping) or fields.keys() != {"codes", "group", "scales", "offsets"}:
+            raise InputError(f"{fields!r:.80} is not a quantized format")
+        return QuantizedFormat(**fields)
+
     def __str__(self) -> str:
         if self.op == "key":
             return str(self.params["key"])
+        if self.op == "quantized":
+            return f"{self.params['key']}.{self.params['part']} ({self.format})"
         inside = [str(arg) for arg in self.args] + [f"{name}={value}" for name, value in self.params.items()]
         return f"{self.op}({', '.join(inside)})"
 
@@ -48,10 +71,36 @@ def from_key(key: str) -> WeightTransformRecipe:
     return WeightTransformRecipe("key", params={"key": key})
 
 
-def apply_recipe(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Evaluate a recipe over a checkpoint; transforms compute in float32."""
-    if recipe.op == "key":
-        return state[recipe.params["key"]]
+def part_recipe(weight: WeightTransformRecipe, format: QuantizedFormat, part: str) -> WeightTransformRecipe | None:
+    """The recipe of one part of a weight in few bits; None for a weight that is neither a tensor nor several joined."""
+    if weight.op == "key":
+        return WeightTransformRecipe("quantized", params={**weight.params, "part": part, "format": vars(format)})
+    parts = [part_recipe(arg, format, part) for arg in weight.args]
+    if weight.op != "concat" or weight.params["axis"] != 0 or None in parts:
+        return None
+    return WeightTransformRecipe("concat", tuple(x for x in parts if x is not None), weight.params)
+
+
+def apply_recipe(
+    recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray] | Mapping[str, np.ndarray | QuantizedArray]
+) -> np.ndarray:
+    """Evaluate a recipe over a checkpoint; transforms compute in float32.
+
+    A tensor in few bits that is read whole is dequantized; one that is not, but is asked for a part, is quantized.
+
+    Raises:
+        InputError: a tensor is stored in another format than the one that a part is asked in; nothing is requantized.
+    """
+    if recipe.op in ("key", "quantized"):
+        value = state[recipe.params["key"]]
+        if recipe.op == "key":
+            return value.dequantize() if isinstance(value, QuantizedArray) else value
+        format = recipe.format
+        if not isinstance(value, QuantizedArray):
+            value = quantize(value, format)
+        if value.format != format:
+            raise InputError(f"'{recipe.params['key']}' is stored as {value.format}; the program expects {format}")
+        return value.part(recipe.params["part"])
     args = [apply_recipe(arg, state) for arg in recipe.args]
     return _TRANSFORMS[recipe.op](*args, **recipe.params)
 
@@ -64,6 +113,8 @@ def recipe_shape(recipe: WeightTransformRecipe, source_shapes: Mapping[str, Shap
     """
     if recipe.op == "key":
         return tuple(source_shapes[recipe.params["key"]])
+    if recipe.op == "quantized":
+        return _part_shape(recipe, tuple(source_shapes[recipe.params["key"]]))
     args = [recipe_shape(arg, source_shapes) for arg in recipe.args]
     try:
         shape = _SHAPES[recipe.op](*args, **recipe.params)
@@ -72,6 +123,19 @@ def recipe_shape(recipe: WeightTransformRecipe, source_shapes: Mapping[str, Shap
     if shape is None:
         raise ValueError(f"{recipe.op} of {[list(arg) for arg in args]} with {dict(recipe.params)!r:.80}")
     return shape
+
+
+def _part_shape(recipe: WeightTransformRecipe, source: Shape) -> Shape:
+    try:
+        format = recipe.format
+    except InputError as error:
+        raise ValueError(str(error)) from error
+    if problem := format.problem(source):
+        raise ValueError(f"{format}: {problem}")
+    part = format.parts((source[0], source[1])).get(recipe.params["part"])
+    if part is None:
+        raise ValueError(f"{format} has no {recipe.params['part']}")
+    return part[0]
 
 
 def _f32(array: np.ndarray) -> np.ndarray:

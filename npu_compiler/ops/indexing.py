@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.registry import register_op
+from npu_compiler.ops.registry import QuantizedRule, register_op
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.views import MAX_RANK, Shape, View, broadcast_shapes, numel
 
@@ -108,6 +108,7 @@ def _rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
     moves=True,
     selects=True,
     index_bound=lambda node, graph: graph.tensors[node.inputs[0]].shape[0],
+    quantized=QuantizedRule(0, "npu.quantized_embedding", is_table=True),
 )
 def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     table, ids = (ctx.view(name) for name in node.inputs)

@@ -11,7 +11,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.ranges import by_operands
-from npu_compiler.ops.registry import Args, Range, register_op
+from npu_compiler.ops.registry import Args, QuantizedRule, Range, register_op
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import Shape, View, numel
@@ -70,7 +70,7 @@ declare_kernel(
 )
 
 
-def _rows(ctx: Lowering, view: View) -> View:
+def packed_rows(ctx: Lowering, view: View) -> View:
     """[…, K] as [M, K] with unit stride along K."""
     shape = (numel(view.shape[:-1]), view.shape[-1])
     return ctx.inner_contiguous(ctx.reshaped(view, shape))
@@ -89,7 +89,7 @@ def emit_linear(
     if is_int(x.dtype) and activation in ("none", "relu"):  # PyTorch has no other activation of integers
         _emit_integer_linear(ctx, x, weight, out, bias, residual, activation)
         return
-    rows, out_rows = _rows(ctx, x), out.reshape((numel(out.shape[:-1]), out.shape[-1]))
+    rows, out_rows = packed_rows(ctx, x), out.reshape((numel(out.shape[:-1]), out.shape[-1]))
     assert out_rows is not None
     m, k = rows.shape
     n = weight.shape[0]
@@ -100,7 +100,7 @@ def emit_linear(
     if bias is not None:
         inputs.append(ctx.inner_contiguous(bias.expand((n,))) if bias.strides[-1:] != (0,) else ctx.contiguous(bias))
     if residual is not None:
-        inputs.append(_rows(ctx, residual.expand(out.shape)))
+        inputs.append(packed_rows(ctx, residual.expand(out.shape)))
     kernel, source = ctx.target.matmul_kernel(is_vec=m == 1, transpose_b=transposed)
     params = {
         "m": m,
@@ -177,6 +177,7 @@ def _product_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> 
     integer_range=_product_range,
     channel_axis=lambda node: 0,
     one_dtype=True,
+    quantized=QuantizedRule(1, "npu.quantized_linear"),
 )
 def lower_linear(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
@@ -191,7 +192,11 @@ def lower_linear(ctx: Lowering, node: OpNode) -> None:
     emit_linear(ctx, x, weight, out, bias[0] if bias else None)
 
 
-@register_op("npu.linear", tensors=("input", "weight", "bias", "residual"))
+@register_op(
+    "npu.linear",
+    tensors=("input", "weight", "bias", "residual"),
+    quantized=QuantizedRule(1, "npu.quantized_linear"),
+)
 def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
     """A linear with its epilogue; `attrs` say which of bias and residual are there."""
     views = [ctx.view(name) for name in node.inputs]
@@ -202,11 +207,15 @@ def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
     emit_linear(ctx, x, weight, ctx.output(), bias, residual, node.attrs.get("activation", "none"))
 
 
-@register_op("npu.gated_linear", tensors=("input", "weight", "bias"))
+@register_op(
+    "npu.gated_linear",
+    tensors=("input", "weight", "bias"),
+    quantized=QuantizedRule(1, "npu.quantized_gated_linear"),
+)
 def lower_gated_linear(ctx: Lowering, node: OpNode) -> None:
     """One row: act(x · gateᵀ) · (x · upᵀ), where the weight [2N, K] holds the rows of gate, then those of up."""
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
-    row, out = _rows(ctx, x), ctx.output()
+    row, out = packed_rows(ctx, x), ctx.output()
     out_row = out.reshape((1, out.numel))
     assert out_row is not None
     n, k = out.numel, row.shape[1]

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
-from npu_compiler.graph.quantization import CODES, OFFSETS
+from npu_compiler.graph.model import OpNode
+from npu_compiler.graph.quantization import CODES, OFFSETS, QuantizedFormat
+from npu_compiler.ops.indexing import is_checked_index
+from npu_compiler.ops.lowering import Lowering
+from npu_compiler.ops.matmul import packed_rows
+from npu_compiler.ops.registry import register_op
 from npu_compiler.program.elementwise import ACTIVATION
-from npu_compiler.program.kernels import Family, Grid, declare_kernel
+from npu_compiler.program.kernels import Family, Grid, KernelCall, declare_kernel, distinct_bytes
+from npu_compiler.program.views import View
 
-_FIELDS = {"k": "I", "groups": "I", "codes": f"s {' '.join(CODES)}", "offsets": f"s {' '.join(OFFSETS)}"}
+_FIELDS: dict[str, Any] = {
+    "k": "I",
+    "groups": "I",
+    "codes": f"s {' '.join(CODES)}",
+    "offsets": f"s {' '.join(OFFSETS)}",
+}
 _WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{rows},.groups]"
 
 
@@ -60,3 +72,69 @@ declare_kernel(
     **_FIELDS,
     checked="?",
 )
+
+
+def is_quantized(call: KernelCall) -> bool:
+    """Whether a kernel call reads a weight in few bits."""
+    return "codes" in call.params
+
+
+def _weight(ctx: Lowering, node: OpNode, first: int) -> tuple[list[View], list[View], dict[str, int | str]]:
+    """The parts of a weight, which begin at input `first`; the inputs after them; and the kernel's parameters."""
+    format: QuantizedFormat = node.attrs["format"]
+    views = [ctx.view(name) for name in node.inputs[first:]]
+    count = 2 if format.offsets == "none" else 3
+    data, scales = views[:2]
+    params: dict[str, int | str] = {
+        "k": data.shape[1] * 8 // format.bits,
+        "groups": scales.shape[1],
+        "codes": format.codes,
+        "offsets": format.offsets,
+        "has_offset": int(count == 3),
+    }
+    return views[:count], views[count:], params
+
+
+@register_op("npu.quantized_linear", tensors=("input", "codes", "scales", "offsets", "bias", "residual"))
+def lower_quantized_linear(ctx: Lowering, node: OpNode) -> None:
+    """act(x · weightᵀ + bias) + residual; `attrs` are those of `npu.linear`, and the weight's format."""
+    weight, rest, params = _weight(ctx, node, 1)
+    rows, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
+    has_residual = bool(node.attrs.get("has_residual"))
+    m, n = rows.shape[0], weight[0].shape[0]
+    residual = packed_rows(ctx, rest.pop().expand(out.shape)) if has_residual else None
+    bias = ctx.inner_contiguous(rest.pop()) if rest else None
+    out_rows = out.reshape((m, n))
+    assert out_rows is not None
+    params |= {
+        "m": m,
+        "n": n,
+        "has_bias": int(bias is not None),
+        "has_residual": int(has_residual),
+        "activation": node.attrs.get("activation", "none"),
+    }
+    inputs = [rows, *weight, *(view for view in (bias, residual) if view is not None)]
+    kernel = "quantized_matmul_vec_kernel" if m == 1 else "quantized_matmul_kernel"
+    ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * rows.shape[1])
+
+
+@register_op("npu.quantized_gated_linear", tensors=("input", "codes", "scales", "offsets", "bias"))
+def lower_quantized_gated_linear(ctx: Lowering, node: OpNode) -> None:
+    """One row: act(x · gateᵀ) · (x · upᵀ), where the weight [2N, K] holds the rows of gate, then those of up."""
+    weight, bias, params = _weight(ctx, node, 1)
+    row, out = packed_rows(ctx, ctx.view(node.inputs[0])), ctx.output()
+    out_row = out.reshape((1, out.numel))
+    assert out_row is not None
+    params |= {"m": 1, "n": out.numel, "has_bias": int(bool(bias)), "activation": node.attrs["activation"]}
+    flops = 4 * out.numel * row.shape[1]
+    ctx.emit("quantized_gated_matmul_vec_kernel", [row, *weight, *bias], [out_row], params, flops=flops)
+
+
+@register_op("npu.quantized_embedding", tensors=("codes", "scales", "offsets", "indices"))
+def lower_quantized_embedding(ctx: Lowering, node: OpNode) -> None:
+    weight, (ids,), params = _weight(ctx, node, 0)
+    params |= {"rows": weight[0].shape[0], "checked": is_checked_index(ctx, node.inputs[-1])}
+    out = ctx.output()
+    stored = sum(distinct_bytes(part) for part in weight) // weight[0].shape[0]
+    touched = distinct_bytes(ids) + ids.numel * stored + distinct_bytes(out)
+    ctx.emit("quantized_embedding_kernel", [*weight, ids], [out], params, bytes_moved=touched)

@@ -67,6 +67,21 @@ class ViewRule:
 
 
 @dataclass(frozen=True)
+class QuantizedRule:
+    """How an op reads a weight in few bits.
+
+    Attributes:
+        input: The weight's position among the inputs.
+        op: The op that takes the parts of the weight in its place.
+        is_table: Whether it picks rows of the weight instead of multiplying with all of it.
+    """
+
+    input: int
+    op: str
+    is_table: bool = False
+
+
+@dataclass(frozen=True)
 class Op:
     """A row of the op table: all there is to know of an op. Passes, fusions and checks ask here.
 
@@ -92,6 +107,7 @@ class Op:
         by_name: Whether its lowering asks for tensors by name, so that an earlier one may be left out.
         integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
             each output. None for an op that moves elements or returns no int32 or int64.
+        quantized: For an op that may read a weight in few bits.
     """
 
     name: str
@@ -112,6 +128,7 @@ class Op:
     float32_parameters: bool = False
     by_name: bool = False
     integer_range: RangeFn | None = None
+    quantized: QuantizedRule | None = None
 
 
 OPS: dict[str, Op] = {}

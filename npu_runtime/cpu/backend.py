@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.ops.quantized import is_quantized
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
@@ -213,7 +214,7 @@ def candidates(call: ArrayCall, native: bool, pytorch: bool = True) -> list[Cand
         pytorch: Whether PyTorch's are.
     """
     found = native_candidates(call) if native else []
-    if pytorch:
+    if pytorch and not (found and is_quantized(call.call)):  # which PyTorch's kernels would widen
         from npu_runtime.cpu.kernels.prepacked import prepacked_candidates
 
         found += prepacked_candidates(call)

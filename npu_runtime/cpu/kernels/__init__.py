@@ -1,6 +1,6 @@
 """The CPU device's kernels: what each means, in torch. Native ones are in `cpu.native`."""
 
-from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, reductions, tensor, transformer
+from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, quantized, reductions, tensor, transformer
 from npu_runtime.cpu.kernels.reference import kernel_meaning, reference_launch
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
@@ -11,6 +11,7 @@ __all__ = [
     "indexing",
     "kernel_meaning",
     "matmul",
+    "quantized",
     "reductions",
     "reference_launch",
     "tensor",

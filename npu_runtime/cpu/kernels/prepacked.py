@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate, reporting
 from npu_runtime.cpu.kernels.matmul import activated
+from npu_runtime.cpu.kernels.quantized import dequantized
 from npu_runtime.cpu.kernels.reference import on_tensors, reference_launch
+from npu_runtime.cpu.quantized_weights import weight_parts
 from npu_runtime.hardware import Launch
 
 TensorCall: TypeAlias = BoundCall[Tensor]
@@ -207,6 +210,27 @@ def _gated_linear(call: TensorCall) -> Launch | None:
         out.copy_(activated(gate, activation) * up)
 
     return launch
+
+
+def _widened(maker: Maker) -> Maker:
+    """The maker of a launch for a plain weight, for one in few bits: on its float32 copy."""
+
+    def make(call: TensorCall) -> Launch | None:
+        parts, inputs = weight_parts(call.inputs, call.params, 1)
+        part_operands, operands = weight_parts(call.operands, call.params, 1)
+        elements = parts[0].shape[0] * call.params["k"]
+        if not all(part.is_constant for part in part_operands) or _SPARE * 4 * elements > _available_bytes():
+            return None
+        weight = call.prepared(1, "dequantized", lambda _: dequantized(parts, call.params))
+        inputs.insert(1, weight)
+        return maker(replace(call, inputs=inputs, operands=[operands[0], part_operands[0], *operands[1:]]))
+
+    return make
+
+
+for _name, _maker in (("onednn", _packed_linear), ("sgemm", _plain_linear)):
+    _candidate(_name, "quantized_matmul_kernel", "quantized_matmul_vec_kernel")(_widened(_maker))
+_candidate("sgemm", "quantized_gated_matmul_vec_kernel")(_widened(_gated_linear))
 
 
 def _padded(call: TensorCall) -> tuple[Callable[[], Tensor], list[int]]:

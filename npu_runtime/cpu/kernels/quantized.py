@@ -1,0 +1,34 @@
+"""Products and lookups with weights in few bits: what they mean is the same with the dequantized weight."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_runtime.cpu.kernels.matmul import gated_linear, linear
+from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel
+from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
+from npu_runtime.torch_arrays import tensor_to_numpy
+
+
+@cpu_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+def quantized_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    parts, (x, *rest) = weight_parts(inputs, params, 1)
+    linear([x, dequantized(parts, params), *rest], outputs, params)
+
+
+@cpu_kernel("quantized_gated_matmul_vec_kernel")
+def quantized_gated_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    parts, (x, *rest) = weight_parts(inputs, params, 1)
+    gated_linear([x, dequantized(parts, params), *rest], outputs, params)
+
+
+@cpu_kernel("quantized_embedding_kernel")
+def quantized_embedding(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    parts, (ids,) = weight_parts(inputs, params, 0)
+    rows = [part[ids.reshape(-1).long()] for part in parts]
+    outputs[0].copy_(dequantized(rows, params).reshape(outputs[0].shape))
+
+
+def dequantized(parts: Tensors, params: Params) -> torch.Tensor:
+    """The weight [n, k] in float32."""
+    return torch.from_numpy(stored_weight([tensor_to_numpy(part) for part in parts], params).dequantize())

@@ -1,0 +1,28 @@
+"""Products and lookups with weights in few bits, in NumPy: those of the dequantized weight."""
+
+from __future__ import annotations
+
+from npu_runtime.cpu.bound_call import Params
+from npu_runtime.cpu.numpy_kernels.products import gated_linear, linear
+from npu_runtime.cpu.numpy_kernels.registry import Arrays, in_range, numpy_kernel
+from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
+
+
+@numpy_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+def quantized_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    parts, (x, *rest) = weight_parts(inputs, params, 1)
+    linear([x, stored_weight(parts, params).dequantize(), *rest], outputs, params)
+
+
+@numpy_kernel("quantized_gated_matmul_vec_kernel")
+def quantized_gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    parts, (x, *rest) = weight_parts(inputs, params, 1)
+    gated_linear([x, stored_weight(parts, params).dequantize(), *rest], outputs, params)
+
+
+@numpy_kernel("quantized_embedding_kernel")
+def quantized_embedding(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    parts, (ids,) = weight_parts(inputs, params, 0)
+    rows = in_range(ids, len(parts[0])).reshape(-1)
+    found = stored_weight([part[rows] for part in parts], params)
+    outputs[0][...] = found.dequantize().reshape(outputs[0].shape)
