@@ -210,15 +210,18 @@ inline void dot_rows(
             }
             float x_sum = 0.0f;
 #pragma unroll
-            for (uint i = 0; i < chunk / 4; i++) {
-                float4 value = load4(x, x_type, first + 4 * i);
+            for (uint i = 0; i < CHUNK_BYTES / 2; i++) {
+                if (i % 2 == 1 && codes != INT4) {
+                    continue;  // a word holds four codes only
+                }
+                float4 value = load4(x, x_type, first + (codes == INT4 ? 4 * i : 2 * i));
                 x_sum += (value.x + value.y) + (value.z + value.w);
                 if (codes == INT4) {
                     value = for_codes_in_place(value);
                 }
 #pragma unroll
                 for (uint row = 0; row < ROWS; row++) {
-                    const uint bits = codes == INT4 ? words[row][i / 2] >> i % 2 * 16 : words[row][i];
+                    const uint bits = words[row][i / 2] >> i % 2 * 16;
                     products[row] += dot(value, codes == INT4 ? in_place(bits) : numbers(bits));
                 }
             }

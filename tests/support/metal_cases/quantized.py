@@ -172,6 +172,7 @@ TILED = [
         ("past-a-tile", 17, 18, 36, 12, [INT4, INT8], {"activation": "relu"}),
         ("past-a-block", 33, 37, 36, 36, [INT4, INT8], {"bias": "float32", "residual": "float32"}),
         ("past-a-block-of-quads", 34, 35, 40, 4, [INT4, FLOAT8], {"activation": "gelu"}),
+        ("part-of-a-block", 3, 5, 48, 16, [INT8, FLOAT8], {}),
         ("gaps", 6, 5, 64, 32, [INT4, INT8], {"gap": 16, "offset": 32, "residual": "compute"}),
         ("uneven-gaps", 9, 3, 64, 32, [INT4, INT8], {"gap": 3, "offset": 5}),
         ("float-x", 5, 3, 32, 16, [INT4, FLOAT8], {"x": "float32"}),
