@@ -232,7 +232,9 @@ class CompiledModule:
                 self.refresh()
             traced = self.trace.plain or self.trace
             tensors, runners = self._programs.tensors, {} if self.trace.plain else self._programs.runners
-            save_module(Path(path), traced, tensors, self._signature, self._shapes.names, self._dtype, runners)
+            formats = {key: format for plan in self._programs.plans() for key, format in plan.formats.items()}
+            names = self._shapes.names
+            save_module(Path(path), traced, tensors, self._signature, names, self._dtype, runners, formats)
 
     def report(self) -> Report:
         """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""

@@ -114,6 +114,10 @@ class Programs:
         self.tensors = dict(weights)
         self._loaded.weights = {key: value for key, value in weights.items() if key not in self._trace.constants}
 
+    def plans(self) -> list[PartitionPlan]:
+        """Of the programs made so far."""
+        return [runner.plan for runner in self.runners.values()]
+
     def clear(self) -> None:
         """Drop the programs, since constants of the trace have changed."""
         self.runners.clear()
