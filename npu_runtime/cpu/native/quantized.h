@@ -83,7 +83,7 @@ struct IntegerRows {
   }
 };
 
-// Makes row `row` of a block of `rows`.
+// Makes row `row` of a block of `rows` from 16-bit floats.
 void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t rows, int64_t row, const IntegerRows& out);
 
 // sums[kPanel] = a single row times a packed panel.

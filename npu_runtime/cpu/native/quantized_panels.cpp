@@ -302,9 +302,9 @@ void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t
       int32_t largest = 0;
       for (int i = 0; i < kLanes; ++i) largest = std::max(largest, bits[i]);
       const bool finite = largest < 0x7f800000;
-      // With this power of two the largest is 2^14 at the least, and rounded 2^15 - 1 at the most, unless it is so small
-      // that the power itself would not be a normal number.
-      const int exponent = std::max((largest + 0x100) >> 23, 27) - 127 - 14;
+      // With this power of two the largest is 2^14 at the least, and 2^15 - 1 at the most since x has 16 bits; less where
+      // the power itself would not be a normal number.
+      const int exponent = std::max(largest >> 23, 15) - 127 - 14;
       const Vec factor = splat(finite ? bit_cast<float>((127 - exponent) << 23) : 0.0f);
       constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the lowest bits of a sum with it are the integer
       Vec sum = {};
