@@ -52,7 +52,8 @@ def _by_byte(tensor: Any) -> QuantizedArray:
     if zeros is not None and not symmetric:
         parts["weight_zero_point"] = tensor_to_numpy(zeros.cpu())
     rows, columns = tensor.block_size or tensor.shape
-    found = Plain("weight_scale", (int(rows), int(columns)), symmetric).array(parts)
+    block = int(rows), 0 if columns == codes.shape[1] else int(columns)
+    found = Plain("weight_scale", block, symmetric).array(parts)
     fits = codes.dtype == torch.int8 and found.shape[1] % 2 == 0
     return _narrowed(found) if fits and _bits(tensor) <= 4 else found
 

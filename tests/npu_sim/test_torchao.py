@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 import npu_compiler
-from npu_compiler.errors import WeightError
+import npu_sim
+from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_runtime import Device, Executor, load_weights
-from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 from npu_sim.checkpoints.torchao_tensors import as_quantized, dense_stand_ins, quantized_parameters
 from npu_sim.module.trace import export, plain_ir, trace
 
@@ -119,3 +121,20 @@ def test_plain_tensors_are_none_and_other_kinds_are_refused() -> None:
             as_quantized(weight)
     finally:
         type(weight).__name__ = kept
+
+
+@pytest.mark.parametrize("kind", ["int8 rows", "int4 groups", "fp8 rows"])
+def test_a_quantized_module_is_compiled_and_saved_with_its_own_weights(kind: str, tmp_path: Path) -> None:
+    module = _quantized(configs()[kind][0])
+    x = torch.randn(3, 64).bfloat16()
+    compiled = npu_sim.compile(module, (x,), device="cpu")
+    weights = quantized_parameters(module)
+    dense = [numpy_to_tensor(weights[key].dequantize()) for key in ("0.weight", "2.weight")]
+    hidden = nn.functional.gelu(x.float() @ dense[0].T + module.get_parameter("0.bias").float())
+    torch.testing.assert_close(compiled(x).float(), (hidden @ dense[1].T).detach(), rtol=0.02, atol=0.02)
+    compiled.refresh()
+    compiled.save(tmp_path / "m.npumod")
+    loaded = npu_sim.load(tmp_path / "m.npumod", "cpu")
+    np.testing.assert_array_equal(loaded(tensor_to_numpy(x)), tensor_to_numpy(compiled(x)))
+    with pytest.raises(InputError, match="Sequential is quantized already; leave out quantization='int4'"):
+        npu_sim.compile(module, (x,), quantization="int4")
