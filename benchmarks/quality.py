@@ -45,8 +45,8 @@ _SECTION = """\
 
 {texts}
 
-For `gptq`, {machine[calibration_tokens]:,} tokens of the calibration text are used. PyTorch {machine[torch]} computes in
-float32 with the dequantized weights ({machine[date]}), so the figures are those of the weights alone, on any device.
+For `gptq`, {machine[calibration_tokens]:,} tokens of the calibration text are used. PyTorch {machine[torch]} computes
+in float32 with the dequantized weights ({machine[date]}), so the figures are those of the weights alone, on any device.
 Scales are bfloat16.
 
 {table}
