@@ -1,9 +1,11 @@
 """What quantizing costs a language model: perplexity, and the divergence from the model that it was, on real English.
 
     python -m benchmarks.quality --text alice29.txt lcet10.txt --calibrate lee_background.cor --json docs/quality.json
+    python -m benchmarks.quality --json docs/quality.json --chart docs/quality.svg --document docs/quantization.md
 
-PyTorch computes in float32 with the dequantized weights, so that the figures are those of the weights alone. All
-variants read the same windows in turn; the results so far are in the JSON file after each window.
+The first line measures, the second one writes the results into the page. PyTorch computes in float32 with the
+dequantized weights, so that the figures are those of the weights alone. All variants read the same windows in turn; the
+results so far are in the JSON file after each window.
 """
 
 from __future__ import annotations
@@ -34,6 +36,29 @@ SOURCES = {
     "lcet10.txt": "Workshop on Electronic Texts, proceedings (tests/testdata of brotli 1.2.1's sdist on PyPI)",
     "lee_background.cor": "300 news articles (gensim/test/test_data of gensim 4.4.0's wheel on PyPI)",
 }
+
+
+_SECTION = """\
+## 4. Quality
+
+{machine[model]} predicts {tokens:,} tokens of English, in windows of {machine[window]}:
+
+{texts}
+
+For `gptq`, {machine[calibration_tokens]:,} tokens of the calibration text are used. PyTorch {machine[torch]} computes
+in float32 with the dequantized weights ({machine[date]}), so the figures are those of the weights alone, on any device.
+Scales are bfloat16.
+
+{table}
+![]({chart})
+
+- The reference is the file as it is, dequantized. The linear layers of `smollm2` are in Q4_1 and Q8_0 already, so they
+  are rounded a second time here.
+- The KL divergence is that of the next token's distribution from the reference's, the mean over all tokens. For small
+  differences it is the surer measure: a perplexity can fall by chance.
+- Small models lose the most. `--keep-worst` and smaller groups buy quality with bytes.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -192,6 +217,25 @@ def table(quality: Quality) -> str:
     return "\n".join(lines) + "\n"
 
 
+def section(quality: Quality, chart_name: str) -> str:
+    """The results as a section of the page, with a link to the chart of that file name."""
+    texts = [f"- `{name}` ({fact['use']}): {fact['source']}" for name, fact in quality.machine["texts"].items()]
+    return _SECTION.format(
+        machine=quality.machine,
+        tokens=quality.reference.tokens,
+        texts="\n".join(texts),
+        table=table(quality),
+        chart=chart_name,
+    )
+
+
+def write_section(quality: Quality, page: Path, chart_name: str) -> None:
+    """Replace the section of the page."""
+    text = page.read_text("utf-8")
+    start, end = text.index("## 4. Quality"), text.index("## 5. ")
+    page.write_text(text[:start] + section(quality, chart_name) + text[end:], encoding="utf-8")
+
+
 def draw(quality: Quality, path: Path) -> None:
     """Draw size against the rise of the perplexity; the path's suffix decides the format."""
     import matplotlib
@@ -231,6 +275,7 @@ def _facts(options: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
         "calibration_tokens": ids.numel(),
         "texts": {
             path.name: {
+                "use": "calibration" if path is options.calibrate else "read",
                 "source": SOURCES.get(path.name, ""),
                 "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             }
@@ -242,8 +287,8 @@ def _facts(options: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="as for npu-sim generate")
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="texts to read")
-    parser.add_argument("--calibrate", type=Path, required=True, help="calibration text")
+    parser.add_argument("--text", type=Path, nargs="+", help="texts to read; without, nothing is measured")
+    parser.add_argument("--calibrate", type=Path, help="calibration text")
     parser.add_argument("--samples", type=int, default=64, help="parts of the calibration text, of 1024 tokens each")
     parser.add_argument("--windows", type=int, default=49, help="windows to read in all")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
@@ -251,7 +296,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="PyTorch device that reads the windows")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
     parser.add_argument("--chart", type=Path, help="file for the chart")
+    parser.add_argument("--document", type=Path, help="page whose section about quality is replaced")
     options = parser.parse_args()
+    if options.text and not options.calibrate:
+        parser.error("--text needs --calibrate")
+    quality = measure(options) if options.text else load_quality(options.json)
+    chart = options.chart or Path("quality.svg")
+    if options.chart:
+        draw(quality, options.chart)
+    if options.document:
+        write_section(quality, options.document, chart.name)
+
+
+def measure(options: argparse.Namespace) -> Quality:
+    """Measure all variants that the options name; the results so far are written after each window."""
     checkpoint = load_checkpoint(options.model, "float32", "none")
     text = windows(checkpoint, options.text, options.windows, options.length)
     ids = calibration_ids(checkpoint, options.calibrate.read_text("utf-8"), options.samples)
@@ -270,8 +328,7 @@ def main() -> None:
             add_window(figure, found, reference, window)
         quality.save(options.json)
         print(f"{quality.reference.tokens} tokens\n{table(quality)}", flush=True)
-    if options.chart:
-        draw(quality, options.chart)
+    return quality
 
 
 if __name__ == "__main__":
