@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import cuda_gpu
 import cuda_toolchain
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_compiler.resident import twins
+from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.program.elementwise import ACTIVATIONS
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}
@@ -100,7 +104,36 @@ def normed_attention(dtype: str, seed: int, queries: int) -> Phases:
     return phases
 
 
-PHASES = {"products": products, "attention": attention, "normed attention": normed_attention}
+FORMATS = [
+    QuantizedFormat("int4", 32, "float16", "zero_point"),
+    QuantizedFormat("int4", 32, "float32", "minimum"),
+    QuantizedFormat("int4", 64, "bfloat16"),
+    QuantizedFormat("int8"),
+    QuantizedFormat("int8", 16, "float16", "minimum"),
+    QuantizedFormat("int8", 0, "float32", "zero_point"),
+    QuantizedFormat("float8_e4m3"),
+    QuantizedFormat("float8_e4m3", 32, "bfloat16"),
+]
+
+
+def products_in_few_bits(dtype: str, seed: int, rows: int, format: QuantizedFormat) -> Phases:
+    """Products whose weights are in few bits; rows of the last one take several slots, or end within a line."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.product(phases.operand("x", rows, 320), "first", 320, "gelu", normed=True, bias=True, format=format)
+    if rows == 1:
+        h = phases.product(h, "gated", 336, "silu", normed=True, gated=True, bias=True, format=format)
+        h = phases.product(h, "dense", 192, residual=True)
+    h = phases.product(h, "long", 3008, "relu", format=format)
+    phases.product(h, "second", 1600, bias=True, residual=True, format=format)
+    return phases
+
+
+PHASES: dict[str, Callable[[str, int, int], Phases]] = {
+    "products": products,
+    "attention": attention,
+    "normed attention": normed_attention,
+    **{str(format): partial(products_in_few_bits, format=format) for format in FORMATS},
+}
 needs_gpu = pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
 
 
@@ -114,9 +147,16 @@ def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: 
     assert text.count("constexpr bool from_mailbox = true;") == text.count("namespace phase") - 1 > 0
 
 
-@pytest.mark.parametrize("kind", PHASES)
+@pytest.mark.parametrize("kind", ["products", "attention", "normed attention"])
 def test_the_phases_compile(kind: str) -> None:
     cuda_toolchain.compile_sources(resident(PHASES[kind]("float16", 0, 1))[1].sources.values())
+
+
+@pytest.mark.parametrize(("turn", "format"), enumerate(FORMATS))
+def test_the_phases_compile_for_weights_in_few_bits(turn: int, format: QuantizedFormat) -> None:
+    rows, dtype = (1, 3)[turn % 2], ("float16", "bfloat16")[turn // 2 % 2]
+    made = resident(PHASES[str(format)](dtype, 0, rows))[1]
+    cuda_toolchain.compile_in_turn(made.sources.values(), 2 if turn % 4 else 1)
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
         compute(ring, queue, operands, shared);
         return;
     }
-    give_registers<40>();
+    give_registers<48>();
     switch (threadIdx.x / WARP - warps) {
         case 0: ring.fill(operands); break;
         case 1: run_barrier_warp(operands.at[GRID_MEMORY]); break;
