@@ -8,7 +8,6 @@ from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, THREADS, WARPS
 from cuda_compiler.resident.phases import Phase, Side, Stream
 from cuda_compiler.resident.products import (
     CONSTANT,
-    MAX_ROWS,
     can_stage,
     chunk_bytes,
     product_operands,
@@ -27,6 +26,7 @@ _SPAN_BYTES = 16  # of codes that one lane multiplies with a part of x that has 
 _COPY_BYTES = 16  # that copies begin and end at multiples of
 _MOST_ROWS = 32  # of a unit: a lane of the fetching warp copies a row
 _SLOT_COST = 2048  # what a slot costs beside its bytes, in bytes
+_COPY_COST = 64  # the same of a copy
 _MOST_UNITS = 8  # of a batch
 _PARTS = ("data", "scales", "offset")
 
@@ -118,10 +118,11 @@ def _stream(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gro
 
 
 def _busiest_bytes(stream: Stream) -> int:
-    """What the busiest multiprocessor reads, and what its slots cost besides."""
+    """What the busiest multiprocessor reads, and what its slots and copies cost besides."""
     chunks = groups(stream.row_bytes, stream.chunk_bytes)
-    slots = groups(stream.units, MULTIPROCESSORS) * chunks
-    return groups(stream.units, MULTIPROCESSORS) * stream.unit_rows * stream.row_bytes + slots * _SLOT_COST
+    copies = stream.unit_rows // stream.copied_rows * (1 + len(stream.sides))
+    unit = stream.unit_rows * stream.row_bytes + chunks * (_SLOT_COST + copies * _COPY_COST)
+    return groups(stream.units, MULTIPROCESSORS) * unit
 
 
 def _side_constants(name: str, side: Side) -> dict[str, bool | int | float]:
