@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import ml_dtypes
 import numpy as np
@@ -134,7 +133,7 @@ class QuantizedArray:
     def size_bytes(self) -> int:
         return self.format.size_bytes(self.shape)
 
-    def integers(self, rows: slice = slice(None)) -> np.ndarray:
+    def integers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """The codes as numbers, zero points subtracted: int16 [rows, k]. Not for float8."""
         values = unpack_codes(self.codes[rows], self.format.codes).astype(np.int16)
         if self.format.offsets == "none":
@@ -148,6 +147,7 @@ class QuantizedArray:
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """The elements in float32 [rows, k]: scale · code + minimum, each operation rounded to float32."""
+        values: np.ndarray
         if self.format.codes == "float8_e4m3":
             values = self.codes[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         else:
@@ -171,11 +171,16 @@ class QuantizedArray:
                 yield f"its {name} contain values that are not finite"
         if self.format.codes == "float8_e4m3" and bool(((self.codes & 0x7F) == 0x7F).any()):
             yield "its float8 codes contain NaN"
+        if self._loses_codes():
+            yield "its scales are 0 where its codes are not"
 
-    @cached_property
-    def zero_scales(self) -> int:
-        """The number of groups whose scale is 0."""
-        return int((self.scales.astype(np.float32) == 0).sum())
+    def _loses_codes(self) -> bool:
+        """Whether codes that are not 0 are multiplied with a scale of 0, which no writer of a checkpoint means."""
+        rows = np.flatnonzero((self.scales == 0).any(axis=1))
+        if not rows.size:
+            return False
+        codes = self.codes[rows] & 0x7F if self.format.codes == "float8_e4m3" else self.integers(rows)
+        return bool(codes[self._spread(self.scales[rows] == 0)].any())
 
 
 def unpack_codes(codes: np.ndarray, kind: str) -> np.ndarray:
