@@ -14,7 +14,6 @@ import npu_compiler
 from benchmarks.cuda_llm import Models
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
-from npu_runtime import DeviceBuffer
 from npu_sim.llm import extract_graph
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 LARGE_MODEL = "Llama-3.1-8B"
 _SPREAD = {"int4": 4.6, "int8": 74.0, "float8_e4m3": 130.0}  # standard deviation of random codes
-_EMBEDDING = "model.embed_tokens.weight"
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the head is stored in few bits; an embedding of its own is not read
 
 
 def llama() -> LlamaConfig:
@@ -100,14 +99,15 @@ class QuantizedModels(Models):
     def dequantize(self) -> None:
         """Give PyTorch's modules the weights that the codes stand for."""
         for key, stored in self.stored.items():
-            self.state[key].copy_(_dequantized(stored))
-        if self.checkpoint.config.tie_word_embeddings and "lm_head.weight" in self.state:
-            self.state["lm_head.weight"] = self.state[_EMBEDDING]
+            value = _dequantized(stored)
+            tied = self.checkpoint.config.tie_word_embeddings and key in _TIED
+            for name in _TIED if tied else (key,):
+                if name in self.state:
+                    self.state[name].copy_(value)
 
     @property
     def weight_bytes(self) -> int:
-        tied = self.checkpoint.config.tie_word_embeddings
-        dense = (key for key in self.checkpoint.state if key not in self.stored and (tied or key != _EMBEDDING))
+        dense = (key for key in self.checkpoint.state if key not in self.stored and key not in _TIED)
         return sum(stored.size_bytes for stored in self.stored.values()) + 2 * sum(
             int(self.checkpoint.state[key].numel()) for key in dense
         )
@@ -126,7 +126,3 @@ def _dequantized(stored: QuantizedArray) -> Tensor:
         groups -= torch.from_numpy(stored.offsets).cuda().float()[..., None]
     groups *= torch.from_numpy(stored.scales.astype(np.float32)).cuda()[..., None]
     return values
-
-
-def shared_buffers() -> dict[str, DeviceBuffer]:
-    return {}

@@ -64,6 +64,26 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     sync_block();
 }
 
+// What a thread takes: its warp's lines, rows `row` and `row` + 8 of a tile, part `part` of four spans.
+struct Lane {
+    int warp;
+    int row;
+    int part;
+
+    // Asked for anew in every step, or the compiler would compute all steps' addresses ahead of the first one and keep them.
+    __device__ __forceinline__ Lane() {
+        unsigned thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        warp = thread / WARP;
+        row = thread % WARP / 4;
+        part = thread % 4;
+    }
+
+    __device__ __forceinline__ bool takes(int turn) const {
+        return turn < lines / warps || turn * warps + warp < lines;
+    }
+};
+
 // A lane's operand: a plane of a span, or nothing where the span is another lane's; and the scale of its own span.
 struct Columns {
     unsigned at[lane_words];
@@ -71,16 +91,11 @@ struct Columns {
 
     Columns() = default;
 
-    __device__ __forceinline__ Columns(const Scratch &scratch, int row, int turn, int piece) {
-        const int part = threadIdx.x % 4;
-        const int column = threadIdx.x % WARP / 4;
-        const int first = (turn * warps + threadIdx.x / WARP) * line_spans + piece * 4;
-        own = scratch.spans[row][first + part];
-        load_plane(at, scratch.x[row][first + part], column % 2, column / 2 == part);
-    }
-
-    __device__ __forceinline__ static bool takes(int turn) {
-        return turn < lines / warps || turn * warps + int(threadIdx.x) / WARP < lines;
+    __device__ __forceinline__ Columns(const Scratch &scratch, const Lane &lane, int row, int turn, int piece) {
+        const int place = (turn * warps + lane.warp) * line_spans + piece * 4 + lane.part;
+        const int column = lane.row;
+        own = scratch.spans[row][place];
+        load_plane(at, scratch.x[row][place], column % 2, column / 2 == lane.part);
     }
 };
 
@@ -93,40 +108,44 @@ template <int count>
 struct SomeTurns {
     Columns of[count][2];
 
-    __device__ __forceinline__ SomeTurns(const Scratch &scratch, int first) {
+    __device__ __forceinline__ SomeTurns(const Scratch &scratch, const Lane &lane, int first) {
 #pragma unroll
         for (int turn = 0; turn < count; turn++) {
-            if (Columns::takes(first + turn)) {
+            if (lane.takes(first + turn)) {
 #pragma unroll
                 for (int piece = 0; piece < 2; piece++) {
-                    of[turn][piece] = Columns(scratch, 0, first + turn, piece);
+                    of[turn][piece] = Columns(scratch, lane, 0, first + turn, piece);
                 }
             }
         }
     }
 };
 
-struct HeldColumns : SomeTurns<held_turns> {
-    __device__ __forceinline__ HeldColumns(const Scratch &scratch) : SomeTurns<held_turns>(scratch, 0) {}
+struct HeldColumns {
+    Lane lane;
+    SomeTurns<held_turns> turns;
+
+    __device__ __forceinline__ HeldColumns(const Scratch &scratch) : turns(scratch, lane, 0) {}
 };
 
 // The part of x that a warp multiplies with the lines of one chunk.
 template <int count>
 struct ChunkColumns {
     const Scratch &scratch;
+    const Lane &lane;
     const SomeTurns<count> &held;  // of one row of x, from turn `first` of the chunk on
     int chunk;
     int first;
 
     __device__ __forceinline__ bool takes(int turn) const {
-        return chunk * chunk_turns + turn < turns && Columns::takes(chunk * chunk_turns + turn);
+        return chunk * chunk_turns + turn < turns && lane.takes(chunk * chunk_turns + turn);
     }
 
     __device__ __forceinline__ Columns operator()(int row, int turn, int piece) const {
         if constexpr (rows == 1) {
             return held.of[first + turn][piece];
         } else {
-            return Columns(scratch, row, chunk * chunk_turns + turn, piece);
+            return Columns(scratch, lane, row, chunk * chunk_turns + turn, piece);
         }
     }
 };
@@ -157,8 +176,7 @@ struct Sums {
     __device__ __forceinline__ void add(const char *slot, const ChunkColumns<count> &columns) {
         using ScaleRows = SideRows<scale_row, scale_chunk, scale_place, scale_stride>;
         using OffsetRows = SideRows<offset_row, offset_chunk, offset_place, offset_stride>;
-        const int part = threadIdx.x % 4;
-        const int line_of_warp = threadIdx.x / WARP;
+        const Lane &lane = columns.lane;
 #pragma unroll
         for (int tile = 0; tile < tiles; tile++) {
             int row[2];
@@ -166,7 +184,7 @@ struct Sums {
             const char *offsets[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int wanted = tile * 16 + half * 8 + threadIdx.x % WARP / 4;
+                const int wanted = tile * 16 + half * 8 + lane.row;
                 row[half] = wanted < unit_rows ? wanted : unit_rows - 1;
                 scales[half] = slot + ScaleRows::place(row[half], unit, columns.chunk);
                 offsets[half] = Offset::present ? slot + OffsetRows::place(row[half], unit, columns.chunk) : nullptr;
@@ -176,7 +194,7 @@ struct Sums {
                 if (!columns.takes(turn)) {
                     continue;
                 }
-                const int at = (turn * warps + line_of_warp) * line_bytes + part * 16;
+                const int at = (turn * warps + lane.warp) * line_bytes + lane.part * 16;
                 Words read[2][2];  // half, piece
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -194,7 +212,7 @@ struct Sums {
 #pragma unroll
                 for (int piece = 0; piece < 2; piece++) {
                     const Operand operand(read[0][piece], read[1][piece]);
-                    int place = ((turn * warps + line_of_warp) * line_spans + piece * 4 + part) * span / group;
+                    int place = ((turn * warps + lane.warp) * line_spans + piece * 4 + lane.part) * span / group;
                     if constexpr (groups == 1) {
                         place = 0;
                     } else if constexpr (row_bytes % line_bytes != 0) {
@@ -251,13 +269,13 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
     if constexpr (x_in_registers) {
 #pragma unroll
         for (int chunk = 0; chunk < chunks; chunk++) {
-            visit(ChunkColumns<held_turns>{scratch, held, chunk, chunk * chunk_turns});
+            visit(ChunkColumns<held_turns>{scratch, held.lane, held.turns, chunk, chunk * chunk_turns});
         }
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
-            const SomeTurns<chunk_columns> own(scratch, chunk * chunk_turns);
-            visit(ChunkColumns<chunk_columns>{scratch, own, chunk, 0});
+            const SomeTurns<chunk_columns> own(scratch, held.lane, chunk * chunk_turns);
+            visit(ChunkColumns<chunk_columns>{scratch, held.lane, own, chunk, 0});
         }
     }
 }
