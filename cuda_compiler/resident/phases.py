@@ -39,6 +39,7 @@ class Stream:
     row_bytes: int
     chunk_bytes: int
     copied_rows: int = 1
+    units_together: int = 2
     sides: tuple[Side, ...] = ()
 
     @property

@@ -94,6 +94,7 @@ def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
         "units": stream.units,
         "is_long": stream.is_long,
         "unit_rows": stream.unit_rows,
+        "units_together": stream.units_together,
         "from_mailbox": False,
         "to_mailbox": False,
         "backoff_ns": 0,

@@ -46,14 +46,13 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
         or group % span
     ):
         return None
-    most = min(_MOST_ROWS // (2 if gated else 1), THREADS // (2 * m))
+    most = min(_MOST_ROWS // (2 if gated else 1), THREADS // m)
     streams = [_stream(call, parts, own, gated, group) for own in range(most, 0, -1)]
     possible = [stream for stream in streams if stream is not None]
     if not possible:
         return None
     stream = min(possible, key=_busiest_bytes)
-    # A thread finishes a result of a batch, and blocks take units in pairs.
-    batch = min(_MOST_UNITS, THREADS // (stream.own_rows * m)) // 2 * 2
+    batch = min(_MOST_UNITS, THREADS // (stream.own_rows * m))  # a thread finishes a result of a batch
     scales, offsets = (*stream.sides, Side())[:2]
     constants |= {
         "gated": gated,
@@ -94,7 +93,7 @@ def _stream(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gro
     n, count = call.params["n"], call.params["groups"]
     row_bytes = parts["data"].shape[1]
     unit_rows = 2 * own if gated else own
-    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own)
+    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own, 1)
     if row_bytes * unit_rows > SLOT_BYTES:
         if SLOT_BYTES // unit_rows < WARPS * LINE_BYTES:
             return None

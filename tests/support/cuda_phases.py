@@ -13,6 +13,7 @@ from cuda_compiler.resident import twins
 from cuda_compiler.resident.kernel import find_runs, resident_call
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
+from npu_compiler.graph.model import TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
@@ -231,7 +232,8 @@ def resident(phases: Phases) -> tuple[KernelCall, Specializer]:
 def run_resident(phases: Phases, backend: Backend, times: int = 3) -> list[dict[str, Array]]:
     """What the buffers that the resident kernel writes hold after each of some runs, from the same memory on."""
     call, make = resident(phases)
-    memory = {name: backend.allocate_buffer(array) for name, array in phases.data.items()}
+    specs = {name: TensorSpec(name, array.shape, dtype_name(array.dtype)) for name, array in phases.data.items()}
+    memory = {name: backend.allocate_buffer(array, spec=specs[name]) for name, array in phases.data.items()}
     for name, buffer in make.temporaries.items():
         memory[name] = backend.allocate_zeros(buffer.alloc_shape, buffer.dtype)
     backend.compile([call], make.sources)

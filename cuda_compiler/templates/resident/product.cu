@@ -167,4 +167,6 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
     }
 }
 
+__device__ __forceinline__ int this_thread() { return threadIdx.x; }
+
 #include "resident/product_phase.cuh"

@@ -1,5 +1,5 @@
 // What the products of a resident kernel have in common: how a block goes through its units, and what follows the sums.
-// Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, and `Sums` of a unit.
+// Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, `Sums` of a unit, and whether units are taken in pairs.
 
 struct OneUnit {
     Ring &ring;
@@ -56,11 +56,11 @@ PREFETCH {
 
 PHASE(product) {
     Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
-    const int warp = threadIdx.x / WARP;
+    const int warp = this_thread() / WARP;
     if constexpr (!from_mailbox) {
         grid.wait();  // I11
     }
-    const Result first_own(threadIdx.x, 0);
+    const Result first_own(this_thread(), 0);
     Addends addends;  // read before the sums are complete, and even before the barrier (I19)
     if (first_own.turn < batch && first_own.column < int(param::n)) {
         addends = Addends(bias, residual, first_own.row, first_own.column);
@@ -75,13 +75,16 @@ PHASE(product) {
         float(&sums_of)[batch][sum_rows][rows] = scratch.sums[buffer][warp];
         int unit = start + blockIdx.x;
         int turn = 0;
-        for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
-            Sums first(unit), second(unit + gridDim.x);
-            for_chunks(scratch, held_columns, TwoUnits{ring, first, second});
-            first.store(sums_of[turn]);
-            second.store(sums_of[turn + 1]);
+        if constexpr (units_together == 2) {
+            for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
+                Sums first(unit), second(unit + gridDim.x);
+                for_chunks(scratch, held_columns, TwoUnits{ring, first, second});
+                first.store(sums_of[turn]);
+                second.store(sums_of[turn + 1]);
+            }
         }
-        if (turn < batch && unit < units) {
+#pragma unroll 1
+        for (; turn < batch && unit < units; turn++, unit += gridDim.x) {
             Sums sums(unit);
             for_chunks(scratch, held_columns, OneUnit{ring, sums});
             sums.store(sums_of[turn]);
@@ -95,9 +98,9 @@ PHASE(product) {
         } else {
             sync_block();
         }
-        static_assert(batch % 2 == 0, "pairs of units do not extend over two batches (I3)");
+        static_assert(batch % units_together == 0, "pairs of units do not extend over two batches (I3)");
         static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
-        const Result own(threadIdx.x, start);
+        const Result own(this_thread(), start);
         if (own.turn < batch && own.column < int(param::n)) {
             float sum = 0.0f;
             float up = 0.0f;

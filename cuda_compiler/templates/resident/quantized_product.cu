@@ -39,10 +39,19 @@ struct Scratch {
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
+// The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the
+// first one, more than there are registers for.
+__device__ __forceinline__ int this_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
     // The last line is read whole.
     constexpr int spans = depth / span;
-    for (int i = threadIdx.x; i < rows * (lines * line_spans - spans); i += THREADS) {
+    const int thread = this_thread();
+    for (int i = thread; i < rows * (lines * line_spans - spans); i += THREADS) {
         const int place = spans + i / rows;
         scratch.spans[i % rows][place] = SpanScale{};
 #pragma unroll
@@ -54,7 +63,7 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
     receive_x(grid, scratch.squares, x, gain, values);
 #pragma unroll
     for (int i = 0; i < rows * held; i++) {
-        const int at = i % held * THREADS + threadIdx.x;
+        const int at = i % held * THREADS + thread;
         const int place = at / span_packs;
         const SpanPack<Element> made(values[i / held][i % held]);
         if (at < packs) {
@@ -70,7 +79,6 @@ struct Lane {
     int row;
     int part;
 
-    // Asked for anew in every step, or the compiler would compute all steps' addresses ahead of the first one and keep them.
     __device__ __forceinline__ Lane() {
         unsigned thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -86,8 +94,8 @@ struct Lane {
 
 // A lane's operand: a plane of a span, or nothing where the span is another lane's; and the scale of its own span.
 struct Columns {
-    unsigned at[lane_words];
-    SpanScale own;
+    unsigned at[lane_words] = {};  // not left open, or they would keep their registers from step to step
+    SpanScale own = {};
 
     Columns() = default;
 
@@ -100,7 +108,7 @@ struct Columns {
 };
 
 // Where there are registers for a lane's part of x, it stays there instead of being read again for every unit.
-constexpr bool x_in_registers = rows == 1 && 2 * turns * (lane_words + 2) <= 110;
+constexpr bool x_in_registers = rows == 1 && chunks == 1 && 2 * turns * (lane_words + 2) <= 110;
 constexpr int held_turns = x_in_registers ? turns : 1;
 constexpr int chunk_columns = rows == 1 ? chunk_turns : 1;
 
@@ -133,9 +141,8 @@ template <int count>
 struct ChunkColumns {
     const Scratch &scratch;
     const Lane &lane;
-    const SomeTurns<count> &held;  // of one row of x, from turn `first` of the chunk on
+    const SomeTurns<count> &held;  // of one row of x
     int chunk;
-    int first;
 
     __device__ __forceinline__ bool takes(int turn) const {
         return chunk * chunk_turns + turn < turns && lane.takes(chunk * chunk_turns + turn);
@@ -143,7 +150,7 @@ struct ChunkColumns {
 
     __device__ __forceinline__ Columns operator()(int row, int turn, int piece) const {
         if constexpr (rows == 1) {
-            return held.of[first + turn][piece];
+            return held.of[turn][piece];
         } else {
             return Columns(scratch, lane, row, chunk * chunk_turns + turn, piece);
         }
@@ -243,7 +250,8 @@ struct Sums {
     }
 
     __device__ __forceinline__ void store(float (&target)[sum_rows][rows]) const {
-        const int group = threadIdx.x % WARP / 4;
+        const int thread = this_thread() % WARP;
+        const int group = thread / 4;
 #pragma unroll
         for (int tile = 0; tile < tiles; tile++) {
 #pragma unroll
@@ -254,7 +262,7 @@ struct Sums {
                     float sum = of[tile][half][x_row];
                     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
                     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-                    if (threadIdx.x % 4 == 0 && row < unit_rows) {
+                    if (thread % 4 == 0 && row < unit_rows) {
                         target[row][x_row] = sum;
                     }
                 }
@@ -267,15 +275,12 @@ struct Sums {
 template <typename Visit>
 __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldColumns &held, Visit visit) {
     if constexpr (x_in_registers) {
-#pragma unroll
-        for (int chunk = 0; chunk < chunks; chunk++) {
-            visit(ChunkColumns<held_turns>{scratch, held.lane, held.turns, chunk, chunk * chunk_turns});
-        }
+        visit(ChunkColumns<held_turns>{scratch, held.lane, held.turns, 0});
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
             const SomeTurns<chunk_columns> own(scratch, held.lane, chunk * chunk_turns);
-            visit(ChunkColumns<chunk_columns>{scratch, held.lane, own, chunk, 0});
+            visit(ChunkColumns<chunk_columns>{scratch, held.lane, own, chunk});
         }
     }
 }

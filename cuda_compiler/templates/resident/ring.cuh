@@ -8,7 +8,8 @@
 // I2. Whoever waits for a slot is at most one round of the ring away from the other side, so one bit of parity says which
 //     round of a barrier is over. For the copies in flight this holds because there are at most as many as slots.
 // I3. A product takes the slots in the order in which `fill` fills them: pairs of units, chunk by chunk; a unit without a
-//     partner alone. It holds two slots at a time, so the ring has at least two (`IN_FLIGHT`).
+//     partner alone, and so all units of weights in few bits. It holds up to two slots at a time, so the ring has at least two
+//     (`IN_FLIGHT`).
 // I4. Fetching waits for no step: weights are constants, so no step writes them.
 // I5. The limit's barrier has completed an odd number of rounds exactly while the limit is raised.
 
@@ -151,9 +152,10 @@ struct Ring : Pipeline {
             const int own = first_row - (partner ? stream.own_rows : 0);
             const int begins = own + (partner ? stream.rows : 0);
             const int end = first_row < stream.unit_rows ? stream.rows - own : 0;
-            for (int first = blockIdx.x; first < stream.units; first += 2 * gridDim.x) {
+            const int together = stream.units_together * gridDim.x;
+            for (int first = blockIdx.x; first < stream.units; first += together) {
                 for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
-                    for (int unit = first; unit < stream.units && unit <= first + int(gridDim.x); unit += gridDim.x) {
+                    for (int unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = unit * stream.own_rows;
                         const int count = row < end ? smaller(stream.copied_rows, end - row) : 0;
                         const unsigned from = begins + row;

@@ -16,7 +16,7 @@ struct Side {
 };
 
 // How a product's weight is divided: a block takes one unit of rows at a time (or of rows and their gates, one half each),
-// in chunks of columns that fit a slot of the ring. Two units of a block take turns, chunk by chunk.
+// in chunks of columns that fit a slot of the ring.
 struct Stream {
     int units;
     int unit_rows;
@@ -25,6 +25,7 @@ struct Stream {
     unsigned row_bytes;
     unsigned chunk_bytes;  // also the distance between the rows of a slot
     int copied_rows;  // that one copy takes
+    int units_together;  // 2 where two units of a block take turns, chunk by chunk
     Side sides[2];
 };
 
