@@ -37,7 +37,7 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
     row_bytes = k * itemsize(weight.dtype)
     own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
     unit_rows = 2 * own if gated else own
-    chunk = chunk_bytes(row_bytes, unit_rows)
+    chunk = chunk_bytes(row_bytes, unit_rows, SLOT_BYTES)
     batch = max(MAX_ROWS // m, 2)  # a block takes units in pairs
     stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
     constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": chunk // 16, "batch": batch}
@@ -110,8 +110,8 @@ def own_rows(rows: int, most: int) -> int:
     return min(range(most, most // 2, -1), key=busiest)
 
 
-def chunk_bytes(row_bytes: int, unit_rows: int) -> int:
+def chunk_bytes(row_bytes: int, unit_rows: int, slot: int) -> int:
     """Bytes of a row that a slot takes: as many as fit, in chunks as equal as whole groups for all warps allow."""
     group = WARPS * LINE_BYTES
     needed = groups(row_bytes, group)
-    return groups(needed, groups(needed, SLOT_BYTES // unit_rows // group)) * group
+    return groups(needed, groups(needed, slot // unit_rows // group)) * group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, THREADS, WARPS, whole_lines
+from cuda_compiler.resident.layout import LINE_BYTES, QUANTIZED_SLOT_BYTES, THREADS, WARPS, whole_lines
 from cuda_compiler.resident.phases import Phase, Side, Stream
 from cuda_compiler.resident.products import (
     CONSTANT,
@@ -27,6 +27,8 @@ _COPY_BYTES = 16  # that copies begin and end at multiples of
 _MOST_ROWS = 32  # of a unit: a lane of the fetching warp copies a row
 _SLOT_COST = 2048  # what a slot costs beside its bytes, in bytes
 _COPY_COST = 64  # the same of a copy
+_TILE_COST = 8192  # the same of the products of a tile with what all warps take of a row at a time
+_TILE_ROWS = 16
 _MOST_UNITS = 8  # of a batch
 _PARTS = ("data", "scales", "offset")
 
@@ -94,10 +96,10 @@ def _stream(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gro
     row_bytes = parts["data"].shape[1]
     unit_rows = 2 * own if gated else own
     stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own, 1)
-    if row_bytes * unit_rows > SLOT_BYTES:
-        if SLOT_BYTES // unit_rows < WARPS * LINE_BYTES:
+    if row_bytes * unit_rows > QUANTIZED_SLOT_BYTES:
+        if QUANTIZED_SLOT_BYTES // unit_rows < WARPS * LINE_BYTES:
             return None
-        stream = replace(stream, chunk_bytes=chunk_bytes(row_bytes, unit_rows), copied_rows=1)
+        stream = replace(stream, chunk_bytes=chunk_bytes(row_bytes, unit_rows, QUANTIZED_SLOT_BYTES), copied_rows=1)
     chunk_elements = stream.chunk_bytes * call.params["k"] // row_bytes
     if count > 1 and stream.chunk_bytes < row_bytes and chunk_elements % group:
         return None
@@ -117,10 +119,12 @@ def _stream(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gro
 
 
 def _busiest_bytes(stream: Stream) -> int:
-    """What the busiest multiprocessor reads, and what its slots and copies cost besides."""
+    """What the busiest multiprocessor reads, and what its slots, copies and products cost besides."""
     chunks = groups(stream.row_bytes, stream.chunk_bytes)
     copies = stream.unit_rows // stream.copied_rows * (1 + len(stream.sides))
-    unit = stream.unit_rows * stream.row_bytes + chunks * (_SLOT_COST + copies * _COPY_COST)
+    turns = groups(stream.row_bytes, WARPS * LINE_BYTES)
+    products = groups(stream.unit_rows, _TILE_ROWS) * turns * _TILE_COST
+    unit = stream.unit_rows * stream.row_bytes + chunks * (_SLOT_COST + copies * _COPY_COST) + products
     return groups(stream.units, MULTIPROCESSORS) * unit
 
 

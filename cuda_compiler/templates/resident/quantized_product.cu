@@ -184,30 +184,31 @@ struct Sums {
         using ScaleRows = SideRows<scale_row, scale_chunk, scale_place, scale_stride>;
         using OffsetRows = SideRows<offset_row, offset_chunk, offset_place, offset_stride>;
         const Lane &lane = columns.lane;
+        int row[tiles][2];
+        const char *scales[tiles][2];
+        const char *offsets[tiles][2];
 #pragma unroll
-        for (int tile = 0; tile < tiles; tile++) {
-            int row[2];
-            const char *scales[2];
-            const char *offsets[2];
+        for (int i = 0; i < 2 * tiles; i++) {
+            const int wanted = i * 8 + lane.row;
+            int &own = row[i / 2][i % 2];
+            own = wanted < unit_rows ? wanted : unit_rows - 1;
+            scales[i / 2][i % 2] = slot + ScaleRows::place(own, unit, columns.chunk);
+            offsets[i / 2][i % 2] = Offset::present ? slot + OffsetRows::place(own, unit, columns.chunk) : nullptr;
+        }
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const int wanted = tile * 16 + half * 8 + lane.row;
-                row[half] = wanted < unit_rows ? wanted : unit_rows - 1;
-                scales[half] = slot + ScaleRows::place(row[half], unit, columns.chunk);
-                offsets[half] = Offset::present ? slot + OffsetRows::place(row[half], unit, columns.chunk) : nullptr;
+        for (int turn = 0; turn < chunk_turns; turn++) {
+            if (!columns.takes(turn)) {
+                continue;
             }
+            const int at = (turn * warps + lane.warp) * line_bytes + lane.part * 16;
 #pragma unroll
-            for (int turn = 0; turn < chunk_turns; turn++) {
-                if (!columns.takes(turn)) {
-                    continue;
-                }
-                const int at = (turn * warps + lane.warp) * line_bytes + lane.part * 16;
+            for (int tile = 0; tile < tiles; tile++) {
                 Words read[2][2];  // half, piece
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     // Odd rows begin with the second piece, so that lanes that read at the same time use different banks.
-                    const int odd = row[half] % 2;
-                    const char *codes = slot + row[half] * chunk_bytes + at;
+                    const int odd = row[tile][half] % 2;
+                    const char *codes = slot + row[tile][half] * chunk_bytes + at;
                     const Words first = *reinterpret_cast<const Words *>(codes + odd * 64);
                     const Words second = *reinterpret_cast<const Words *>(codes + (odd ^ 1) * 64);
 #pragma unroll
@@ -229,9 +230,9 @@ struct Sums {
                     OffsetValue offset[2] = {};
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        scale[half] = to_float(reinterpret_cast<const Scales::type *>(scales[half])[place]);
+                        scale[half] = to_float(reinterpret_cast<const Scales::type *>(scales[tile][half])[place]);
                         if constexpr (Offset::present) {
-                            offset[half] = offset_value(reinterpret_cast<const Offset::type *>(offsets[half])[place]);
+                            offset[half] = offset_value(reinterpret_cast<const Offset::type *>(offsets[tile][half])[place]);
                         }
                     }
 #pragma unroll
@@ -241,7 +242,8 @@ struct Sums {
                         sums.add(operand, x.at);
 #pragma unroll
                         for (int half = 0; half < 2; half++) {
-                            of[tile][half][x_row] = sums.scaled(half, x.own, scale[half], offset[half], of[tile][half][x_row]);
+                            float &total = of[tile][half][x_row];
+                            total = sums.scaled(half, x.own, scale[half], offset[half], total);
                         }
                     }
                 }
