@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from npu_compiler.graph.quantization import QuantizedFormat, quantize
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_compiler.version import __version__
 from npu_runtime.torch_arrays import tensor_to_numpy
 from npu_sim.module.report import OffDevice
@@ -44,6 +44,7 @@ def save_module(
     dtype: str | None,
     runners: Mapping[Key, Runner],
     formats: Mapping[str, QuantizedFormat],
+    stored: Mapping[str, QuantizedArray],
 ) -> None:
     """Write a `.npumod`.
 
@@ -53,6 +54,7 @@ def save_module(
         dtype: The compute dtype that was asked for.
         runners: The programs that were made so far.
         formats: Key → how the device stores the weight, where that is in few bits.
+        stored: The weights that are in few bits already.
 
     Raises:
         InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
@@ -63,7 +65,7 @@ def save_module(
     whole = {names.get(key) for name, key in ir["weight_name_mapping"].items() if name in _results(traced)}
     whole |= {name for key, name in names.items() if formats.get(key) != formats.get(name)}
     for name in formats.keys() & tensors.keys() - whole:
-        tensors |= _parts(name, tensors.pop(name), formats[name])
+        tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))
     constants = {key: f"constant {key}" for key in traced.constants}
     for key, name in constants.items():
         tensors[name] = _array(np.asarray(ir["constants"][key]["data"]), ir["constants"][key])
@@ -100,9 +102,11 @@ def _results(traced: Trace) -> set[str | None]:
     return {leaf.source for leaf in _computed(traced)[1]} | {name for _, name in traced.written}
 
 
-def _parts(key: str, tensor: StoredTensor, format: QuantizedFormat) -> dict[str, StoredTensor]:
-    """What to write of a weight in few bits, which is quantized when its first part is written."""
-    whole = cache(lambda: quantize(tensor.read(), format))
+def _parts(
+    key: str, tensor: StoredTensor, format: QuantizedFormat, stored: QuantizedArray | None
+) -> dict[str, StoredTensor]:
+    """What to write of a weight in few bits, which is quantized when its first part is written if it is not yet."""
+    whole = cache(lambda: stored or quantize(tensor.read(), format))
     shapes = format.parts((tensor.shape[0], tensor.shape[1]))
     return {
         part_name(key, part): StoredTensor(dtype, shape, lambda part=part: whole().part(part))  # type: ignore[misc]

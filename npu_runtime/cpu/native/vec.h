@@ -112,6 +112,17 @@ NPU_INLINE T load_bits(const void* p) {
 
 NPU_INLINE Vec abs(Vec x) { return bit_cast<Vec>(bit_cast<UVec>(x) & 0x7fffffffu); }
 
+// The value, in a register from here on: g++ would rather load it at each use, or compute it later.
+template <class V>
+NPU_INLINE V in_register(V value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+  return value;
+}
+
 using LaneSequence = std::make_integer_sequence<int, kLanes>;
 template <int... i>
 NPU_INLINE Vec splat(float value, std::integer_sequence<int, i...>) {
@@ -296,6 +307,36 @@ NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
 inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
 #endif
+
+// Pairs of 16-bit integers, one in each half of a lane: sum + a.low * b.low + a.high * b.high.
+typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
+// Whether these products of integers are faster than as many of floats.
+#if defined(NPU_X86)
+inline constexpr bool kHasIntegerPairs = true;
+#else
+inline constexpr bool kHasIntegerPairs = false;
+#endif
+NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
+#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+  return bit_cast<IVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(NPU_X86)
+#if defined(NPU_AVX512)
+  sum += bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(NPU_AVX2)
+  sum += bit_cast<IVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#else
+  sum += bit_cast<IVec>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+#endif
+  return in_register(sum);  // g++ would put additions off until the products no longer fit into registers
+#elif defined(__aarch64__)
+  const int16x8_t x = bit_cast<int16x8_t>(a), y = bit_cast<int16x8_t>(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+  return sum + bit_cast<IVec>(vpaddq_s32(low, high));
+#else
+  const IVec x = bit_cast<IVec>(a), y = bit_cast<IVec>(b);
+  return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
 
 // Tiles: products of 32 rows by 32 columns of bfloat16 pairs in a matrix unit, where kHasTiles. A thread may multiply
 // while it has a TileState, and the process only if tiles_allowed().
