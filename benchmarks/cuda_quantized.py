@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,10 @@ if TYPE_CHECKING:
 
 LARGE_MODEL = "Llama-3.1-8B"
 _SPREAD = {"int4": 4.6, "int8": 74.0, "float8_e4m3": 130.0}  # standard deviation of random codes
-_TIED = ("model.embed_tokens.weight", "lm_head.weight")  # the head is stored in few bits; an embedding of its own is not read
+_TIED = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+)  # the head is stored in few bits; an embedding of its own is not read
 
 
 def llama() -> LlamaConfig:
@@ -63,22 +65,16 @@ class QuantizedModels(Models):
         self.quantization = quantization
         self._rng = np.random.default_rng(seed)
         self._pool = self._rng.integers(0, 256, 1 << 26, np.uint8)
-
-    def compiled(self, tokens: int, cache_length: int) -> CompiledProgram:
-        ir = extract_graph(self.checkpoint, tokens, cache_length)
-        return npu_compiler.compile(
-            ir, self.backend.target, compute_dtype="bfloat16", quantization=self.quantization
-        )
-
-    @cached_property
-    def stored(self) -> dict[str, QuantizedArray]:
-        """State dict key → weight, for those that the programs store in few bits."""
-        program = self.compiled(1, 64)
-        leaves = [leaf for weight in program.weight_specs.values() for leaf in weight.recipe.leaves()]
+        leaves = [leaf for weight in self.program(1, 64).weight_specs.values() for leaf in weight.recipe.leaves()]
         formats = {leaf.params["key"]: leaf.format for leaf in leaves if leaf.op == "quantized"}
-        return {key: self._random(tuple(self.state[key].shape), format) for key, format in formats.items()}
+        self.stored = {key: self._random(tuple(self.state[key].shape), format) for key, format in formats.items()}
+        self._dequantize()
 
-    def loaded_state(self) -> Mapping[str, Any]:
+    def program(self, tokens: int, cache_length: int) -> CompiledProgram:
+        ir = extract_graph(self.checkpoint, tokens, cache_length)
+        return npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16", quantization=self.quantization)
+
+    def source(self) -> Mapping[str, Any]:
         return {**self.state, **self.stored}
 
     def _random(self, shape: tuple[int, ...], format: QuantizedFormat) -> QuantizedArray:
@@ -96,7 +92,7 @@ class QuantizedModels(Models):
             offsets = self._rng.integers(7, 10, parts["offsets"][0]).astype(np.uint8)
         return QuantizedArray(format, (n, k), codes, scales.astype(parts["scales"][1]), offsets)
 
-    def dequantize(self) -> None:
+    def _dequantize(self) -> None:
         """Give PyTorch's modules the weights that the codes stand for."""
         for key, stored in self.stored.items():
             value = _dequantized(stored)
