@@ -1,6 +1,6 @@
 """The CUDA device against PyTorch eager and `torch.compile` on one GPU: Qwen2.5-1.5B decode and prefill, ResNets.
 
-Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`, and decode with weights
+Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`; decode with weights
 in few bits with `--only quantized-decode,large-quantized-decode`.
 
     python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]

@@ -1,4 +1,4 @@
-"""Language models with weights in few bits on the CUDA device: random codes, and PyTorch with the dequantized weights."""
+"""Language models with random weights in few bits on the CUDA device, and PyTorch with the dequantized weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 LARGE_MODEL = "Llama-3.1-8B"
 _SPREAD = {"int4": 4.6, "int8": 74.0, "float8_e4m3": 130.0}  # standard deviation of random codes
-_TIED = (
-    "model.embed_tokens.weight",
-    "lm_head.weight",
-)  # the head is stored in few bits; an embedding of its own is not read
+# The head is stored in few bits, with the embedding where the two are tied; one of its own is not read as a whole.
+_TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def llama() -> LlamaConfig:
@@ -61,7 +59,7 @@ class QuantizedModels(Models):
     """
 
     def __init__(self, name: str, config: Any, quantization: str, seed: int) -> None:
-        super().__init__(name, config, seed)
+        super().__init__(f"{name} {quantization}", config, seed)
         self.quantization = quantization
         self._rng = np.random.default_rng(seed)
         self._pool = self._rng.integers(0, 256, 1 << 26, np.uint8)

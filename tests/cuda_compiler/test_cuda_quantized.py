@@ -1,4 +1,4 @@
-"""Weights in few bits on CUDA: what calls become, that their sources compile, and that they compute what the CPU does."""
+"""Weights in few bits on CUDA: what calls become, that sources compile, that the GPU computes what the CPU does."""
 
 from __future__ import annotations
 
