@@ -7,6 +7,7 @@ from functools import partial
 
 import cuda_gpu
 import cuda_toolchain
+import ml_dtypes
 import numpy as np
 import pytest
 from cuda_phases import Phases, resident, run_reference, run_resident
@@ -68,6 +69,26 @@ def test_attention_over_splits_means_what_its_calls_do(
     start = data.draw(st.integers(0, keys - queries))
     phases.attention(sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits, normed)
     phases.check(run_reference(phases), TOLERANCE[dtype])
+
+
+@given(seed=SEEDS, span=st.sampled_from([16, 32]), spread=st.integers(0, 60))
+def test_integers_stand_for_what_bfloat16_holds_of_a_span(seed: int, span: int, spread: int) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = rng.standard_normal((2, 4 * span)) * 2.0 ** rng.integers(-spread, spread + 1, (2, 4 * span))
+    x = drawn.astype(ml_dtypes.bfloat16)
+    integers, powers = twins.span_integers(x, span)
+    assert np.abs(integers).max() <= 2**14
+    exact = x.astype(np.float32).reshape(2, -1, span)
+    found = integers.reshape(exact.shape) * powers[..., None]
+    largest = np.abs(exact).max(-1, keepdims=True)
+    np.testing.assert_array_equal(*(np.where(np.abs(exact) >= largest / 64, value, 0) for value in (found, exact)))
+    assert (np.abs(found - exact) <= largest / 2**14).all()
+
+
+def test_a_span_that_is_not_finite_stays_so() -> None:
+    x = np.ones((1, 64), np.float32)
+    x[0, 40] = np.inf
+    assert np.isnan(twins.span_integers(x, 32)[1]).tolist() == [[False, True]]
 
 
 def test_a_row_that_attends_to_no_key_gets_zeros() -> None:

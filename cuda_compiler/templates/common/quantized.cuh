@@ -109,7 +109,9 @@ struct SpanPack {
 };
 
 // A plane of a span, 0 being the high one; zeros unless it is `wanted`. Floats have one.
-__device__ __forceinline__ void load_plane(unsigned (&at)[lane_words], const unsigned (&words)[span_words], int plane, bool wanted) {
+__device__ __forceinline__ void load_plane(
+    unsigned (&at)[lane_words], const unsigned (&words)[span_words], int plane, bool wanted
+) {
     wanted = wanted && (integers || plane == 0);
     const unsigned *from = words + (integers ? plane * lane_words : 0);
 #pragma unroll

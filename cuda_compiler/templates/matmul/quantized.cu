@@ -127,6 +127,7 @@ KERNEL(quantized_embedding_kernel) {
     }
 #pragma unroll
     for (int i = 0; i < pack; i++) {
-        to[i * Out::stride(Out::rank - 1)] = param::checked || row < param::rows ? from<Out::type>(values[i]) : missing<Out::type>();
+        const bool found = param::checked || row < param::rows;
+        to[i * Out::stride(Out::rank - 1)] = found ? from<Out::type>(values[i]) : missing<Out::type>();
     }
 }

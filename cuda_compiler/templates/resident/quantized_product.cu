@@ -1,10 +1,10 @@
 // Phase of a resident kernel that multiplies a few rows of x (up to eight) with a weight [N, K] in few bits, whose rows arrive
 // through the ring, their scales and offsets beside them. All else is as in `product.cu`, whose invariants hold here too. What
-// it means: `product` in `resident/twins.py`, of the dequantized weight.
+// it means: `product` in `resident/twins.py`, of the dequantized weight; what becomes of x, `span_integers` there.
 //
 // Integers are multiplied as such, so that nothing but 4-bit codes is taken apart, and these by three instructions for eight.
 // x becomes integers of 15 bits and a power of two per *span*, the elements of 16 bytes of codes. An element of at least 1/64
-// of its span's largest keeps all 8 bits of a bfloat16; for the others the error is 1/32768 of the largest. The integers are
+// of its span's largest keeps all 8 bits of a bfloat16; for the others the error is up to 1/16384 of the largest. The integers are
 // 256 · high + low, two planes of bytes. Sums over a span are exact; they are scaled, and added up in float32. Codes of
 // float8 become 16-bit floats in registers and are multiplied with x as it is.
 //
@@ -165,7 +165,8 @@ struct SideRows {
         const int first = copy * copied_rows;
         const bool partner = gated && first >= own_rows;
         const unsigned global = unit * own_rows + first + (partner ? int(param::n) - own_rows : 0);
-        constexpr bool aligned = copied_rows * side_row % 16 == 0 && (!gated || param::n * side_row % 16 == 0) && side_chunk % 16 == 0;
+        constexpr bool aligned = copied_rows * side_row % 16 == 0 && side_chunk % 16 == 0
+            && (!gated || param::n * side_row % 16 == 0);
         const unsigned slack = aligned ? 0 : (global * side_row + chunk * side_chunk) % 16;
         return side_place + copy * side_stride + slack + (row - first) * side_row;
     }

@@ -161,7 +161,8 @@ struct Ring : Pipeline {
                         const unsigned from = begins + row;
                         begin_fetch(in_flight);
                         unsigned bytes = copy(
-                            weight + (unsigned long long)(from) * stream.row_bytes + begin, lane * stream.copied_rows * stream.chunk_bytes,
+                            weight + (unsigned long long)(from) * stream.row_bytes + begin,
+                            lane * stream.copied_rows * stream.chunk_bytes,
                             count * min(stream.row_bytes - begin, stream.chunk_bytes)
                         );
 #pragma unroll
