@@ -1,6 +1,7 @@
 """The CUDA device against PyTorch eager and `torch.compile` on one GPU: Qwen2.5-1.5B decode and prefill, ResNets.
 
-Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`.
+Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`; decode with weights
+in few bits with `--only quantized-decode,large-quantized-decode`.
 
     python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]
     python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md --chart docs/cuda.svg
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 TASKS = ("decode", "prefill", "resnet18", "resnet50", "start")
 LARGE_DECODE = "large-decode"
+QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE = "quantized-decode", "large-quantized-decode"
+QUANTIZATIONS = ("int4", "int8", "fp8")
+EXTRA_TASKS = (LARGE_DECODE, QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE)
 
 
 def machine(ceilings: Ceilings) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
     """The measurements to make, one iterator of results per compiled graph."""
-    from benchmarks import cuda_llm, cuda_vision
+    from benchmarks import cuda_llm, cuda_quantized, cuda_vision
     from benchmarks.dispatches import qwen
 
     if LARGE_DECODE in only:
@@ -58,6 +62,15 @@ def measurements(
         for cache_length, positions in cuda_llm.LARGE_POSITIONS.items():
             yield cuda_llm.measure_decode(LARGE_DECODE, models, cache_length, positions, ceilings, budget)
         del models  # whose memory the next ones may need
+    named = {
+        QUANTIZED_DECODE: (cuda_llm.MODEL, qwen()),
+        LARGE_QUANTIZED_DECODE: (cuda_quantized.LARGE_MODEL, cuda_quantized.llama()),
+    }
+    for task, (name, config) in named.items():
+        for quantization in QUANTIZATIONS if task in only else ():
+            few = cuda_quantized.QuantizedModels(name, config, quantization, seed=0)
+            yield cuda_llm.measure_decode(task, few, 2048, cuda_llm.FEW_POSITIONS[2048], ceilings, budget)
+            del few
     if only & {"decode", "prefill"}:
         models = cuda_llm.Models(cuda_llm.MODEL, qwen(), seed=0)
         if "decode" in only:
@@ -135,7 +148,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    only_help = f"comma-separated tasks, also {LARGE_DECODE}, or none (default: %(default)s)"
+    only_help = f"comma-separated tasks, also {', '.join(EXTRA_TASKS)}, or none (default: %(default)s)"
     parser.add_argument("--only", default=",".join(TASKS), help=only_help)
     parser.add_argument("--quick", action="store_true", help="measure fewer positions, prompts and rounds")
     parser.add_argument("--limit", type=float, default=420, help="start no torch.compile after this many seconds")
@@ -145,8 +158,8 @@ def main() -> int:
     parser.add_argument("--chart", type=Path, help="draw a chart, as .svg or .png")
     arguments = parser.parse_args()
     only = set(arguments.only.split(",")) - {"none"}
-    if unknown := only - {*TASKS, LARGE_DECODE}:
-        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join((*TASKS, LARGE_DECODE))}")
+    if unknown := only - {*TASKS, *EXTRA_TASKS}:
+        parser.error(f"unknown task {', '.join(sorted(unknown))}; choose from {', '.join((*TASKS, *EXTRA_TASKS))}")
     run = load_run(arguments.json) if arguments.merge and arguments.json and arguments.json.is_file() else None
     status = 0
     if only:

@@ -141,9 +141,16 @@ class Models:
         wide = {name: self.state[name].float() for name in self.state}
         return StaticLanguageModel(self.checkpoint.config, wide)
 
-    def step(self, tokens: int, cache_length: int) -> Step:
+    def program(self, tokens: int, cache_length: int) -> npu_compiler.CompiledProgram:
         ir = extract_graph(self.checkpoint, tokens, cache_length)
-        program = npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16")
+        return npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16")
+
+    def source(self) -> Mapping[str, Any]:
+        """What the programs' weights are loaded from."""
+        return self.state
+
+    def step(self, tokens: int, cache_length: int) -> Step:
+        program = self.program(tokens, cache_length)
         if cache_length != self._cache_length:
             donated = set(program.plan.donations.values())
             self.caches.clear()
@@ -155,7 +162,7 @@ class Models:
                 }
             )
             self._cache_length = cache_length
-        return Step(program, self.backend, self.state, self._shared, self.caches)
+        return Step(program, self.backend, self.source(), self._shared, self.caches)
 
     def random_ids(self, tokens: int) -> Tensor:
         size = self.checkpoint.config.vocab_size

@@ -17,6 +17,7 @@ from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_share
 from cuda_compiler.resident.mailboxes import connect_mailboxes
 from cuda_compiler.resident.phases import Phase
 from cuda_compiler.resident.products import PRODUCTS, product_phase
+from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Specializer
@@ -25,6 +26,10 @@ from npu_compiler.program.plan import ExecutionPlan
 
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
+_PRODUCT_PHASES = {
+    **dict.fromkeys(PRODUCTS, product_phase),
+    **dict.fromkeys(QUANTIZED_PRODUCTS, quantized_product_phase),
+}
 
 
 @dataclass
@@ -102,13 +107,13 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int,
     """How many calls from `index` on one phase does; no phase where a resident kernel cannot do the first of them."""
     calls = plan.calls
     first = calls[index]
-    if first.kernel in PRODUCTS:
-        return 1, product_phase(plan, first)
+    if first.kernel in _PRODUCT_PHASES:
+        return 1, _PRODUCT_PHASES[first.kernel](plan, first)
     if first.kernel == "rmsnorm_kernel" and index + 1 < len(calls):
         normalized, product = first.outputs[0], calls[index + 1]
         alone = readers[normalized.buffer] == 1 and plan.buffers[normalized.buffer].kind == "arena"
-        if product.kernel in PRODUCTS and alone and product.inputs[0] == normalized:
-            phase = product_phase(plan, product, first)
+        if product.kernel in _PRODUCT_PHASES and alone and product.inputs[0] == normalized:
+            phase = _PRODUCT_PHASES[product.kernel](plan, product, first)
             return (2, phase) if phase is not None else (1, None)
     match = match_attention(calls[index : index + MOST_CALLS], readers)
     return (match.taken, attention_phase(match)) if match is not None else (1, None)

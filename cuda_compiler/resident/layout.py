@@ -14,6 +14,7 @@ WARPS = THREADS // WARP
 UNIT_ROWS = 8  # of a weight, at most, that tensor cores multiply at a time
 LINE_BYTES = 128  # of each row that a warp takes at a time
 SLOT_BYTES = UNIT_ROWS * 3072
+QUANTIZED_SLOT_BYTES = 12 * 3072  # of the codes of a weight in few bits; scales and offsets come on top
 PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
 IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
 MAX_IN_FLIGHT = 4  # while a block goes through a long weight
@@ -37,7 +38,11 @@ def prefetched_bytes(phases: Sequence[Phase]) -> int:
 
 def least_shared(phases: Sequence[Phase]) -> int:
     """Shared memory that a block needs at least: all before the ring, and a ring of the fewest slots."""
-    return scratch_bytes(phases) + IN_FLIGHT * (SLOT_BYTES + 16) + LIMIT_BARRIER_BYTES
+    return scratch_bytes(phases) + IN_FLIGHT * (slot_bytes(phases) + 16) + LIMIT_BARRIER_BYTES
+
+
+def slot_bytes(phases: Sequence[Phase]) -> int:
+    return max(SLOT_BYTES, *(whole_lines(phase.stream.slot_bytes) for phase in phases if phase.stream is not None))
 
 
 def whole_lines(size: int) -> int:

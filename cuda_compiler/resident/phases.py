@@ -15,6 +15,20 @@ _LONG_BYTES = 16 << 20  # of a weight, from which on it is a long one
 
 
 @dataclass(frozen=True)
+class Side:
+    """What belongs to the rows of a weight in few bits; the members of `Side` in `tables.cuh`."""
+
+    row_bytes: int = 0
+    chunk_bytes: int = 0
+    part_bytes: int = 0
+    place: int = 0
+    stride: int = 0
+
+    def __str__(self) -> str:
+        return _initializer(self)
+
+
+@dataclass(frozen=True)
 class Stream:
     """How a product's weight is divided among the blocks; the members of `Stream` in `tables.cuh`."""
 
@@ -24,6 +38,9 @@ class Stream:
     rows: int
     row_bytes: int
     chunk_bytes: int
+    copied_rows: int = 1
+    units_together: int = 2
+    sides: tuple[Side, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
@@ -35,8 +52,21 @@ class Stream:
         """Whether blocks are busy with it for so long that more slots in flight pay, and that they end far apart."""
         return self.weight_bytes > _LONG_BYTES
 
+    @property
+    def slot_bytes(self) -> int:
+        """Of what a slot holds."""
+        ends = [side.place + -(-self.unit_rows // self.copied_rows) * side.stride for side in self.sides]
+        return max(ends, default=0)
+
     def __str__(self) -> str:
-        return f"{{{', '.join(str(getattr(self, member.name)) for member in fields(self))}}}"
+        return _initializer(self)
+
+
+def _initializer(struct: Side | Stream) -> str:
+    """A C initializer with the members in order."""
+    members = (getattr(struct, member.name) for member in fields(struct))
+    texts = (f"{{{', '.join(map(str, each))}}}" if isinstance(each, tuple) else str(each) for each in members)
+    return f"{{{', '.join(texts)}}}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +82,8 @@ class Phase:
         prefetched: Operands that are read ahead of the step, so no earlier phase of the kernel may write them (I6).
         prefetched_bytes: Bytes of shared memory for what of these is kept there; its `Prefetched` is not larger.
         partials: How many tagged partial sums of 8 bytes its blocks exchange.
-        stream: How `weight` is divided, for phases that stream one.
+        stream: How a weight is divided, for phases that stream one.
+        streamed: The operands that arrive through the stream: the weight, its scales, its offsets.
     """
 
     call: KernelCall
@@ -66,6 +97,7 @@ class Phase:
     prefetched_bytes: int = 0
     partials: int = 0
     stream: Stream | None = None
+    streamed: tuple[str, ...] = ()
 
     @property
     def operands(self) -> dict[str, View]:

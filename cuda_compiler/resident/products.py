@@ -9,61 +9,38 @@ from cuda_compiler.specialization.sizes import groups, vector_width
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
 
 PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
-_MAX_ROWS = 8
+MAX_ROWS = 8
 _MAX_STAGED_BYTES = 48 * 1024  # of a product's input
-_CONSTANT = ("gain", "weight", "bias")
+CONSTANT = ("gain", "bias")  # operands that are prefetched
 _NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
 
 def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
     """A product of a few rows, with the RMSNorm before it; None where its weight cannot be streamed."""
-    decl = KERNELS[call.kernel]
-    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
-    x, weight = bound["x"], bound["weight"]
+    inputs, constants = product_operands(call, norm)
+    x, weight = inputs["x"], inputs["weight"]
     assert x is not None and weight is not None
-    gain, constants = None, dict(_NOT_NORMED)
-    if norm is not None:
-        x, gain = KERNELS[norm.kernel].bind(norm)[:2]
-        assert x is not None
-        offset = norm.params["weight_offset"]
-        constants = {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": offset}
     m, n, k = (call.params[name] for name in "mnk")
     gated = call.kernel == "gated_matmul_vec_kernel"
     pack = 16 // itemsize(weight.dtype)
-    constant = plan.buffers[weight.buffer].is_constant
     if (
-        m > _MAX_ROWS
-        or m * k * itemsize(x.dtype) > _MAX_STAGED_BYTES
-        or not constant
-        or weight.dtype not in HALF_DTYPES
+        not can_stage(inputs, m, k)
+        or not plan.buffers[weight.buffer].is_constant
         or x.dtype != weight.dtype
-        or k % pack
         or min(vector_width(weight), pack) < pack
-        or vector_width(x) < pack
         or weight.strides[0] != k
-        or (gain is not None and vector_width(gain) < pack)
     ):
         return None
     row_bytes = k * itemsize(weight.dtype)
     own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
     unit_rows = 2 * own if gated else own
-    chunk = _chunk_bytes(row_bytes, unit_rows)
-    batch = max(_MAX_ROWS // m, 2)  # a block takes units in pairs
+    chunk = chunk_bytes(row_bytes, unit_rows, SLOT_BYTES)
+    batch = max(MAX_ROWS // m, 2)  # a block takes units in pairs
     stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
-    inputs = {"x": x, "gain": gain, "weight": weight, "bias": bound.get("bias"), "residual": bound.get("residual")}
-    constants |= {
-        "gated": gated,
-        "units": stream.units,
-        "is_long": stream.is_long,
-        "unit_rows": unit_rows,
-        "chunk_packs": chunk // 16,
-        "batch": batch,
-        "from_mailbox": False,
-        "to_mailbox": False,
-        "backoff_ns": 0,
-    }
+    constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": chunk // 16, "batch": batch}
     sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
     scratch = m * (groups(row_bytes, LINE_BYTES) * LINE_BYTES + 4 * WARPS) + sums
     return Phase(
@@ -74,9 +51,54 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
         {"out": call.outputs[0]},
         constants,
         whole_lines(scratch),
-        _CONSTANT,
+        (*CONSTANT, "weight"),
         stream=stream,
+        streamed=("weight",),
     )
+
+
+def product_operands(
+    call: KernelCall, norm: KernelCall | None
+) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
+    """A product's operands by name, with x before the RMSNorm and its gain, and the constants of that norm."""
+    decl = KERNELS[call.kernel]
+    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
+    constants: dict[str, bool | int | float] = dict(_NOT_NORMED)
+    x, gain = bound.pop("x"), None
+    if norm is not None:
+        x, gain = KERNELS[norm.kernel].bind(norm)[:2]
+        offset = norm.params["weight_offset"]
+        constants = {"normed": True, "norm_eps": norm.params["eps"], "gain_offset": offset}
+    addends = {name: bound.pop(name, None) for name in ("bias", "residual")}
+    return {"x": x, "gain": gain, **bound, **addends}, constants
+
+
+def can_stage(inputs: dict[str, View | None], m: int, k: int) -> bool:
+    """Whether a block can hold the input of a product, which it reads in whole packs of 16 bytes."""
+    x, gain = inputs["x"], inputs["gain"]
+    assert x is not None
+    pack = 16 // itemsize(x.dtype)
+    return (
+        m <= MAX_ROWS
+        and x.dtype in HALF_DTYPES
+        and m * k * itemsize(x.dtype) <= _MAX_STAGED_BYTES
+        and k % pack == 0
+        and vector_width(x) >= pack
+        and (gain is None or vector_width(gain) >= pack)
+    )
+
+
+def stream_constants(stream: Stream) -> dict[str, bool | int | float]:
+    """What is compiled into every product; `connect_mailboxes` decides on the mailboxes."""
+    return {
+        "units": stream.units,
+        "is_long": stream.is_long,
+        "unit_rows": stream.unit_rows,
+        "units_together": stream.units_together,
+        "from_mailbox": False,
+        "to_mailbox": False,
+        "backoff_ns": 0,
+    }
 
 
 def own_rows(rows: int, most: int) -> int:
@@ -88,8 +110,8 @@ def own_rows(rows: int, most: int) -> int:
     return min(range(most, most // 2, -1), key=busiest)
 
 
-def _chunk_bytes(row_bytes: int, unit_rows: int) -> int:
+def chunk_bytes(row_bytes: int, unit_rows: int, slot: int) -> int:
     """Bytes of a row that a slot takes: as many as fit, in chunks as equal as whole groups for all warps allow."""
     group = WARPS * LINE_BYTES
     needed = groups(row_bytes, group)
-    return groups(needed, groups(needed, SLOT_BYTES // unit_rows // group)) * group
+    return groups(needed, groups(needed, slot // unit_rows // group)) * group

@@ -29,12 +29,14 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
     prefetches: dict[int, str] = {}
     for phase in phases:
         number = numbers.setdefault(phase.text(), len(numbers))
-        stream, weight = -1, 0
+        stream, streamed = -1, [0, 0, 0]
         if phase.stream is not None:
             stream = streams.setdefault(str(phase.stream), len(streams))
-            weight = place[phase.operands["weight"]]
+            for index, name in enumerate(phase.streamed):
+                streamed[index] = place[phase.operands[name]]
         operands = ", ".join(str(place[view]) for view in phase.operands.values())
-        steps.append(f"    {{{number}, {stream}, {weight}, {{{operands}}}}},")
+        weight, *sides = streamed
+        steps.append(f"    {{{number}, {stream}, {weight}, {{{sides[0]}, {sides[1]}}}, {{{operands}}}}},")
         arguments = "".join(
             f", static_cast<{TYPES[view.dtype]} *>(operands.at[step.operand[{index}]])"
             for index, view in enumerate(phase.operands.values())
@@ -46,7 +48,8 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         "THREADS": layout.THREADS,
         "ALL_THREADS": layout.ALL_THREADS,
         "UNIT_ROWS": layout.UNIT_ROWS,
-        "SLOT_BYTES": layout.SLOT_BYTES,
+        "SLOT_BYTES": layout.slot_bytes(phases),
+        "SIDES": max(len(phase.stream.sides) for phase in phases if phase.stream is not None),
         "SCRATCH_BYTES": layout.scratch_bytes(phases),
         "PREFETCHED_BYTES": layout.prefetched_bytes(phases),
         "PREFETCH_QUEUE_BYTES": layout.prefetch_queue_bytes(phases),

@@ -52,6 +52,19 @@ def gated_product(x: Array, weight: Array, activate: Callable[[Array], Array], b
     return result.astype(x.dtype)
 
 
+def span_integers(x: Array, span: int) -> tuple[Array, Array]:
+    """x as integers times a power of two for each span of elements, the largest of which becomes at most 2^14.
+
+    Shapes: x [M, K]; integers [M, K]; powers [M, K / span]. Where a span is not finite, its power is NaN.
+    """
+    spans = x.astype(np.float32).reshape(x.shape[0], -1, span)
+    bits = np.abs(spans).view(np.uint32).max(-1)
+    exponents = np.maximum(bits >> 23, 14).astype(np.int32)
+    powers = np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 13 - 127))
+    whole = np.where(np.isfinite(powers)[..., None], spans / powers[..., None], np.float32(0))
+    return np.rint(whole).astype(np.int32).reshape(x.shape), powers
+
+
 def _sums(x: Array, weight: Array, bias: Array | None) -> Array:
     sums: Array = x.astype(np.float32) @ weight.astype(np.float32).T
     return sums if bias is None else sums + bias.astype(np.float32)

@@ -15,8 +15,8 @@ from npu_compiler.program.views import View, collapse, numel
 
 CUBLAS_GEMM = LaunchKind.CUBLAS_GEMM.value  # as a kernel's name, for reports
 VECTOR_ROWS = 8  # rows up to which a product is bound by the bandwidth of reading the weight
-_WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
-_FILLING_WARPS = MULTIPROCESSORS * 16  # enough to saturate memory bandwidth
+MATVEC_WARPS = 4  # of a block: small blocks leave few multiprocessors idle at the end
+FILLING_WARPS = MULTIPROCESSORS * 16  # enough to saturate memory bandwidth
 _LOADS = 8  # 16-byte loads of the weight in flight per thread
 _TILE = 64
 _TILE_THREADS = 256
@@ -28,10 +28,10 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
     assert x is not None and weight is not None
     if call.params["m"] <= VECTOR_ROWS:
         return [_matvec(make, call, inputs, x, weight, gated)]
-    return _many_rows(make, call, x, weight.transpose(0, 1), inputs["bias"], inputs["residual"])
+    return many_rows(make, call, x, weight.transpose(0, 1), inputs["bias"], inputs["residual"])
 
 
-def _many_rows(
+def many_rows(
     make: Specializer, call: KernelCall, a: View, b: View, bias: View | None, residual: View | None
 ) -> list[KernelCall]:
     """out = act(a · b + bias) + residual by cuBLASLt, with a kernel for the epilogue where cuBLASLt lacks it.
@@ -103,9 +103,9 @@ def _matvec_along_terms(
     pack = min(vector_width(weight), vector_width(x), 16 // itemsize(weight.dtype))
     packs = groups(k, pack)
     terms = 2 if gated else 1
-    columns = 2 if not gated and n >= 8 * _FILLING_WARPS else 1
+    columns = 2 if not gated and n >= 8 * FILLING_WARPS else 1
     splits = 1
-    while splits < _WARPS and n // columns * splits < _FILLING_WARPS and packs // (WARP * splits) >= 4:
+    while splits < MATVEC_WARPS and n // columns * splits < FILLING_WARPS and packs // (WARP * splits) >= 4:
         splits *= 2
     unrolled = _unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
@@ -115,8 +115,8 @@ def _matvec_along_terms(
         function="matvec",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(groups(n, _WARPS // splits * columns), 1, 1),
-        block=(_WARPS * WARP, 1, 1),
+        grid=(groups(n, MATVEC_WARPS // splits * columns), 1, 1),
+        block=(MATVEC_WARPS * WARP, 1, 1),
         constants=constants,
         min_blocks=8 if call.params["m"] == 1 else 4,
     )

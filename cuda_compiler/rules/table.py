@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cuda_compiler.rules import attention, conv, matmul, movement, norms, pooling, reductions, rotary, sorting
+from cuda_compiler.rules import (
+    attention,
+    conv,
+    matmul,
+    movement,
+    norms,
+    pooling,
+    quantized,
+    reductions,
+    rotary,
+    sorting,
+)
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.errors import NPUError
 from npu_compiler.program.kernels import KernelCall
@@ -26,6 +37,7 @@ RULES = _joined(
     movement.RULES,
     norms.RULES,
     pooling.RULES,
+    quantized.RULES,
     reductions.RULES,
     rotary.RULES,
     sorting.RULES,

@@ -13,7 +13,14 @@ from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, Elementwi
 from npu_compiler.program.kernels import KernelCall, KernelDecl
 from npu_compiler.program.views import View, collapse
 
-TYPES = {"float32": "float", "float16": "f16", "bfloat16": "bf16", "int32": "int", "bool": "bool"}
+TYPES = {
+    "float32": "float",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int32": "int",
+    "bool": "bool",
+    "uint8": "unsigned char",
+}
 
 
 def specialized(

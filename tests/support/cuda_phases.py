@@ -12,7 +12,9 @@ import torch
 from cuda_compiler.resident import twins
 from cuda_compiler.resident.kernel import find_runs, resident_call
 from cuda_compiler.specialization.specializer import Specializer
-from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
+from npu_compiler.graph.model import TensorSpec
+from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
@@ -35,10 +37,12 @@ class Phases:
     kinds: dict[str, BufferKind] = field(default_factory=dict)
     expected: dict[str, Array] = field(default_factory=dict)
 
-    def operand(self, name: str, *shape: int, kind: BufferKind = "input", values: Any = None) -> View:
+    def operand(
+        self, name: str, *shape: int, kind: BufferKind = "input", values: Any = None, dtype: str | None = None
+    ) -> View:
         """A row-major operand in a buffer of its own; standard normal values by default."""
         drawn = self.rng.standard_normal(shape) if values is None else values
-        dtype = "int32" if name == "index" else self.dtype
+        dtype = dtype or self.dtype
         self.data[name] = np.asarray(drawn).astype(numpy_dtype(dtype)).reshape(shape)
         self.kinds[name] = kind
         return View(name, shape, contiguous_strides(shape), 0, dtype)
@@ -56,8 +60,13 @@ class Phases:
         gated: bool = False,
         bias: bool = False,
         residual: bool = False,
+        format: QuantizedFormat | None = None,
     ) -> View:
-        """Appends a product of x [M, K], with the RMSNorm before it, and returns its result [M, N]."""
+        """Appends a product of x [M, K], with the RMSNorm before it, and returns its result [M, N].
+
+        Args:
+            format: Of the weight, where it is in few bits.
+        """
         m, k = x.shape
         value = self.expected.get(x.buffer, self.data[x.buffer]).reshape(m, k)
         if normed:
@@ -67,10 +76,9 @@ class Phases:
             value = self.expected[normal.buffer] = twins.rms_norm(value, self.data[gain.buffer], 1e-5, 1.0)
             x = normal
         rows = 2 * n if gated else n
-        weight = self.operand(
-            f"{name}.weight", rows, k, kind="weight", values=self.rng.standard_normal((rows, k)) / k**0.5
-        )
-        inputs = [x, weight]
+        drawn = self.rng.standard_normal((rows, k)) / k**0.5
+        weight, dense, params = self._weight(f"{name}.weight", drawn, format)
+        inputs = [x, *weight]
         options: dict[str, Array] = {}
         if bias:
             inputs.append(self.operand(f"{name}.bias", rows, kind="weight"))
@@ -79,13 +87,30 @@ class Phases:
             inputs.append(self.operand(f"{name}.residual", m, n))
             options["residual"] = self.data[inputs[-1].buffer]
         out = self.operand(name, m, n, kind="output", values=np.full((m, n), np.nan))
-        params = {"m": m, "n": n, "k": k, "activation": activation, "has_bias": int(bias)}
+        params |= {"m": m, "n": n, "k": k, "activation": activation, "has_bias": int(bias)}
         params["has_residual"] = int(residual)
         kernel = "gated_matmul_vec_kernel" if gated else "matmul_vec_kernel" if m == 1 else "matmul_kernel"
-        self.call(kernel, inputs, [out], **params)
+        self.call(f"quantized_{kernel}" if format else kernel, inputs, [out], **params)
         twin = twins.gated_product if gated else twins.product
-        self.expected[name] = twin(value, self.data[weight.buffer], _activate(activation), **options)
+        self.expected[name] = twin(value, dense, _activate(activation), **options)
         return out
+
+    def _weight(
+        self, name: str, drawn: Array, format: QuantizedFormat | None
+    ) -> tuple[list[View], Array, dict[str, Any]]:
+        """The operands of a weight [N, K], what it is, and the parameters of a kernel that say how it is stored."""
+        if format is None:
+            weight = self.operand(name, *drawn.shape, kind="weight", values=drawn)
+            return [weight], self.data[name], {}
+        stored = quantize(drawn.astype(np.float32), format)
+        parts = {"codes": stored.codes, "scales": stored.scales, "offsets": stored.offsets}
+        views = [
+            self.operand(f"{name}.{part}", *value.shape, kind="weight", values=value, dtype=dtype_name(value.dtype))
+            for part, value in parts.items()
+            if value is not None
+        ]
+        params = {"codes": format.codes, "offsets": format.offsets, "groups": stored.scales.shape[1]}
+        return views, stored.dequantize(), {**params, "has_offset": int(stored.offsets is not None)}
 
     def attention(
         self,
@@ -108,7 +133,7 @@ class Phases:
         x = self.operand("x", 1, heads + kv_heads, queries, width)
         values = self.operand("values", 1, kv_heads, queries, width)
         cos, sin = (self.operand(name, 1, 1, queries, width) for name in ("cos", "sin"))
-        index = self.operand("index", queries, values=tokens)
+        index = self.operand("index", queries, values=tokens, dtype="int32")
         k, v = (self.operand(name, 1, kv_heads, keys, width) for name in "kv")
         reached = np.arange(keys) <= np.array(tokens)[:, None]
         mask = self.operand("mask", 1, 1, queries, keys, values=np.where(reached, 0.0, -np.inf))
@@ -167,7 +192,7 @@ class Phases:
     @property
     def plan(self) -> ExecutionPlan:
         buffers = {
-            name: BufferAllocation(name, self.kinds[name], array.shape, "int32" if name == "index" else self.dtype)
+            name: BufferAllocation(name, self.kinds[name], array.shape, dtype_name(array.dtype))
             for name, array in self.data.items()
         }
         return ExecutionPlan([], self.calls, buffers, [], [], {}, {}, {}, {})
@@ -207,7 +232,8 @@ def resident(phases: Phases) -> tuple[KernelCall, Specializer]:
 def run_resident(phases: Phases, backend: Backend, times: int = 3) -> list[dict[str, Array]]:
     """What the buffers that the resident kernel writes hold after each of some runs, from the same memory on."""
     call, make = resident(phases)
-    memory = {name: backend.allocate_buffer(array) for name, array in phases.data.items()}
+    specs = {name: TensorSpec(name, array.shape, dtype_name(array.dtype)) for name, array in phases.data.items()}
+    memory = {name: backend.allocate_buffer(array, spec=specs[name]) for name, array in phases.data.items()}
     for name, buffer in make.temporaries.items():
         memory[name] = backend.allocate_zeros(buffer.alloc_shape, buffer.dtype)
     backend.compile([call], make.sources)

@@ -20,6 +20,14 @@ ${steps}
 
 ${phases}
 
+// In all no more than the block has at its start, 168 for each thread, or the computing warps wait for ever. To fetch scales
+// and offsets too takes more.
+constexpr int COMPUTING_REGISTERS = SIDES > 0 ? 224 : 232;
+constexpr int OTHERS_REGISTERS = SIDES > 0 ? 56 : 40;
+static_assert(
+    THREADS * COMPUTING_REGISTERS + (ALL_THREADS - THREADS) * OTHERS_REGISTERS <= ALL_THREADS * 168, "registers of a block"
+);
+
 // The job of the computing warps.
 __device__ __forceinline__ void compute(Ring &ring, PrefetchQueue &queue, const Operands &operands, char *shared) {
     Grid grid(operands.at[GRID_MEMORY]);
@@ -55,11 +63,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) ${name}(const __gri
     queue.initialize();
     __syncthreads();
     if (threadIdx.x < THREADS) {
-        take_registers<232>();
+        take_registers<COMPUTING_REGISTERS>();
         compute(ring, queue, operands, shared);
         return;
     }
-    give_registers<40>();
+    give_registers<OTHERS_REGISTERS>();
     switch (threadIdx.x / WARP - warps) {
         case 0: ring.fill(operands); break;
         case 1: run_barrier_warp(operands.at[GRID_MEMORY]); break;

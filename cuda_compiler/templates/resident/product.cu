@@ -15,25 +15,16 @@
 //      shared memory.
 
 #include "matmul/linear_result.cuh"
+#include "resident/product_input.cuh"
 
-using Element = Weight::type;
-using Half = Element;
-
-#include "common/tensor_cores.cuh"
-
-constexpr int rows = param::m;
-constexpr int depth = param::k;
-constexpr int pack = 16 / sizeof(Element);
-constexpr int packs = depth / pack;
 constexpr int last_packs = packs % chunk_packs;
-constexpr int line = 8;  // packs, 128 bytes
 constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
-constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
+constexpr int sum_rows = UNIT_ROWS;
 constexpr int x_row = (packs + line - 1) / line * line * pack;
 
 struct Scratch {
     alignas(16) Element x[rows][x_row];
-    float sums[2][warps][batch][UNIT_ROWS][rows];  // I18
+    float sums[2][warps][batch][sum_rows][rows];  // I18
     float squares[rows][warps];
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
@@ -46,98 +37,15 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
     }
 }
 
-// Stores x in shared memory, RMS-normalized with `normed`.
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
-    constexpr int held = (packs + THREADS - 1) / THREADS;
+    pad(scratch);
     Pack<Element, pack> values[rows][held] = {};
-    Pack<Gain::type, pack> gains[held];
-    if constexpr (Gain::present) {
+    receive_x(grid, scratch.squares, x, gain, values);
 #pragma unroll
-        for (int i = 0; i < held; i++) {
-            const int at = i * THREADS + threadIdx.x;
-            if (at < packs) {
-                gains[i] = load_pack<pack>(gain + at * pack);
-            }
-        }
-    }
-    // Polling (I8) slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
-    if constexpr (backoff_ns > 0) {
-        __nanosleep(backoff_ns);
-    }
-#pragma unroll
-    for (int row = 0; row < rows; row++) {
-        bool arrived[held] = {};
-        bool complete;
-        do {
-            complete = true;
-#pragma unroll
-            for (int i = 0; i < held; i++) {
-                const int at = i * THREADS + threadIdx.x;
-                if constexpr (from_mailbox) {
-                    arrived[i] = grid.receive(values[row][i], row * depth + at * pack, !arrived[i] && at < packs);
-                    complete &= arrived[i];
-                } else if (at < packs) {
-                    values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
-                }
-            }
-        } while (!complete);
-    }
-    if constexpr (!normed) {
-#pragma unroll
-        for (int i = 0; i < rows * held; i++) {
-            const int at = i % held * THREADS + threadIdx.x;
-            if (at < packs) {
-                store_pack<pack>(&scratch.x[i / held][at * pack], values[i / held][i % held]);
-            }
-        }
-    }
-    if constexpr (normed) {
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            float squares = 0.0f;
-#pragma unroll
-            for (int i = 0; i < held; i++) {
-                if (i * THREADS + threadIdx.x < packs) {
-                    float read[pack];
-                    to_floats(read, values[row][i]);
-#pragma unroll
-                    for (int j = 0; j < pack; j++) {
-                        squares = fmaf(read[j], read[j], squares);
-                    }
-                }
-            }
-            squares = warp_sum(squares);
-            if (threadIdx.x % WARP == 0) {
-                scratch.squares[row][threadIdx.x / WARP] = squares;
-            }
-        }
-        sync_block();
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            float total = 0.0f;
-#pragma unroll
-            for (int warp = 0; warp < warps; warp++) {
-                total += scratch.squares[row][warp];
-            }
-            const float scale = rsqrtf(total / float(depth) + norm_eps);
-#pragma unroll
-            for (int i = 0; i < held; i++) {
-                const int at = i * THREADS + threadIdx.x;
-                if (at < packs) {
-                    float read[pack];
-                    to_floats(read, values[row][i]);
-                    float factors[pack];
-                    to_floats(factors, gains[i]);
-#pragma unroll
-                    for (int j = 0; j < pack; j++) {
-                        read[j] *= scale;
-                        if constexpr (Gain::present) {
-                            read[j] *= factors[j] + gain_offset;
-                        }
-                    }
-                    store_floats(&scratch.x[row][at * pack], read);
-                }
-            }
+    for (int i = 0; i < rows * held; i++) {
+        const int at = i % held * THREADS + threadIdx.x;
+        if (at < packs) {
+            store_pack<pack>(&scratch.x[i / held][at * pack], values[i / held][i % held]);
         }
     }
     sync_block();
@@ -179,10 +87,17 @@ struct Columns {
 constexpr int chunks = packs / chunk_packs;
 constexpr bool x_in_registers = chunks + (last_packs != 0) == 1;
 
+struct HeldColumns : Columns<x_in_registers ? packs : line> {
+    __device__ __forceinline__ HeldColumns(const Scratch &scratch)
+        : Columns<x_in_registers ? packs : line>(scratch.x, 0) {}
+};
+
 // A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15
 // the same rows with the other piece. Each is multiplied with both pieces of four rows of x, of which one is the right one.
 struct Sums {
     float of[fours][2][4] = {};  // two of each, so that a product does not wait for the previous one
+
+    __device__ __forceinline__ Sums(int) {}  // all units are alike
 
     // Adds the products of a slot's rows with their part of x.
     template <int packs>
@@ -215,7 +130,7 @@ struct Sums {
         }
     }
 
-    __device__ __forceinline__ void store(float (&target)[UNIT_ROWS][rows]) const {
+    __device__ __forceinline__ void store(float (&target)[sum_rows][rows]) const {
         const int group = threadIdx.x % WARP / 4;
         const int part = threadIdx.x % 4;  // of the columns, of which parts 2 and 3 are multiplied with the second piece
         const bool bottom = (group % 2 != 0) != (part >= 2);
@@ -237,7 +152,7 @@ struct Sums {
 };
 
 // Calls `visit` with the part of x for each chunk of a row.
-template <typename HeldColumns, typename Visit>
+template <typename Visit>
 __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldColumns &held_columns, Visit visit) {
     if constexpr (x_in_registers) {
         visit(held_columns);
@@ -252,123 +167,6 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
     }
 }
 
-struct OneUnit {
-    Ring &ring;
-    Sums &sums;
+__device__ __forceinline__ int this_thread() { return threadIdx.x; }
 
-    template <int packs>
-    __device__ __forceinline__ void operator()(const Columns<packs> &columns) const {
-        sums.add(ring.wait(), columns);
-        ring.release();
-    }
-};
-
-// Two units at a time: one's products run while the other's wait for their operands (I3).
-struct TwoUnits {
-    Ring &ring;
-    Sums &first;
-    Sums &second;
-
-    template <int packs>
-    __device__ __forceinline__ void operator()(const Columns<packs> &columns) const {
-        const Ring second_slot = ring.after_current();
-        const char *const slot = ring.wait();
-        const char *const other = second_slot.wait();
-        first.add(slot, columns);
-        second.add(other, columns);
-        ring.release();
-        ring.release();
-    }
-};
-
-// Which result of a batch is a thread's.
-struct Result {
-    int turn;  // number of its unit in the batch
-    int index;  // in its unit
-    int row;
-    int column;
-
-    __device__ __forceinline__ Result(int number, int start)
-        : turn(number / (own_rows * rows)), index(number % own_rows), row(number / own_rows % rows),
-          column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
-};
-
-PREFETCH {
-    // All blocks read them, so one block's prefetch is enough.
-    if (blockIdx.x == 0) {
-        if constexpr (Gain::present) {
-            prefetch_l2(gain, depth * sizeof(Gain::type));
-        }
-        if constexpr (Bias::present) {
-            prefetch_l2(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
-        }
-    }
-}
-
-PHASE(product) {
-    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
-    const int warp = threadIdx.x / WARP;
-    if constexpr (!from_mailbox) {
-        grid.wait();  // I11
-    }
-    const Result first_own(threadIdx.x, 0);
-    Addends addends;  // read before the sums are complete, and even before the barrier (I19)
-    if (first_own.turn < batch && first_own.column < int(param::n)) {
-        addends = Addends(bias, residual, first_own.row, first_own.column);
-    }
-    pad(scratch);
-    stage_x(grid, scratch, x, gain);
-    const Columns<x_in_registers ? packs : line> held_columns(scratch.x, 0);
-    if (is_long && threadIdx.x == 0) {
-        ring.raise_limit();
-    }
-    int buffer = 0;
-    for (int start = 0; start < units; start += batch * gridDim.x, buffer ^= 1) {
-        float(&sums_of)[batch][UNIT_ROWS][rows] = scratch.sums[buffer][warp];
-        int unit = start + blockIdx.x;
-        int turn = 0;
-        for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
-            Sums first, second;
-            for_chunks(scratch, held_columns, TwoUnits{ring, first, second});
-            first.store(sums_of[turn]);
-            second.store(sums_of[turn + 1]);
-        }
-        if (turn < batch && unit < units) {
-            Sums sums;
-            for_chunks(scratch, held_columns, OneUnit{ring, sums});
-            sums.store(sums_of[turn]);
-        }
-        if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
-            ring.lower_limit();
-        }
-        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).
-        if (from_mailbox && start == 0) {
-            grid.wait();
-        } else {
-            sync_block();
-        }
-        static_assert(batch % 2 == 0, "pairs of units do not extend over two batches (I3)");
-        static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
-        const Result own(threadIdx.x, start);
-        if (own.turn < batch && own.column < int(param::n)) {
-            float sum = 0.0f;
-            float up = 0.0f;
-#pragma unroll
-            for (int other = 0; other < warps; other++) {
-                sum += scratch.sums[buffer][other][own.turn][own.index][own.row];
-                if constexpr (gated) {
-                    up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
-                }
-            }
-            if (start > 0) {
-                addends = Addends(bias, residual, own.row, own.column);
-            }
-            const Out::type result = addends.result(sum, up);
-            const index_t target = own.row * Out::stride(0) + own.column * Out::stride(1);
-            if constexpr (to_mailbox) {
-                grid.send(target, result);
-            }
-            out[target] = result;
-        }
-    }
-}
+#include "resident/product_phase.cuh"

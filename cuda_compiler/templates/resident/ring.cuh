@@ -8,7 +8,8 @@
 // I2. Whoever waits for a slot is at most one round of the ring away from the other side, so one bit of parity says which
 //     round of a barrier is over. For the copies in flight this holds because there are at most as many as slots.
 // I3. A product takes the slots in the order in which `fill` fills them: pairs of units, chunk by chunk; a unit without a
-//     partner alone. It holds two slots at a time, so the ring has at least two (`IN_FLIGHT`).
+//     partner alone, and so all units of weights in few bits. It holds up to two slots at a time, so the ring has at least two
+//     (`IN_FLIGHT`).
 // I4. Fetching waits for no step: weights are constants, so no step writes them.
 // I5. The limit's barrier has completed an odd number of rounds exactly while the limit is raised.
 
@@ -79,42 +80,58 @@ struct Ring : Pipeline {
     __device__ __forceinline__ bool limit_is_raised() const { return is_over_at(limit_barrier(), 0); }
     __device__ __forceinline__ unsigned limit_barrier() const { return full + 16 * depth; }
 
-    // Starts to fill the current slot, once it is free (I1), with `bytes` of each row: a lane has a row, which begins at
-    // `source`, or none.
-    __device__ __forceinline__ void fetch(
-        InFlight &in_flight, const char *source, bool has_row, unsigned stride, unsigned bytes
-    ) {
-        const int lane = threadIdx.x % WARP;
-        const unsigned signal = full + 8 * current;
-        const unsigned target = full - (depth - current) * SLOT_BYTES;  // in `slots`, without registers for that address
-        const unsigned rows = __popc(__ballot_sync(0xffffffffu, has_row));
+    // Waits until the current slot may be filled (I1).
+    __device__ __forceinline__ void begin_fetch(InFlight &in_flight) const {
         in_flight.add(limit_is_raised() ? smaller(MAX_IN_FLIGHT, depth) : IN_FLIGHT);
         wait_until_free();
+    }
+
+    // Starts to copy what each lane has to the current slot; addresses and sizes are multiples of 16 bytes.
+    __device__ __forceinline__ unsigned copy(unsigned long long source, unsigned place, unsigned bytes) const {
+        const unsigned target = full - (depth - current) * SLOT_BYTES + place;  // without registers for the address of `slots`
 #if BULK
-        if (lane == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                         :: "r"(signal), "r"(rows * bytes) : "memory");
-        }
-        __syncwarp();
-        if (has_row) {
+        if (bytes > 0) {
             // Weights are read once per run; they leave the L2 cache first, so that what is read again stays there.
             unsigned long long policy;
             asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                          "[%0], [%1], %2, [%3], %4;"
-                         :: "r"(target + lane * stride), "l"(source), "r"(bytes), "r"(signal), "l"(policy) : "memory");
+                         :: "r"(target), "l"(source), "r"(bytes), "r"(full + 8 * current), "l"(policy) : "memory");
         }
 #else
-        for (int row = 0; row < UNIT_ROWS; row++) {
-            if (__shfl_sync(0xffffffffu, has_row, row)) {
-                const unsigned long long start = __shfl_sync(0xffffffffu, (unsigned long long)(source), row);
-                for (unsigned at = lane * 16; at < bytes; at += WARP * 16) {
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                                 :: "r"(target + row * stride + at), "l"(start + at) : "memory");
-                }
+        for (int lane = 0; lane < WARP; lane++) {
+            const unsigned end = __shfl_sync(0xffffffffu, bytes, lane);
+            const unsigned to = __shfl_sync(0xffffffffu, target, lane);
+            const unsigned long long from = __shfl_sync(0xffffffffu, source, lane);
+            for (unsigned at = threadIdx.x % WARP * 16; at < end; at += WARP * 16) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + at), "l"(from + at) : "memory");
             }
         }
-        arrive_after_copies_at(signal);
+#endif
+        return bytes;
+    }
+
+    // The same of a side: what belongs to a chunk of `count` rows from `rows` on.
+    __device__ __forceinline__ unsigned copy(const Side &side, unsigned long long rows, unsigned chunk, int count) const {
+        const unsigned begin = chunk * side.chunk_bytes;
+        const unsigned long long start = rows + begin;
+        const unsigned before = unsigned(start) % 16;
+        const unsigned last = before + (count - 1) * side.row_bytes + min(side.part_bytes, side.row_bytes - begin);
+        const unsigned bytes = count > 0 && side.row_bytes > 0 ? (last + 15) / 16 * 16 : 0;
+        return copy(start - before, side.place + threadIdx.x % WARP * side.stride, bytes);
+    }
+
+    // Has the slot be full when what the lanes copied, so many bytes each, is there. That may already be so for some of it: the
+    // barrier's count of bytes is below zero until then.
+    __device__ __forceinline__ void end_fetch(unsigned bytes) {
+#if BULK
+        bytes = __reduce_add_sync(0xffffffffu, bytes);
+        if (threadIdx.x % WARP == 0) {
+            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                         :: "r"(full + 8 * current), "r"(bytes) : "memory");
+        }
+#else
+        arrive_after_copies_at(full + 8 * current);
 #endif
         advance();
     }
@@ -127,21 +144,34 @@ struct Ring : Pipeline {
             if (steps[step].stream < 0) {
                 continue;
             }
-            const Stream stream = streams[steps[step].stream];
-            const char *weight = static_cast<const char *>(operands.at[steps[step].weight]);
-            // The lane's row in the first unit, and the row from which on a unit has none for this lane.
-            const bool partner = lane >= stream.own_rows;
-            const int own = lane - (partner ? stream.own_rows : 0);
-            const char *own_row = weight + (unsigned long long)(own + (partner ? stream.rows : 0)) * stream.row_bytes;
-            const int end = lane < stream.unit_rows ? stream.rows - own : 0;
-            for (int first = blockIdx.x; first < stream.units; first += 2 * gridDim.x) {
-                for (unsigned begin = 0; begin < stream.row_bytes; begin += stream.chunk_bytes) {
-                    const unsigned left = stream.row_bytes - begin;
-                    for (int unit = first; unit < stream.units && unit <= first + int(gridDim.x); unit += gridDim.x) {
+            const Stream &stream = streams[steps[step].stream];
+            const unsigned long long weight = (unsigned long long)(operands.at[steps[step].weight]);
+            // The lane's first row in the first unit, and the row from which on a unit has none for this lane.
+            const int first_row = lane * stream.copied_rows;
+            const bool partner = first_row >= stream.own_rows;
+            const int own = first_row - (partner ? stream.own_rows : 0);
+            const int begins = own + (partner ? stream.rows : 0);
+            const int end = first_row < stream.unit_rows ? stream.rows - own : 0;
+            const int together = stream.units_together * gridDim.x;
+            for (int first = blockIdx.x; first < stream.units; first += together) {
+                for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
+                    for (int unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = unit * stream.own_rows;
-                        const char *source = own_row + (unsigned long long)row * stream.row_bytes + begin;
-                        const unsigned bytes = left < stream.chunk_bytes ? left : stream.chunk_bytes;
-                        fetch(in_flight, source, row < end, stream.chunk_bytes, bytes);
+                        const int count = row < end ? smaller(stream.copied_rows, end - row) : 0;
+                        const unsigned from = begins + row;
+                        begin_fetch(in_flight);
+                        unsigned bytes = copy(
+                            weight + (unsigned long long)(from) * stream.row_bytes + begin,
+                            lane * stream.copied_rows * stream.chunk_bytes,
+                            count * min(stream.row_bytes - begin, stream.chunk_bytes)
+                        );
+#pragma unroll
+                        for (int i = 0; i < SIDES; i++) {
+                            const Side &side = stream.sides[i];
+                            const unsigned long long parts = (unsigned long long)(operands.at[steps[step].sides[i]]);
+                            bytes += copy(side, parts + (unsigned long long)(from) * side.row_bytes, chunk, count);
+                        }
+                        end_fetch(bytes);
                     }
                 }
             }

@@ -1,0 +1,137 @@
+"""The product phase of a weight in few bits: its codes, scales and offsets arrive through the same ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cuda_compiler.resident.layout import LINE_BYTES, QUANTIZED_SLOT_BYTES, THREADS, WARPS, whole_lines
+from cuda_compiler.resident.phases import Phase, Side, Stream
+from cuda_compiler.resident.products import (
+    CONSTANT,
+    can_stage,
+    chunk_bytes,
+    product_operands,
+    stream_constants,
+)
+from cuda_compiler.specialization.gpu import MULTIPROCESSORS
+from cuda_compiler.specialization.sizes import groups
+from npu_compiler.graph.dtypes import itemsize
+from npu_compiler.graph.quantization import CODES
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
+
+QUANTIZED_PRODUCTS = ("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "quantized_gated_matmul_vec_kernel")
+_SPAN_BYTES = 16  # of codes that one lane multiplies with a part of x that has a scale of its own
+_COPY_BYTES = 16  # that copies begin and end at multiples of
+_MOST_ROWS = 32  # of a unit: a lane of the fetching warp copies a row
+_SLOT_COST = 2048  # what a slot costs beside its bytes, in bytes
+_COPY_COST = 64  # the same of a copy
+_TILE_COST = 8192  # the same of the products of a tile with what all warps take of a row at a time
+_TILE_ROWS = 16
+_MOST_UNITS = 8  # of a batch
+_PARTS = ("data", "scales", "offset")
+
+
+def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None = None) -> Phase | None:
+    """A product of a few rows, with the RMSNorm before it; None where its weight cannot be streamed."""
+    inputs, constants = product_operands(call, norm)
+    m, n, k = (call.params[name] for name in "mnk")
+    gated = call.kernel == "quantized_gated_matmul_vec_kernel"
+    parts = {name: view for name in _PARTS if (view := inputs[name]) is not None}
+    bits = CODES[call.params["codes"]]
+    span, group = _SPAN_BYTES * 8 // bits, k // call.params["groups"]
+    if (
+        not can_stage(inputs, m, k)
+        or not all(plan.buffers[view.buffer].is_constant and _is_aligned(view) for view in parts.values())
+        or k % span
+        or group % span
+    ):
+        return None
+    most = min(_MOST_ROWS // (2 if gated else 1), THREADS // m)
+    streams = [_stream(call, parts, own, gated, group) for own in range(most, 0, -1)]
+    possible = [stream for stream in streams if stream is not None]
+    if not possible:
+        return None
+    stream = min(possible, key=_busiest_bytes)
+    batch = min(_MOST_UNITS, THREADS // (stream.own_rows * m))  # a thread finishes a result of a batch
+    scales, offsets = (*stream.sides, Side())[:2]
+    constants |= {
+        "gated": gated,
+        **stream_constants(stream),
+        "chunk_bytes": stream.chunk_bytes,
+        "copied_rows": stream.copied_rows,
+        "batch": batch,
+        **_side_constants("scale", scales),
+        **_side_constants("offset", offsets),
+    }
+    lines = groups(stream.row_bytes, LINE_BYTES)
+    x_bytes = lines * LINE_BYTES * 2 * 8 // bits
+    scale_bytes = lines * LINE_BYTES // _SPAN_BYTES * 8
+    sums = 4 * 2 * WARPS * stream.unit_rows * m * batch
+    return Phase(
+        call,
+        "resident/quantized_product.cu",
+        "product",
+        inputs,
+        {"out": call.outputs[0]},
+        constants,
+        whole_lines(m * (x_bytes + scale_bytes + 4 * WARPS) + sums),
+        (*CONSTANT, *parts),
+        stream=stream,
+        streamed=tuple(parts),
+    )
+
+
+def _is_aligned(view: View) -> bool:
+    return view.is_contiguous and view.offset * itemsize(view.dtype) % _COPY_BYTES == 0
+
+
+def _stream(call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int) -> Stream | None:
+    """The weight in units of so many rows; None where a slot does not hold whole groups of them.
+
+    Where whole rows fit in a slot, one copy takes all rows of a unit, which lie side by side.
+    """
+    n, count = call.params["n"], call.params["groups"]
+    row_bytes = parts["data"].shape[1]
+    unit_rows = 2 * own if gated else own
+    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own, 1)
+    if row_bytes * unit_rows > QUANTIZED_SLOT_BYTES:
+        if QUANTIZED_SLOT_BYTES // unit_rows < WARPS * LINE_BYTES:
+            return None
+        stream = replace(stream, chunk_bytes=chunk_bytes(row_bytes, unit_rows, QUANTIZED_SLOT_BYTES), copied_rows=1)
+    chunk_elements = stream.chunk_bytes * call.params["k"] // row_bytes
+    if count > 1 and stream.chunk_bytes < row_bytes and chunk_elements % group:
+        return None
+    lines = groups(min(stream.chunk_bytes, row_bytes), LINE_BYTES)
+    place = (unit_rows - 1) * stream.chunk_bytes + lines * LINE_BYTES  # lines are read whole
+    sides = []
+    for name in _PARTS[1:]:
+        if name in parts:
+            size = itemsize(parts[name].dtype)
+            whole = count == 1 or stream.chunk_bytes == row_bytes
+            part = count * size if whole else chunk_elements // group * size
+            copied = count * size * (stream.copied_rows - 1) + part
+            stride = groups(copied + 2 * _COPY_BYTES - 2, _COPY_BYTES) * _COPY_BYTES
+            sides.append(Side(count * size, 0 if whole else part, part, place, stride))
+            place += unit_rows // stream.copied_rows * stride
+    return replace(stream, sides=tuple(sides))
+
+
+def _busiest_bytes(stream: Stream) -> int:
+    """What the busiest multiprocessor reads, and what its slots, copies and products cost besides."""
+    chunks = groups(stream.row_bytes, stream.chunk_bytes)
+    copies = stream.unit_rows // stream.copied_rows * (1 + len(stream.sides))
+    turns = groups(stream.row_bytes, WARPS * LINE_BYTES)
+    products = groups(stream.unit_rows, _TILE_ROWS) * turns * _TILE_COST
+    unit = stream.unit_rows * stream.row_bytes + chunks * (_SLOT_COST + copies * _COPY_COST) + products
+    return groups(stream.units, MULTIPROCESSORS) * unit
+
+
+def _side_constants(name: str, side: Side) -> dict[str, bool | int | float]:
+    return {
+        f"{name}_row": side.row_bytes,
+        f"{name}_chunk": side.chunk_bytes,
+        f"{name}_place": side.place,
+        f"{name}_stride": side.stride,
+    }

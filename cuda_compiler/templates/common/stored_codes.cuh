@@ -1,0 +1,70 @@
+// Reading weights in few bits as floats, `pack` elements at a time. Expects `pack`, `param::k`,
+// `param::groups`, `param::codes`, `param::offsets`, and the operands `data`, `scales`, `offset`.
+
+constexpr bool is_int4 = param::codes == param::CodesKind::int4_;
+constexpr bool is_int8 = param::codes == param::CodesKind::int8_;
+constexpr bool has_minimum = param::offsets == param::OffsetsKind::minimum_;
+constexpr bool has_zero_point = param::offsets == param::OffsetsKind::zero_point_;
+constexpr int pack_bytes = is_int4 ? pack / 2 : pack;
+constexpr index_t group = param::k / param::groups;
+constexpr bool in_one_group = group % pack == 0;  // all elements of a pack
+
+// A float8 value: exponent and mantissa moved to their places, and multiplied with 2 to the power of the biases' difference.
+__device__ __forceinline__ float float8_value(unsigned code) {
+    return __uint_as_float((code & 0x80u) << 24 | (code & 0x7fu) << 20) * __uint_as_float(0x7b800000u);
+}
+
+// What codes stand for: scale · code + minimum, or scale · (code - zero).
+struct Group {
+    float scale;
+    float minimum = 0.0f;
+    float zero = is_int4 && !has_minimum ? 8.0f : 0.0f;
+
+    // Of an element.
+    __device__ __forceinline__ Group(
+        const Scales::type *scales, const Offset::type *offset, index_t row, index_t column
+    ) {
+        const index_t place = row * param::groups + column / group;
+        scale = to_float(scales[place]);
+        if constexpr (has_minimum) {
+            minimum = to_float(offset[place]);
+        } else if constexpr (has_zero_point) {
+            zero = is_int8 ? float((signed char)(offset[place])) : float(offset[place]);
+        }
+    }
+
+    __device__ __forceinline__ float operator()(float code) const { return fmaf(scale, code - zero, minimum); }
+};
+
+using Codes = Pack<unsigned char, pack_bytes>;
+
+__device__ __forceinline__ Codes load_codes(const unsigned char *data, index_t row, index_t column) {
+    constexpr index_t row_bytes = is_int4 ? param::k / 2 : param::k;
+    return load_pack<pack_bytes>(data + row * row_bytes + (is_int4 ? column / 2 : column));
+}
+
+__device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &codes) {
+#pragma unroll
+    for (int i = 0; i < pack; i++) {
+        const unsigned byte = codes.item[is_int4 ? i / 2 : i];
+        if constexpr (is_int4) {
+            values[i] = float(i % 2 ? byte >> 4 : byte & 15u);
+        } else if constexpr (is_int8) {
+            values[i] = float((signed char)(byte));
+        } else {
+            values[i] = float8_value(byte);
+        }
+    }
+}
+
+// The elements themselves.
+__device__ __forceinline__ void load_elements(
+    float (&values)[pack], const unsigned char *data, const Scales::type *scales, const Offset::type *offset, index_t row,
+    index_t column
+) {
+    to_codes(values, load_codes(data, row, column));
+#pragma unroll
+    for (int i = 0; i < pack; i++) {
+        values[i] = Group(scales, offset, row, in_one_group ? column : column + i)(values[i]);
+    }
+}

@@ -1,0 +1,125 @@
+// What the products of a resident kernel have in common: how a block goes through its units, and what follows the sums.
+// Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, `Sums` of a unit, and whether units are taken in pairs.
+
+struct OneUnit {
+    Ring &ring;
+    Sums &sums;
+
+    template <typename Columns>
+    __device__ __forceinline__ void operator()(const Columns &columns) const {
+        sums.add(ring.wait(), columns);
+        ring.release();
+    }
+};
+
+// Two units at a time: one's products run while the other's wait for their operands (I3).
+struct TwoUnits {
+    Ring &ring;
+    Sums &first;
+    Sums &second;
+
+    template <typename Columns>
+    __device__ __forceinline__ void operator()(const Columns &columns) const {
+        const Ring second_slot = ring.after_current();
+        const char *const slot = ring.wait();
+        const char *const other = second_slot.wait();
+        first.add(slot, columns);
+        second.add(other, columns);
+        ring.release();
+        ring.release();
+    }
+};
+
+// Which result of a batch is a thread's.
+struct Result {
+    int turn;  // number of its unit in the batch
+    int index;  // in its unit
+    int row;
+    int column;
+
+    __device__ __forceinline__ Result(int number, int start)
+        : turn(number / (own_rows * rows)), index(number % own_rows), row(number / own_rows % rows),
+          column((start + turn * gridDim.x + blockIdx.x) * own_rows + index) {}
+};
+
+PREFETCH {
+    // All blocks read them, so one block's prefetch is enough.
+    if (blockIdx.x == 0) {
+        if constexpr (Gain::present) {
+            prefetch_l2(gain, depth * sizeof(Gain::type));
+        }
+        if constexpr (Bias::present) {
+            prefetch_l2(bias, (gated ? 2 : 1) * param::n * sizeof(Bias::type));
+        }
+    }
+}
+
+PHASE(product) {
+    Scratch &scratch = *reinterpret_cast<Scratch *>(shared);  // I12
+    const int warp = this_thread() / WARP;
+    if constexpr (!from_mailbox) {
+        grid.wait();  // I11
+    }
+    const Result first_own(this_thread(), 0);
+    Addends addends;  // read before the sums are complete, and even before the barrier (I19)
+    if (first_own.turn < batch && first_own.column < int(param::n)) {
+        addends = Addends(bias, residual, first_own.row, first_own.column);
+    }
+    stage_x(grid, scratch, x, gain);
+    const HeldColumns held_columns(scratch);
+    if (is_long && threadIdx.x == 0) {
+        ring.raise_limit();
+    }
+    int buffer = 0;
+    for (int start = 0; start < units; start += batch * gridDim.x, buffer ^= 1) {
+        float(&sums_of)[batch][sum_rows][rows] = scratch.sums[buffer][warp];
+        int unit = start + blockIdx.x;
+        int turn = 0;
+        if constexpr (units_together == 2) {
+            for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
+                Sums first(unit), second(unit + gridDim.x);
+                for_chunks(scratch, held_columns, TwoUnits{ring, first, second});
+                first.store(sums_of[turn]);
+                second.store(sums_of[turn + 1]);
+            }
+        }
+#pragma unroll 1
+        for (; turn < batch && unit < units; turn++, unit += gridDim.x) {
+            Sums sums(unit);
+            for_chunks(scratch, held_columns, OneUnit{ring, sums});
+            sums.store(sums_of[turn]);
+        }
+        if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
+            ring.lower_limit();
+        }
+        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).
+        if (from_mailbox && start == 0) {
+            grid.wait();
+        } else {
+            sync_block();
+        }
+        static_assert(batch % units_together == 0, "pairs of units do not extend over two batches (I3)");
+        static_assert(batch * own_rows * rows <= THREADS, "a thread has one result of a batch");
+        const Result own(this_thread(), start);
+        if (own.turn < batch && own.column < int(param::n)) {
+            float sum = 0.0f;
+            float up = 0.0f;
+#pragma unroll
+            for (int other = 0; other < warps; other++) {
+                sum += scratch.sums[buffer][other][own.turn][own.index][own.row];
+                if constexpr (gated) {
+                    up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
+                }
+            }
+            if (start > 0) {
+                addends = Addends(bias, residual, own.row, own.column);
+            }
+            const Out::type result = addends.result(sum, up);
+            const index_t target = own.row * Out::stride(0) + own.column * Out::stride(1);
+            if constexpr (to_mailbox) {
+                grid.send(target, result);
+            }
+            out[target] = result;
+        }
+    }
+}
