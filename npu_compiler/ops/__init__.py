@@ -1,6 +1,7 @@
 """The op table. Importing the package registers every op, and fills the tables of kernels and element-wise ops."""
 
 from npu_compiler.ops import (
+    affine,
     aliases,
     comparing,
     conv,
@@ -26,6 +27,7 @@ __all__ = [
     "OPS",
     "Args",
     "Op",
+    "affine",
     "aliases",
     "comparing",
     "conv",
