@@ -74,7 +74,7 @@ class LanguageContenders:
         from npu_sim.llm.loading import SHORTHANDS
 
         self.threads, self.folder = threads, folder
-        self.checkpoint = load_checkpoint("smollm2", "bfloat16")
+        self.checkpoint = load_checkpoint("smollm2", "bfloat16", "none")
         package, file, _ = SHORTHANDS["smollm2"]
         spec = find_spec(package)
         assert spec is not None and spec.submodule_search_locations  # load_checkpoint has found it

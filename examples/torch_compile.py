@@ -23,7 +23,7 @@ QUESTION = "What is the capital of France?"
 
 def smollm2() -> tuple[Any, Any]:
     """The model as a module of transformers in float32, and its tokenizer."""
-    checkpoint = load_checkpoint("smollm2")
+    checkpoint = load_checkpoint("smollm2", quantization="none")
     config = AutoConfig.for_model(**checkpoint.config.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     state = {name: numpy_to_tensor(checkpoint.state[name]) for name in checkpoint.state}

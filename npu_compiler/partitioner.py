@@ -8,15 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from npu_compiler.compiler import normalize
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.compiler import compile, normalize
 from npu_compiler.graph.dtypes import is_int, itemsize
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
+from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.graph.writer import graph_to_dict
 from npu_compiler.op_support import is_op_supported
 from npu_compiler.ops.registry import unsupported_reason
 from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
+from npu_compiler.passes.quantize import Quantization, find_formats
+from npu_compiler.program.target import CodegenTarget
 
 DeviceKind: TypeAlias = Literal["npu", "cpu"]
 SupportFn: TypeAlias = Callable[..., bool]
@@ -60,6 +64,7 @@ class PartitionPlan:
         compute_dtype: Storage dtype of activations on the device.
         output_transfers: Graph outputs that must come back from the device.
         reasons: Node name → why it is on the CPU.
+        formats: `state_dict` key → how the device stores the weight, where that is in few bits.
     """
 
     graph: IRGraph
@@ -67,6 +72,11 @@ class PartitionPlan:
     compute_dtype: str
     output_transfers: tuple[TransferOp, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
+    formats: Mapping[str, QuantizedFormat] = field(default_factory=dict)
+
+    def compile(self, part: Partition, target: CodegenTarget) -> CompiledProgram:
+        """The program of one of the plan's partitions for the device."""
+        return compile(part.graph, target, compute_dtype=self.compute_dtype, quantization=self.formats)
 
     @property
     def transfers(self) -> list[TransferOp]:
@@ -117,6 +127,7 @@ def partition(
     is_supported_fn: SupportFn = is_op_supported,
     *,
     compute_dtype: str | None = None,
+    quantization: Quantization | None = None,
 ) -> PartitionPlan:
     """Group a graph's nodes by device.
 
@@ -124,11 +135,16 @@ def partition(
     table can lower it; all others go to the CPU. Nodes are scheduled so that each partition takes every node that is
     ready, which gathers independent CPU nodes instead of splitting a device run around each.
 
+    Args:
+        compute_dtype, quantization: As for `compile`; partitions on the CPU read weights in PyTorch's dtypes.
+
     Raises:
         IRError: the IR is malformed.
         NPUError: unknown compute dtype.
+        InputError: the quantization is unknown, or a weight cannot be stored so.
     """
     graph = normalize(read_ir(ir))
+    formats = find_formats(graph, quantization) if quantization else {}
     dtype = choose_compute_dtype(graph, compute_dtype)
     reasons = _cpu_reasons(graph, is_supported_fn)
     integers = find_integer_ranges(graph, on_cpu=reasons)
@@ -143,7 +159,7 @@ def partition(
         for name in dict.fromkeys(graph.outputs)
         if name in on_device
     )
-    return PartitionPlan(graph, partitions, dtype, back, reasons)
+    return PartitionPlan(graph, partitions, dtype, back, reasons, formats)
 
 
 def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn) -> dict[str, str]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from npu_compiler.compiler import compile
 from npu_compiler.errors import WeightError
 from npu_compiler.graph.dtypes import (
     INT32_MAX,
@@ -63,8 +62,7 @@ class DAGExecutor:
         self._last_use = self._lifetimes()
         for part in plan.partitions:
             if part.device == "npu":
-                program = compile(part.graph, self.backend.target, compute_dtype=plan.compute_dtype)
-                self.executors[part.index] = Executor(program, self.backend)
+                self.executors[part.index] = Executor(plan.compile(part, self.backend.target), self.backend)
         self._constants: dict[str, np.ndarray] = dict(plan.graph.constants)
         self._weights: Mapping[str, Any] = {}
         if not plan.graph.weights:

@@ -5,7 +5,7 @@ It lies in $NPU_SIM_CACHE or, if that is not set, in ~/.cache/npu-simulation.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,6 +16,7 @@ from npu_runtime.cache_folder import cache_folder, keep_entry, keep_file, read_e
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram
+    from npu_compiler.passes.quantize import Quantization
 
 
 def compile_cached(
@@ -31,8 +32,9 @@ def cached_program(
     make_ir: Callable[[], dict[str, Any]],
     compute_dtype: str | None = None,
     target: "CodegenTarget | None" = None,
+    quantization: "Quantization | None" = None,
 ) -> "CompiledProgram":
-    """The compiled program of `make_ir()`, from the cache if it holds one for this key, target, dtype and compiler.
+    """The compiled program of `make_ir()`, from the cache if it holds one for the same arguments and compiler.
 
     A file that is damaged, or whose code comes from somebody else, is compiled and written again. A folder that cannot
     be written causes a warning.
@@ -40,13 +42,13 @@ def cached_program(
     Args:
         name: The beginning of the file's name.
         key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
-        compute_dtype: As for `npu_compiler.compile`.
+        compute_dtype, quantization: As for `npu_compiler.compile`.
         target: Default: `OpLevelTarget`, for the CPU and Metal.
     """
     import npu_compiler
 
     target = target or npu_compiler.OpLevelTarget()
-    path = _program_place(name, key, compute_dtype, target)
+    path = _program_place(name, key, compute_dtype, target, quantization)
     if path.is_file():
         try:
             program = npu_compiler.CompiledProgram.load(path)
@@ -55,7 +57,7 @@ def cached_program(
             return program
         except NPUError:
             pass  # damaged, written by another version, or code by another user: compile again
-    program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype)
+    program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype, quantization=quantization)
     keep_file(path, program.to_bytes())
     return program
 
@@ -75,13 +77,22 @@ def cached_facts(name: str, key: Any, find: Callable[[], Any]) -> Any:
     return json.loads(text)
 
 
-def has_program(name: str, key: Any, compute_dtype: str | None, target: "CodegenTarget") -> bool:
+def has_program(
+    name: str,
+    key: Any,
+    compute_dtype: str | None,
+    target: "CodegenTarget",
+    quantization: "Quantization | None" = None,
+) -> bool:
     """Whether the cache holds a program for these arguments of `cached_program`."""
-    return _program_place(name, key, compute_dtype, target).is_file()
+    return _program_place(name, key, compute_dtype, target, quantization).is_file()
 
 
-def _program_place(name: str, key: Any, compute_dtype: str | None, target: "CodegenTarget") -> Path:
-    return _place(name, [key, target.key, compute_dtype, _compiler_digest()], "npubin")
+def _program_place(
+    name: str, key: Any, compute_dtype: str | None, target: "CodegenTarget", quantization: "Quantization | None"
+) -> Path:
+    formats = dict(quantization) if isinstance(quantization, Mapping) else quantization
+    return _place(name, [key, target.key, compute_dtype, formats, _compiler_digest()], "npubin")
 
 
 def _place(name: str, key: Any, suffix: str) -> Path:

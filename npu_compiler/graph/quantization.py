@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import ml_dtypes
 import numpy as np
@@ -94,6 +93,13 @@ class QuantizedFormat:
         return sum(n * width * itemsize(dtype) for (n, width), dtype in self.parts(shape).values())
 
 
+NAMED_FORMATS = {
+    "int4": QuantizedFormat("int4", 128, "float16", "zero_point"),
+    "int8": QuantizedFormat("int8"),
+    "fp8": QuantizedFormat("float8_e4m3"),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedArray:
     """A matrix [n, k] that is stored in few bits; what the parts are is at the top of this file.
@@ -127,7 +133,7 @@ class QuantizedArray:
     def size_bytes(self) -> int:
         return self.format.size_bytes(self.shape)
 
-    def integers(self, rows: slice = slice(None)) -> np.ndarray:
+    def integers(self, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
         """The codes as numbers, zero points subtracted: int16 [rows, k]. Not for float8."""
         values = unpack_codes(self.codes[rows], self.format.codes).astype(np.int16)
         if self.format.offsets == "none":
@@ -136,23 +142,26 @@ class QuantizedArray:
             return values
         assert self.offsets is not None
         zeros = self.offsets[rows].view(np.int8 if self.format.codes == "int8" else np.uint8).astype(np.int16)
-        return values - self._spread(zeros)
+        found: np.ndarray = values - self._spread(zeros)
+        return found
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
         """The elements in float32 [rows, k]: scale · code + minimum, each operation rounded to float32."""
+        values: np.ndarray
         if self.format.codes == "float8_e4m3":
             values = self.codes[rows].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         else:
             values = self.integers(rows).astype(np.float32)
-        values *= self._spread(self.scales[rows].astype(np.float32))
+        values = values * self._spread(self.scales[rows].astype(np.float32))
         if self.format.offsets == "minimum":
             assert self.offsets is not None
-            values += self._spread(self.offsets[rows].astype(np.float32))
+            values = values + self._spread(self.offsets[rows].astype(np.float32))
         return values
 
     def _spread(self, groups: np.ndarray) -> np.ndarray:
         """A value per group as a value per element."""
-        return np.repeat(groups, self.shape[1] // groups.shape[1], axis=1)
+        spread: np.ndarray = np.repeat(groups, self.shape[1] // groups.shape[1], axis=1)
+        return spread
 
     def problems(self) -> Iterator[str]:
         """What makes the stored values useless, in words."""
@@ -162,11 +171,16 @@ class QuantizedArray:
                 yield f"its {name} contain values that are not finite"
         if self.format.codes == "float8_e4m3" and bool(((self.codes & 0x7F) == 0x7F).any()):
             yield "its float8 codes contain NaN"
+        if self._loses_codes():
+            yield "its scales are 0 where its codes are not"
 
-    @cached_property
-    def zero_scales(self) -> int:
-        """The number of groups whose scale is 0."""
-        return int((self.scales.astype(np.float32) == 0).sum())
+    def _loses_codes(self) -> bool:
+        """Whether codes that are not 0 are multiplied with a scale of 0, which no writer of a checkpoint means."""
+        rows = np.flatnonzero((self.scales == 0).any(axis=1))
+        if not rows.size:
+            return False
+        codes = self.codes[rows] & 0x7F if self.format.codes == "float8_e4m3" else self.integers(rows)
+        return bool(codes[self._spread(self.scales[rows] == 0)].any())
 
 
 def unpack_codes(codes: np.ndarray, kind: str) -> np.ndarray:

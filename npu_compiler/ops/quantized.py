@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from npu_compiler.graph.model import OpNode
 from npu_compiler.graph.quantization import CODES, OFFSETS, QuantizedFormat
@@ -14,7 +15,12 @@ from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, KernelCall, declare_kernel, distinct_bytes
 from npu_compiler.program.views import View
 
-_FIELDS = {"k": "I", "groups": "I", "codes": f"s {' '.join(CODES)}", "offsets": f"s {' '.join(OFFSETS)}"}
+_FIELDS: dict[str, Any] = {
+    "k": "I",
+    "groups": "I",
+    "codes": f"s {' '.join(CODES)}",
+    "offsets": f"s {' '.join(OFFSETS)}",
+}
 _WEIGHT = "data:u[{rows},.bytes] scales:f[{rows},.groups] offset?:fu[{rows},.groups]"
 
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.graph.quantization import PARTS, QuantizedFormat
+from npu_compiler.graph.quantization import NAMED_FORMATS, PARTS, QuantizedFormat
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, part_recipe
 from npu_compiler.ops.registry import QuantizedRule, find_op
 
@@ -23,11 +23,6 @@ Quantization: TypeAlias = str | QuantizedFormat | Mapping[str, QuantizedFormat]
 """How to store weights: one of `NAMED_FORMATS` or a format, for the weights of all linear layers; or a format for each
 of some `state_dict` keys."""
 
-NAMED_FORMATS = {
-    "int4": QuantizedFormat("int4", 128, "float16", "zero_point"),
-    "int8": QuantizedFormat("int8"),
-    "fp8": QuantizedFormat("float8_e4m3"),
-}
 _GROUPS = (128, 64, 32)  # tried in this order where the rows of a weight are not a whole number of the first
 
 

@@ -70,6 +70,15 @@ def check_dtype(dtype: str | None) -> str | None:
     return dtype
 
 
+def check_quantization(name: str) -> str:
+    """The name, if weights can be stored so."""
+    from npu_sim.llm.loading import QUANTIZATIONS
+
+    if name not in QUANTIZATIONS:
+        raise InputError(f"unknown quantization '{name}'; choose one of {', '.join(QUANTIZATIONS)}")
+    return name
+
+
 def check_device(name: str | None) -> str | None:
     """The device's name, if there is one of that name, which may still not be usable here."""
     from npu_runtime.device import find_device

@@ -19,6 +19,12 @@ def dtypes(incomplete: str) -> list[str]:
     return beginning(incomplete, COMPUTE_DTYPES)
 
 
+def quantizations(incomplete: str) -> list[str]:
+    from npu_sim.llm.loading import QUANTIZATIONS
+
+    return beginning(incomplete, QUANTIZATIONS)
+
+
 def cpu_levels(incomplete: str) -> list[str]:
     from npu_runtime.cpu.levels import PORTABLE, this_cpu
 

@@ -14,7 +14,18 @@ from npu_sim.commands.chat import chat_in_terminal, speed
 from npu_sim.commands.checks import check_device_options, check_text, check_weights
 from npu_sim.commands.completion import language_models, vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, NoTune, Seed, Temperature, TopP
+from npu_sim.commands.options import (
+    AsJSON,
+    CPULevel,
+    DeviceName,
+    Dtype,
+    Fast,
+    NoTune,
+    Quantization,
+    Seed,
+    Temperature,
+    TopP,
+)
 from npu_sim.commands.resources import open_device, open_in_background
 
 
@@ -61,6 +72,7 @@ def generate(
         bool, typer.Option("--no-chat", help="Continue the prompt as plain text, without the chat template.")
     ] = False,
     dtype: Dtype = None,
+    quantization: Quantization = "checkpoint",
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
@@ -107,7 +119,7 @@ def generate(
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt or ""})
     with step(f"opening {model}"):
-        checkpoint = load_checkpoint(model, dtype)
+        checkpoint = load_checkpoint(model, dtype, quantization)
         tokenizer = checkpoint.tokenizer  # read it now, while the device opens
     with concerning("--cache-length"):
         capacity = cache_capacity(checkpoint, cache_length)

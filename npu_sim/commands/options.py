@@ -10,7 +10,15 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands import checks
-from npu_sim.commands.completion import cpu_levels, devices, dtypes, ir_files, programs, programs_and_modules
+from npu_sim.commands.completion import (
+    cpu_levels,
+    devices,
+    dtypes,
+    ir_files,
+    programs,
+    programs_and_modules,
+    quantizations,
+)
 
 
 def _ir_file(path: Path) -> Path:
@@ -83,6 +91,17 @@ Dtype = Annotated[
         callback=checks.check_dtype,
         autocompletion=dtypes,
         help="Compute dtype: float16, bfloat16 or float32. Default: depends on the model's weights.",
+    ),
+]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        "--quantization",
+        metavar="FORMAT",
+        callback=checks.check_quantization,
+        autocompletion=quantizations,
+        help="How weights are stored: checkpoint (as the file stores them), none (widened to the compute dtype), or "
+        "int4, int8 or fp8 (rounded when loaded).",
     ),
 ]
 Weights = Annotated[

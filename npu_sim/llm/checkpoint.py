@@ -7,11 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 
 if TYPE_CHECKING:
     import numpy as np
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+_PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
 
 # Attributes that are stored even where a config lacks them, so that looking them up never reads the config.
@@ -66,12 +68,16 @@ class Checkpoint:
     Attributes:
         name: Used in messages and file names.
         config: The transformers config, or a `StoredConfig`.
-        state: Hugging Face parameter name → tensor or array. The mapping reads a tensor when it is looked up.
+        state: Hugging Face parameter name → tensor, array or `QuantizedArray`. The mapping reads a tensor when it is
+            looked up.
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`.
         load_tokenizer: Opens the tokenizer; raises if there is none.
         eos_ids: End-of-sequence token ids from the model's config and generation config.
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
             None without such scaling.
+        quantization: How the programs store weights: parameter name → format, for those that the checkpoint stores so
+            itself; or a name of a format, to which the checkpoint's weights are rounded when they are loaded. None:
+            in the compute dtype.
     """
 
     name: str
@@ -81,6 +87,7 @@ class Checkpoint:
     load_tokenizer: Callable[[], Any]
     eos_ids: frozenset[int] = frozenset()
     inv_freq_divisors: "np.ndarray | None" = None
+    quantization: str | Mapping[str, QuantizedFormat] | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -110,3 +117,45 @@ def as_input_error(what: str) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise InputError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
+
+
+class Widened(Mapping[str, Any]):
+    """A checkpoint's tensors, those in few bits dequantized when they are looked up.
+
+    They are in bfloat16 if that is the compute dtype, else in float32, so that whoever casts them further can tell
+    which values do not fit: bfloat16 has float32's range, float16 has not.
+    """
+
+    def __init__(self, state: Mapping[str, Any], dtype: str) -> None:
+        self._state = state
+        self._dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._state[key]
+        return widened(value, self._dtype) if isinstance(value, QuantizedArray) else value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def widened(value: QuantizedArray, dtype: str) -> "np.ndarray":
+    """A matrix in few bits in a float dtype, computed by several threads a piece at a time."""
+    import numpy as np
+
+    from npu_compiler.graph.dtypes import numpy_dtype
+    from npu_runtime.pieces import in_pieces
+
+    result = np.empty(value.shape, numpy_dtype(dtype))
+
+    def convert(piece: slice) -> None:
+        with np.errstate(all="ignore"):  # NaN is for whoever loads the weights to report
+            result[piece] = value.dequantize(piece)
+
+    in_pieces(convert, value.shape[0], max(1, _PIECE // value.shape[1]))
+    return result

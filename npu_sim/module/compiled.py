@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError, IRError
+from npu_compiler.passes.quantize import Quantization
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.buckets import Bucketing, Buckets
 from npu_sim.module.dynamo_backend import Options
@@ -39,6 +40,7 @@ def compile(
     dynamic_shapes: Any = None,
     buckets: Mapping[str, Buckets] | None = None,
     programs: int = PROGRAMS,
+    quantization: Quantization | None = None,
 ) -> CompiledModule | BrokenModule:
     """Compile a PyTorch module for inference.
 
@@ -58,11 +60,13 @@ def compile(
         buckets: Name of a dynamic size (of its `torch.export.Dim`) → the sizes to which it is rounded up, so that fewer
             programs are made; only for modules that ignore what a mask hides.
         programs: How many programs to keep; the one that has not been used for longest is dropped.
+        quantization: How to store weights in few bits: `int4`, `int8` or `fp8` for all linear layers, or a format for
+            each of some parameters (see `npu_compiler.compile`).
 
     Raises:
         IRError: PyTorch can trace no part of the module, for the reason given.
         InputError: the module is in training mode, has hooks, or has tensors on several devices or of a dtype for which
-            there are no programs.
+            there are no programs; or a weight cannot be stored as `quantization` says.
         DeviceError: there is no such device.
     """
     if isinstance(module, nn.Module):
@@ -73,10 +77,10 @@ def compile(
         except IRError as error:
             if buckets:
                 raise
-            options = Options(device, dtype, programs)
+            options = Options(device, dtype, programs, quantization)
             return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        return CompiledModule(traced, module, device, dtype, dims, buckets, programs)
+        return CompiledModule(traced, module, device, dtype, dims, buckets, programs, quantization)
     if not isinstance(module, (ExportedProgram, str, Path)):
         raise InputError(
             f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram or a .pt2"
@@ -85,7 +89,7 @@ def compile(
         raise InputError("an exported program has its own example arguments and dynamic shapes; give none")
     program = module if isinstance(module, ExportedProgram) else load_exported(module)
     name = Path(module).stem if isinstance(module, (str, Path)) else "exported"
-    return CompiledModule(trace_module(program, name), None, device, dtype, (), None, programs)
+    return CompiledModule(trace_module(program, name), None, device, dtype, (), None, programs, quantization)
 
 
 def _with_breaks(
@@ -119,6 +123,7 @@ class CompiledModule:
         dims: Sequence[Any] = (),
         buckets: Mapping[str, Buckets] | None = None,
         programs: int = PROGRAMS,
+        quantization: Quantization | None = None,
     ) -> None:
         self.trace, self._module = traced, module
         self.device = _torch_device(traced)
@@ -133,7 +138,7 @@ class CompiledModule:
         self._buckets = Bucketing(buckets, traced, self._shapes, paths) if buckets else None
         self._names = [meta["name"] for meta in described]
         self._dtype = dtype_name(dtype)
-        settings = Settings(self.backend, self.device, self._dtype, programs)
+        settings = Settings(self.backend, self.device, self._dtype, programs, quantization)
         tensors = traced.weights | traced.constants
         self._programs = Programs(traced, settings, tensors, self._shapes.symbols)
         self._watch(tensors)

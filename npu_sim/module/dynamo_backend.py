@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from npu_compiler.errors import ConstraintError, InputError, IRError
 from npu_compiler.graph.symbolic import KEY, evaluate, is_symbolic
+from npu_compiler.passes.quantize import Quantization
 from npu_sim.module.capture import Captured, capture
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.plans import PROGRAMS
@@ -39,6 +40,7 @@ class Options:
     device: str | None = None
     dtype: str | torch.dtype | None = None
     programs: int = PROGRAMS
+    quantization: Quantization | None = None
 
 
 def backend(
@@ -56,7 +58,7 @@ def backend(
     Args:
         graph_module: What TorchDynamo captured.
         example_inputs: The arguments of the call for which it did.
-        options: `dtype`, `device` and `programs`, as for `npu_sim.compile`.
+        options: `dtype`, `device`, `programs` and `quantization`, as for `npu_sim.compile`.
         mode: One of `torch.compile`'s, as callers such as `generate()` of transformers give it for every backend. All
             mean the same here: overhead is always reduced, and kernels are always chosen by measuring.
 
@@ -94,6 +96,7 @@ def compile_graph(graph_module: GraphModule, options: Options) -> Subgraph | Cal
             captured.device,
             dtype_name(options.dtype),
             options.programs,
+            options.quantization,
         )
         return Subgraph(captured, settings, graph_module.forward)
     except IRError as error:

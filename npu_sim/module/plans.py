@@ -9,17 +9,21 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 
 if TYPE_CHECKING:
     from npu_compiler.partitioner import PartitionPlan
+    from npu_compiler.passes.quantize import Quantization
 
 PROGRAMS = 8  # that a module keeps by default
 
 
-def plan_for(ir: Mapping[str, Any], sizes: Mapping[str, int], dtype: str | None) -> PartitionPlan:
+def plan_for(
+    ir: Mapping[str, Any], sizes: Mapping[str, int], dtype: str | None, quantization: Quantization | None = None
+) -> PartitionPlan:
     """The plan of a traced module's graph.
 
     Args:
         ir: Symbolic where sizes may change.
         sizes: Symbol → its value.
         dtype: Compute dtype. Default: the graph's own, if that is a float of 16 bits, else float32.
+        quantization: As for `npu_compiler.compile`.
 
     Raises:
         IRError: the IR is malformed.
@@ -33,4 +37,4 @@ def plan_for(ir: Mapping[str, Any], sizes: Mapping[str, int], dtype: str | None)
     if dtype is None:
         own = native_dtype(graph)
         dtype = own if own in HALF_DTYPES else "float32"
-    return partition(graph, compute_dtype=dtype)
+    return partition(graph, compute_dtype=dtype, quantization=quantization)

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
 from npu_compiler.partitioner import PartitionPlan
+from npu_compiler.passes.quantize import Quantization
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.hardware import Hardware
 from npu_runtime.program_run import Arena
@@ -34,12 +35,14 @@ class Settings:
         device: The torch device of arguments, weights and results.
         dtype: Compute dtype; None for the trace's own.
         limit: How many programs to keep.
+        quantization: How weights are stored in few bits (see `npu_compiler.compile`).
     """
 
     backend: Hardware
     device: torch.device
     dtype: str | None = None
     limit: int = PROGRAMS
+    quantization: Quantization | None = None
 
 
 class Compiled:
@@ -53,7 +56,8 @@ class Compiled:
         """The plan for these sizes, and its programs where they have been compiled before."""
         if key not in self._known:
             sizes = dict(zip(symbols, key, strict=True))
-            self.keep(key, plan_for(self._trace.ir, sizes, self._settings.dtype), None)
+            plan = plan_for(self._trace.ir, sizes, self._settings.dtype, self._settings.quantization)
+            self.keep(key, plan, None)
         return self._known[key]
 
     def keep(self, key: Key, plan: PartitionPlan, programs: list[CompiledProgram] | None) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.compiler import compile as compile_graph
 from npu_compiler.partitioner import Partition, PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.cpu_fallback import CPUPartition
@@ -65,11 +64,7 @@ class Runner:
         for part in plan.partitions:
             if part.device == "npu":
                 target = loaded.backend.target
-                program = (
-                    compile_graph(part.graph, target, compute_dtype=plan.compute_dtype)
-                    if given is None
-                    else next(given)
-                )
+                program = plan.compile(part, target) if given is None else next(given)
                 self.programs.append(program)
                 self._steps.append(DeviceStep(program, part, plan, loaded, updated))
             else:

@@ -243,9 +243,7 @@ class LoadedModule:
             if plan.reasons:
                 self._need_torch(plan.reasons)
             return self._checked(MixedPlan(plan, self._memory))
-        from npu_compiler.compiler import compile
-
-        program = compile(plan.partitions[0].graph, self.backend.target, compute_dtype=plan.compute_dtype)
+        program = plan.compile(plan.partitions[0], self.backend.target)
         graph = plan.graph
         others = {name: graph.constants[name] for name in graph.outputs if name in graph.constants}
         others |= {x: self._weights[next(graph.weights[x].keys())] for x in graph.outputs if x in graph.weights}

@@ -11,12 +11,15 @@ import pytest
 import torch
 from tiny_llms import TEMPLATE, assert_same_tokens, save_gguf, save_tiny, save_tokenizer, tensors, transformers
 
+from npu_compiler import OpLevelTarget
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime.torch_arrays import numpy_to_tensor
-from npu_sim.llm import LanguageModel, load_checkpoint
+from npu_sim.llm import LanguageModel, compile_decode_loop, load_checkpoint
+from npu_sim.llm.gguf_blocks import quantized_rows
 from npu_sim.llm.gguf_reader import read_gguf
 
 gguf = pytest.importorskip("gguf")
+BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes
 ROOT = Path(__file__).parents[2]
 
 
@@ -52,7 +55,7 @@ def test_tensors_are_what_the_package_gguf_makes_of_them(
     folder: Path, tmp_path: Path, encoding: str, dtype: str
 ) -> None:
     path = save_gguf(folder, tmp_path / "m.gguf", encoding)
-    checkpoint = load_checkpoint(path, dtype)
+    checkpoint = load_checkpoint(path, dtype, "none")
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = {"model.embed_tokens": "token_embd", "model.layers.1.mlp.up_proj": "blk.1.ffn_up"}
     for ours, theirs in names.items():
@@ -61,6 +64,33 @@ def test_tensors_are_what_the_package_gguf_makes_of_them(
         expected = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32))
         found = numpy_to_tensor(checkpoint.state[f"{ours}.weight"])
         assert torch.equal(found, expected.to(found.dtype))
+
+
+@pytest.mark.parametrize("encoding", sorted(BLOCKS))
+def test_blocks_are_taken_bit_for_bit(encoding: str) -> None:
+    rows = np.random.default_rng(1).integers(0, 256, (5, 2 * BLOCKS[encoding]), np.uint8)
+    with np.errstate(all="ignore"):  # random scales overflow, and some are NaN
+        expected = getattr(gguf.quants, encoding).dequantize_rows(rows)
+        np.testing.assert_array_equal(quantized_rows(rows, encoding).dequantize(), expected)
+
+
+@pytest.mark.parametrize("encoding", ["Q8_0", "Q4_1"])
+def test_quantized_weights_stay_in_few_bits_on_the_device(folder: Path, tmp_path: Path, encoding: str) -> None:
+    path = save_gguf(folder, tmp_path / "m.gguf", encoding)
+    sizes = {}
+    for quantization in ("checkpoint", "none"):
+        checkpoint = load_checkpoint(path, quantization=quantization)
+        program = compile_decode_loop(checkpoint, 16, OpLevelTarget())
+        sizes[quantization] = sum(b.size_bytes for b in program.plan.buffers.values() if b.kind == "weight")
+    assert sizes["checkpoint"] < {"Q8_0": 0.6, "Q4_1": 0.4}[encoding] * sizes["none"]
+
+
+def test_a_quantized_file_is_not_quantized_again(folder: Path, tmp_path: Path) -> None:
+    path = save_gguf(folder, tmp_path / "m.gguf", "Q4_0")
+    with pytest.raises(InputError, match="m is quantized already; --quantization int8 would round"):
+        load_checkpoint(path, quantization="int8")
+    with pytest.raises(InputError, match="unknown quantization 'int3'; choose one of checkpoint, none, int4"):
+        load_checkpoint(path, quantization="int3")
 
 
 def test_a_gguf_tokenizer_does_what_the_whole_one_does(file: Path) -> None:
@@ -147,7 +177,7 @@ def test_damaged_files_are_one_clear_sentence(file: Path, tmp_path: Path, rng: n
         try:
             checkpoint = load_checkpoint(path)
             for name in checkpoint.state:
-                assert checkpoint.state[name].size
+                assert checkpoint.state[name].shape
         except InputError as error:
             refused += 1
             assert "\n" not in str(error)

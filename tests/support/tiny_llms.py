@@ -12,6 +12,7 @@ import torch
 
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
+from npu_sim.llm.checkpoint import Widened
 from npu_sim.llm.gguf_file import _LAYER_NAMES, _ROOT_NAMES
 from npu_sim.llm.tokenizer import StoredTokenizer
 
@@ -89,7 +90,8 @@ def save_letters(folder: Path, length: int) -> Any:
 
 
 def tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return {key: numpy_to_tensor(array) for key, array in checkpoint.state.items()}
+    """A checkpoint's tensors in PyTorch, those in few bits dequantized."""
+    return {key: numpy_to_tensor(array) for key, array in Widened(checkpoint.state, "float32").items()}
 
 
 def save_tokenizer(folder: Path, template: str) -> None:

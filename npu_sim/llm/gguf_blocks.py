@@ -1,0 +1,132 @@
+"""GGUF's blocks of quantized weights as `QuantizedArray`s, bit for bit.
+
+A row is a sequence of blocks, each with its scales in front of or behind its codes. The layouts are those of
+https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Codes of 5 and 6 bits take 8 here; the two levels of
+scales of the K formats are multiplied into one, in float32 as ggml does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, pack_codes
+from npu_runtime.pieces import in_pieces
+
+Bytes = NDArray[np.uint8]
+Parts = tuple[NDArray[np.integer], NDArray[np.floating], "NDArray[np.floating] | None"]
+"""Codes [blocks, elements], scales [blocks, groups] and minimums, if there are any, of the same shape."""
+
+_PIECE = 2**18  # elements
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """A ggml type: elements and bytes of a block, the format that holds them, and how to take a block apart."""
+
+    elements: int
+    bytes: int
+    format: QuantizedFormat
+    take_apart: Callable[[Bytes], Parts]
+
+
+def quantized_format(encoding: str) -> QuantizedFormat | None:
+    """The format that holds a ggml type exactly; None where there is none."""
+    return _ENCODINGS[encoding].format if encoding in _ENCODINGS else None
+
+
+def quantized_rows(rows: Bytes, encoding: str) -> QuantizedArray:
+    """The matrix whose rows [n, bytes] are stored in a ggml type for which there is a format."""
+    kind = _ENCODINGS[encoding]
+    n, blocks = rows.shape[0], rows.shape[1] // kind.bytes
+    shape = (n, blocks * kind.elements)
+    made = {name: np.empty(size, dtype) for name, (size, dtype) in kind.format.parts(shape).items()}
+
+    def convert(piece: slice) -> None:
+        codes, scales, minimums = kind.take_apart(rows[piece].reshape(-1, kind.bytes))
+        count = rows[piece].shape[0]
+        made["codes"][piece] = pack_codes(codes.reshape(count, -1), kind.format.codes)
+        made["scales"][piece] = scales.reshape(count, -1)
+        if minimums is not None:
+            made["offsets"][piece] = minimums.reshape(count, -1)
+
+    in_pieces(convert, n, max(1, _PIECE // shape[1]))
+    return QuantizedArray(kind.format, shape, **made)
+
+
+def _halves(block: Bytes, count: int) -> NDArray[np.float16]:
+    """The first `count` float16 of each block."""
+    return np.ascontiguousarray(block[:, : 2 * count]).view(np.float16)
+
+
+def _nibbles(block: Bytes, run: int) -> Bytes:
+    """4-bit codes of which `run` bytes hold 2 · `run` elements: first the low halves of all, then the high ones."""
+    runs = block.reshape(len(block), -1, 1, run)
+    return np.concatenate([runs & 15, runs >> 4], axis=2).reshape(len(block), -1)
+
+
+def _bits(block: Bytes) -> Bytes:
+    """The bits of each block, the lowest of the first byte first."""
+    return np.unpackbits(block, axis=1, bitorder="little")
+
+
+def _q4_0(block: Bytes) -> Parts:
+    return _nibbles(block[:, 2:], 16), _halves(block, 1), None
+
+
+def _q4_1(block: Bytes) -> Parts:
+    scale = _halves(block, 2)
+    return _nibbles(block[:, 4:], 16), scale[:, :1], scale[:, 1:]
+
+
+def _q5_0(block: Bytes) -> Parts:
+    return (_nibbles(block[:, 6:], 16) | _bits(block[:, 2:6]) << 4).view(np.int8) - np.int8(16), _halves(block, 1), None
+
+
+def _q5_1(block: Bytes) -> Parts:
+    scale = _halves(block, 2)
+    return _nibbles(block[:, 8:], 16) | _bits(block[:, 4:8]) << 4, scale[:, :1], scale[:, 1:]
+
+
+def _q8_0(block: Bytes) -> Parts:
+    return block[:, 2:].view(np.int8), _halves(block, 1), None
+
+
+def _k_scales(block: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Scales and minimums [blocks, 8] of Q4_K and Q5_K: two float16, then eight pairs of 6 bits in 12 bytes."""
+    whole = _halves(block, 2).astype(np.float32)
+    low, middle, high = np.split(block[:, 4:16], 3, axis=1)
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], axis=1).astype(np.float32)
+    minimums = np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], axis=1).astype(np.float32)
+    return whole[:, :1] * scales, -(whole[:, 1:] * minimums)
+
+
+def _q4_k(block: Bytes) -> Parts:
+    return _nibbles(block[:, 16:], 32), *_k_scales(block)
+
+
+def _q5_k(block: Bytes) -> Parts:
+    planes = block[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return _nibbles(block[:, 48:], 32) | planes.reshape(len(block), -1) << 4, *_k_scales(block)
+
+
+def _q6_k(block: Bytes) -> Parts:
+    pairs = block[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
+    codes = (_nibbles(block[:, :128], 64) | pairs.reshape(len(block), -1) << 4).view(np.int8) - np.int8(32)
+    whole = np.ascontiguousarray(block[:, 208:]).view(np.float16).astype(np.float32)
+    return codes, whole * block[:, 192:208].view(np.int8).astype(np.float32), None
+
+
+_ENCODINGS = {
+    "Q4_0": _Encoding(32, 18, QuantizedFormat("int4", 32, "float16"), _q4_0),
+    "Q4_1": _Encoding(32, 20, QuantizedFormat("int4", 32, "float16", "minimum"), _q4_1),
+    "Q5_0": _Encoding(32, 22, QuantizedFormat("int8", 32, "float16"), _q5_0),
+    "Q5_1": _Encoding(32, 24, QuantizedFormat("int8", 32, "float16", "minimum"), _q5_1),
+    "Q8_0": _Encoding(32, 34, QuantizedFormat("int8", 32, "float16"), _q8_0),
+    "Q4_K": _Encoding(256, 144, QuantizedFormat("int4", 32, "float32", "minimum"), _q4_k),
+    "Q5_K": _Encoding(256, 176, QuantizedFormat("int8", 32, "float32", "minimum"), _q5_k),
+    "Q6_K": _Encoding(256, 210, QuantizedFormat("int8", 16, "float32"), _q6_k),
+}
