@@ -25,9 +25,12 @@ add_elementwise(
         None,
         "npu.quantize",
         {"low": -128.0, "high": 127.0},
+        bytes=True,
     )
 )
-add_elementwise(Elementwise("dequantize", ("input", "scale", "zero_point"), "(a - c) * b", None, "npu.dequantize"))
+add_elementwise(
+    Elementwise("dequantize", ("input", "scale", "zero_point"), "(a - c) * b", None, "npu.dequantize", bytes=True)
+)
 
 
 def limits(node: OpNode) -> Range:
@@ -104,12 +107,14 @@ def _float(value: View | Scalar) -> View | Scalar:
     tensors=_PER_TENSOR,
     unsupported=_unsupported,
     integer_range=_range,
+    bytes="too",
     saturates=True,
 )
 @register_op(
     _names("dequantize_per_tensor.default", "dequantize_per_tensor.tensor"),
     tensors=_PER_TENSOR,
     unsupported=_unsupported,
+    bytes="too",
 )
 def lower_per_tensor(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -131,9 +136,10 @@ def _single(value: View | Scalar) -> View | Scalar:
     tensors=_PER_CHANNEL,
     unsupported=_unsupported,
     integer_range=_range,
+    bytes="too",
     saturates=True,
 )
-@register_op(_names("dequantize_per_channel.default"), tensors=_PER_CHANNEL, unsupported=_unsupported)
+@register_op(_names("dequantize_per_channel.default"), tensors=_PER_CHANNEL, unsupported=_unsupported, bytes="too")
 def lower_per_channel(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     x = ctx.view(node.inputs[0])
@@ -171,9 +177,10 @@ def _split(shape: Sequence[int], blocks: Sequence[int]) -> tuple[list[int], list
     tensors=_PER_TENSOR,
     unsupported=_affine_unsupported,
     integer_range=_range,
+    bytes="too",
     saturates=True,
 )
-@register_op("torchao.dequantize_affine.default", tensors=_PER_TENSOR, unsupported=_affine_unsupported)
+@register_op("torchao.dequantize_affine.default", tensors=_PER_TENSOR, unsupported=_affine_unsupported, bytes="too")
 def lower_affine(ctx: Lowering, node: OpNode) -> None:
     """Blocks of any size along each dimension have a scale and a zero point each."""
     args = Args(node)

@@ -108,6 +108,8 @@ class Op:
         integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
             each output. None for an op that moves elements or returns no int32 or int64.
         quantized: For an op that may read a weight in few bits.
+        bytes: Whether it reads and makes int8 and uint8 tensors that are stored in a byte an element: `only` such, or
+            such `too`; empty if it does not.
         saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
     """
 
@@ -130,6 +132,7 @@ class Op:
     by_name: bool = False
     integer_range: RangeFn | None = None
     quantized: QuantizedRule | None = None
+    bytes: str = ""
     saturates: bool = False
 
 
