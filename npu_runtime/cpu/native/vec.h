@@ -297,6 +297,53 @@ inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
 #endif
 
+// Integers: a lane holds a pair of int16. sum + a.low * b.low + a.high * b.high, which wraps.
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+NPU_INLINE IVec add_products(IVec sum, IVec a, IVec b) {
+#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+  return bit_cast<IVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(NPU_AVX512)
+  return sum + bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(NPU_AVX2)
+  return sum + bit_cast<IVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+#elif defined(NPU_X86)
+  return sum + bit_cast<IVec>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+#else
+  const UVec low = bit_cast<UVec>((a << 16 >> 16) * (b << 16 >> 16)), high = bit_cast<UVec>((a >> 16) * (b >> 16));
+  return bit_cast<IVec>(bit_cast<UVec>(sum) + low + high);
+#endif
+}
+NPU_INLINE IVec splat_bits(int32_t value) { return IVec{} + value; }
+
+// 2 * kLanes bytes as int16.
+template <class T>
+NPU_INLINE Shorts widen_bytes(const T* p) {
+  typedef T Narrow __attribute__((vector_size(2 * kLanes)));
+  return __builtin_convertvector(load_bits<Narrow>(p), Shorts);
+}
+
+// Lanes of integers as bytes, of which they are; the first `count` of them.
+template <class T>
+NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {
+  typedef T Narrow __attribute__((vector_size(kLanes)));
+  const Narrow bytes = __builtin_convertvector(v, Narrow);
+  std::memcpy(p, &bytes, std::min<int64_t>(count, kLanes));
+}
+template <class T>
+NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
+  typedef T Narrow __attribute__((vector_size(kLanes)));
+  Narrow bytes{};
+  std::memcpy(&bytes, p, std::min<int64_t>(count, kLanes));
+  return __builtin_convertvector(bytes, IVec);
+}
+
+NPU_INLINE Vec to_floats(IVec v) { return __builtin_convertvector(v, Vec); }
+// The nearest integers, ties to even, of floats between -2^22 and 2^22.
+NPU_INLINE IVec to_nearest(Vec v) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits left
+  return bit_cast<IVec>(v + kRound) - bit_cast<IVec>(splat(kRound));
+}
+
 // Tiles: products of 32 rows by 32 columns of bfloat16 pairs in a matrix unit, where kHasTiles. A thread may multiply
 // while it has a TileState, and the process only if tiles_allowed().
 inline constexpr int64_t kTileRows = 32, kTileSteps = 16;

@@ -1,0 +1,171 @@
+// Integer convolution as a product: rows of pixels, each with what its window holds, times panels of output channels.
+//
+// The bytes of x become int16 while a row is packed, and x's zero point is subtracted there, so padding is 0 and sums
+// are exact: products of such numbers with those of a weight, two at a time, fit in int32 (MOST_TERMS in ops/integer.py).
+//
+// A panel holds kPanel output channels; for one pair of the window's elements after the other (rows, columns, channels
+// of the window, channels innermost), each channel's two int16.
+#include <array>
+
+#include "gemm.h"
+#include "integer_args.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace npu::integer {
+namespace {
+
+constexpr int64_t kRowBytes = 224 << 10;  // what a task packs of rows: with a panel, a second-level cache
+constexpr int64_t kFewRows = 4 * kMaxRows;
+
+// sums[r][0..kPanel) for kRows packed rows.
+template <int kRows>
+void multiply_rows(const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums) {
+  IVec sum[kRows][2] = {};
+  const auto step = [&](const int16_t* at, const int16_t* w) __attribute__((always_inline)) {
+    const IVec first = load_bits<IVec>(w), second = load_bits<IVec>(w + 2 * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));
+      sum[r][0] = add_products(sum[r][0], value, first);
+      sum[r][1] = add_products(sum[r][1], value, second);
+    }
+  };
+  int64_t i = 0;
+  for (; i + 2 <= pairs; i += 2, x += 4, panel += 4 * kPanel) {
+    step(x, panel);
+    step(x + 2, panel + 2 * kPanel);
+  }
+  if (i < pairs) step(x, panel);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r) {
+    std::memcpy(sums + r * kPanel, &sum[r][0], sizeof(IVec));
+    std::memcpy(sums + r * kPanel + kLanes, &sum[r][1], sizeof(IVec));
+  }
+}
+
+using Multiply = void (*)(const int16_t*, int64_t, const int16_t*, int64_t, int32_t*);
+template <int... i>
+constexpr std::array<Multiply, sizeof...(i)> table(std::integer_sequence<int, i...>) {
+  return {multiply_rows<i + 1>...};
+}
+constexpr auto kMultiply = table(std::make_integer_sequence<int, kMaxRows>());
+
+// to[i] = from[i] - zero, for n elements; nothing beyond them is read, and a vector at most beyond them written.
+template <class X>
+NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
+  constexpr int64_t kWidth = 2 * kLanes;
+  const Shorts zeros = Shorts{} + zero;
+  const auto put = [&](int64_t i) __attribute__((always_inline)) {
+    const Shorts v = widen_bytes(from + i) - zeros;
+    std::memcpy(to + i, &v, sizeof(v));
+  };
+  if (n >= kWidth) {
+    for (int64_t i = 0; i + kWidth <= n; i += kWidth) put(i);
+    if (n % kWidth) put(n - kWidth);
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) to[i] = int16_t(from[i]) - zero;
+}
+
+// The geometry of a packed row.
+struct Row {
+  int64_t length, stride;  // elements, and with those up to whole pairs and room for `widen`
+  explicit Row(const Args& a)
+      : length(a.kernel_h * a.kernel_w * a.in_channels), stride(round_up(length, 2) + 2 * kLanes) {}
+  int64_t pairs() const { return divide_up(length, 2); }
+};
+
+template <class X>
+void pack_window(const Args& a, const X* image, int64_t group, int64_t y, int64_t x, int16_t* to) {
+  const int64_t channels = a.in_channels, pitch = a.groups * channels;
+  const bool together = a.groups == 1 && a.dilation_w == 1;
+  const int16_t zero = a.zero_point;
+  const int64_t left = x * a.stride_w - a.pad_left;
+  for (int64_t ky = 0; ky < a.kernel_h; ++ky, to += a.kernel_w * channels) {
+    const int64_t in_y = y * a.stride_h - a.pad_top + ky * a.dilation_h;
+    if (in_y < 0 || in_y >= a.in_h) {
+      std::memset(to, 0, a.kernel_w * channels * sizeof(int16_t));
+      continue;
+    }
+    const X* line = image + in_y * a.in_w * pitch + group * channels;
+    if (together) {
+      const int64_t begin = std::clamp<int64_t>(-left, 0, a.kernel_w);
+      const int64_t end = std::clamp<int64_t>(a.in_w - left, begin, a.kernel_w);
+      std::memset(to, 0, begin * channels * sizeof(int16_t));
+      widen(line + (left + begin) * pitch, (end - begin) * channels, zero, to + begin * channels);
+      std::memset(to + end * channels, 0, (a.kernel_w - end) * channels * sizeof(int16_t));
+      continue;
+    }
+    for (int64_t kx = 0; kx < a.kernel_w; ++kx) {
+      const int64_t in_x = left + kx * a.dilation_w;
+      if (in_x < 0 || in_x >= a.in_w) std::memset(to + kx * channels, 0, channels * sizeof(int16_t));
+      else widen(line + in_x * pitch, channels, zero, to + kx * channels);
+    }
+  }
+  if (a.kernel_h * a.kernel_w * channels % 2) *to = 0;
+}
+
+// Rows for pixels [begin, end) of all images.
+template <class X>
+void pack_rows(const Args& a, const Row& row, int64_t group, int64_t begin, int64_t end, int16_t* to) {
+  const X* data = reinterpret_cast<const X*>(a.x);
+  const int64_t plane = a.out_h * a.out_w, image = a.in_h * a.in_w * a.groups * a.in_channels;
+  for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
+    const int64_t item = pixel / plane, place = pixel % plane;
+    pack_window(a, data + item * image, group, place / a.out_w, place % a.out_w, to);
+  }
+}
+
+// A task is some rows and a part of the panels, over which they all pass.
+struct Tasks {
+  int64_t rows, count, parts;  // rows of a task, tasks that cover the rows, parts of the panels
+  Tasks(const Args& a, const Row& row, int64_t panels) {
+    const int64_t all = a.batch * a.out_h * a.out_w, threads = num_threads();
+    const int64_t fitting = std::max<int64_t>(kMaxRows, kRowBytes / int64_t(row.stride * sizeof(int16_t)));
+    const int64_t even = std::max(kFewRows, divide_up(all, 2 * threads));
+    rows = round_up(std::min(fitting, even), kMaxRows);
+    count = divide_up(all, rows);
+    rows = round_up(divide_up(all, count), kMaxRows);
+    count = divide_up(all, rows);
+    parts = a.groups * count >= 2 * threads ? 1 : std::min(panels, divide_up(4 * threads, a.groups * count));
+  }
+};
+
+template <class X>
+void convolve_bytes(const Args& a) {
+  const Row row(a);
+  const int64_t panels = divide_up(a.out_channels, kPanel), all = a.batch * a.out_h * a.out_w;
+  const Tasks tasks(a, row, panels);
+  parallel_for(a.groups * tasks.count * tasks.parts, 1, [&](int64_t first, int64_t last, int) {
+    int16_t* rows = thread_scratch().get<int16_t>((tasks.rows + 1) * row.stride * sizeof(int16_t));
+    alignas(64) int32_t sums[kMaxRows * kPanel];
+    int64_t packed = -1;
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t part = task % tasks.parts, which = task / tasks.parts;
+      const int64_t group = which / tasks.count, begin = which % tasks.count * tasks.rows;
+      const int64_t end = std::min(begin + tasks.rows, all);
+      if (packed != which) pack_rows<X>(a, row, group, begin, end, rows);
+      packed = which;
+      const int16_t* weight = a.weight + group * a.weight_group_stride;
+      for (int64_t p = panels * part / tasks.parts; p < panels * (part + 1) / tasks.parts; ++p) {
+        const int64_t channel = p * kPanel, channels = std::min(kPanel, a.out_channels - channel);
+        for (int64_t pixel = begin; pixel < end; pixel += kMaxRows) {
+          const int64_t count = std::min<int64_t>(kMaxRows, end - pixel);
+          kMultiply[count - 1](rows + (pixel - begin) * row.stride, row.stride,
+                               weight + p * row.pairs() * 2 * kPanel, row.pairs(), sums);
+          finish(a, {sums, kPanel, pixel, count, group * a.out_channels + channel, channels});
+        }
+      }
+    }
+  });
+}
+
+void convolve(const Args& a) {
+  with_bytes(a.x_type, [&](auto* type) { convolve_bytes<std::remove_pointer_t<decltype(type)>>(a); });
+}
+
+}  // namespace
+}  // namespace npu::integer
+
+NPU_KERNEL(integer_conv2d, npu::integer::Args, npu::integer::convolve)
