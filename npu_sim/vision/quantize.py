@@ -27,6 +27,8 @@ from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 
 if TYPE_CHECKING:
+    import torch
+
     from npu_runtime.cpu_fallback import CPUPartition
 
 RANGES = ("mse", "percentile", "minmax")
@@ -235,8 +237,6 @@ class _Calibration:
     def __init__(
         self, graph: IRGraph, state: Mapping[str, np.ndarray], points: Points, source: str, images: Sequence[np.ndarray]
     ) -> None:
-        nodes = graph.producers()
-        del nodes
         inputs = {layer.node: _input_of(graph, layer) for layer in points.layers}
         network = _watched(graph, state, [*points.tensors, *inputs.values()])
         self.low = dict.fromkeys(points.tensors, math.inf)
@@ -244,20 +244,19 @@ class _Calibration:
         self.means: dict[str, np.ndarray] = {}
         for values in _runs(network, source, images):
             for name in points.tensors:
-                value = values[name]
-                if not np.isfinite(value).all():
+                low, high = (float(end) for end in values[name].aminmax())
+                if not math.isfinite(high - low):
                     raise InputError(f"tensor '{name}' of {graph.name} is not finite on a calibration image")
-                self.low[name] = min(self.low[name], float(value.min()))
-                self.high[name] = max(self.high[name], float(value.max()))
+                self.low[name], self.high[name] = min(self.low[name], low), max(self.high[name], high)
             for name in set(inputs.values()):
-                axes = tuple(dim for dim in range(values[name].ndim) if dim != _channel_dim(values[name]))
-                mean = values[name].mean(axes, dtype=np.float64) / len(images)
+                axes = [dim for dim in range(values[name].ndim) if dim != _channel_dim(values[name])]
+                mean = values[name].double().mean(axes).numpy() / len(images)
                 self.means[name] = self.means.get(name, 0.0) + mean
         self.counts = {name: np.zeros(_BINS) for name in points.tensors}
         for values in _runs(network, source, images):
             for name in points.tensors:
-                ends = self.low[name], max(self.high[name], self.low[name] + 1e-12)
-                self.counts[name] += np.histogram(values[name], _BINS, ends)[0]
+                if self.high[name] > self.low[name]:
+                    self.counts[name] += values[name].histc(_BINS, self.low[name], self.high[name]).numpy()
 
     def range_of(self, name: str, how: str) -> ActivationRange:
         """The range of a tensor; it always holds 0, which is then exact."""
@@ -265,7 +264,7 @@ class _Calibration:
         counts, width = self.counts[name], (high - low) / _BINS
         centres = low + width * (np.arange(_BINS) + 0.5)
         if how == "percentile":
-            total = np.cumsum(counts) / counts.sum()
+            total = np.cumsum(counts) / max(counts.sum(), 1.0)
             rest = (100 - PERCENTILE) / 100
             low = centres[int(np.searchsorted(total, rest))] if low < 0 else low
             high = centres[min(int(np.searchsorted(total, 1 - rest)), _BINS - 1)]
@@ -285,7 +284,7 @@ def _squared_error(values: np.ndarray, found: ActivationRange) -> np.ndarray:
     return np.square((codes - found.zero_point) * found.scale - values)
 
 
-def _channel_dim(value: np.ndarray) -> int:
+def _channel_dim(value: torch.Tensor) -> int:
     return 1 if value.ndim == 4 else value.ndim - 1
 
 
@@ -301,10 +300,12 @@ def _watched(graph: IRGraph, state: Mapping[str, np.ndarray], names: Sequence[st
     return CPUPartition(replace(graph, outputs=outputs, output_names=outputs), state)
 
 
-def _runs(network: CPUPartition, source: str, images: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+def _runs(network: CPUPartition, source: str, images: Sequence[np.ndarray]) -> Iterator[dict[str, torch.Tensor]]:
+    from npu_runtime.torch_arrays import numpy_to_tensor
+
     for image in images:
-        given = {source: np.ascontiguousarray(image, np.float32)}
-        yield {**given, **network.run(given)}
+        given = {source: numpy_to_tensor(np.ascontiguousarray(image, np.float32))}
+        yield {**given, **network.run_tensors(given)}
 
 
 def _signal_to_noise(
@@ -342,13 +343,12 @@ def _signal_to_noise(
     for values in _runs(watched, source, images):
         for layer in layers:
             x, exact = values[twins[layer.node]], values[nodes[layer.node].outputs[0]]
-            found = ranges[layer.source]
-            codes = np.clip(np.rint(x / np.float32(found.scale)) + found.zero_point, 0, 255)
-            rounded = ((codes - found.zero_point) * found.scale).astype(np.float32)
-            twin = extra[layer.node]
-            made = alone[layer.node].run({twin.inputs[0]: rounded})[twin.name]
-            signal[layer.node] += float(np.square(exact, dtype=np.float64).sum())
-            noise[layer.node] += float(np.square(made.astype(np.float64) - exact).sum())
+            found, twin = ranges[layer.source], extra[layer.node]
+            codes = ((x / found.scale).round() + found.zero_point).clamp(0, 255)
+            rounded = (codes - found.zero_point) * found.scale
+            made = alone[layer.node].run_tensors({twin.inputs[0]: rounded})[twin.name]
+            signal[layer.node] += float(exact.double().square().sum())
+            noise[layer.node] += float((made.double() - exact).square().sum())
     return {node: 10 * math.log10(max(signal[node], 1e-30) / max(noise[node], 1e-30)) for node in twins}
 
 

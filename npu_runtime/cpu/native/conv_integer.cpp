@@ -23,7 +23,7 @@ template <int kRows>
 void multiply_rows(const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums) {
   IVec sum[kRows][2] = {};
   const auto step = [&](const int16_t* at, const int16_t* w) __attribute__((always_inline)) {
-    const IVec first = load_bits<IVec>(w), second = load_bits<IVec>(w + 2 * kLanes);
+    const IVec first = in_register(load_bits<IVec>(w)), second = in_register(load_bits<IVec>(w + 2 * kLanes));
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));
@@ -111,6 +111,15 @@ template <class X>
 void pack_rows(const Args& a, const Row& row, int64_t group, int64_t begin, int64_t end, int16_t* to) {
   const X* data = reinterpret_cast<const X*>(a.x);
   const int64_t plane = a.out_h * a.out_w, image = a.in_h * a.in_w * a.groups * a.in_channels;
+  const int64_t channels = a.in_channels;
+  if (a.groups == 1 && a.kernel_h * a.kernel_w * a.stride_h * a.stride_w == 1 && plane == a.in_h * a.in_w) {
+    const int16_t zero = a.zero_point;
+    for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
+      widen(data + pixel * channels, channels, zero, to);
+      if (channels % 2) to[channels] = 0;
+    }
+    return;
+  }
   for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
     const int64_t item = pixel / plane, place = pixel % plane;
     pack_window(a, data + item * image, group, place / a.out_w, place % a.out_w, to);
@@ -137,6 +146,7 @@ void convolve_bytes(const Args& a) {
   const Row row(a);
   const int64_t panels = divide_up(a.out_channels, kPanel), all = a.batch * a.out_h * a.out_w;
   const Tasks tasks(a, row, panels);
+  const Finish finish = finish_of(a);
   parallel_for(a.groups * tasks.count * tasks.parts, 1, [&](int64_t first, int64_t last, int) {
     int16_t* rows = thread_scratch().get<int16_t>((tasks.rows + 1) * row.stride * sizeof(int16_t));
     alignas(64) int32_t sums[kMaxRows * kPanel];

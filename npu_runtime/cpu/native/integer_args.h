@@ -66,32 +66,17 @@ NPU_INLINE void store_result(const Args& a, const Rounding& round, int64_t index
   store_any(a.out, static_cast<Dtype>(a.out_type), index, y, count);
 }
 
-template <Activation kind>
-struct ActivationTag {
-  static constexpr Activation value = kind;
-};
-template <class F>
-NPU_INLINE void with_activation(Activation activation, const F& body) {
-  switch (activation) {
-    case Activation::none: return body(ActivationTag<Activation::none>());
-    case Activation::relu: return body(ActivationTag<Activation::relu>());
-    case Activation::relu6: return body(ActivationTag<Activation::relu6>());
-    case Activation::hardswish: return body(ActivationTag<Activation::hardswish>());
-    case Activation::silu: return body(ActivationTag<Activation::silu>());
-    case Activation::gelu: return body(ActivationTag<Activation::gelu>());
-    case Activation::hardsigmoid: return body(ActivationTag<Activation::hardsigmoid>());
-    case Activation::sigmoid: return body(ActivationTag<Activation::sigmoid>());
-  }
-}
-
-// A block of sums: pixels `row_stride` apart, `channels` of each from `channel` on.
+// A block of sums: of each of some successive pixels, `row_stride` apart, `channels` from `channel` on.
 struct Block {
   const int32_t* sums;
   int64_t row_stride;
   int64_t pixel, pixels, channel, channels;
 };
 
-// Turns a block of sums into results.
-void finish(const Args& args, const Block& block);
+// Turns a block of sums into results: scale, bias, residual, activation, rounding. Whole vectors of sums are read.
+using Finish = void (*)(const Args&, const Block&);
+Finish finish_of(const Args& args);
+
+Vec apply(Activation activation, Vec y);
 
 }  // namespace npu::integer

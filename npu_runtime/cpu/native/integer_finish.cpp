@@ -4,39 +4,84 @@
 namespace npu::integer {
 namespace {
 
-template <Activation kind, bool kHasResidual, class Out>
-NPU_INLINE void finish_as(const Args& a, const Block& block) {
+enum class Residual { none, i8, u8, floats };
+
+template <Residual kind>
+NPU_INLINE Vec load_residual(const char* data, Stored stored, int64_t index, int64_t count, Vec scale, IVec zero) {
+  if constexpr (kind == Residual::none) return Vec{};
+  else if constexpr (kind == Residual::i8)
+    return to_floats(load_bytes(reinterpret_cast<const int8_t*>(data) + index, count) - zero) * scale;
+  else if constexpr (kind == Residual::u8)
+    return to_floats(load_bytes(reinterpret_cast<const uint8_t*>(data) + index, count) - zero) * scale;
+  else return load_any(data, static_cast<Dtype>(stored), index, count);
+}
+
+// kLimits: whether the activation only limits its argument. Stored bytes may alias anything, so what the loops need is
+// in local variables.
+template <class Out, Residual residual, bool kLimits>
+void finish(const Args& a, const Block& b) {
+  constexpr bool kBytes = !std::is_same_v<Out, float>;
   const Rounding round(a);
-  const int64_t total = a.groups * a.out_channels;
-  for (int64_t c = 0; c < block.channels; c += kLanes) {
-    const int64_t channel = block.channel + c, count = block.channels - c;
+  const int64_t total = a.groups * a.out_channels, stride = b.row_stride, pixels = b.pixels;
+  const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
+  const Vec low = splat(limits ? 0.0f : -kInfinity), high = splat(a.activation == Activation::relu6 ? 6.0f : kInfinity);
+  const Vec residual_scale = splat(a.residual_scale);
+  const IVec residual_zero = splat_bits(a.residual_zero_point);
+  const char* added = a.residual;
+  const Stored added_type = a.residual_type, out_type = a.out_type;
+  const Activation activation = a.activation;
+  char* out = a.out;
+  for (int64_t c = 0; c < b.channels; c += kLanes) {
+    const int64_t channel = b.channel + c, count = b.channels - c;
     const Vec scale = load(a.scales + channel), bias = load(a.bias + channel);
-    for (int64_t p = 0; p < block.pixels; ++p) {
-      const int64_t index = (block.pixel + p) * total + channel;
-      Vec y = to_floats(load_bits<IVec>(block.sums + p * block.row_stride + c)) * scale + bias;
-      if constexpr (kHasResidual)
-        y += load_stored(a.residual, a.residual_type, index, count, a.residual_scale, a.residual_zero_point);
-      y = conv::activate<kind>(y);
-      if constexpr (std::is_same_v<Out, float>) store_result(a, round, index, y, count);
-      else store_bytes(reinterpret_cast<Out*>(a.out) + index, round(y), count);
+    const int32_t* sums = b.sums + c;
+    int64_t index = b.pixel * total + channel;
+    for (int64_t p = 0; p < pixels; ++p, sums += stride, index += total) {
+      Vec y = to_floats(load_bits<IVec>(sums)) * scale + bias;
+      if constexpr (residual != Residual::none)
+        y += load_residual<residual>(added, added_type, index, count, residual_scale, residual_zero);
+      if constexpr (kLimits) y = min(high, max(y, low));
+      else y = apply(activation, y);
+      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, round(y), count);
+      else store_any(out, static_cast<Dtype>(out_type), index, y, count);
     }
   }
 }
 
-template <Activation kind, bool kHasResidual>
-void finish_to(const Args& a, const Block& block) {
-  if (a.out_type == Stored::u8) return finish_as<kind, kHasResidual, uint8_t>(a, block);
-  if (a.out_type == Stored::i8) return finish_as<kind, kHasResidual, int8_t>(a, block);
-  finish_as<kind, kHasResidual, float>(a, block);
+template <class Out, Residual residual>
+Finish finish_to(const Args& a) {
+  const bool limits = a.activation <= Activation::relu6;
+  return limits ? finish<Out, residual, true> : finish<Out, residual, false>;
+}
+
+template <class Out>
+Finish finish_with(const Args& a) {
+  if (!a.residual) return finish_to<Out, Residual::none>(a);
+  if (a.residual_type == Stored::i8) return finish_to<Out, Residual::i8>(a);
+  if (a.residual_type == Stored::u8) return finish_to<Out, Residual::u8>(a);
+  return finish_to<Out, Residual::floats>(a);
 }
 
 }  // namespace
 
-void finish(const Args& a, const Block& block) {
-  with_activation(a.activation, [&](auto tag) {
-    if (a.residual) finish_to<decltype(tag)::value, true>(a, block);
-    else finish_to<decltype(tag)::value, false>(a, block);
-  });
+Finish finish_of(const Args& a) {
+  if (a.out_type == Stored::i8) return finish_with<int8_t>(a);
+  if (a.out_type == Stored::u8) return finish_with<uint8_t>(a);
+  return finish_with<float>(a);
+}
+
+Vec apply(Activation activation, Vec y) {
+  switch (activation) {
+    case Activation::none: return y;
+    case Activation::relu: return conv::activate<Activation::relu>(y);
+    case Activation::relu6: return conv::activate<Activation::relu6>(y);
+    case Activation::hardswish: return conv::activate<Activation::hardswish>(y);
+    case Activation::silu: return conv::activate<Activation::silu>(y);
+    case Activation::gelu: return conv::activate<Activation::gelu>(y);
+    case Activation::hardsigmoid: return conv::activate<Activation::hardsigmoid>(y);
+    case Activation::sigmoid: return conv::activate<Activation::sigmoid>(y);
+  }
+  return y;
 }
 
 }  // namespace npu::integer

@@ -56,14 +56,12 @@ void dequantize(const Args& a) {
 
 void add(const Args& a) {
   const Rounding round(a);
-  with_activation(a.activation, [&](auto tag) {
-    in_parts(elements(a), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i += kLanes) {
-        const Vec x = load_stored(a.x, a.x_type, i, end - i, a.x_scale, a.zero_point);
-        const Vec other = load_stored(a.residual, a.residual_type, i, end - i, a.residual_scale, a.residual_zero_point);
-        store_result(a, round, i, conv::activate<decltype(tag)::value>(x + other), end - i);
-      }
-    });
+  in_parts(elements(a), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const Vec x = load_stored(a.x, a.x_type, i, end - i, a.x_scale, a.zero_point);
+      const Vec other = load_stored(a.residual, a.residual_type, i, end - i, a.residual_scale, a.residual_zero_point);
+      store_result(a, round, i, apply(a.activation, x + other), end - i);
+    }
   });
 }
 

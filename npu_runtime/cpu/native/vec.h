@@ -305,7 +305,9 @@ NPU_INLINE IVec add_products(IVec sum, IVec a, IVec b) {
 #elif defined(NPU_AVX512)
   return sum + bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 #elif defined(NPU_AVX2)
-  return sum + bit_cast<IVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+  sum += bit_cast<IVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
+  asm volatile("" : "+x"(sum));  // products that wait for their sums would take the registers of other sums
+  return sum;
 #elif defined(NPU_X86)
   return sum + bit_cast<IVec>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
 #else
@@ -313,7 +315,28 @@ NPU_INLINE IVec add_products(IVec sum, IVec a, IVec b) {
   return bit_cast<IVec>(bit_cast<UVec>(sum) + low + high);
 #endif
 }
+// A value that stays in its register, instead of being read again wherever it is used.
+NPU_INLINE IVec in_register(IVec value) {
+#if defined(NPU_AVX2)
+  asm("" : "+x"(value));
+#endif
+  return value;
+}
 NPU_INLINE IVec splat_bits(int32_t value) { return IVec{} + value; }
+
+template <class Whole, class Pairs, int... i>
+NPU_INLINE IVec pair_bytes(Whole first, Whole second, std::integer_sequence<int, i...>) {
+  const Pairs pairs = __builtin_shufflevector(first, second, i / 2 + i % 2 * kLanes..., (kLanes + i) / 2 + i % 2 * kLanes...);
+  return bit_cast<IVec>(__builtin_convertvector(pairs, Shorts));
+}
+
+// The bytes of `first` and `second` in turns, kLanes of each, as pairs of int16.
+template <class T>
+NPU_INLINE IVec pair_bytes(const T* first, const T* second) {
+  typedef T Whole __attribute__((vector_size(kLanes)));
+  typedef T Pairs __attribute__((vector_size(2 * kLanes)));
+  return pair_bytes<Whole, Pairs>(load_bits<Whole>(first), load_bits<Whole>(second), LaneSequence());
+}
 
 // 2 * kLanes bytes as int16.
 template <class T>
@@ -322,18 +345,32 @@ NPU_INLINE Shorts widen_bytes(const T* p) {
   return __builtin_convertvector(load_bits<Narrow>(p), Shorts);
 }
 
+// The first `count` bytes, fewer than kLanes.
+NPU_INLINE void copy_bytes(const void* from, void* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
+}
+
 // Lanes of integers as bytes, of which they are; the first `count` of them.
 template <class T>
 NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {
   typedef T Narrow __attribute__((vector_size(kLanes)));
+#if defined(NPU_AVX2)
+  const __m256i whole = bit_cast<__m256i>(v);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  const __m128i packed = std::is_signed_v<T> ? _mm_packs_epi16(pairs, pairs) : _mm_packus_epi16(pairs, pairs);
+  const Narrow bytes = bit_cast<Narrow>(_mm_cvtsi128_si64(packed));
+#else
   const Narrow bytes = __builtin_convertvector(v, Narrow);
-  std::memcpy(p, &bytes, std::min<int64_t>(count, kLanes));
+#endif
+  if (count >= kLanes) std::memcpy(p, &bytes, kLanes);
+  else copy_bytes(&bytes, p, count);
 }
 template <class T>
 NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
   typedef T Narrow __attribute__((vector_size(kLanes)));
   Narrow bytes{};
-  std::memcpy(&bytes, p, std::min<int64_t>(count, kLanes));
+  if (count >= kLanes) std::memcpy(&bytes, p, kLanes);
+  else copy_bytes(p, &bytes, count);
   return __builtin_convertvector(bytes, IVec);
 }
 
