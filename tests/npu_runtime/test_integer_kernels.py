@@ -15,6 +15,8 @@ from ir_builder import IRBuilder, Tensor
 
 from npu_compiler import compile, trace_stages
 from npu_runtime import CPUBackend, Executor, load_weights
+from npu_runtime.cpu.native import available as native_available
+from npu_runtime.cpu.native import integer
 
 BACKENDS = {
     "native": CPUBackend(native=True, tune=False),
@@ -52,12 +54,16 @@ class Network:
         found: Tensor = self.g(DEQUANTIZE_CHANNELS, *parts, **attrs, out=(codes.shape, "float32"))
         return found
 
-    def run(self, inputs: dict[str, np.ndarray], compute_dtype: str = "float32") -> dict[str, np.ndarray]:
+    def run(
+        self, inputs: dict[str, np.ndarray], compute_dtype: str = "float32", only: str = ""
+    ) -> dict[str, np.ndarray]:
         """Backend's name → the output."""
         program = compile(self.g.ir(), compute_dtype=compute_dtype)
         (spec,) = program.output_specs
         found = {}
         for name, backend in BACKENDS.items():
+            if only not in ("", name):
+                continue
             weights = load_weights(self.state, program, backend)
             found[name] = Executor(program, backend).run(inputs, weights)[spec.name].to_numpy(spec).copy()
         return found
@@ -127,6 +133,28 @@ def test_sums_of_a_convolution_are_those_of_exact_integers(case: dict[str, Any])
     want = loops(codes.astype(np.int64) - zero, wide, *window_of).astype(np.float32)
     for name, got in net.run({"x": codes - zero}).items():
         np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "winograd"])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (7, 7), (14, 13), (31, 6)])
+@pytest.mark.parametrize(("channels", "out", "zeros"), [(16, 5, False), (64, 40, True), (912, 17, True)])
+def test_both_algorithms_for_three_by_three_taps_are_exact(
+    channels: int, out: int, zeros: bool, height: int, width: int, algorithm: str, seed: int, monkeypatch: Any
+) -> None:
+    if not native_available():
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
+    rng, net = np.random.default_rng(seed), Network()
+    codes, weight = rng.choice([0, 255], (2, channels, height, width)), rng.choice([-128, 127], (out, channels, 3, 3))
+    if channels == 912:  # sums are as large as they can be
+        codes[0], weight[0] = 255, -128
+    x = net.g.input("x", *codes.shape)
+    points = np.full(out, 127) if zeros else None
+    w = net.weight("w", weight.astype(np.int8), np.ones(out), points)
+    net.g.output(net.g("aten.conv2d.default", net.rounded(x, 1.0, 0), w, None, [1, 1], [1, 1]))
+    exact = torch.from_numpy(weight - (127 if zeros else 0)).double()
+    want = F.conv2d(torch.from_numpy(codes).double(), exact, padding=1).float().numpy()
+    np.testing.assert_array_equal(net.run({"x": codes.astype(np.float32)}, only="native")["native"], want)
 
 
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (1, 147, 10), (7, 33, 17), (13, 1000, 40)])

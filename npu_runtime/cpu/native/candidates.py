@@ -22,6 +22,9 @@ def native_candidates(call: ArrayCall) -> list[Candidate]:
     if accelerate is None or not native.available():
         return []
     variants = _conv_variants(call) if call.name == "conv2d_kernel" else []
+    if call.name == "integer_conv2d_kernel":
+        others = integer.alternatives(call)
+        variants = [Candidate(f"native {name}", partial(integer.conv2d, algorithm=name), "native") for name in others]
     return [Candidate("native", accelerate), *variants]
 
 

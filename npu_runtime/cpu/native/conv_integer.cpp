@@ -2,13 +2,9 @@
 //
 // The bytes of x become int16 while a row is packed, and x's zero point is subtracted there, so padding is 0 and sums
 // are exact: products of such numbers with those of a weight, two at a time, fit in int32 (MOST_TERMS in ops/integer.py).
-//
-// A panel holds kPanel output channels; for one pair of the window's elements after the other (rows, columns, channels
-// of the window, channels innermost), each channel's two int16.
-#include <array>
-
-#include "gemm.h"
+// The elements of a window are its rows, columns and channels, channels innermost.
 #include "integer_args.h"
+#include "integer_gemm.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -17,39 +13,6 @@ namespace {
 
 constexpr int64_t kRowBytes = 224 << 10;  // what a task packs of rows: with a panel, a second-level cache
 constexpr int64_t kFewRows = 4 * kMaxRows;
-
-// sums[r][0..kPanel) for kRows packed rows.
-template <int kRows>
-void multiply_rows(const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums) {
-  IVec sum[kRows][2] = {};
-  const auto step = [&](const int16_t* at, const int16_t* w) __attribute__((always_inline)) {
-    const IVec first = in_register(load_bits<IVec>(w)), second = in_register(load_bits<IVec>(w + 2 * kLanes));
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));
-      sum[r][0] = add_products(sum[r][0], value, first);
-      sum[r][1] = add_products(sum[r][1], value, second);
-    }
-  };
-  int64_t i = 0;
-  for (; i + 2 <= pairs; i += 2, x += 4, panel += 4 * kPanel) {
-    step(x, panel);
-    step(x + 2, panel + 2 * kPanel);
-  }
-  if (i < pairs) step(x, panel);
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    std::memcpy(sums + r * kPanel, &sum[r][0], sizeof(IVec));
-    std::memcpy(sums + r * kPanel + kLanes, &sum[r][1], sizeof(IVec));
-  }
-}
-
-using Multiply = void (*)(const int16_t*, int64_t, const int16_t*, int64_t, int32_t*);
-template <int... i>
-constexpr std::array<Multiply, sizeof...(i)> table(std::integer_sequence<int, i...>) {
-  return {multiply_rows<i + 1>...};
-}
-constexpr auto kMultiply = table(std::make_integer_sequence<int, kMaxRows>());
 
 // to[i] = from[i] - zero, for n elements; nothing beyond them is read, and a vector at most beyond them written.
 template <class X>
@@ -162,8 +125,8 @@ void convolve_bytes(const Args& a) {
         const int64_t channel = p * kPanel, channels = std::min(kPanel, a.out_channels - channel);
         for (int64_t pixel = begin; pixel < end; pixel += kMaxRows) {
           const int64_t count = std::min<int64_t>(kMaxRows, end - pixel);
-          kMultiply[count - 1](rows + (pixel - begin) * row.stride, row.stride,
-                               weight + p * row.pairs() * 2 * kPanel, row.pairs(), sums);
+          multiply(count, rows + (pixel - begin) * row.stride, row.stride,
+                   weight + p * row.pairs() * 2 * kPanel, row.pairs(), sums);
           finish(a, {sums, kPanel, pixel, count, group * a.out_channels + channel, channels});
         }
       }

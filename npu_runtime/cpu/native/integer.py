@@ -18,6 +18,12 @@ from npu_runtime.cpu.native.conv import ACTIVATIONS
 
 _STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
+_KERNELS = {
+    "direct": "integer_conv2d",
+    "depthwise": "integer_conv2d_depthwise",
+    "winograd": "integer_conv2d_winograd",
+}
+_MOST_WINOGRAD_CHANNELS = 2**31 // (4 * 9 * 255**2)  # four times a sum fits in int32
 
 
 class _Args(ctypes.Structure):
@@ -114,6 +120,18 @@ def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _P
     return _stored(pairs.reshape(groups, -1), wide)
 
 
+_TRANSFORM = np.array([[2, 0, 0], [1, 1, 1], [1, -1, 1], [0, 0, 2]], np.int32)  # twice that of F(2, 3)
+
+
+def pack_points(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
+    """A weight [o, i, 3, 3], transformed: panels, each with 16 points of pairs (conv_integer_winograd.cpp)."""
+    wide, panel = _centred(weight, zeros), layout().panel
+    points = np.einsum("yk,oikl,xl->yxoi", _TRANSFORM, wide.astype(np.int32), _TRANSFORM).astype(np.int16)
+    points = np.pad(points.reshape(16, *wide.shape[:2]), ((0, 0), (0, -len(wide) % panel), (0, 0)))
+    pairs = points.reshape(16, -1, panel, wide.shape[1] // 2, 2).transpose(1, 0, 3, 2, 4)
+    return _stored(pairs.reshape(1, -1), wide)
+
+
 def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
     """A weight [o, 1, kh, kw] as pairs of taps for each channel (conv_integer_depthwise.cpp)."""
     wide = _centred(weight, zeros)
@@ -122,7 +140,7 @@ def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
     return _stored(flat.reshape(len(wide), -1, 2).transpose(1, 0, 2).reshape(1, -1), wide)
 
 
-def _product(call: ArrayCall, depthwise: bool, groups: int) -> tuple[_Args, tuple[object, ...]] | None:
+def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple[object, ...]] | None:
     """The argument block of a product without its shapes, and what the launch must keep alive."""
     zeros, bias, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     read = [1, 2, *(index for index in (zeros, bias) if index is not None)]
@@ -130,8 +148,10 @@ def _product(call: ArrayCall, depthwise: bool, groups: int) -> tuple[_Args, tupl
     if not all(map(call.is_constant, read)) or params["activation"] not in ACTIVATIONS:
         return None
     known = call.at(zeros)
-    if depthwise:
+    if algorithm == "depthwise":
         weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known))
+    elif algorithm == "winograd":
+        weight = call.prepared(1, "integer points", lambda w: pack_points(w, known))
     else:
         weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups))
     added, spare = call.at(bias), (0, layout().panel)
@@ -145,8 +165,8 @@ def _product(call: ArrayCall, depthwise: bool, groups: int) -> tuple[_Args, tupl
     return args, (call.inputs[0], weight, scales, biases, offsets, other, call.out)
 
 
-def conv2d(call: ArrayCall) -> NativeLaunch | None:
-    """Prepares an integer_conv2d_kernel."""
+def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None:
+    """Prepares an integer_conv2d_kernel; `algorithm` overrides the choice made by shape: one of `_KERNELS`."""
     x, weight = call.inputs[:2]
     _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
     images = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
@@ -155,15 +175,35 @@ def conv2d(call: ArrayCall) -> NativeLaunch | None:
     groups, (top, bottom, left, right) = call.params["groups"], call.params["padding"]
     if min(top, bottom, left, right) < 0:
         return None
-    depthwise = weight.shape[1] == 1 and groups == len(weight) and groups % layout().lanes == 0
-    found = _product(call, depthwise, groups)
+    algorithm = _choose(call) if algorithm is None else algorithm
+    found = _product(call, algorithm, groups)
     if found is None:
         return None
     args, keep = found
     _set(args, batch=x.shape[0], groups=groups, in_channels=weight.shape[1], out_channels=len(weight) // groups)
     _set(args, in_h=x.shape[2], in_w=x.shape[3], out_h=call.out.shape[2], out_w=call.out.shape[3])
     _set_window(args, call.params, weight.shape[2:], (top, left))
-    return NativeLaunch("integer_conv2d_depthwise" if depthwise else "integer_conv2d", args, keep)
+    return NativeLaunch(_KERNELS[algorithm], args, keep)
+
+
+def _choose(call: ArrayCall) -> str:
+    """The algorithm for a convolution."""
+    weight = call.inputs[1]
+    if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
+        return "depthwise"
+    return "winograd" if _may_be_winograd(call) else "direct"
+
+
+def _may_be_winograd(call: ArrayCall) -> bool:
+    weight, params = call.inputs[1], call.params
+    steps = (*params["stride"], *params["dilation"], params["groups"])
+    fits = weight.shape[1] % (2 * layout().lanes) == 0 and weight.shape[1] <= _MOST_WINOGRAD_CHANNELS
+    return weight.shape[2:] == (3, 3) and set(steps) == {1} and fits
+
+
+def alternatives(call: ArrayCall) -> list[str]:
+    """The other values of `conv2d`'s `algorithm` for a call, besides the one that it chooses itself."""
+    return ["direct"] if _choose(call) == "winograd" else []
 
 
 def linear(call: ArrayCall) -> NativeLaunch | None:
@@ -173,7 +213,7 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
     rows = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
     if not all(map(_is_packed, rows)):
         return None
-    found = _product(call, False, 1)
+    found = _product(call, "direct", 1)
     if found is None:
         return None
     args, keep = found
