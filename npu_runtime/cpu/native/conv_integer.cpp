@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kRowBytes = 224 << 10;  // what a task packs of rows: with a panel, a second-level cache
 constexpr int64_t kFewRows = 4 * kMaxRows;
+constexpr int64_t kTogether = 16 * kMaxRows;  // rows whose sums become results together
 
 // to[i] = from[i] - zero, for n elements; nothing beyond them is read, and a vector at most beyond them written.
 template <class X>
@@ -23,9 +24,20 @@ NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
     const Shorts v = widen_bytes(from + i) - zeros;
     std::memcpy(to + i, &v, sizeof(v));
   };
+  const auto put_half = [&](int64_t i) __attribute__((always_inline)) {
+    typedef X Narrow __attribute__((vector_size(kLanes)));
+    typedef int16_t Half __attribute__((vector_size(2 * kLanes)));
+    const Half v = __builtin_convertvector(load_bits<Narrow>(from + i), Half) - zero;
+    std::memcpy(to + i, &v, sizeof(v));
+  };
   if (n >= kWidth) {
     for (int64_t i = 0; i + kWidth <= n; i += kWidth) put(i);
     if (n % kWidth) put(n - kWidth);
+    return;
+  }
+  if (n >= kLanes) {
+    put_half(0);
+    if (n > kLanes) put_half(n - kLanes);
     return;
   }
   for (int64_t i = 0; i < n; ++i) to[i] = int16_t(from[i]) - zero;
@@ -55,9 +67,9 @@ void pack_window(const Args& a, const X* image, int64_t group, int64_t y, int64_
     if (together) {
       const int64_t begin = std::clamp<int64_t>(-left, 0, a.kernel_w);
       const int64_t end = std::clamp<int64_t>(a.in_w - left, begin, a.kernel_w);
-      std::memset(to, 0, begin * channels * sizeof(int16_t));
+      if (begin) std::memset(to, 0, begin * channels * sizeof(int16_t));
       widen(line + (left + begin) * pitch, (end - begin) * channels, zero, to + begin * channels);
-      std::memset(to + end * channels, 0, (a.kernel_w - end) * channels * sizeof(int16_t));
+      if (end < a.kernel_w) std::memset(to + end * channels, 0, (a.kernel_w - end) * channels * sizeof(int16_t));
       continue;
     }
     for (int64_t kx = 0; kx < a.kernel_w; ++kx) {
@@ -112,7 +124,7 @@ void convolve_bytes(const Args& a) {
   const Finish finish = finish_of(a);
   parallel_for(a.groups * tasks.count * tasks.parts, 1, [&](int64_t first, int64_t last, int) {
     int16_t* rows = thread_scratch().get<int16_t>((tasks.rows + 1) * row.stride * sizeof(int16_t));
-    alignas(64) int32_t sums[kMaxRows * kPanel];
+    alignas(64) int32_t sums[kTogether * kPanel];
     int64_t packed = -1;
     for (int64_t task = first; task < last; ++task) {
       const int64_t part = task % tasks.parts, which = task / tasks.parts;
@@ -123,10 +135,12 @@ void convolve_bytes(const Args& a) {
       const int16_t* weight = a.weight + group * a.weight_group_stride;
       for (int64_t p = panels * part / tasks.parts; p < panels * (part + 1) / tasks.parts; ++p) {
         const int64_t channel = p * kPanel, channels = std::min(kPanel, a.out_channels - channel);
-        for (int64_t pixel = begin; pixel < end; pixel += kMaxRows) {
-          const int64_t count = std::min<int64_t>(kMaxRows, end - pixel);
-          multiply(count, rows + (pixel - begin) * row.stride, row.stride,
-                   weight + p * row.pairs() * 2 * kPanel, row.pairs(), sums);
+        const int16_t* panel = weight + p * row.pairs() * 2 * kPanel;
+        for (int64_t pixel = begin; pixel < end; pixel += kTogether) {
+          const int64_t count = std::min(kTogether, end - pixel);
+          for (int64_t r = 0; r < count; r += kMaxRows)
+            multiply(std::min<int64_t>(kMaxRows, count - r), rows + (pixel - begin + r) * row.stride, row.stride, panel,
+                     row.pairs(), sums + r * kPanel);
           finish(a, {sums, kPanel, pixel, count, group * a.out_channels + channel, channels});
         }
       }

@@ -16,33 +16,56 @@ NPU_INLINE Vec load_residual(const char* data, Stored stored, int64_t index, int
   else return load_any(data, static_cast<Dtype>(stored), index, count);
 }
 
-// kLimits: whether the activation only limits its argument. Stored bytes may alias anything, so what the loops need is
-// in local variables.
+// kLimits: whether the activation only limits its argument. Then its limits and those of bytes are taken together, in
+// steps of the output. Stored bytes may alias anything, so what the loops need is in local variables.
 template <class Out, Residual residual, bool kLimits>
 void finish(const Args& a, const Block& b) {
   constexpr bool kBytes = !std::is_same_v<Out, float>;
-  const Rounding round(a);
   const int64_t total = a.groups * a.out_channels, stride = b.row_stride, pixels = b.pixels;
   const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
-  const Vec low = splat(limits ? 0.0f : -kInfinity), high = splat(a.activation == Activation::relu6 ? 6.0f : kInfinity);
+  float least = kLimits && limits ? 0.0f : -kInfinity;
+  float most = kLimits && a.activation == Activation::relu6 ? 6.0f : kInfinity;
+  if constexpr (kBytes) {
+    least = std::max(least * a.inverse_out_scale, float(a.low - a.out_zero_point));
+    most = std::min(most * a.inverse_out_scale, float(a.high - a.out_zero_point));
+  }
+  const Vec low = splat(least), high = splat(most), inverse = splat(a.inverse_out_scale);
   const Vec residual_scale = splat(a.residual_scale);
-  const IVec residual_zero = splat_bits(a.residual_zero_point);
+  const IVec residual_zero = splat_bits(a.residual_zero_point), zero = splat_bits(a.out_zero_point);
   const char* added = a.residual;
   const Stored added_type = a.residual_type, out_type = a.out_type;
   const Activation activation = a.activation;
   char* out = a.out;
-  for (int64_t c = 0; c < b.channels; c += kLanes) {
+  const auto result = [&](const int32_t* sums, Vec scale, Vec bias, int64_t index, int64_t count)
+      __attribute__((always_inline)) {
+    Vec y = to_floats(load_bits<IVec>(sums)) * scale + bias;
+    if constexpr (residual != Residual::none)
+      y += load_residual<residual>(added, added_type, index, count, residual_scale, residual_zero);
+    if constexpr (!kLimits) y = apply(activation, y);
+    if constexpr (kBytes) y = y * inverse;
+    return min(high, max(y, low));
+  };
+  int64_t c = 0;
+  for (; kBytes && c + 2 * kLanes <= b.channels; c += 2 * kLanes) {
+    const float *scales = a.scales + b.channel + c, *biases = a.bias + b.channel + c;
+    const Vec scale = load(scales), other_scale = load(scales + kLanes);
+    const Vec bias = load(biases), other_bias = load(biases + kLanes);
+    const int32_t* sums = b.sums + c;
+    int64_t index = b.pixel * total + b.channel + c;
+    for (int64_t p = 0; p < pixels; ++p, sums += stride, index += total) {
+      const IVec first = to_nearest(result(sums, scale, bias, index, kLanes)) + zero;
+      const IVec second = to_nearest(result(sums + kLanes, other_scale, other_bias, index + kLanes, kLanes)) + zero;
+      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, first, second);
+    }
+  }
+  for (; c < b.channels; c += kLanes) {
     const int64_t channel = b.channel + c, count = b.channels - c;
     const Vec scale = load(a.scales + channel), bias = load(a.bias + channel);
     const int32_t* sums = b.sums + c;
     int64_t index = b.pixel * total + channel;
     for (int64_t p = 0; p < pixels; ++p, sums += stride, index += total) {
-      Vec y = to_floats(load_bits<IVec>(sums)) * scale + bias;
-      if constexpr (residual != Residual::none)
-        y += load_residual<residual>(added, added_type, index, count, residual_scale, residual_zero);
-      if constexpr (kLimits) y = min(high, max(y, low));
-      else y = apply(activation, y);
-      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, round(y), count);
+      const Vec y = result(sums, scale, bias, index, count);
+      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, to_nearest(y) + zero, count);
       else store_any(out, static_cast<Dtype>(out_type), index, y, count);
     }
   }

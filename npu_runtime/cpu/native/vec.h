@@ -350,6 +350,23 @@ NPU_INLINE void copy_bytes(const void* from, void* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
 }
 
+// The lanes of two vectors of integers, one after the other, as bytes, of which they are.
+template <class T>
+NPU_INLINE void store_bytes(T* p, IVec first, IVec second) {
+#if defined(NPU_AVX2)
+  const __m256i pairs = _mm256_packs_epi32(bit_cast<__m256i>(first), bit_cast<__m256i>(second));
+  const __m256i packed = std::is_signed_v<T> ? _mm256_packs_epi16(pairs, pairs) : _mm256_packus_epi16(pairs, pairs);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+  const __m128i bytes = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(packed, order));
+  std::memcpy(p, &bytes, sizeof(bytes));
+#else
+  typedef T Narrow __attribute__((vector_size(kLanes)));
+  const Narrow low = __builtin_convertvector(first, Narrow), high = __builtin_convertvector(second, Narrow);
+  std::memcpy(p, &low, kLanes);
+  std::memcpy(p + kLanes, &high, kLanes);
+#endif
+}
+
 // Lanes of integers as bytes, of which they are; the first `count` of them.
 template <class T>
 NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {
