@@ -25,6 +25,7 @@ from npu_compiler.passes.batch_norm import fold_batch_norm
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
+from npu_sim.vision.models import QUANTIZED_IR, QUANTIZED_WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class QuantizedNetwork:
     report: tuple[LayerReport, ...]
 
     def save(self, folder: Path) -> None:
-        """Write `model.json` and `model.safetensors` into a folder, which is made if need be.
+        """Write the IR as `model.json` and `model.safetensors` into a folder, which is made if need be.
 
         Raises:
             InputError: they cannot be written.
@@ -84,10 +85,10 @@ class QuantizedNetwork:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             contiguous = {key: np.ascontiguousarray(value) for key, value in self.weights.items()}
-            write_atomically(folder / "model.safetensors", save(contiguous))
+            write_atomically(folder / QUANTIZED_WEIGHTS, save(contiguous))
         except OSError as error:
             raise InputError(f"cannot write '{folder}': {error.strerror or error}") from error
-        write_ir(self.ir, folder / "model.json")
+        write_ir(self.ir, folder / QUANTIZED_IR)
 
 
 def quantize_network(
