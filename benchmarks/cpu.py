@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from benchmarks.cpu_machine import describe, limit_threads, usable_cores
-from benchmarks.cpu_page import LANGUAGE_TASKS, document, draw, terminal_table
+from benchmarks.cpu_page import LANGUAGE_TASKS, QUANTIZED_TASKS, document, draw, terminal_table
 from benchmarks.figures import Run, load_run
 
 NETWORK_TASKS = ("resnet50", "bert", "vit", "mobilenet-v2", "efficientnet-lite0", "convnext")
-TASKS = (*LANGUAGE_TASKS, *NETWORK_TASKS)
+TASKS = (*LANGUAGE_TASKS, *QUANTIZED_TASKS, *NETWORK_TASKS)
 
 T = TypeVar("T")
 
@@ -44,7 +44,13 @@ def run_all(arguments: argparse.Namespace, only: set[str], found: Run | None, co
     Returns:
         The results, merged with those found, and the exit status.
     """
-    from benchmarks.cpu_measure import Settings, measure_language_model, measure_network, measure_rates
+    from benchmarks.cpu_measure import (
+        Settings,
+        measure_language_model,
+        measure_network,
+        measure_quantized,
+        measure_rates,
+    )
 
     settings = Settings(
         arguments.threads,
@@ -60,6 +66,7 @@ def run_all(arguments: argparse.Namespace, only: set[str], found: Run | None, co
     language = [task for task in LANGUAGE_TASKS if task in only]
     networks = [(task, batch) for task in NETWORK_TASKS if task in only for batch in arguments.batch]
     jobs: list[tuple[Any, ...]] = [(measure_language_model, language)] if language else []
+    jobs += [(measure_quantized, task) for task in QUANTIZED_TASKS if task in only]
     jobs += [(measure_network, task, batch) for task, batch in networks]
     for function, *job in jobs:
         try:
@@ -99,7 +106,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", type=Path, help="write the results to this file")
     add("--merge", action="store_true", help="keep the other results in the file")
     add(
-        "--profile", choices=TASKS, help="print the time of each distinct kernel call of ours, and measure nothing else"
+        "--profile",
+        choices=(*LANGUAGE_TASKS, *NETWORK_TASKS),
+        help="print the time of each distinct kernel call of ours, and measure nothing else",
     )
     add("--dtype", default="bfloat16", help="compute dtype to profile (default: %(default)s)")
     add("--pages-from", type=Path, nargs="+", help="measure nothing; draw from these files, one per machine")

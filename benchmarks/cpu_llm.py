@@ -71,14 +71,10 @@ class LanguageContenders:
 
     def __init__(self, threads: int, folder: Path) -> None:
         from npu_sim.llm import load_checkpoint
-        from npu_sim.llm.loading import SHORTHANDS
 
         self.threads, self.folder = threads, folder
         self.checkpoint = load_checkpoint("smollm2", "bfloat16", "none")
-        package, file, _ = SHORTHANDS["smollm2"]
-        spec = find_spec(package)
-        assert spec is not None and spec.submodule_search_locations  # load_checkpoint has found it
-        self.file = Path(spec.submodule_search_locations[0]) / file
+        self.file = shipped_file()
         self.state: dict[str, Tensor] = {key: numpy_to_tensor(x) for key, x in self.checkpoint.state.items()}
         self.vocabulary = int(self.checkpoint.config.vocab_size)
         *prompt, self.token = np.random.default_rng(0).integers(0, self.vocabulary, PROMPT + 1).tolist()
@@ -192,11 +188,23 @@ class LanguageContenders:
         )
 
 
+def shipped_file() -> Path:
+    """The GGUF file in the package of the model."""
+    from npu_sim.llm.loading import SHORTHANDS
+
+    package, file, _ = SHORTHANDS["smollm2"]
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError(f"the package {package} is not installed")
+    return Path(spec.submodule_search_locations[0]) / file
+
+
 def _pair(**contenders: Contender) -> Pair:
-    return {task: replace(c, output=partial(_centred, c.output)) for task, c in contenders.items()}
+    return {task: replace(c, output=partial(centred, c.output)) for task, c in contenders.items()}
 
 
-def _centred(output: Callable[[], Array]) -> Array:
+def centred(output: Callable[[], Array]) -> Array:
+    """What is returned less its mean: llama.cpp's logits are known up to a constant."""
     logits = output().reshape(-1)
     centred: Array = logits - logits.mean()
     return centred

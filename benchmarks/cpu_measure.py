@@ -18,6 +18,7 @@ from benchmarks.cpu_llm import LanguageContenders
 from benchmarks.cpu_machine import Floor, Rates
 from benchmarks.cpu_models import NETWORKS
 from benchmarks.cpu_network import NetworkContenders
+from benchmarks.cpu_quantized import QuantizedContenders
 from benchmarks.figures import Figure
 from benchmarks.timing import interleave, matrix_rate, read_bandwidth
 
@@ -65,6 +66,18 @@ def measure_language_model(tasks: Sequence[str], settings: Settings, rates: Rate
             floor, reference = contenders.floor(task, rates), contenders.reference(task)
             ms, errors = _times_and_errors(contenders.factories(task), reference, settings)
             figures.append(_figure(task, cpu_llm.NAME, cpu_llm.CASES[task], ms, floor, errors))
+    return figures
+
+
+def measure_quantized(task: str, settings: Settings, rates: Rates) -> list[Figure]:
+    start_libraries(settings.threads)
+    figures = []
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = QuantizedContenders(task.upper(), settings.threads, Path(folder))
+        for case in contenders.cases:
+            floor, reference = contenders.floor(case, rates), contenders.reference(case)
+            ms, errors = _times_and_errors(contenders.factories(case), reference, settings)
+            figures.append(_figure(task, contenders.name, case, ms, floor, errors))
     return figures
 
 

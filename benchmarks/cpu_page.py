@@ -14,12 +14,13 @@ from benchmarks.report import milliseconds, plain_ticks
 WRONG = 0.1  # relative error from which on a contender's result counts as wrong
 QUANTIZED = ("llama.cpp Q8_0", "llama.cpp Q4_1")  # for information: they compute with fewer bits than all others
 LANGUAGE_TASKS = ("decode", "prefill")
+QUANTIZED_TASKS = ("q4_1", "q8_0")
 FAMILIES = {
     "PyTorch eager": "#999999",
     "torch.compile": "#e69f00",
     "ONNX Runtime": "#56b4e9",
     "OpenVINO": "#cc79a7",
-    "llama.cpp BF16": "#009e73",
+    "llama.cpp": "#009e73",
 }  # with their colours, distinguishable with colour blindness
 
 _HEAD = """\
@@ -34,10 +35,13 @@ those that its server reports; its quantized files are shown for information and
 others have weights of at least 16 bits. `torch.compile` treats the weights of the networks as constants (`freezing`).
 "OpenVINO default" computes at the precision that OpenVINO chooses for the CPU, where that is not float32.
 
-The floor is a bound from what the machine does at best in the same run: for decode, the bytes of our bfloat16 weights
+With weights in few bits, SmolLM2-135M Q4_1 and Q8_0, we and llama.cpp run the same file: the one that is shipped, and
+one whose matrices are converted to Q8_0. We compute as with bfloat16, and llama.cpp with activations in 8 bits.
+
+The floor is a bound from what the machine does at best in the same run: for decode, the bytes of our weights as stored
 at the bandwidth that PyTorch's sum reads; for the rest, the FLOP at the rate of PyTorch's float32 matrix product.
-Winograd convolutions do fewer FLOP than that counts, and 16-bit matrix units do more per second, so a time can be
-below it. *Peer / ours* is the time of the best peer divided by our best: above 1, ours is faster.
+Winograd convolutions do fewer FLOP than that counts, and 16-bit matrix units and integers do more per second, so a time
+can be below it. *Peer / ours* is the time of the best peer divided by our best: above 1, ours is faster.
 
 ![]({chart})
 """
@@ -67,6 +71,12 @@ def ratio(figure: Figure) -> float | None:
 def title(figure: Figure) -> str:
     if figure.task in LANGUAGE_TASKS:
         return f"{figure.model} {figure.task}"
+    if figure.task in QUANTIZED_TASKS:
+        return (
+            f"{figure.model} prefill of {figure.case['tokens']}"
+            if "tokens" in figure.case
+            else f"{figure.model} decode"
+        )
     return f"{figure.model}, batch {figure.case['batch']}"
 
 
@@ -98,8 +108,9 @@ def _section(run: Run) -> str:
         + ".\n",
     ]
     language = [figure for figure in run.figures if figure.task in LANGUAGE_TASKS]
-    networks = [figure for figure in run.figures if figure.task not in LANGUAGE_TASKS]
-    for figures in (language, networks):
+    quantized = [figure for figure in run.figures if figure.task in QUANTIZED_TASKS]
+    networks = [figure for figure in run.figures if figure.task not in LANGUAGE_TASKS + QUANTIZED_TASKS]
+    for figures in (language, quantized, networks):
         if figures:
             parts += [_times(run, figures), _errors(figures)]
     return "\n".join(parts)
@@ -190,5 +201,6 @@ def _draw_machine(axes: Any, run: Run) -> None:
 
 def _of_family(figure: Figure, family: str) -> float | None:
     """The milliseconds of the fastest right contender of a family."""
-    times = [ms for name, ms in figure.ms.items() if name.startswith(family) and is_right(figure, name)]
+    counts = (name for name in figure.ms if name not in QUANTIZED and is_right(figure, name))
+    times = [figure.ms[name] for name in counts if name.startswith(family)]
     return min(times, default=None)

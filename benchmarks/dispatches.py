@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from npu_compiler import CompiledProgram, compile, read_ir
 from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.ops import declaration
 from npu_compiler.program.describe import summary
+from npu_compiler.program.kernels import Grid
 from npu_sim.llm import Checkpoint, extract_graph
 
 if TYPE_CHECKING:
@@ -79,7 +81,9 @@ class Traffic:
 
 def traffic(program: CompiledProgram) -> Traffic:
     plan = program.plan
-    whole = {view.buffer for call in plan.calls if call.kernel != "embedding_kernel" for view in call.inputs}
+    whole = {
+        view.buffer for call in plan.calls if declaration(call).grid is not Grid.TABLE_ROWS for view in call.inputs
+    }
     weights = sum(b.size_bytes for b in plan.buffers.values() if b.kind == "weight" and b.name in whole)
     return Traffic(weights, sum(plan.buffers[name].size_bytes for name in plan.donations.values()))
 

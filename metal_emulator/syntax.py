@@ -56,7 +56,7 @@ _THREADGROUP_VARIABLE = re.compile(
 )
 _FUNCTION_CONSTANT = re.compile(r"(\[\[\s*function_constant\s*\([^()]*\)\s*\]\])\s*;")
 _HOST_NAME = re.compile(r"(\btemplate\s*)\[\[\s*host_name\s*\([^()]*\)\s*\]\]")
-_VECTOR = r"(?:vec<[^<>]*>|(?:u?(?:char|short|int|long)|b?float|half|compute)[234](?:_t)?)"
+_VECTOR = r"(?:vec<[^<>]*>|(?:u?(?:char|short|int|long)|b?float|half|compute|other)[234](?:_t)?)"
 _VECTOR_CAST = re.compile(rf"(?<![\w:])((?:metal::)?{_VECTOR})\(")
 _LITERAL = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)([hH]?)(?![\w.])")
 _DIAGNOSTIC = re.compile(r"^[^\s].*?: (?:fatal )?(?:error|warning): ", re.MULTILINE)

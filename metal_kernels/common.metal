@@ -3,14 +3,19 @@
 #include <metal_stdlib>
 using namespace metal;
 
+// `other_t` is the 16-bit dtype that the compute type is not: scales of quantized weights may be stored in it.
 #if defined(USE_FLOAT)
 typedef float compute_t;
+typedef half other_t;
 #elif defined(USE_BFLOAT)
 typedef bfloat compute_t;
+typedef half other_t;
 #else
 typedef half compute_t;
+typedef bfloat other_t;
 #endif
 typedef vec<compute_t, 4> compute4_t;
+typedef vec<other_t, 4> other4_t;
 
 // How an operand is stored. Every operand `x` has a function constant `x_type` that says which, so that a pipeline
 // holds one load and one store and no branch.
@@ -18,6 +23,8 @@ typedef vec<compute_t, 4> compute4_t;
 #define TYPE_FLOAT 1
 #define TYPE_INT 2
 #define TYPE_BOOL 3
+#define TYPE_BYTE 4
+#define TYPE_OTHER 5
 
 #define MAX_RANK 8
 #define SIMD_WIDTH 32
@@ -47,12 +54,13 @@ inline uint offset_of(constant Strided &view, uint index) {
 }
 
 inline bool is_float(uint type) {
-    return type == TYPE_COMPUTE || type == TYPE_FLOAT;
+    return type == TYPE_COMPUTE || type == TYPE_FLOAT || type == TYPE_OTHER;
 }
 
 inline float load(device const void *data, uint type, uint index) {
     switch (type) {
         case TYPE_COMPUTE: return float(((device const compute_t *)data)[index]);
+        case TYPE_OTHER: return float(((device const other_t *)data)[index]);
         case TYPE_FLOAT: return ((device const float *)data)[index];
         case TYPE_INT: return float(((device const int *)data)[index]);
         default: return float(((device const uchar *)data)[index]);
@@ -62,6 +70,7 @@ inline float load(device const void *data, uint type, uint index) {
 inline int load_int(device const void *data, uint type, uint index) {
     switch (type) {
         case TYPE_COMPUTE: return int(float(((device const compute_t *)data)[index]));
+        case TYPE_OTHER: return int(float(((device const other_t *)data)[index]));
         case TYPE_FLOAT: return int(((device const float *)data)[index]);
         case TYPE_INT: return ((device const int *)data)[index];
         default: return int(((device const uchar *)data)[index]);
@@ -71,6 +80,7 @@ inline int load_int(device const void *data, uint type, uint index) {
 inline void store(device void *data, uint type, uint index, float value) {
     switch (type) {
         case TYPE_COMPUTE: ((device compute_t *)data)[index] = compute_t(value); break;
+        case TYPE_OTHER: ((device other_t *)data)[index] = other_t(value); break;
         case TYPE_FLOAT: ((device float *)data)[index] = value; break;
         case TYPE_INT: ((device int *)data)[index] = int(value); break;
         default: ((device uchar *)data)[index] = uchar(value != 0); break;
@@ -80,6 +90,7 @@ inline void store(device void *data, uint type, uint index, float value) {
 inline void store_int(device void *data, uint type, uint index, int value) {
     switch (type) {
         case TYPE_COMPUTE: ((device compute_t *)data)[index] = compute_t(float(value)); break;
+        case TYPE_OTHER: ((device other_t *)data)[index] = other_t(float(value)); break;
         case TYPE_FLOAT: ((device float *)data)[index] = float(value); break;
         case TYPE_INT: ((device int *)data)[index] = value; break;
         default: ((device uchar *)data)[index] = uchar(value != 0); break;
@@ -90,6 +101,7 @@ inline void store_int(device void *data, uint type, uint index, int value) {
 inline float4 load4(device const void *data, uint type, uint index) {
     switch (type) {
         case TYPE_COMPUTE: return float4(*(device const compute4_t *)((device const compute_t *)data + index));
+        case TYPE_OTHER: return float4(*(device const other4_t *)((device const other_t *)data + index));
         case TYPE_FLOAT: return *(device const float4 *)((device const float *)data + index);
         case TYPE_INT: return float4(*(device const int4 *)((device const int *)data + index));
         default: return float4(*(device const uchar4 *)((device const uchar *)data + index));
@@ -99,6 +111,8 @@ inline float4 load4(device const void *data, uint type, uint index) {
 inline void store4(device void *data, uint type, uint index, float4 value) {
     if (type == TYPE_COMPUTE) {
         *(device compute4_t *)((device compute_t *)data + index) = compute4_t(value);
+    } else if (type == TYPE_OTHER) {
+        *(device other4_t *)((device other_t *)data + index) = other4_t(value);
     } else {
         *(device float4 *)((device float *)data + index) = value;
     }

@@ -1,21 +1,14 @@
 // Matrix products with float sums: tiled ones by SIMD-group matrices, and one row times a matrix, which is bound by
 // the bandwidth of reading that matrix once.
 
-#include "common.metal"
+#include "linear.metal"
 
-constant uint x_type [[function_constant(0)]];
-constant uint weight_type [[function_constant(1)]];
-constant uint bias_type [[function_constant(2)]];
-constant uint residual_type [[function_constant(3)]];
-constant uint out_type [[function_constant(4)]];
-constant uint a_type [[function_constant(5)]];
-constant uint b_type [[function_constant(6)]];
-constant bool has_bias [[function_constant(7)]];
-constant bool has_residual [[function_constant(8)]];
-constant bool transpose_b [[function_constant(9)]];
-constant bool vectorized [[function_constant(10)]];
-constant uint activation [[function_constant(11)]];
-constant uint product_type [[function_constant(12)]];
+constant uint weight_type [[function_constant(7)]];
+constant uint a_type [[function_constant(8)]];
+constant uint b_type [[function_constant(9)]];
+constant uint product_type [[function_constant(10)]];
+constant bool transpose_b [[function_constant(11)]];
+constant bool vectorized [[function_constant(12)]];
 
 struct MatmulParams {
     uint m;
@@ -30,78 +23,6 @@ struct BatchedMatmulParams {
     uint batch;
     float scale;
 };
-
-// A threadgroup makes BLOCK × BLOCK outputs, BLOCK terms of their sums at a time; each of its SIMD groups a quadrant.
-#define BLOCK (2 * TILE)
-#define BLOCK_THREADS (4 * SIMD_WIDTH)
-// Rows are staged four floats further apart than they are long, so that a column's elements lie in different banks.
-#define STAGE_STRIDE (BLOCK + 4)
-#define STAGE_SIZE (BLOCK * STAGE_STRIDE)
-
-// A matrix in device memory. Consecutive threads read along its columns, so these are the close ones.
-struct Matrix {
-    uint start;
-    uint rows;
-    uint columns;
-    uint row_stride;
-    uint column_stride;
-};
-
-// Where a SIMD group of a tiled product works.
-struct Quadrant {
-    uint row;  // of the whole product
-    uint column;
-    uint block_row;  // within the threadgroup's block
-    uint block_column;
-};
-
-inline Quadrant quadrant_of(uint2 block, uint simdgroup) {
-    Quadrant quadrant;
-    quadrant.block_row = simdgroup / 2 * TILE;
-    quadrant.block_column = simdgroup % 2 * TILE;
-    quadrant.row = block.y * BLOCK + quadrant.block_row;
-    quadrant.column = block.x * BLOCK + quadrant.block_column;
-    return quadrant;
-}
-
-// Puts the BLOCK × BLOCK part of a matrix that begins at (row, column) into threadgroup memory, zeros where the matrix
-// has ended.
-inline void stage(
-    threadgroup float *tile, device const void *data, uint type, Matrix matrix, uint row, uint column, uint thread_index
-) {
-    if (vectorized) {
-        for (uint i = thread_index; i < BLOCK * BLOCK / 4; i += BLOCK_THREADS) {
-            const uint r = i / (BLOCK / 4);
-            const uint c = i % (BLOCK / 4) * 4;
-            float4 values = float4(0.0f);
-            if (row + r < matrix.rows) {
-                const uint index = matrix.start + (row + r) * matrix.row_stride + column + c;
-                if (column + c + 4 <= matrix.columns) {
-                    values = load4(data, type, index);
-                } else {
-                    for (uint j = 0; column + c + j < matrix.columns; j++) {
-                        values[j] = load(data, type, index + j);
-                    }
-                }
-            }
-            for (uint j = 0; j < 4; j++) {
-                tile[r * STAGE_STRIDE + c + j] = values[j];
-            }
-        }
-    } else {
-        for (uint i = thread_index; i < BLOCK * BLOCK; i += BLOCK_THREADS) {
-            const uint r = i / BLOCK;
-            const uint c = i % BLOCK;
-            float value = 0.0f;
-            if (row + r < matrix.rows && column + c < matrix.columns) {
-                const uint index =
-                    matrix.start + (row + r) * matrix.row_stride + (column + c) * matrix.column_stride;
-                value = load(data, type, index);
-            }
-            tile[r * STAGE_STRIDE + c] = value;
-        }
-    }
-}
 
 // The block of left[M, K] · right that begins at the threadgroup's place; each SIMD group leaves its quadrant in
 // `shared`, for its own lanes to read, and the result points to it. right is [K, N], or [N, K] where `transposed`.
@@ -118,11 +39,11 @@ inline threadgroup const float *product(
     ProductBlock<TILE / FRAGMENT, TILE / FRAGMENT> sums;
     sums.clear();
     for (uint k = 0; k < left.columns; k += BLOCK) {
-        stage(left_tile, left_data, left_type, left, block.y * BLOCK, k, thread_index);
+        stage(left_tile, left_data, left_type, left, block.y * BLOCK, k, vectorized, thread_index);
         if (transposed) {
-            stage(right_tile, right_data, right_type, right, block.x * BLOCK, k, thread_index);
+            stage(right_tile, right_data, right_type, right, block.x * BLOCK, k, vectorized, thread_index);
         } else {
-            stage(right_tile, right_data, right_type, right, k, block.x * BLOCK, thread_index);
+            stage(right_tile, right_data, right_type, right, k, block.x * BLOCK, vectorized, thread_index);
         }
         threadgroup_barrier(mem_flags::mem_threadgroup);
         sums.template accumulate<transposed>(left_part, STAGE_STRIDE, right_part, STAGE_STRIDE, BLOCK);
@@ -132,20 +53,6 @@ inline threadgroup const float *product(
     sums.store(result);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     return result;
-}
-
-// act(value + bias) + residual, in float, before the one rounding.
-inline float finish(
-    float value, device const void *bias, uint column, device const void *residual, uint residual_index
-) {
-    if (has_bias) {
-        value += load(bias, bias_type, column);
-    }
-    value = activate(value, activation);
-    if (has_residual) {
-        value += load(residual, residual_type, residual_index);
-    }
-    return value;
 }
 
 // out[M, N] = act(x[M, K] · right + bias) + residual
@@ -160,14 +67,7 @@ inline void linear(
     threadgroup const float *result = product<transposed>(
         shared, x, x_type, left, weight, weight_type, right, block, quadrant, thread_index
     );
-    for (uint i = lane; i < TILE * TILE; i += SIMD_WIDTH) {
-        const uint row = quadrant.row + i / TILE;
-        const uint column = quadrant.column + i % TILE;
-        if (row < params.m && column < params.n) {
-            const float value = finish(result[i], bias, column, residual, row * views[3].strides[0] + column);
-            store(out, out_type, row * views[4].strides[0] + column, value);
-        }
-    }
+    store_quadrant(result, bias, residual, views[3], out, views[4], params.m, params.n, quadrant, lane);
 }
 
 // out = act(product + bias) + residual, for products that MPS has made; product and out are the same memory there.
@@ -306,9 +206,6 @@ kernel void batched_matmul_kernel(
     }
 }
 
-#define VEC_SIMDGROUPS (VEC_TPG / SIMD_WIDTH)
-static_assert(VEC_COLUMNS % 4 == 0, "sums are reduced four at a time");
-
 // Dot products of x[K] with ROWS rows of a weight, which start at `starts` and have unit stride; x is read once for all
 // of them, and so many loads are on their way at a time. Each SIMD group leaves its part in `partials`:
 // [SIMD group, row].
@@ -349,26 +246,7 @@ inline void dot_rows(
             sums[row] = fma(value, load(weight, weight_type, starts[row] + i), sums[row]);
         }
     }
-#pragma unroll
-    for (uint row = 0; row < ROWS; row += 4) {
-        const float4 total = simd_sum(float4(sums[row], sums[row + 1], sums[row + 2], sums[row + 3]));
-        if (lane == 0) {
-            for (uint i = 0; i < 4; i++) {
-                partials[simdgroup * ROWS + row + i] = total[i];
-            }
-        }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// A row's sum over the SIMD groups.
-template <uint ROWS>
-inline float total(threadgroup const float *partials, uint row, uint simdgroups) {
-    float sum = 0.0f;
-    for (uint i = 0; i < simdgroups; i++) {
-        sum += partials[i * ROWS + row];
-    }
-    return sum;
+    sum_over_lanes<ROWS>(partials, sums, simdgroup, lane);
 }
 
 // out[1, N] = act(x[1, K] · weight[N, K]ᵀ + bias) + residual; VEC_COLUMNS outputs by a threadgroup

@@ -14,6 +14,7 @@ from npu_compiler.graph.model import TENSOR_NAMES, IRGraph, OpNode
 from npu_compiler.ops.conv import BATCH_NORM_OPS
 from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
+from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
 
 
@@ -76,7 +77,7 @@ def execute_cpu_partition(
 def _weight_tensors(graph: IRGraph, weights: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, recipe in graph.weights.items():
         value = weights[next(recipe.keys())]
-        tensor = value.detach() if isinstance(value, torch.Tensor) else numpy_to_tensor(np.asarray(value))
+        tensor = value.detach() if isinstance(value, torch.Tensor) else numpy_to_tensor(to_numpy(value))
         yield name, tensor.to(getattr(torch, graph.tensors[name].dtype))
     for name, array in graph.constants.items():
         yield name, numpy_to_tensor(array)

@@ -18,14 +18,17 @@ from npu_compiler.graph.dtypes import (
     saturating_cast,
 )
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.graph.quantization import QuantizedArray
 
 _KINDS = {"f": "float", "V": "float", "i": "int", "u": "int", "b": "bool"}
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """A NumPy array of an array or torch tensor; bfloat16 as ml_dtypes.bfloat16."""
+    """A NumPy array of an array, a torch tensor or a matrix in few bits; bfloat16 as ml_dtypes.bfloat16."""
     if isinstance(value, np.ndarray):
         return value
+    if isinstance(value, QuantizedArray):
+        return value.dequantize()
     if hasattr(value, "detach"):
         from npu_runtime.torch_arrays import tensor_to_numpy
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
@@ -262,6 +263,7 @@ SAFETENSORS_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_FLOAT8 = "F8_E4M3"  # no tensor of a graph has this dtype: it is one of codes, which need scales
 
 
 @dataclass(frozen=True)
@@ -337,9 +339,10 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
 
     def __getitem__(self, key: str) -> np.ndarray:
         data, entry = self._where[key]
-        if entry["dtype"] not in SAFETENSORS_DTYPES:
+        if entry["dtype"] not in (*SAFETENSORS_DTYPES, _FLOAT8):
             raise WeightError(f"'{key}' is stored as {entry['dtype']}; supported are {', '.join(SAFETENSORS_DTYPES)}")
-        dtype = numpy_dtype(SAFETENSORS_DTYPES[entry["dtype"]])
+        float8 = entry["dtype"] == _FLOAT8
+        dtype = np.dtype(ml_dtypes.float8_e4m3fn) if float8 else numpy_dtype(SAFETENSORS_DTYPES[entry["dtype"]])
         content = data[slice(*entry["data_offsets"])]
         if content.ctypes.data % dtype.itemsize:
             content = content.copy()

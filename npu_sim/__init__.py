@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from npu_sim.module.compiled import CompiledModule, compile
     from npu_sim.module.dynamo_backend import backend
     from npu_sim.module.saved import LoadedModule, load
+    from npu_sim.quantizing.quantizer import quantize
 
 # Imported when used: tracing needs PyTorch.
 __getattr__ = deferred(
@@ -20,6 +21,7 @@ __getattr__ = deferred(
         "backend": "module.dynamo_backend",
         "compile": "module.compiled",
         "load": "module.saved",
+        "quantize": "quantizing.quantizer",
     },
 )
 
@@ -28,4 +30,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__all__ = ["Buckets", "CompiledModule", "LoadedModule", "backend", "compile", "load"]
+__all__ = ["Buckets", "CompiledModule", "LoadedModule", "backend", "compile", "load", "quantize"]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, keys, models, programs, tools
+from npu_sim.commands import graphs, keys, models, programs, quantize, tools
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ for command in (
     keys.trust,
     models.generate,
     models.classify,
+    quantize.quantize,
     tools.bench,
     tools.doctor,
 ):

@@ -11,7 +11,7 @@ from metal_emulator.translation.program import Item
 from metal_emulator.translation.tokens import Source
 
 BARRIERS = ("threadgroup_barrier", "simdgroup_barrier")
-_FLOAT_TYPE = re.compile(r"(?:b?float|half|compute)\d?(?:_t)?")
+_FLOAT_TYPE = re.compile(r"(?:b?float|half|compute|other)\d?(?:_t)?")
 
 
 @dataclass(frozen=True)

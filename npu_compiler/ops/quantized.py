@@ -34,7 +34,7 @@ def _holds_rows(call: SimpleNamespace) -> bool:
 
 for _name, _grid, _rows_of_x in (
     ("quantized_matmul_kernel", Grid.TILES, "m"),
-    ("quantized_matmul_vec_kernel", Grid.COLUMNS, "1"),
+    ("quantized_matmul_vec_kernel", Grid.CODE_COLUMNS, "1"),
 ):
     declare_kernel(
         _name,
@@ -53,7 +53,7 @@ declare_kernel(
     Family.MATMUL,
     f"x:f[1,.k] {_WEIGHT.format(rows='rows')} bias?:f[.rows] -> out:f[m,n]",
     source="quantized.metal",
-    grid=Grid.COLUMNS,
+    grid=Grid.CODE_COLUMNS,
     where=lambda call: call.m == 1 and call.rows == 2 * call.n and _holds_rows(call),
     m="I",
     n="I",

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import msgpack
 import numpy as np
 
-from npu_compiler.errors import IRError, ProgramFormatError
+from npu_compiler.errors import InputError, IRError, ProgramFormatError
 from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
 
 Decoder = Callable[[Any, int], Any]  # of an unpacked value and its nesting
@@ -173,7 +173,7 @@ def _record(kind: type) -> Decoder:
             raise misfit.inside(f".{name}") from None
         try:
             return kind(**decoded)
-        except ValueError as error:
+        except (ValueError, InputError) as error:
             raise Misfit(f"is no {kind.__name__}: {error}") from error
 
     return decode

@@ -49,6 +49,7 @@ class Grid(Enum):
     CHANNEL_GROUPS = "a threadgroup per image and group of channels"
     TILES = "a threadgroup per tile of a matrix product; batches along z"
     COLUMNS = "a threadgroup per few columns of a product with one row, whose weight is transposed"
+    CODE_COLUMNS = "a threadgroup per few columns of such a product, a thread for every 16 bytes of the weight's codes"
     COLUMN_BLOCKS = "a threadgroup per block of columns of a product with one row, whose weight is as it is"
     PIXELS = "pixels along x, channels along y, images along z"
     ROTATIONS = "a thread per four pairs of a rotated row along x; rows along y"

@@ -47,15 +47,23 @@ class BoundCall(Generic[ArrayT]):
     def is_constant(self, index: int) -> bool:
         return self.operands[index].is_constant
 
-    def prepared(self, index: int, kind: str, make: Callable[[ArrayT], Any]) -> Any:
-        """A constant input in a kernel's own layout, made once per buffer and view, however many calls share it."""
-        operand = self.operands[index]
-        view = operand.view
-        key = (kind, view.shape, view.strides, view.offset)
-        cache = operand.memory.prepared
-        if key not in cache:
-            cache[key] = make(self.inputs[index])
-        return cache[key]
+    def prepared(self, index: int, kind: str, make: Callable[[ArrayT], Any], others: Sequence[int] = ()) -> Any:
+        """A constant input in a kernel's own layout, made once per buffer and view, however many calls share it.
+
+        Args:
+            others: Further constant inputs that it is made from.
+        """
+        cache = self.operands[index].memory.prepared
+        others_memory = [self.operands[other].memory for other in others]
+        views = (self.operands[i].view for i in (index, *others))
+        key = (
+            kind,
+            *((view.shape, view.strides, view.offset) for view in views),
+            *((id(memory.native_handle), memory.version) for memory in others_memory),
+        )
+        if key not in cache:  # with the others' memory, whose identity then stays what the key says
+            cache[key] = make(self.inputs[index]), [memory.native_handle for memory in others_memory]
+        return cache[key][0]
 
     def optional(self, flags: Sequence[str], first: int) -> list[int | None]:
         """Input positions of optional operands, which follow the fixed ones in order when their flag is set."""

@@ -19,7 +19,7 @@ from npu_compiler.program.target import MetalCodegenTarget
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.dispatch import Size3
-from npu_runtime.metal.binding import HALVES, Binding, bind
+from npu_runtime.metal.binding import Binding, bind, compute_half
 from npu_runtime.metal.device import CommandEncoder, MetalAPI, MetalDevice, load_api
 from npu_runtime.metal.dispatch import VEC_COLUMNS, MetalDispatchStrategy
 from npu_runtime.metal.elementwise import elementwise_macro
@@ -169,7 +169,7 @@ class MetalBackend(Backend):
 
     def compile(self, calls: Iterable[KernelCall], sources: Mapping[str, str] = MappingProxyType({})) -> None:
         """Make the pipelines and pack the parameters of a program's calls, those that fix a library's dtype first."""
-        for call in sorted(calls, key=lambda call: _half(call) is None):
+        for call in sorted(calls, key=lambda call: compute_half(call) is None):
             self._compile(call)
         self._device.save_archive()
 
@@ -190,7 +190,7 @@ class MetalBackend(Backend):
         filename = self._target.source(call.kernel)
         macros = {"VEC_COLUMNS": str(VEC_COLUMNS), "ELEMENTWISE_OPS": elementwise_macro(filename)}
         function = self._strategy.function(binding.call)
-        pipeline = self._device.pipeline(filename, function, _half(call), binding.constants, macros)
+        pipeline = self._device.pipeline(filename, function, compute_half(call), binding.constants, macros)
         return Dispatch(binding, pipeline, self._strategy.compute_dispatch(binding.call, pipeline))
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> MetalLaunch:
@@ -225,11 +225,6 @@ def _place(operand: Operand) -> tuple[Any, int]:
     view = operand.view
     first = view.offset * itemsize(view.dtype) if view.numel else 0
     return operand.memory.native_handle, operand.byte_offset + first
-
-
-def _half(call: KernelCall) -> str | None:
-    """The 16-bit dtype among a call's operands, which is the compute type of the library it needs."""
-    return next((view.dtype for view in (*call.inputs, *call.outputs) if view.dtype in HALVES), None)
 
 
 def _archive_path() -> Path:

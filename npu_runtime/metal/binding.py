@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from npu_compiler.errors import DeviceError
+from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.ops import KERNELS, elementwise_kernel
 from npu_compiler.program.elementwise import ElementwiseKernel
 from npu_compiler.program.kernels import KernelCall, KernelDecl
 from npu_compiler.program.views import MAX_RANK, View, collapse
 
-HALVES = ("float16", "bfloat16")
-_TYPES = {"float16": 0, "bfloat16": 0, "float32": 1, "int32": 2, "bool": 3}
+_TYPES = {"float16": 0, "bfloat16": 0, "float32": 1, "int32": 2, "bool": 3, "uint8": 4}
+_OTHER_HALF = 5
+_BYTES_AT_ONCE = 16  # of operands in uint8, which are packed codes
 _MAX_ELEMENTS = 2**32  # kernels count elements in 32 bits
 
 
@@ -54,6 +56,11 @@ def bind(call: KernelCall) -> Binding:
     return _binding(call, KERNELS[call.kernel], {})
 
 
+def compute_half(call: KernelCall) -> str | None:
+    """The 16-bit dtype that a call's kernel is compiled for, its result's where that has one; None: any will do."""
+    return next((view.dtype for view in (*call.outputs, *call.inputs) if view.dtype in HALF_DTYPES), None)
+
+
 def _bind_elementwise(call: KernelCall, kernel: ElementwiseKernel) -> Binding:
     """Element-wise operands are read in the same order, so dimensions that can be merged in all of them are merged."""
     views = collapse_views([*call.inputs, *call.outputs])
@@ -68,12 +75,13 @@ def _bind_elementwise(call: KernelCall, kernel: ElementwiseKernel) -> Binding:
 
 
 def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> Binding:
-    operands = decl.bind(call)
+    operands, half = decl.bind(call), compute_half(call)
     present = [view for view in operands if view is not None]
     for bound in present:
         _check_addressable(bound, call)
     for operand, view in zip((*decl.inputs, *decl.outputs), operands, strict=True):
-        constants[f"{operand.name}_type"] = _TYPES[view.dtype] if view is not None else 0
+        constants[f"{operand.name}_type"] = _type(view, half)
+        constants[f"{operand.name}_vectorized"] = int(view is not None and _is_vectorizable(view))
         if operand.optional:
             constants[f"has_{operand.name}"] = int(view is not None)
     try:
@@ -92,6 +100,13 @@ def _binding(call: KernelCall, decl: KernelDecl, constants: dict[str, int]) -> B
     )
 
 
+def _type(view: View | None, half: str | None) -> int:
+    """How an operand is stored, as `common.metal` numbers it; 0 for an absent one."""
+    if view is None:
+        return 0
+    return _OTHER_HALF if view.dtype in HALF_DTYPES and view.dtype != half else _TYPES[view.dtype]
+
+
 def _check_addressable(view: View, call: KernelCall) -> None:
     if view.dtype not in _TYPES:
         raise DeviceError(f"kernel '{call.kernel}' (node '{call.node}'): Metal kernels do not read {view.dtype}")
@@ -107,7 +122,8 @@ def _is_vectorizable(view: View) -> bool:
     if view.rank == 0:
         return True
     *outer, last = [stride if size > 1 else None for size, stride in zip(view.shape, view.strides, strict=True)]
-    return view.offset % 4 == 0 and last in (None, 1) and all(stride is None or stride % 4 == 0 for stride in outer)
+    step = _BYTES_AT_ONCE if view.dtype == "uint8" else 4
+    return view.offset % step == 0 and last in (None, 1) and all(x is None or x % step == 0 for x in outer)
 
 
 def pack_geometry(view: View | None) -> bytes:

@@ -14,6 +14,7 @@ from npu_runtime.dispatch import DispatchStrategy, Size3
 
 SIMD_WIDTH = 32
 VEC_COLUMNS = 4  # output columns that one threadgroup of a vector product makes
+CODE_BYTES = 16  # of a row's codes that one thread of a vector product takes at a time
 CONV_PIXELS = 64  # output pixels that one threadgroup of a convolution makes
 DIRECT_PIXELS = 4  # output pixels that one thread of a direct convolution makes
 ATTENTION_WIDTH = 128  # a head up to this wide is held in registers
@@ -74,9 +75,10 @@ def _planes(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 def _embedding(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     """One thread per four columns of the table; ids along y."""
-    columns = _groups(call.params["width"], 4)
+    *ids, width = call.outputs[0].shape
+    columns = _groups(width, 4)
     threads = _whole_simdgroups(columns, config.max_threadgroup_1d)
-    return (_groups(columns, threads), call.inputs[1].numel, 1), (threads, 1, 1)
+    return (_groups(columns, threads), numel(ids), 1), (threads, 1, 1)
 
 
 def _source_elements(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
@@ -131,10 +133,19 @@ def _matmul(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 
 def _matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     """One threadgroup per few output columns; its threads share the K-reduction, four terms at a time."""
-    quads = _groups(call.params["k"], 4)
-    rounds = _groups(quads, config.max_threadgroup_1d)
-    threads = _whole_simdgroups(_groups(quads, rounds), config.max_threadgroup_1d)
-    return (_groups(call.params["n"], VEC_COLUMNS), 1, 1), (threads, 1, 1)
+    return _columns(call.params["n"], _groups(call.params["k"], 4), config)
+
+
+def _quantized_matmul_vec(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """As `_matmul_vec`; a thread takes 16 bytes of each row's codes at a time."""
+    return _columns(call.params["n"], _groups(call.inputs[1].shape[-1], CODE_BYTES), config)
+
+
+def _columns(count: int, steps: int, config: TargetConfig) -> tuple[Size3, Size3]:
+    """One threadgroup per few columns, with a thread for every step of the reduction, or every few of them."""
+    rounds = _groups(steps, config.max_threadgroup_1d)
+    threads = _whole_simdgroups(_groups(steps, rounds), config.max_threadgroup_1d)
+    return (_groups(count, VEC_COLUMNS), 1, 1), (threads, 1, 1)
 
 
 def _matmul_vec_notrans(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
@@ -199,6 +210,7 @@ _SHAPES: dict[Grid, Shape] = {
     Grid.CHANNEL_GROUPS: _group_norm,
     Grid.TILES: _matmul,
     Grid.COLUMNS: _matmul_vec,
+    Grid.CODE_COLUMNS: _quantized_matmul_vec,
     Grid.COLUMN_BLOCKS: _matmul_vec_notrans,
     Grid.PIXELS: _conv,
     Grid.ROTATIONS: _rope,

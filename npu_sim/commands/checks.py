@@ -79,6 +79,15 @@ def check_quantization(name: str) -> str:
     return name
 
 
+def check_weight_format(name: str | None) -> str | None:
+    """The name of a format for weights, if there is one of that name."""
+    from npu_compiler.graph.quantization import NAMED_FORMATS
+
+    if name is not None and name not in NAMED_FORMATS:
+        raise InputError(f"unknown quantization '{name}'; choose one of {', '.join(NAMED_FORMATS)}")
+    return name
+
+
 def check_device(name: str | None) -> str | None:
     """The device's name, if there is one of that name, which may still not be usable here."""
     from npu_runtime.device import find_device

@@ -25,6 +25,12 @@ def quantizations(incomplete: str) -> list[str]:
     return beginning(incomplete, QUANTIZATIONS)
 
 
+def weight_formats(incomplete: str) -> list[str]:
+    from npu_compiler.graph.quantization import NAMED_FORMATS
+
+    return beginning(incomplete, NAMED_FORMATS)
+
+
 def cpu_levels(incomplete: str) -> list[str]:
     from npu_runtime.cpu.levels import PORTABLE, this_cpu
 

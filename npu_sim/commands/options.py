@@ -18,6 +18,7 @@ from npu_sim.commands.completion import (
     programs,
     programs_and_modules,
     quantizations,
+    weight_formats,
 )
 
 
@@ -102,6 +103,16 @@ Quantization = Annotated[
         autocompletion=quantizations,
         help="How weights are stored: checkpoint (as the file stores them), none (widened to the compute dtype), or "
         "int4, int8 or fp8 (rounded when loaded).",
+    ),
+]
+WeightFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--quantization",
+        metavar="FORMAT",
+        callback=checks.check_weight_format,
+        autocompletion=weight_formats,
+        help="Store the weights of linear layers as int4, int8 or fp8. Default: in the compute dtype.",
     ),
 ]
 Weights = Annotated[

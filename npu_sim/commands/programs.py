@@ -26,6 +26,7 @@ from npu_sim.commands.options import (
     ProgramFile,
     RunnableFile,
     Seed,
+    WeightFormat,
     Weights,
 )
 from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
@@ -54,6 +55,7 @@ def compile(
         ),
     ] = "op_level",
     dtype: Dtype = None,
+    quantization: WeightFormat = None,
     disable_fusion: Annotated[
         list[str] | None,
         typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
@@ -80,16 +82,17 @@ def compile(
     check_not_overwritten(output, [ir])
     codegen, disabled = find_target(target), disable_fusion or ()
     check_fusion_names(disabled)
+    options: dict[str, Any] = {"compute_dtype": dtype, "disabled_fusions": disabled, "quantization": quantization}
     with step(f"reading {ir}"):
         graph = read_ir(ir)
     if stages:
-        traced = trace_stages(graph, codegen, compute_dtype=dtype, disabled_fusions=disabled)
+        traced = trace_stages(graph, codegen, **options)
         for text in describe_stages(traced, full=full):
             typer.echo(text, err=json)
     if output is None:
         return
     with step(f"compiling {graph.name}"):
-        program = compile_ir(graph, codegen, compute_dtype=dtype, disabled_fusions=disabled)
+        program = compile_ir(graph, codegen, **options)
         program.save(output)
     totals = summary(program.plan)
     if json:

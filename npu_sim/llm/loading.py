@@ -53,13 +53,20 @@ def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None, qu
 def _open(source: str | os.PathLike[str], dtype: str | None) -> Checkpoint:
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
-    path = find_checkpoint(source)
-    if path is None:
-        return load_folder(_download(str(source)), str(source), dtype)
+    path = checkpoint_path(source)
     if path.suffix == ".gguf":
         with as_input_error(f"cannot use the GGUF file {path}"):
             return load_gguf(path, dtype or "bfloat16")
-    return load_folder(path, path.resolve().name, dtype)
+    return load_folder(path, path.resolve().name if Path(source).is_dir() else str(source), dtype)
+
+
+def checkpoint_path(source: str | os.PathLike[str]) -> Path:
+    """The folder or GGUF file of a source of `load_checkpoint`; a Hugging Face id is downloaded if it is not cached.
+
+    Raises:
+        InputError: it is not found.
+    """
+    return find_checkpoint(source) or _download(str(source))
 
 
 def find_checkpoint(source: str | os.PathLike[str]) -> Path | None:

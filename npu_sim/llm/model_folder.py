@@ -5,8 +5,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, WeightError
+from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_sim.cache import cached_facts, source_digest
+from npu_sim.checkpoints import QuantizedTensors
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_ids, as_input_error, stored_fields
 from npu_sim.llm.tokenizer import load_tokenizer
 
@@ -19,17 +21,24 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         dtype: The compute dtype. Default: the checkpoint's own if it has 16 bits, else float16.
 
     Raises:
-        InputError: the folder is incomplete, cannot be read, or holds a quantized model.
+        InputError: the folder is incomplete, cannot be read, or is quantized in a way that is not supported.
+        WeightError: its tensors do not fit its quantization.
     """
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
     key = _facts_key(folder, ("config.json", "generation_config.json"))
     facts = cached_facts("config", key, lambda: _find_facts(folder))
     config = StoredConfig(facts["config"], lambda: _read_config(folder))
+    tensors = _mapped_tensors(folder)
+    state: Mapping[str, Any] = tensors
+    formats = None
     if config.quantization_config:
-        raise InputError(f"{name} is quantized; give 16-bit or 32-bit safetensors, or a GGUF file")
-    state = _mapped_tensors(folder)
-    stored = str(config.dtype or next(iter(state.values())).dtype).removeprefix("torch.")
+        try:
+            quantized = QuantizedTensors(tensors, config.quantization_config)
+        except (InputError, WeightError) as error:
+            raise type(error)(f"cannot use the quantized model {name}: {error}") from error
+        state, formats = quantized, quantized.formats
+    stored = str(config.dtype or _first_dtype(tensors)).removeprefix("torch.")
     own = stored if stored in ("bfloat16", "float16") else "float16"
     return Checkpoint(
         name=name,
@@ -38,7 +47,13 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         dtype=dtype or own,
         load_tokenizer=lambda: load_tokenizer(folder),
         eos_ids=frozenset(facts["eos_ids"]),
+        quantization=formats,
     )
+
+
+def _first_dtype(tensors: Mapping[str, Any]) -> str:
+    """The dtype of the first tensor of floats."""
+    return next((x.dtype.name for x in tensors.values() if x.dtype.name in FLOAT_DTYPES), "float16")
 
 
 def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:

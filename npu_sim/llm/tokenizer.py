@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from npu_sim.cache import cached_facts, source_digest
 
-_FILES = (
+FILES = (
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -62,7 +62,7 @@ def _stored(digests: Mapping[str, str], load: Callable[[], Any]) -> Any:
 
 def _digests(folder: Path) -> dict[str, str]:
     """File name → SHA-256, of the files of a folder from which transformers reads a tokenizer."""
-    present = [path for path in map(folder.joinpath, _FILES) if path.is_file()]
+    present = [path for path in map(folder.joinpath, FILES) if path.is_file()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in present}
 
 

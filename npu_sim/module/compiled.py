@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError, IRError
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_compiler.passes.quantize import Quantization
+from npu_sim.checkpoints.torchao_tensors import dense_stand_ins, quantized_parameters
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.buckets import Bucketing, Buckets
 from npu_sim.module.dynamo_backend import Options
@@ -61,7 +64,7 @@ def compile(
             programs are made; only for modules that ignore what a mask hides.
         programs: How many programs to keep; the one that has not been used for longest is dropped.
         quantization: How to store weights in few bits: `int4`, `int8` or `fp8` for all linear layers, or a format for
-            each of some parameters (see `npu_compiler.compile`).
+            each of some parameters (see `npu_compiler.compile`). Weights that torchao has quantized stay as they are.
 
     Raises:
         IRError: PyTorch can trace no part of the module, for the reason given.
@@ -72,15 +75,24 @@ def compile(
     if isinstance(module, nn.Module):
         given = (args,) if isinstance(args, torch.Tensor) else tuple(args)
         check_module(module, (given, kwargs or {}))
+        stored = quantized_parameters(module)
+        if stored:
+            if quantization is not None:
+                raise InputError(
+                    f"{type(module).__name__} is quantized already; leave out quantization={quantization!r:.80}"
+                )
+            quantization = {key: array.format for key, array in stored.items()}
         try:
-            traced = trace_module(export(module, given, kwargs, dynamic_shapes=dynamic_shapes), type(module).__name__)
+            with dense_stand_ins(module, stored):
+                exported = export(module, given, kwargs, dynamic_shapes=dynamic_shapes)
+            traced = trace_module(exported, type(module).__name__)
         except IRError as error:
-            if buckets:
+            if buckets or stored:
                 raise
             options = Options(device, dtype, programs, quantization)
             return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        return CompiledModule(traced, module, device, dtype, dims, buckets, programs, quantization)
+        return CompiledModule(traced, module, device, dtype, dims, buckets, programs, quantization, stored)
     if not isinstance(module, (ExportedProgram, str, Path)):
         raise InputError(
             f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram or a .pt2"
@@ -124,6 +136,7 @@ class CompiledModule:
         buckets: Mapping[str, Buckets] | None = None,
         programs: int = PROGRAMS,
         quantization: Quantization | None = None,
+        stored: Mapping[str, QuantizedArray] = MappingProxyType({}),
     ) -> None:
         self.trace, self._module = traced, module
         self.device = _torch_device(traced)
@@ -140,7 +153,8 @@ class CompiledModule:
         self._dtype = dtype_name(dtype)
         settings = Settings(self.backend, self.device, self._dtype, programs, quantization)
         tensors = traced.weights | traced.constants
-        self._programs = Programs(traced, settings, tensors, self._shapes.symbols)
+        self._stored = stored
+        self._programs = Programs(traced, settings, tensors, self._shapes.symbols, stored=stored)
         self._watch(tensors)
         example = tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols)
         with self.backend.lock:
@@ -209,7 +223,8 @@ class CompiledModule:
                 )
             known = self._programs.tensors
             if self._module is not None:
-                known = current_tensors(self._module, known)
+                own = {key: tensor for key, tensor in known.items() if key not in self._stored}
+                known = {**known, **current_tensors(self._module, own)}
             if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
                 for traced in (self.trace, self.trace.plain or self.trace):
                     traced.ir["constants"] = {key: constant_of(known[key]) for key in traced.constants}
@@ -232,7 +247,11 @@ class CompiledModule:
                 self.refresh()
             traced = self.trace.plain or self.trace
             tensors, runners = self._programs.tensors, {} if self.trace.plain else self._programs.runners
-            save_module(Path(path), traced, tensors, self._signature, self._shapes.names, self._dtype, runners)
+            formats = {key: format for plan in self._programs.plans() for key, format in plan.formats.items()}
+            names = self._shapes.names
+            save_module(
+                Path(path), traced, tensors, self._signature, names, self._dtype, runners, formats, self._stored
+            )
 
     def report(self) -> Report:
         """What runs where, and why: for each program, its partitions, and the reason of each node off the device."""
@@ -244,7 +263,8 @@ class CompiledModule:
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}
         state = self.trace.state.values()
-        self._watched = WeightWatch(self._module, {key: x for key, x in tensors.items() if key not in state})
+        unwatched = {*state, *self._stored}
+        self._watched = WeightWatch(self._module, {key: x for key, x in tensors.items() if key not in unwatched})
 
 
 def check_module(module: nn.Module, arguments: Any = ()) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware
@@ -26,10 +27,10 @@ class Memory:
     """What all programs of a module share on a device: weights, and memory for intermediate values.
 
     Attributes:
-        weights: Key → array.
+        weights: Key → array, or matrix in few bits.
     """
 
-    def __init__(self, backend: Hardware, weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, backend: Hardware, weights: Mapping[str, np.ndarray | QuantizedArray]) -> None:
         self.backend, self.weights = backend, weights
         self.arena = Arena(backend)
         self._cache: dict[str, DeviceBuffer] = {}

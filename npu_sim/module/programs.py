@@ -6,12 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.autograd.graph import increment_version
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_compiler.partitioner import PartitionPlan
 from npu_compiler.passes.quantize import Quantization
 from npu_runtime.buffer import DeviceBuffer
@@ -82,6 +84,7 @@ class Programs:
         symbols: The order in which a key gives their values.
         compiled: Shared with other sets of weights.
         cache: Weights on the device (see `load_weights`).
+        stored: The weights that are in few bits already; the tensors under their keys are not read.
     """
 
     def __init__(
@@ -92,11 +95,13 @@ class Programs:
         symbols: tuple[str, ...],
         compiled: Compiled | None = None,
         cache: MutableMapping[str, DeviceBuffer] | None = None,
+        stored: Mapping[str, QuantizedArray] = MappingProxyType({}),
     ) -> None:
         self._trace, self._settings, self.symbols = traced, settings, symbols
         self.compiled = compiled or Compiled(traced, settings)
         arena = Arena(settings.backend)
         self._loaded = Loaded(settings.backend, {}, settings.device, arena, {} if cache is None else cache)
+        self._stored = stored
         self._take(weights)
         self._keys: dict[str, str] = traced.ir["weight_name_mapping"]
         self._updated = traced.written
@@ -112,7 +117,12 @@ class Programs:
 
     def _take(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.tensors = dict(weights)
-        self._loaded.weights = {key: value for key, value in weights.items() if key not in self._trace.constants}
+        own = {key: value for key, value in weights.items() if key not in self._trace.constants}
+        self._loaded.weights = {**own, **self._stored}
+
+    def plans(self) -> list[PartitionPlan]:
+        """Of the programs made so far."""
+        return [runner.plan for runner in self.runners.values()]
 
     def clear(self) -> None:
         """Drop the programs, since constants of the trace have changed."""

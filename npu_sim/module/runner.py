@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_compiler.partitioner import Partition, PartitionPlan
 from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.cpu_fallback import CPUPartition
@@ -30,13 +31,13 @@ class Loaded:
     """What all programs of a module share on a device.
 
     Attributes:
-        weights: Checkpoint key → the module's tensor.
+        weights: Checkpoint key → the module's tensor, or a matrix in few bits.
         cache: Weights on the device (see `load_weights`).
         device: The torch device of the module's tensors, of its inputs and of its results.
     """
 
     backend: Hardware
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor | QuantizedArray]
     device: torch.device
     arena: Arena
     cache: MutableMapping[str, DeviceBuffer]
@@ -94,7 +95,9 @@ class Runner:
             return values[name]
         graph = self.plan.graph
         if name in graph.weights:
-            return self._loaded.weights[next(graph.weights[name].keys())].clone()
+            value = self._loaded.weights[next(graph.weights[name].keys())]
+            tensor = numpy_to_tensor(value.dequantize()) if isinstance(value, QuantizedArray) else value
+            return tensor.to(self._loaded.device, copy=True)
         return numpy_to_tensor(graph.constants[name]).clone().to(self._loaded.device)
 
 

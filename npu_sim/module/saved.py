@@ -20,12 +20,11 @@ from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.hardware import Hardware
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import INSTALL, find_torch
-from npu_runtime.weight_loader import MappedCheckpoint
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.hardware import open_backend
 from npu_sim.module.loaded_programs import DeviceProgram, Memory, MixedPlan, Value
 from npu_sim.module.plans import PROGRAMS, plan_for
-from npu_sim.module.saved_file import SavedProgram, read_module
+from npu_sim.module.saved_file import SavedProgram, read_module, stored_weight
 from npu_sim.module.shapes import InputShapes, Key
 from npu_sim.module.signature import signature_of
 
@@ -97,8 +96,11 @@ class LoadedModule:
         content = self.content
         if content.off_device:
             self._need_torch({f"{node.node} ({node.op})": node.reason for node in content.off_device})
-        self._weights = self._arrays(checkpoint, content.weights)
-        self._constants = self._arrays(checkpoint, content.constants)
+        try:
+            self._weights = {key: stored_weight(content, key, checkpoint) for key in content.weights}
+            self._constants = {key: checkpoint[name] for key, name in content.constants.items()}
+        except (WeightError, InputError) as error:
+            raise self._invalid(str(error)) from error
         try:
             signature = None if content.signature is None else signature_of(content.signature)
         except ProgramFormatError as error:
@@ -122,12 +124,6 @@ class LoadedModule:
         if first is not None:
             with backend.lock:
                 self._program(first)
-
-    def _arrays(self, checkpoint: MappedCheckpoint, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-        try:
-            return {key: checkpoint[name] for key, name in names.items()}
-        except WeightError as error:
-            raise self._invalid(str(error)) from error
 
     def _invalid(self, problem: str) -> ProgramFormatError:
         return ProgramFormatError(f"'{self._path}' is not a valid module: {problem}")
@@ -177,7 +173,7 @@ class LoadedModule:
     def _own(self, name: str) -> np.ndarray:
         """The weight or constant of that name in the graph."""
         key = self.content.keys[name]
-        return self._weights[key] if key in self._weights else self._constants[key]
+        return to_numpy(self._weights[key]) if key in self._weights else self._constants[key]
 
     def _value(self, given: Any, path: str) -> Value:
         """An argument as an array or device buffer.
@@ -238,7 +234,9 @@ class LoadedModule:
         return self._checked(DeviceProgram(program, saved.outputs, {}, self._memory, self._donors()))
 
     def _compiled(self, key: Key) -> DeviceProgram | MixedPlan:
-        plan = plan_for(self._ir, dict(zip(self._shapes.symbols, key, strict=True)), self.content.dtype)
+        plan = plan_for(
+            self._ir, dict(zip(self._shapes.symbols, key, strict=True)), self.content.dtype, self.content.formats
+        )
         if [part.device for part in plan.partitions] != ["npu"]:
             if plan.reasons:
                 self._need_torch(plan.reasons)
@@ -246,7 +244,9 @@ class LoadedModule:
         program = plan.compile(plan.partitions[0], self.backend.target)
         graph = plan.graph
         others = {name: graph.constants[name] for name in graph.outputs if name in graph.constants}
-        others |= {x: self._weights[next(graph.weights[x].keys())] for x in graph.outputs if x in graph.weights}
+        others |= {
+            x: to_numpy(self._weights[next(graph.weights[x].keys())]) for x in graph.outputs if x in graph.weights
+        }
         return self._checked(DeviceProgram(program, graph.outputs, others, self._memory, self._donors()))
 
     def _donors(self) -> set[str]:

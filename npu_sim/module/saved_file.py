@@ -25,6 +25,7 @@ from npu_compiler.errors import InputError, ProgramFormatError, WeightError
 from npu_compiler.files import atomic_file
 from npu_compiler.graph.dtypes import KNOWN_DTYPES, itemsize
 from npu_compiler.graph.model import TensorSpec
+from npu_compiler.graph.quantization import PARTS, QuantizedArray, QuantizedFormat
 from npu_compiler.graph.symbolic import KEY, is_symbolic, specialize
 from npu_compiler.program.codec import pack, unpack
 from npu_compiler.program.views import numel
@@ -35,7 +36,7 @@ from npu_sim.module.signature import Parameter
 from npu_sim.module.structure import InputLeaf, OutputLeaf, Tree
 
 MAGIC = b"NPUMOD"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _HEADER = struct.Struct("<6sHQQ32s32s")
 _ALIGNMENT = 4096
 _PIECE = 2**24  # bytes
@@ -104,6 +105,8 @@ class SavedModule:
         constants: The graph's constants likewise.
         keys: Name in the graph → key, for the weights and constants that are results, and the weights that are changed.
         dtype: The compute dtype that was asked for.
+        formats: Key → how the device stores the weight, where that is in few bits. The file has the parts of such a
+            weight instead of the tensor (see `part_name`), unless the tensor is a result or is changed.
         signature: The parameters of the module's `forward`, where they are known.
         positional: The structure of each positional argument; `keywords`: of each keyword argument.
         inputs: The leaves of all arguments, in order.
@@ -121,6 +124,7 @@ class SavedModule:
     constants: dict[str, str]
     keys: dict[str, str]
     dtype: str | None
+    formats: dict[str, QuantizedFormat]
     signature: tuple[Parameter, ...] | None
     positional: tuple[Tree, ...]
     keywords: dict[str, Tree]
@@ -233,12 +237,43 @@ def _check(module: SavedModule, checkpoint: MappedCheckpoint) -> None:
     if module.result.size != len(module.outputs):
         raise ProgramFormatError("its result has another number of leaves than its structure")
     missing = {*module.weights.values(), *module.constants.values()} - checkpoint.keys()
+    missing -= {module.weights[key] for key in module.weights if has_parts(module, key, checkpoint)}
     missing |= set(module.keys.values()) - module.weights.keys() - module.constants.keys()
     missing |= {leaf.source for leaf in module.outputs if leaf.source is not None} - {*inputs, *module.keys}
     stored = {name for name, key in module.keys.items() if key in module.weights}
     missing |= {name for _, name in module.written} - {*inputs, *stored}
     if missing:
         raise ProgramFormatError(f"it refers to tensors that it does not hold: {', '.join(sorted(map(repr, missing)))}")
+
+
+def part_name(name: str, part: str) -> str:
+    """The name in a file of a part of a weight in few bits."""
+    return f"{name} ({part})"
+
+
+def has_parts(module: SavedModule, key: str, checkpoint: MappedCheckpoint) -> bool:
+    """Whether the file holds a weight in few bits."""
+    return key in module.formats and part_name(module.weights[key], "codes") in checkpoint
+
+
+def stored_weight(module: SavedModule, key: str, checkpoint: MappedCheckpoint) -> np.ndarray | QuantizedArray:
+    """A weight as the file holds it.
+
+    Raises:
+        WeightError: it has no such tensor, or one of a dtype that is not known.
+        InputError: the parts of a weight do not fit each other.
+    """
+    name = module.weights[key]
+    if not has_parts(module, key, checkpoint):
+        return checkpoint[name]
+    format = module.formats[key]
+    parts = {x: checkpoint[part_name(name, x)] for x in PARTS if part_name(name, x) in checkpoint}
+    codes = parts["codes"]
+    if codes.ndim != 2:
+        raise InputError(f"'{key}' is stored as {format}, but its codes are {list(codes.shape)}")
+    if "scales" not in parts:
+        raise InputError(f"'{key}' is stored as {format}, but has no scales")
+    return QuantizedArray(format, (codes.shape[0], codes.shape[1] * 8 // format.bits), **parts)
 
 
 def _table(tensors: Mapping[str, StoredTensor]) -> bytes:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
 from npu_compiler.version import __version__
 from npu_runtime.torch_arrays import tensor_to_numpy
 from npu_sim.module.report import OffDevice
@@ -22,6 +23,7 @@ from npu_sim.module.saved_file import (
     SavedProgram,
     StoredTensor,
     Symbol,
+    part_name,
     write_module,
 )
 from npu_sim.module.shapes import Key
@@ -41,6 +43,8 @@ def save_module(
     titles: Mapping[str, str],
     dtype: str | None,
     runners: Mapping[Key, Runner],
+    formats: Mapping[str, QuantizedFormat],
+    stored: Mapping[str, QuantizedArray],
 ) -> None:
     """Write a `.npumod`.
 
@@ -49,6 +53,8 @@ def save_module(
         titles: Symbol → what messages call it.
         dtype: The compute dtype that was asked for.
         runners: The programs that were made so far.
+        formats: Key → how the device stores the weight, where that is in few bits.
+        stored: The weights that are in few bits already.
 
     Raises:
         InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
@@ -56,12 +62,15 @@ def save_module(
     ir = traced.ir
     read = _read_keys(traced)
     tensors, names = _stored({key: value for key, value in weights.items() if key in read})
+    whole = {names.get(key) for name, key in ir["weight_name_mapping"].items() if name in _results(traced)}
+    whole |= {name for key, name in names.items() if formats.get(key) != formats.get(name)}
+    for name in formats.keys() & tensors.keys() - whole:
+        tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))
     constants = {key: f"constant {key}" for key in traced.constants}
     for key, name in constants.items():
         tensors[name] = _array(np.asarray(ir["constants"][key]["data"]), ir["constants"][key])
     outputs, results = _computed(traced)
     positional, keywords = argument_structures(traced.in_spec)
-    sources = {leaf.source for leaf in results} | {name for _, name in traced.written}
     emptied = {key: {**ir["constants"][key], "data": None} for key in constants}
     plain = {**ir, "graph_outputs": outputs, "constants": emptied}
     module = SavedModule(
@@ -72,8 +81,9 @@ def save_module(
         symbols=tuple(_symbol(name, titles[name], *limits) for name, limits in traced.ranges.items()),
         weights=names,
         constants=constants,
-        keys={name: key for name, key in ir["weight_name_mapping"].items() if name in sources},
+        keys={name: key for name, key in ir["weight_name_mapping"].items() if name in _results(traced)},
         dtype=dtype,
+        formats={key: format for key, format in formats.items() if key in names},
         signature=None if signature is None else parameters_of(signature),
         positional=tuple(structure.tree() for structure in positional),
         keywords={name: structure.tree() for name, structure in keywords.items()},
@@ -85,6 +95,23 @@ def save_module(
         programs=() if traced.views else _programs(runners),
     )
     write_module(path, module, tensors)
+
+
+def _results(traced: Trace) -> set[str | None]:
+    """The names in the graph of what a call returns as it is, or changes."""
+    return {leaf.source for leaf in _computed(traced)[1]} | {name for _, name in traced.written}
+
+
+def _parts(
+    key: str, tensor: StoredTensor, format: QuantizedFormat, stored: QuantizedArray | None
+) -> dict[str, StoredTensor]:
+    """What to write of a weight in few bits, which is quantized when its first part is written if it is not yet."""
+    whole = cache(lambda: stored or quantize(tensor.read(), format))
+    shapes = format.parts((tensor.shape[0], tensor.shape[1]))
+    return {
+        part_name(key, part): StoredTensor(dtype, shape, lambda part=part: whole().part(part))  # type: ignore[misc]
+        for part, (shape, dtype) in shapes.items()
+    }
 
 
 def _computed(traced: Trace) -> tuple[list[dict[str, Any]], tuple[OutputLeaf, ...]]:

@@ -385,5 +385,5 @@ def _ranges(exported: ExportedProgram) -> dict[str, tuple[int, int | None]]:
         if not symbol.is_Symbol or str(symbol).startswith(UNBACKED):
             continue  # of an expression of others, or dependent on data, which is refused where it is read
         upper = limits.upper
-        ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_finite else None)
+        ranges[str(symbol)] = (int(limits.lower), int(upper) if upper.is_Integer else None)
     return ranges

@@ -104,7 +104,7 @@ def test_function_constants_are_those_the_backend_sets(name: str) -> None:
     found = re.findall(r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]", text)
     numbers = [number for *_, number in found]
     assert len(set(numbers)) == len(numbers), "two function constants of one number"
-    declared = [decl for decl in KERNELS.values() if decl.source == name]
+    declared = [decl for decl in KERNELS.values() if f'#line 1 "{name}"' in shader_source(decl.source)]
     flags = {
         field: "bool" if fmt == "?" else "uint"
         for decl in declared
@@ -112,8 +112,12 @@ def test_function_constants_are_those_the_backend_sets(name: str) -> None:
         if fmt[0] in "?s"
     }
     operands = {x.name for decl in declared for x in (*decl.inputs, *decl.outputs)} | {"a", "b", "c", "out"}
-    types = {f"{x}_type": "uint" for x in operands} | {f"has_{x}": "bool" for x in operands}
-    known = {**BUILTIN_CONSTANTS, **flags, **types}
+    known = {
+        **BUILTIN_CONSTANTS,
+        **flags,
+        **{f"{x}_type": "uint" for x in operands},
+        **{template.format(x): "bool" for x in operands for template in ("has_{}", "{}_vectorized")},
+    }
     assert [(kind, constant) for kind, constant, _ in found if known.get(constant) != kind] == []
 
 
@@ -122,6 +126,7 @@ def test_function_constants_are_those_the_backend_sets(name: str) -> None:
     [
         ("common.metal", "MAX_RANK", MAX_RANK),
         ("common.metal", "SIMD_WIDTH", metal_dispatch.SIMD_WIDTH),
+        ("quantized.metal", "CHUNK_BYTES", metal_dispatch.CODE_BYTES),
         ("conv_bn_relu.metal", "BLOCK_CHANNELS", METAL_GPU.channel_tile),
         ("conv_bn_relu.metal", "BLOCK_PIXELS", metal_dispatch.CONV_PIXELS),
         ("conv_bn_relu.metal", "DIRECT_PIXELS", metal_dispatch.DIRECT_PIXELS),

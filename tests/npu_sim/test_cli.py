@@ -49,6 +49,7 @@ COMMANDS = [
     "trust",
     "generate",
     "classify",
+    "quantize",
     "bench",
     "doctor",
 ]

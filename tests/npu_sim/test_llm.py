@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -196,8 +197,10 @@ def test_steady_decoding_allocates_and_prepares_nothing(llama: Checkpoint) -> No
     assert after.pop("runs") == before.pop("runs") + 5 and after == before
 
 
-def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint) -> None:
-    model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=METAL_DEVICE)
+@pytest.mark.parametrize("quantization", [None, "int4", "int8", "fp8"])
+def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint, quantization: str | None) -> None:
+    checkpoint = replace(llama, quantization=quantization)
+    model = LanguageModel(checkpoint, cache_length=CACHE, chunk=CHUNK, device=METAL_DEVICE)
     model.prefill([3, 1, 4])
     model.decode(1)
     counters = model.device.backend.counters
@@ -206,6 +209,17 @@ def test_steady_decoding_on_metal_is_one_command_buffer(llama: Checkpoint) -> No
     steady = {name: count - before.get(name, 0) for name, count in counters.items() if count != before.get(name, 0)}
     launches = len(model.decode_program.kernels)
     assert steady == {"command_buffers": 1, "encoders": 1, "dispatches": launches}
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_metal_computes_with_weights_in_few_bits_as_the_cpu_does(llama: Checkpoint, quantization: str) -> None:
+    checkpoint, logits = replace(llama, quantization=quantization), {}
+    for device in ("cpu", METAL_DEVICE):
+        model = LanguageModel(checkpoint, cache_length=CACHE, chunk=CHUNK, device=device)
+        logits[device] = np.stack([model.prefill(range(10, 10 + CHUNK + 1)), model.decode(5)])
+    np.testing.assert_allclose(logits[METAL_DEVICE], logits["cpu"], atol=2e-3 * np.abs(logits["cpu"]).max())
+    dense = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device="cpu").prefill(range(10, 10 + CHUNK + 1))
+    assert np.abs(dense - logits["cpu"][0]).max() > 2e-3 * np.abs(dense).max(), "the weights were not rounded"
 
 
 @pytest.mark.gpu

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import npu_compiler
 from benchmarks.dispatches import CACHE_LENGTH, DOCUMENT, LAYERS, PROMPT, measure, qwen, table, traffic
+from npu_compiler.graph.quantization import NAMED_FORMATS
 from npu_compiler.program.describe import summary
+from npu_compiler.program.target import MetalCodegenTarget
 from npu_sim.llm import Checkpoint, LanguageModel
 
 SHORT_PROMPT = 32
@@ -43,6 +45,20 @@ def test_a_decode_step_is_few_launches_and_moves_little_more_than_it_must() -> N
     assert least.weights == figures["weight bytes"]
     assert least.cache == LAYERS * 2 * 2 * CACHE_LENGTH * 128 * 2
     assert least.floor < int(figures["bytes moved"]) <= 1.1 * least.floor
+
+
+def test_metal_decodes_4_bit_weights_with_the_launches_of_16_bits_and_reads_each_byte_once() -> None:
+    ir, target = qwen_step(1), MetalCodegenTarget()
+    config, int4 = qwen(), NAMED_FORMATS["int4"]
+    program = npu_compiler.compile(ir, target, quantization="int4")
+    assert len(program.kernels) == len(npu_compiler.compile(ir, target).kernels)
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.hidden_size
+    with_keys_and_values = heads + 2 * config.num_key_value_heads * 128
+    shapes = ((with_keys_and_values, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner))
+    packed = LAYERS * sum(int4.size_bytes(shape) for shape in shapes)
+    table = NAMED_FORMATS["int8"].size_bytes((config.vocab_size, hidden))  # which embedding and head share
+    floor = packed + table + traffic(program).cache
+    assert floor < int(summary(program.plan)["bytes moved"]) <= 1.02 * floor
 
 
 @pytest.mark.slow

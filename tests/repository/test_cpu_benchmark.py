@@ -18,7 +18,7 @@ from benchmarks.cpu_llama import write_gguf
 from benchmarks.cpu_machine import Rates, level, limit_threads, usable_cores
 from benchmarks.cpu_models import NETWORKS
 from benchmarks.cpu_network import NetworkContenders
-from benchmarks.cpu_page import LANGUAGE_TASKS, best, document, draw, ratio
+from benchmarks.cpu_page import LANGUAGE_TASKS, QUANTIZED_TASKS, best, document, draw, ratio
 from benchmarks.figures import Figure, Run, load_run
 from benchmarks.timing import LEAST_ROUNDS, interleave
 
@@ -53,6 +53,18 @@ def run() -> Run:
 def test_quantized_weights_do_not_make_a_best_peer(run: Run) -> None:
     assert best(run.figures[0], ours=False) == ("llama.cpp BF16", 20.0)
     assert ratio(run.figures[0]) == 1.25
+
+
+def test_weights_in_few_bits_have_a_table_of_their_own(run: Run) -> None:
+    times = {"npu-sim": 5.0, "llama.cpp": 10.0}
+    figures = [
+        figure("q4_1", "Small Q4_1", {"cache": 1024, "position": 128}, times),
+        figure("q4_1", "Small Q4_1", {"tokens": 512}, times),
+    ]
+    page = document([replace(run, figures=[*run.figures, *figures])], "cpu.svg")
+    assert page.count("| X1 9000, avx2, 2 threads: ms |") == 3
+    assert "| Small Q4_1 decode | **5.000** | 10.0 | 5.000 | llama.cpp | 2.00 |" in page
+    assert "| Small Q4_1 prefill of 512 | **5.000** | 10.0 | 5.000 | llama.cpp | 2.00 |" in page
 
 
 def test_a_wrong_contender_is_marked_and_does_not_count(run: Run) -> None:
@@ -109,7 +121,7 @@ def test_results_of_another_machine_are_not_merged(run: Run) -> None:
 
 def test_all_tasks_are_known_to_what_measures_them() -> None:
     assert cpu.NETWORK_TASKS == tuple(NETWORKS)
-    assert set(LANGUAGE_TASKS) == set(cpu.TASKS) - set(NETWORKS)
+    assert {*LANGUAGE_TASKS, *QUANTIZED_TASKS} == set(cpu.TASKS) - set(NETWORKS)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import torch
 
 import metal_emulator
 from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
@@ -131,7 +132,7 @@ def run_case(case: Case, backend: Backend, dtype: str, seed: int) -> None:
     else:
         reference_launch(call, sources, reference)()
 
-    buffers = [backend.allocate_buffer(m.data) for m in (*ins, *outs)]
+    buffers = [backend.allocate_buffer(m.data, spec=m.spec) for m in (*ins, *outs)]
     inputs, outputs = buffers[: len(ins)], buffers[len(ins) :]
     run = _prepare(call, backend, {m.view.buffer: b for m, b in zip((*ins, *outs), buffers, strict=True)})
     run()
@@ -232,6 +233,11 @@ class _Memory:
         self.used[inner.reshape(-1)] = True
         if not poison:
             self.data[inner] = _values(operand, dtype, rng)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Of the whole memory, stored in the dtype that it has."""
+        return TensorSpec(self.view.buffer, self.data.shape, self.view.dtype, self.view.dtype)
 
 
 def _values(operand: T, dtype: str, rng: np.random.Generator) -> np.ndarray:

@@ -8,11 +8,19 @@ from npu_runtime.cpu.native.matmul import matmul
 from npu_runtime.cpu.native.movement import copy, embedding, index_copy, index_copy_pair
 from npu_runtime.cpu.native.norm import layer_norm, rms_norm, softmax
 from npu_runtime.cpu.native.pointwise import activation, activation_mul, add, cast, mul
+from npu_runtime.cpu.native.quantized import (
+    PackedQuantized,
+    pack_quantized,
+    quantized_embedding,
+    quantized_gated_linear,
+    quantized_linear,
+)
 from npu_runtime.cpu.native.rope import rope
 
 __all__ = [
     "NativeLaunch",
     "NativeSequence",
+    "PackedQuantized",
     "PackedWeight",
     "activation",
     "activation_mul",
@@ -31,6 +39,10 @@ __all__ = [
     "matmul",
     "mul",
     "pack_linear_weight",
+    "pack_quantized",
+    "quantized_embedding",
+    "quantized_gated_linear",
+    "quantized_linear",
     "rms_norm",
     "rope",
     "softmax",

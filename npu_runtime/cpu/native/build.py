@@ -67,6 +67,7 @@ _UNITS = (
     ("attention", "rope", "movement"),
     ("conv_integer", "conv_integer_depthwise", "integer_finish", "integer_maps"),
     ("conv_integer_winograd", "integer_gemm"),
+    ("quantized", "quantized_panels"),
 )
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
 _one_at_a_time = threading.Lock()

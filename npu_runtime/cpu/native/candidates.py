@@ -11,6 +11,7 @@ from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.native import NativeLaunch, integer
 from npu_runtime.cpu.native import conv as native_conv
+from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 
 Accelerator: TypeAlias = Callable[[ArrayCall], NativeLaunch | None]
 _ACCELERATORS: dict[str, Accelerator] = {}
@@ -61,6 +62,43 @@ def _gated_linear(call: ArrayCall) -> NativeLaunch | None:
     if weight is None:
         return None
     return native.gated_linear(call.inputs[0], weight, call.at(bias), call.params["activation"], call.out)
+
+
+@_accelerates("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+def _quantized_linear(call: ArrayCall) -> NativeLaunch | None:
+    bias, residual = call.optional(("has_bias", "has_residual"), 3 + call.params["has_offset"])
+    weight = _packed_quantized(call, bias)
+    if weight is None or call.out.shape[0] == 0:
+        return None
+    x, activation = call.inputs[0], call.params["activation"]
+    return native.quantized_linear(x, weight, call.at(bias), call.at(residual), activation, call.out)
+
+
+@_accelerates("quantized_gated_matmul_vec_kernel")
+def _quantized_gated_linear(call: ArrayCall) -> NativeLaunch | None:
+    (bias,) = call.optional(("has_bias",), 3 + call.params["has_offset"])
+    weight = _packed_quantized(call, bias)
+    if weight is None:
+        return None
+    return native.quantized_gated_linear(call.inputs[0], weight, call.at(bias), call.params["activation"], call.out)
+
+
+def _packed_quantized(call: ArrayCall, bias: int | None) -> native.PackedQuantized | None:
+    """The weight, packed; None where it or the bias is not constant."""
+    operands, _ = weight_parts(call.operands, call.params, 1)
+    if not all(part.is_constant for part in operands) or (bias is not None and not call.is_constant(bias)):
+        return None
+    parts, _ = weight_parts(call.inputs, call.params, 1)
+    packed: native.PackedQuantized | None = call.prepared(
+        1, "quantized", lambda _: native.pack_quantized(stored_weight(parts, call.params)), range(2, 1 + len(parts))
+    )
+    return packed
+
+
+@_accelerates("quantized_embedding_kernel")
+def _quantized_embedding(call: ArrayCall) -> NativeLaunch | None:
+    parts, (ids,) = weight_parts(call.inputs, call.params, 0)
+    return native.quantized_embedding(ids, stored_weight(parts, call.params), call.out, bool(call.params["checked"]))
 
 
 @_accelerates("batched_matmul_kernel")

@@ -19,9 +19,9 @@ constexpr int64_t kTogether = 16 * kMaxRows;  // rows whose sums become results 
 template <class X>
 NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
   constexpr int64_t kWidth = 2 * kLanes;
-  const Shorts zeros = Shorts{} + zero;
+  const ShortVec zeros = ShortVec{} + zero;
   const auto put = [&](int64_t i) __attribute__((always_inline)) {
-    const Shorts v = widen_bytes(from + i) - zeros;
+    const ShortVec v = widen_bytes(from + i) - zeros;
     std::memcpy(to + i, &v, sizeof(v));
   };
   const auto put_half = [&](int64_t i) __attribute__((always_inline)) {

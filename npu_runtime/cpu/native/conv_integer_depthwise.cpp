@@ -62,8 +62,8 @@ NPU_INLINE void sum_taps(const Args& a, const At& at, int64_t pairs, int64_t cha
     const auto *first = at(2 * p) + channel, *second = at(2 * p + 1) + channel;
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v)
-      sum[v] = add_products(sum[v], pair_bytes(first + v * kLanes, second + v * kLanes),
-                            load_bits<IVec>(w + 2 * v * kLanes));
+      sum[v] = add_integer_pairs(sum[v], pair_bytes(first + v * kLanes, second + v * kLanes),
+                                 load_bits<ShortVec>(w + 2 * v * kLanes));
   }
   std::memcpy(sums + channel, sum, sizeof(sum));
 }

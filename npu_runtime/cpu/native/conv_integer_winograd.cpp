@@ -31,8 +31,8 @@ struct Tiles {
 };
 
 // rows = B' d of four rows, in each lane.
-NPU_INLINE void transform(Shorts* d, int64_t step) {
-  const Shorts a = d[0], b = d[step], c = d[2 * step], e = d[3 * step];
+NPU_INLINE void transform(ShortVec* d, int64_t step) {
+  const ShortVec a = d[0], b = d[step], c = d[2 * step], e = d[3 * step];
   d[0] = a - c;
   d[step] = b + c;
   d[2 * step] = c - b;
@@ -49,17 +49,17 @@ void transform_tile(const Args& a, const X* image, int64_t y, int64_t x, int64_t
     const bool inside = in_y >= 0 && in_y < a.in_h && in_x >= 0 && in_x < a.in_w;
     at[i] = inside ? image + (in_y * a.in_w + in_x) * channels : nullptr;
   }
-  const Shorts zero = Shorts{} + int16_t(a.zero_point);
+  const ShortVec zero = ShortVec{} + int16_t(a.zero_point);
   for (int64_t c = 0; c < channels; c += 2 * kLanes) {
-    Shorts d[kPoints];
+    ShortVec d[kPoints];
 #pragma GCC unroll 16
-    for (int i = 0; i < kPoints; ++i) d[i] = at[i] ? widen_bytes(at[i] + c) - zero : Shorts{};
+    for (int i = 0; i < kPoints; ++i) d[i] = at[i] ? widen_bytes(at[i] + c) - zero : ShortVec{};
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) transform(d + i, 4);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) transform(d + 4 * i, 1);
 #pragma GCC unroll 16
-    for (int i = 0; i < kPoints; ++i) std::memcpy(to + i * point_stride + c, &d[i], sizeof(Shorts));
+    for (int i = 0; i < kPoints; ++i) std::memcpy(to + i * point_stride + c, &d[i], sizeof(ShortVec));
   }
 }
 

@@ -75,11 +75,11 @@ template <class W>
 void multiply_unpacked(int64_t rows, const typename Step<W>::X* x, int64_t row_stride, const W* panel, int64_t steps,
                        Sums sums, const Range& range);
 
-// The split of m rows into blocks whose sizes differ by one at most, the larger ones first.
+// The split of m rows into blocks of up to `most`, whose sizes differ by one at most, the larger ones first.
 struct RowBlocks {
   int64_t rows, count, least, larger;
-  explicit RowBlocks(int64_t m)
-      : rows(m), count(divide_up(m, kMaxRows)), least(count ? m / count : 0), larger(count ? m % count : 0) {}
+  explicit RowBlocks(int64_t m, int64_t most = kMaxRows)
+      : rows(m), count(divide_up(m, most)), least(count ? m / count : 0), larger(count ? m % count : 0) {}
   int64_t begin(int64_t block) const { return block * least + std::min(block, larger); }
   int64_t size(int64_t block) const { return least + (block < larger); }
   // Where a packed block begins, in steps: after each there is room for what packing writes beyond its end.

@@ -10,12 +10,13 @@ template <int kRows>
 void multiply_rows(const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums) {
   IVec sum[kRows][2] = {};
   const auto step = [&](const int16_t* at, const int16_t* w) __attribute__((always_inline)) {
-    const IVec first = in_register(load_bits<IVec>(w)), second = in_register(load_bits<IVec>(w + 2 * kLanes));
+    const ShortVec first = in_register(load_bits<ShortVec>(w));
+    const ShortVec second = in_register(load_bits<ShortVec>(w + 2 * kLanes));
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));
-      sum[r][0] = add_products(sum[r][0], value, first);
-      sum[r][1] = add_products(sum[r][1], value, second);
+      const ShortVec value = bit_cast<ShortVec>(splat_bits(load_bits<int32_t>(at + r * row_stride)));
+      sum[r][0] = add_integer_pairs(sum[r][0], value, first);
+      sum[r][1] = add_integer_pairs(sum[r][1], value, second);
     }
   };
   int64_t i = 0;

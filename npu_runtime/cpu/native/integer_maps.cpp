@@ -34,9 +34,10 @@ void quantize(const Args& a) {
       for (int64_t c = 0; c < channels; ++c) {
         const int64_t line = (item * channels + c) * plane + y * a.in_w;
         for (int64_t x = 0; x < a.in_w; x += kLanes) {
-          uint8_t codes[kLanes];
+          char codes[kLanes];
           const Vec value = load_any(a.x, static_cast<Dtype>(a.x_type), line + x, a.in_w - x);
-          store_bytes(codes, round(value), kLanes);  // modulo 256, which is right for int8 too
+          if (a.out_type == Stored::u8) store_bytes(reinterpret_cast<uint8_t*>(codes), round(value), kLanes);
+          else store_bytes(reinterpret_cast<int8_t*>(codes), round(value), kLanes);
           const int64_t count = std::min<int64_t>(kLanes, a.in_w - x);
           for (int64_t i = 0; i < count; ++i) out[(x + i) * channels + c] = codes[i];
         }

@@ -1,26 +1,14 @@
 // y = act(x · wᵀ + bias) + residual with a weight that was packed once (see gemm.h for the layout).
-#include "activation.h"
+#include "linear_args.h"
 #include "rows.h"
-#include "scratch.h"
 
 namespace npu {
 namespace {
-
-struct LinearArgs {
-  View x, bias, residual, out;  // bias is float32 and contiguous
-  const void* weight;
-  Dtype weight_dtype;
-  int64_t n, k;
-  Activation activation;
-};
 
 // A slice of K such that a panel's slice of the micro-kernel's type stays in the cache nearest to it that can hold it
 // beside a block of x, while every row block of a task passes over it.
 template <class W>
 constexpr int64_t kSliceSteps = kSliceBytes / (kPanel * Step<W>::kWidth * sizeof(typename Step<W>::X));
-// Bounds a task's accumulators, which wait in L2 from one slice of K to the next, and its part of the output, which is
-// written a panel at a time.
-constexpr int64_t kMaxTaskRows = 96;
 
 template <class Out, Activation activation>
 void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, int64_t column) {
@@ -39,7 +27,7 @@ void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, i
   }
 }
 
-using Finish = void (*)(const LinearArgs&, const float*, int64_t, int64_t, int64_t);
+}  // namespace
 
 Finish finish_for(const LinearArgs& a) {
   Finish result = nullptr;
@@ -50,6 +38,21 @@ Finish finish_for(const LinearArgs& a) {
   });
   return result;
 }
+
+void gate(const LinearArgs& a, const float* row) {
+  const int64_t width = a.n / 2, size[4] = {1, 1, 1, width};
+  with_activation(a.activation, [&](auto tag) {
+    for_runs(size, [&](int64_t, int64_t, int64_t, int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; c += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, end - c);
+        const Vec gate = activate<decltype(tag)::value>(load_n(row + c, count));
+        store_any(a.out.data, a.out.dtype, c, gate * load_n(row + width + c, count), count);
+      }
+    });
+  });
+}
+
+namespace {
 
 // Whether many rows of x are multiplied where they are: interleaving them would only bring them closer together.
 template <class W>
@@ -87,12 +90,7 @@ void run_stream(const LinearArgs& a, const typename Step<W>::X* x, int64_t rows,
   const W* weight = static_cast<const W*>(a.weight);
   const int64_t panels = divide_up(a.n, kPanel), panel_size = steps * Step<W>::kWidth * kPanel;
   const Finish finish = finish_for(a);
-  // Neighbouring panels are one stream, which the hardware prefetchers follow only while one thread stays on it: with
-  // claims of 32 KiB the kernel reached 85% of the best read bandwidth measured (54 GB/s with two threads of a Zen 4
-  // server, 36 GB/s when its neighbours are busy), with 256 KiB it reaches 95 to 100%.
-  const int64_t bytes = panels * panel_size * int64_t(sizeof(W));
-  const int64_t claims = std::max<int64_t>(4 * num_threads(), bytes >> 18);
-  const int64_t grain = divide_up(panels, claims);
+  const int64_t grain = stream_grain(panels, panel_size * int64_t(sizeof(W)));
   parallel_for(panels, grain, [&](int64_t begin, int64_t end, int) {
     alignas(64) float tile[kMaxRows * kPanel];
     for (int64_t p = begin; p < end; ++p) {
@@ -148,33 +146,15 @@ void run_blocked(const LinearArgs& a, const typename Step<W>::X* x, const RowBlo
   });
 }
 
-// Many rows on the matrix unit, which reads x where it is. A task is one panel and a range of row blocks; the last block
-// begins early enough to be whole, and leaves out the rows that another has finished.
-void run_tiles(const LinearArgs& a, int64_t steps) {
-  const bf16 *x = reinterpret_cast<const bf16*>(a.x.data), *weight = static_cast<const bf16*>(a.weight);
-  const int64_t rows = a.x.size[2], blocks = divide_up(rows, kTileRows), panels = divide_up(a.n, kPanel);
-  const int64_t row_tasks = std::clamp<int64_t>(divide_up(8 * num_threads(), panels), divide_up(rows, kMaxTaskRows), blocks);
-  const Finish finish = finish_for(a);
-  parallel_for(row_tasks * panels, 1, [&](int64_t begin, int64_t end, int) {
-    [[maybe_unused]] const TileState state;
-    alignas(64) float sums[kTileRows * kPanel];
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t panel = task % panels, row_task = task / panels;
-      for (int64_t b = blocks * row_task / row_tasks; b < blocks * (row_task + 1) / row_tasks; ++b) {
-        const int64_t row = b * kTileRows, first = std::min(row, rows - kTileRows);
-        multiply_tiles(x + first * a.x.stride[2], a.x.stride[2], weight + panel * steps * 2 * kPanel, steps, sums);
-        finish(a, sums + (row - first) * kPanel, row, first + kTileRows - row, panel * kPanel);
-      }
-    }
-  });
-}
-
 void linear(const LinearArgs& a) {
-  with_type(a.weight_dtype, [&](auto* type) {
+  with_type(a.x.dtype, [&](auto* type) {
     using W = std::remove_pointer_t<decltype(type)>;
     const int64_t steps = divide_up(a.k, Step<W>::kWidth);
     if constexpr (kHasTiles && std::is_same_v<W, bf16>) {
-      if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) return run_tiles(a, steps);
+      if (a.x.size[2] >= kTileRows && a.k % (2 * kTileSteps) == 0 && tiles_allowed()) {
+        const W* weight = static_cast<const W*>(a.weight);
+        return run_tiles(a, steps, kMaxTaskRows, [&](int64_t panel) { return weight + panel * steps * 2 * kPanel; });
+      }
     }
     const RowBlocks blocks(a.x.size[2]);
     if (blocks.count == 1) return run_stream<W>(a, packed_x<W>(a, blocks, steps), blocks.rows, steps);
@@ -183,24 +163,7 @@ void linear(const LinearArgs& a) {
   });
 }
 
-// One row of two products, the gate's and the other's, one after the other in the weight: out = act(first) * second.
-void gated_linear(const LinearArgs& a) {
-  float* row = result_scratch().get<float>(a.n * sizeof(float));
-  LinearArgs product = a;
-  product.activation = Activation::none;
-  product.out = {reinterpret_cast<char*>(row), Dtype::f32, {1, 1, 1, a.n}, {a.n, a.n, a.n, 1}};
-  linear(product);
-  const int64_t width = a.n / 2, size[4] = {1, 1, 1, width};
-  with_activation(a.activation, [&](auto tag) {
-    for_runs(size, [&](int64_t, int64_t, int64_t, int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; c += kLanes) {
-        const int64_t count = std::min<int64_t>(kLanes, end - c);
-        const Vec gate = activate<decltype(tag)::value>(load_n(row + c, count));
-        store_any(a.out.data, a.out.dtype, c, gate * load_n(row + width + c, count), count);
-      }
-    });
-  });
-}
+void gated_linear(const LinearArgs& a) { run_gated(a, linear); }
 
 struct PackArgs {
   View weight;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +14,17 @@ from npu_runtime.cpu.native.memory import weight_memory
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+
+
+class Packed(Protocol):
+    """A weight [n, k] in a layout of the native kernels."""
+
+    @property
+    def data(self) -> np.ndarray: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -29,14 +41,15 @@ class _PackArgs(ctypes.Structure):
     _fields_ = [("weight", View), ("packed", ctypes.c_void_p)]
 
 
-class _LinearArgs(ctypes.Structure):
+class LinearArgs(ctypes.Structure):
+    """Operands of a product with a packed weight (`LinearArgs` in linear_args.h)."""
+
     _fields_ = [
         ("x", View),
         ("bias", View),
         ("residual", View),
         ("out", View),
         ("weight", ctypes.c_void_p),
-        ("weight_dtype", ctypes.c_int64),
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
         ("activation", ctypes.c_int64),
@@ -68,19 +81,11 @@ def linear(
     Rows of x, residual and out may be any distance apart; x has the weight's dtype, the others any. The bias is read
     now, not when the launch runs.
     """
-    matrices = [t for t in (x, residual, out) if t is not None]
-    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
+    if x.dtype != weight.dtype:
         return None
-    rows, n = x.shape[0], weight.n
-    if x.dtype != weight.dtype or x.shape[1] != weight.k or rows == 0 or out.shape != (rows, n):
-        return None
-    if activation not in ACTIVATIONS or (residual is not None and residual.shape != out.shape):
-        return None
-    if bias is not None and bias.size != n:
-        return None
-    bias = _float_vector(bias)
-    args = _linear_args(x, weight, bias, residual, activation, out)
-    return launch("linear", args, x, weight, bias, residual, out)
+    bias = float_vector(bias)
+    args = linear_args(x, weight, bias, residual, activation, out)
+    return None if args is None else launch("linear", args, x, weight, bias, residual, out)
 
 
 def gated_linear(
@@ -90,35 +95,65 @@ def gated_linear(
 
     x has the weight's dtype, out any. The bias is read now, not when the launch runs.
     """
-    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
+    if x.dtype != weight.dtype:
         return None
-    if x.dtype != weight.dtype or x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:
-        return None
-    if activation not in ACTIVATIONS or (bias is not None and bias.size != weight.n):
-        return None
-    bias = _float_vector(bias)
-    return launch("gated_linear", _linear_args(x, weight, bias, None, activation, out), x, weight, bias, out)
+    bias = float_vector(bias)
+    args = gated_linear_args(x, weight, bias, activation, out)
+    return None if args is None else launch("gated_linear", args, x, weight, bias, out)
 
 
-def _float_vector(bias: np.ndarray | None) -> np.ndarray | None:
+def float_vector(bias: np.ndarray | None) -> np.ndarray | None:
+    """The bias as the products read it."""
     return None if bias is None else bias.reshape(-1).astype(np.float32)
 
 
-def _linear_args(
+def linear_args(
     x: np.ndarray,
-    weight: PackedWeight,
+    weight: Packed,
     bias: np.ndarray | None,
     residual: np.ndarray | None,
     activation: str,
     out: np.ndarray,
-) -> _LinearArgs:
-    return _LinearArgs(
+) -> LinearArgs | None:
+    """The arguments of a product; None where there is no kernel for them. The bias is one of `float_vector`."""
+    matrices = [t for t in (x, residual, out) if t is not None]
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in matrices):
+        return None
+    rows = x.shape[0]
+    if x.shape[1] != weight.k or rows == 0 or out.shape != (rows, weight.n):
+        return None
+    if activation not in ACTIVATIONS or (residual is not None and residual.shape != out.shape):
+        return None
+    if bias is not None and bias.size != weight.n:
+        return None
+    return LinearArgs(
         operand(x),
         operand(bias),
         operand(residual),
         operand(out),
         address(weight.data),
-        DTYPES[weight.dtype],
+        weight.n,
+        weight.k,
+        ACTIVATIONS[activation],
+    )
+
+
+def gated_linear_args(
+    x: np.ndarray, weight: Packed, bias: np.ndarray | None, activation: str, out: np.ndarray
+) -> LinearArgs | None:
+    """As `linear_args`, for the product of one row with a gate's weight and another one's, which follows it."""
+    if any(t.ndim != 2 or t.dtype not in DTYPES or not has_contiguous_rows(t) for t in (x, out)):
+        return None
+    if x.shape != (1, weight.k) or out.shape != (1, weight.n // 2) or weight.n % 2:
+        return None
+    if activation not in ACTIVATIONS or (bias is not None and bias.size != weight.n):
+        return None
+    return LinearArgs(
+        operand(x),
+        operand(bias),
+        operand(None),
+        operand(out),
+        address(weight.data),
         weight.n,
         weight.k,
         ACTIVATIONS[activation],

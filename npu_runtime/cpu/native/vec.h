@@ -112,6 +112,17 @@ NPU_INLINE T load_bits(const void* p) {
 
 NPU_INLINE Vec abs(Vec x) { return bit_cast<Vec>(bit_cast<UVec>(x) & 0x7fffffffu); }
 
+// The value, in a register from here on: g++ would rather load it at each use, or compute it later.
+template <class V>
+NPU_INLINE V in_register(V value) {
+#if defined(__x86_64__)
+  asm("" : "+v"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+  return value;
+}
+
 using LaneSequence = std::make_integer_sequence<int, kLanes>;
 template <int... i>
 NPU_INLINE Vec splat(float value, std::integer_sequence<int, i...>) {
@@ -297,42 +308,48 @@ inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
 #endif
 
-// Integers: a lane holds a pair of int16. sum + a.low * b.low + a.high * b.high, which wraps.
-typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
-NPU_INLINE IVec add_products(IVec sum, IVec a, IVec b) {
+// Pairs of 16-bit integers, one in each half of a lane: sum + a.low * b.low + a.high * b.high.
+typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
+// Whether these products of integers are faster than as many of floats.
+#if defined(NPU_X86)
+inline constexpr bool kHasIntegerPairs = true;
+#else
+inline constexpr bool kHasIntegerPairs = false;
+#endif
+NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
 #if defined(NPU_AVX512) && defined(__AVX512VNNI__)
   return bit_cast<IVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
-#elif defined(NPU_AVX512)
-  return sum + bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(NPU_X86)
+#if defined(NPU_AVX512)
+  sum += bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 #elif defined(NPU_AVX2)
   sum += bit_cast<IVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
-  asm volatile("" : "+x"(sum));  // products that wait for their sums would take the registers of other sums
-  return sum;
-#elif defined(NPU_X86)
-  return sum + bit_cast<IVec>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
 #else
-  const UVec low = bit_cast<UVec>((a << 16 >> 16) * (b << 16 >> 16)), high = bit_cast<UVec>((a >> 16) * (b >> 16));
-  return bit_cast<IVec>(bit_cast<UVec>(sum) + low + high);
+  sum += bit_cast<IVec>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
+#endif
+  return in_register(sum);  // g++ would put additions off until the products no longer fit into registers
+#elif defined(__aarch64__)
+  const int16x8_t x = bit_cast<int16x8_t>(a), y = bit_cast<int16x8_t>(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+  return sum + bit_cast<IVec>(vpaddq_s32(low, high));
+#else
+  const IVec x = bit_cast<IVec>(a), y = bit_cast<IVec>(b);
+  return sum + (x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
-// A value that stays in its register, instead of being read again wherever it is used.
-NPU_INLINE IVec in_register(IVec value) {
-#if defined(NPU_AVX2)
-  asm("" : "+x"(value));
-#endif
-  return value;
-}
+
 NPU_INLINE IVec splat_bits(int32_t value) { return IVec{} + value; }
 
 template <class Whole, class Pairs, int... i>
-NPU_INLINE IVec pair_bytes(Whole first, Whole second, std::integer_sequence<int, i...>) {
-  const Pairs pairs = __builtin_shufflevector(first, second, i / 2 + i % 2 * kLanes..., (kLanes + i) / 2 + i % 2 * kLanes...);
-  return bit_cast<IVec>(__builtin_convertvector(pairs, Shorts));
+NPU_INLINE ShortVec pair_bytes(Whole first, Whole second, std::integer_sequence<int, i...>) {
+  const Pairs pairs =
+      __builtin_shufflevector(first, second, i / 2 + i % 2 * kLanes..., (kLanes + i) / 2 + i % 2 * kLanes...);
+  return __builtin_convertvector(pairs, ShortVec);
 }
 
 // The bytes of `first` and `second` in turns, kLanes of each, as pairs of int16.
 template <class T>
-NPU_INLINE IVec pair_bytes(const T* first, const T* second) {
+NPU_INLINE ShortVec pair_bytes(const T* first, const T* second) {
   typedef T Whole __attribute__((vector_size(kLanes)));
   typedef T Pairs __attribute__((vector_size(2 * kLanes)));
   return pair_bytes<Whole, Pairs>(load_bits<Whole>(first), load_bits<Whole>(second), LaneSequence());
@@ -340,9 +357,9 @@ NPU_INLINE IVec pair_bytes(const T* first, const T* second) {
 
 // 2 * kLanes bytes as int16.
 template <class T>
-NPU_INLINE Shorts widen_bytes(const T* p) {
+NPU_INLINE ShortVec widen_bytes(const T* p) {
   typedef T Narrow __attribute__((vector_size(2 * kLanes)));
-  return __builtin_convertvector(load_bits<Narrow>(p), Shorts);
+  return __builtin_convertvector(load_bits<Narrow>(p), ShortVec);
 }
 
 // The first `count` bytes, fewer than kLanes.

@@ -1,0 +1,278 @@
+"""What quantizing costs a language model: perplexity, and the divergence from the model that it was, on real English.
+
+    python -m benchmarks.quality --text alice29.txt lcet10.txt --calibrate lee_background.cor --json docs/quality.json
+
+PyTorch computes in float32 with the dequantized weights, so that the figures are those of the weights alone. All
+variants read the same windows in turn; the results so far are in the JSON file after each window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_compiler.graph.quantization import QuantizedFormat
+from npu_runtime.packing import to_numpy
+from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_sim.llm import Checkpoint, load_checkpoint
+from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.quantizing.layerwise import Layerwise
+from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers
+
+SOURCES = {
+    "alice29.txt": "Lewis Carroll, Alice's Adventures in Wonderland (tests/testdata of brotli 1.2.1's sdist on PyPI)",
+    "lcet10.txt": "Workshop on Electronic Texts, proceedings (tests/testdata of brotli 1.2.1's sdist on PyPI)",
+    "lee_background.cor": "300 news articles (gensim/test/test_data of gensim 4.4.0's wheel on PyPI)",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to quantize: a format, and whether rounding errors are compensated (`gptq`) or not (`rtn`)."""
+
+    format: QuantizedFormat
+    method: str
+
+    @property
+    def name(self) -> str:
+        codes = {"float8_e4m3": "fp8"}.get(self.format.codes, self.format.codes)
+        scope = f"groups of {self.format.group}" if self.format.group else "a scale per row"
+        zeros = ", zero points" if self.format.offsets == "zero_point" else ""
+        return f"{codes}, {scope}{zeros}, {self.method}"
+
+
+def _int4(group: int, method: str, offsets: str = "zero_point") -> Variant:
+    return Variant(QuantizedFormat("int4", group, "bfloat16", offsets), method)
+
+
+VARIANTS = {
+    "int8": Variant(QuantizedFormat("int8", 0, "bfloat16"), "rtn"),
+    "fp8": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "rtn"),
+    "int8-gptq": Variant(QuantizedFormat("int8", 0, "bfloat16"), "gptq"),
+    "fp8-gptq": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq"),
+    "int4-64-rtn": _int4(64, "rtn"),
+    "int4-32": _int4(32, "gptq"),
+    "int4-64": _int4(64, "gptq"),
+    "int4-64-symmetric": _int4(64, "gptq", "none"),
+    "int4-192": _int4(192, "gptq"),
+}
+
+
+@dataclass
+class Figure:
+    """The quality of one variant over the windows read so far.
+
+    Attributes:
+        bits: Of a weight of a linear layer, with its share of scales and zero points.
+        megabytes: Of the whole model.
+        log_likelihood: Sum over all predicted tokens, in nats.
+        divergence: Sum of the Kullback-Leibler divergences of the next token's distribution from the reference's.
+        agreement: Number of tokens for which the most probable next token is the reference's.
+        tokens: Number of predicted tokens.
+    """
+
+    variant: str
+    bits: float
+    megabytes: float
+    log_likelihood: float = 0.0
+    divergence: float = 0.0
+    agreement: int = 0
+    tokens: int = 0
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.log_likelihood / self.tokens)
+
+
+@dataclass
+class Quality:
+    """A run: the machine, the texts, the reference and the variants."""
+
+    machine: dict[str, Any]
+    figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def reference(self) -> Figure:
+        return self.figures[0]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def load_quality(path: Path) -> Quality:
+    """A run that `Quality.save` wrote."""
+    data = json.loads(path.read_text("utf-8"))
+    return Quality(data["machine"], [Figure(**figure) for figure in data["figures"]])
+
+
+Weights = dict[str, torch.Tensor]
+
+
+def dense_model(checkpoint: Checkpoint, device: str) -> Any:
+    """The Hugging Face module in float32, with the checkpoint's weights."""
+    model = meta_model(checkpoint).to_empty(device=device)
+    state = state_with_buffers(checkpoint)
+    tensors = {name: numpy_to_tensor(to_numpy(state[name])).float().to(device) for name in state}
+    model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    model.model.rotary_emb.inv_freq = tensors["model.rotary_emb.inv_freq"]
+    return model.eval()
+
+
+def quantize_all(checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor) -> Iterator[tuple[Figure, Weights]]:
+    """Each variant's figure, with its sizes, and its dequantized weights."""
+    whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
+    for name in names:
+        variant, network = VARIANTS[name], Layerwise(checkpoint)
+        calibrated = variant.method == "gptq"
+        found = quantized_layers(network, variant.format, ids if calibrated else None, compensate=calibrated)
+        weights, stored = {}, 0
+        for array, layer in found:
+            weights[layer.name] = numpy_to_tensor(array.dequantize())
+            stored += array.size_bytes
+        elements = sum(n * k for n, k in network.shapes.values())
+        size = (whole - 2 * elements + stored) / 1e6
+        print(f"{variant.name}: {8 * stored / elements:.2f} bits a weight, {size:.0f} MB", flush=True)
+        yield Figure(variant.name, 8 * stored / elements, size), weights
+
+
+@torch.inference_mode()
+def read_window(model: Any, weights: Weights, ids: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the probabilities of each next token, [length, vocabulary], with these weights in the model."""
+    for name, weight in weights.items():
+        model.get_submodule(name.removesuffix(".weight")).weight.data = weight
+    logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+    return logits.log_softmax(-1)
+
+
+@torch.inference_mode()
+def add_window(figure: Figure, found: torch.Tensor, reference: torch.Tensor, ids: torch.Tensor) -> None:
+    """Add a window's log-probabilities [length, vocabulary]; the last row predicts what is not in the window."""
+    found, reference, following = found[:-1], reference[:-1], ids[1:]
+    figure.log_likelihood += float(found.gather(1, following[:, None]).double().sum())
+    figure.divergence += float((reference.exp() * (reference - found)).sum(1).double().sum())
+    figure.agreement += int((found.argmax(1) == reference.argmax(1)).sum())
+    figure.tokens += len(following)
+
+
+def windows(checkpoint: Checkpoint, texts: Sequence[Path], count: int, length: int) -> torch.Tensor:
+    """The first windows of each text in turn, token ids [count, length]; an error if there are not as many."""
+    found = []
+    for path in texts:
+        ids = checkpoint.tokenizer.encode(path.read_text("utf-8", "replace"))
+        found += [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    if len(found) < count:
+        raise SystemExit(f"the texts have {len(found)} windows of {length} tokens, not {count}")
+    return torch.tensor(found[:count])
+
+
+def table(quality: Quality) -> str:
+    """The figures as a Markdown table."""
+    reference = quality.reference
+    lines = [
+        "| linear layers | bits a weight | model, MB | perplexity | rise | KL divergence, nats | same next token |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for figure in quality.figures:
+        rise = "" if figure is reference else f"{figure.perplexity / reference.perplexity - 1:+.2%}"
+        divergence = "" if figure is reference else f"{figure.divergence / figure.tokens:.5f}"
+        same = "" if figure is reference else f"{figure.agreement / figure.tokens:.1%}"
+        sizes = f"{figure.bits:.2f} | {figure.megabytes:.0f}"
+        lines.append(f"| {figure.variant} | {sizes} | {figure.perplexity:.3f} | {rise} | {divergence} | {same} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(quality: Quality, path: Path) -> None:
+    """Draw size against the rise of the perplexity; the path's suffix decides the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "npu-simulation"  # makes the file depend on the results only
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(8, 5), layout="constrained")
+    reference = quality.reference
+    for entry in quality.figures[1:]:
+        rise = 100 * (entry.perplexity / reference.perplexity - 1)
+        colour = {"int4": "#0072b2", "int8": "#e69f00"}.get(entry.variant.split(",")[0], "#009e73")
+        panel.plot(entry.bits, rise, "o", color=colour, markersize=8)
+        panel.annotate(entry.variant, (entry.bits, rise), textcoords="offset points", xytext=(8, 4), fontsize=8)
+    panel.set_xlim(4, 10)
+    panel.set_yscale("symlog", linthresh=0.1)
+    panel.axhline(0, color="#999999", linewidth=0.8)
+    panel.set_xlabel("bits a weight, scales and zero points included")
+    panel.set_ylabel("rise of the perplexity, % (log scale above 0.1)")
+    panel.grid(visible=True, color="#dddddd", linewidth=0.5)
+    panel.set_title(f"{quality.machine['model']}, {reference.tokens:,} tokens")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _facts(options: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
+    texts = [*options.text, options.calibrate]
+    return {
+        "model": options.model,
+        "processor": platform.processor() or platform.machine(),
+        "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "window": options.length,
+        "calibration_tokens": ids.numel(),
+        "texts": {
+            path.name: {
+                "source": SOURCES.get(path.name, ""),
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for path in texts
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="as for npu-sim generate")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="texts to read")
+    parser.add_argument("--calibrate", type=Path, required=True, help="calibration text")
+    parser.add_argument("--samples", type=int, default=64, help="parts of the calibration text, of 1024 tokens each")
+    parser.add_argument("--windows", type=int, default=49, help="windows to read in all")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="what to measure")
+    parser.add_argument("--device", default="cpu", help="PyTorch device that reads the windows")
+    parser.add_argument("--json", type=Path, required=True, help="file for the results")
+    parser.add_argument("--chart", type=Path, help="file for the chart")
+    options = parser.parse_args()
+    checkpoint = load_checkpoint(options.model, "float32", "none")
+    text = windows(checkpoint, options.text, options.windows, options.length)
+    ids = calibration_ids(checkpoint, options.calibrate.read_text("utf-8"), options.samples)
+    model = dense_model(checkpoint, options.device)
+    names = list(Layerwise(checkpoint).shapes)
+    original = {name: model.get_submodule(name.removesuffix(".weight")).weight.data for name in names}
+    size = sum(parameter.numel() for parameter in model.parameters()) * 2 / 1e6
+    variants = [(Figure("the model as it is, float32", 16.0, size), original)]
+    for figure, weights in quantize_all(checkpoint, options.variants, ids):
+        variants.append((figure, {name: weight.to(options.device) for name, weight in weights.items()}))
+    quality = Quality(_facts(options, ids), [figure for figure, _ in variants])
+    for window in text.to(options.device):
+        reference = read_window(model, original, window)
+        for figure, weights in variants:
+            found = reference if weights is original else read_window(model, weights, window)
+            add_window(figure, found, reference, window)
+        quality.save(options.json)
+        print(f"{quality.reference.tokens} tokens\n{table(quality)}", flush=True)
+    if options.chart:
+        draw(quality, options.chart)
+
+
+if __name__ == "__main__":
+    main()

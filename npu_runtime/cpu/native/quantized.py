@@ -1,0 +1,175 @@
+"""Products and lookups with weights in few bits. A weight is packed once for products; lookups read it as it is."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
+from npu_runtime.cpu.arrays import address
+from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, launch, layout
+from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
+from npu_runtime.cpu.native.memory import weight_memory
+
+_CODES = {name: number for number, name in enumerate(CODES)}
+_OFFSETS = {name: number for number, name in enumerate(OFFSETS)}
+# Elements that share a scale of x, where groups have more: a multiple of 8 (kMaxBlock in quantized.h).
+_MAX_BLOCK = 64
+_INDEX_DTYPES = (np.int32, np.int64)
+
+
+class _Format(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("codes", "scales", "offsets", "group", "groups", "block")]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "offsets")]
+
+
+class _PackArgs(ctypes.Structure):
+    _fields_ = [("rows", _Rows), ("format", _Format), ("n", ctypes.c_int64), ("packed", ctypes.c_void_p)]
+
+
+class _LinearArgs(ctypes.Structure):
+    _fields_ = [("linear", LinearArgs), ("format", _Format)]
+
+
+class _EmbeddingArgs(ctypes.Structure):
+    _fields_ = [
+        ("rows", _Rows),
+        ("format", _Format),
+        ("numbers", ctypes.c_void_p),
+        ("ids", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_type", ctypes.c_int64),
+        ("id_size", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("limit", ctypes.c_int64),
+        ("checked", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True)
+class PackedQuantized:
+    """A weight [n, k] in few bits, in the kernels' layout (described in quantized.h).
+
+    Attributes:
+        format: The format as the kernels see it.
+    """
+
+    data: np.ndarray
+    n: int
+    k: int
+    format: _Format
+
+
+def pack_quantized(weight: QuantizedArray) -> PackedQuantized | None:
+    """Packs a weight for products; None where there are no native kernels."""
+    if not available():
+        return None
+    n, k = weight.shape
+    format = _native_format(weight)
+    group_blocks = -(-format.group // format.block)
+    offset_size = 0 if weight.offsets is None else weight.offsets.itemsize
+    group_bytes = weight.scales.itemsize + offset_size + group_blocks * format.block * weight.format.bits // 8
+    panel = layout().panel
+    data = weight_memory(-(-n // panel) * panel * format.groups * group_bytes)
+    parts = _contiguous(weight)
+    launch("pack_quantized", _PackArgs(_rows(parts), format, n, address(data)), parts, data)()
+    return PackedQuantized(data, n, k, format)
+
+
+def quantized_linear(
+    x: np.ndarray,
+    weight: PackedQuantized,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None,
+    activation: str,
+    out: np.ndarray,
+) -> NativeLaunch | None:
+    """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
+
+    Rows of x, residual and out may be any distance apart, and their dtypes any of ours. The bias is read now, not when
+    the launch runs.
+    """
+    bias = float_vector(bias)
+    args = linear_args(x, weight, bias, residual, activation, out)
+    if args is None:
+        return None
+    return launch("quantized_linear", _LinearArgs(args, weight.format), x, weight, bias, residual, out)
+
+
+def quantized_gated_linear(
+    x: np.ndarray, weight: PackedQuantized, bias: np.ndarray | None, activation: str, out: np.ndarray
+) -> NativeLaunch | None:
+    """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
+
+    The bias is read now, not when the launch runs.
+    """
+    bias = float_vector(bias)
+    args = gated_linear_args(x, weight, bias, activation, out)
+    if args is None:
+        return None
+    return launch("quantized_gated_linear", _LinearArgs(args, weight.format), x, weight, bias, out)
+
+
+def quantized_embedding(
+    ids: np.ndarray, weight: QuantizedArray, out: np.ndarray, checked: bool = True
+) -> NativeLaunch | None:
+    """out[..., :] = weight[ids[...], :] for int32 or int64 ids.
+
+    Args:
+        checked: The ids have been checked: one out of range gives zeros. Else it is a `DeviceError`.
+    """
+    n, k = weight.shape
+    if not available() or ids.dtype not in _INDEX_DTYPES or out.dtype not in DTYPES or out.size == 0:
+        return None
+    if out.shape != (*ids.shape, k) or not (ids.flags.c_contiguous and out.flags.c_contiguous):
+        return None
+    parts, numbers = _contiguous(weight), _numbers(weight.format)
+    args = _EmbeddingArgs(
+        _rows(parts),
+        _native_format(weight),
+        address(numbers),
+        address(ids),
+        address(out),
+        DTYPES[out.dtype],
+        ids.itemsize,
+        ids.size,
+        n,
+        checked,
+    )
+    return launch("quantized_embedding", args, parts, numbers, ids, out)
+
+
+def _contiguous(weight: QuantizedArray) -> QuantizedArray:
+    """The weight with each part's rows one after the other."""
+    parts = {name: np.ascontiguousarray(weight.part(name)) for name in weight.format.parts(weight.shape)}
+    return QuantizedArray(weight.format, weight.shape, **parts)
+
+
+def _rows(weight: QuantizedArray) -> _Rows:
+    offsets = weight.offsets
+    return _Rows(address(weight.codes), address(weight.scales), None if offsets is None else address(offsets))
+
+
+def _native_format(weight: QuantizedArray) -> _Format:
+    format, k = weight.format, weight.shape[1]
+    group = format.group or k
+    # Of the lengths that cost little for their scales, the one that fills up a group with the fewest zeros.
+    longest = min(_MAX_BLOCK, -(-group // 8) * 8)
+    block = min(range(longest, longest // 2, -8), key=lambda length: -(-group // length) * length)
+    scales = DTYPES[weight.scales.dtype]
+    return _Format(_CODES[format.codes], scales, _OFFSETS[format.offsets], group, k // group, block)
+
+
+def _numbers(format: QuantizedFormat) -> np.ndarray:
+    """What each code stands for, without its scale: float32 [256]."""
+    dtype = {"int4": np.uint8, "int8": np.int8, "float8_e4m3": ml_dtypes.float8_e4m3fn}[format.codes]
+    numbers: np.ndarray = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    if format.offsets == "none":
+        numbers -= np.float32(SYMMETRIC_ZERO[format.codes])
+    return numbers

@@ -1,0 +1,63 @@
+"""Integers that checkpoints pack into 32-bit words, as rows of codes; large ones by several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from npu_runtime.pieces import in_pieces
+
+SIGN = np.uint8(0x80)  # flips between unsigned 8-bit codes and those with 128 subtracted, as two's complement
+_PIECE = 2**20  # bytes
+# AWQ's kernels read the eight outputs of a word in this order of its 4-bit fields.
+_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def fields(words: np.ndarray, bits: int) -> np.ndarray:
+    """The unsigned integers of 4 or 8 bits in 32-bit words [n, m], the low bits first: uint8 [n, m · 32 / bits]."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return data
+    return np.stack((data & 15, data >> 4), axis=-1).reshape(len(words), -1)
+
+
+def awq_fields(words: np.ndarray) -> np.ndarray:
+    """The 4-bit integers in AWQ's words [k, n / 8], in the order of the outputs: uint8 [k, n]."""
+    stored = fields(words, 4).reshape(len(words), -1, 8)
+    return stored[..., _AWQ_FIELDS].reshape(len(words), -1)
+
+
+def rows_of(columns: np.ndarray) -> np.ndarray:
+    """Words [m, n], each with consecutive elements of one of n rows, as codes of the rows: uint8 [n, 4 · m]."""
+    result = np.empty(columns.shape[::-1], columns.dtype)
+    _by_rows(result, lambda piece: columns[:, piece].T)
+    return result.view(np.uint8)
+
+
+def awq_rows_of(words: np.ndarray) -> np.ndarray:
+    """AWQ's words [k, n / 8] as 4-bit codes of rows: uint8 [n, k / 2]."""
+    k, columns = words.shape
+    result = np.empty((columns, 8, k // 2), np.uint8)
+
+    def convert(piece: slice) -> np.ndarray:
+        codes = awq_fields(words[:, piece]).reshape(k // 2, 2, -1, 8)
+        pairs: np.ndarray = codes[:, 0] | codes[:, 1] << 4
+        return pairs.transpose(1, 2, 0)
+
+    _by_rows(result, convert)
+    return result.reshape(columns * 8, k // 2)
+
+
+def signed(codes: np.ndarray) -> np.ndarray:
+    """Unsigned 8-bit codes [n, k] as the signed ones that are smaller by 128."""
+    result = np.empty_like(codes)
+    _by_rows(result, lambda piece: codes[piece] ^ SIGN)
+    return result
+
+
+def _by_rows(result: np.ndarray, make: Callable[[slice], np.ndarray]) -> None:
+    def fill(piece: slice) -> None:
+        result[piece] = make(piece)
+
+    in_pieces(fill, len(result), max(1, _PIECE // max(1, result[0].nbytes)))

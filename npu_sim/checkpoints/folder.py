@@ -1,0 +1,118 @@
+"""The tensors of a quantized checkpoint by the names of the parameters that they are parts of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.errors import InputError, WeightError
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_sim.checkpoints.layouts import Layout
+from npu_sim.checkpoints.schemes import read_schemes
+
+# What only activations and caches in few bits need: here they stay in 16 bits.
+_OF_ACTIVATIONS = (
+    *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "activation_scale_inv"),
+    *("output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "kv_scale"),
+)
+_OF_WEIGHTS = (
+    *("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point"),
+    *("weight_scale", "weight_scale_inv", "weight_global_scale", "qweight_type", "weight_meta", "weight_bitmask"),
+)
+_KEPT = 4  # arrays: a program takes the codes and the scales of a weight one after the other
+
+
+class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
+    """A checkpoint's tensors by parameter name; those in few bits are `QuantizedArray`s, made when they are looked up.
+
+    Looking one up raises WeightError where its scales are 0 or not finite.
+
+    Args:
+        state: The tensors as they are stored.
+        config: The `quantization_config` of config.json.
+
+    Attributes:
+        formats: Parameter name → format, of those in few bits.
+
+    Raises:
+        InputError: the method or a setting of it is not supported.
+        WeightError: a module's tensors do not fit the config or each other.
+    """
+
+    def __init__(self, state: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
+        self._state = state
+        self._made: dict[str, QuantizedArray] = {}
+        self._lock = threading.Lock()
+        schemes = read_schemes(config)
+        marked = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in _OF_WEIGHTS}
+        self._layouts: dict[str, Layout] = {}
+        for module in sorted(marked):
+            layout = schemes.layout(module)
+            if layout is None or schemes.keeps(module):
+                raise WeightError(f"'{module}' is quantized, although the quantization_config says that it is not")
+            self._layouts[module] = layout
+        self.formats: dict[str, QuantizedFormat] = {}
+        self._dense = dict.fromkeys(key for key in state if self._is_dense(key))
+        for module, layout in self._layouts.items():
+            self._check_names(module, layout)
+            with _concerning(module):
+                self.formats[f"{module}.weight"] = layout.format(self._parts(module))
+
+    def _is_dense(self, key: str) -> bool:
+        """Whether a tensor is a parameter as it is. Raises WeightError for a float8 matrix without scales."""
+        module, _, name = key.rpartition(".")
+        if name in _OF_ACTIVATIONS or (module in self._layouts and (name == "weight" or name in _OF_WEIGHTS)):
+            return False
+        if self._state[key].dtype.itemsize == 1 and self._state[key].dtype.name.startswith("float8"):
+            raise WeightError(f"'{key}' is stored as float8, but has no scales")
+        return True
+
+    def _check_names(self, module: str, layout: Layout) -> None:
+        found = {name for name in (*_OF_WEIGHTS, "weight") if f"{module}.{name}" in self._state}
+        if foreign := sorted(found - set(layout.names)):
+            raise WeightError(f"'{module}' has a tensor '{foreign[0]}', which is of another format than the config's")
+        if missing := [name for name in layout.required if name not in found]:
+            raise WeightError(f"'{module}' lacks its tensor '{missing[0]}'")
+
+    def _parts(self, module: str) -> dict[str, np.ndarray]:
+        names = self._layouts[module].names
+        return {name: self._state[f"{module}.{name}"] for name in names if f"{module}.{name}" in self._state}
+
+    def __getitem__(self, key: str) -> np.ndarray | QuantizedArray:
+        if key in self._dense:
+            return self._state[key]
+        if key not in self.formats:
+            raise KeyError(key)
+        with self._lock:
+            known = self._made.pop(key, None)
+            if known is None:
+                module = key.removesuffix(".weight")
+                with _concerning(module):
+                    known = self._layouts[module].array(self._parts(module))
+            self._made[key] = known
+            if len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+            return known
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.formats or key in self._dense
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._dense
+        yield from self.formats
+
+    def __len__(self) -> int:
+        return len(self._dense) + len(self.formats)
+
+
+@contextmanager
+def _concerning(module: str) -> Iterator[None]:
+    """Name the module in an error about its tensors."""
+    try:
+        yield
+    except (WeightError, InputError) as error:
+        raise WeightError(f"'{module}' cannot be used: {error}") from error

@@ -1,0 +1,295 @@
+"""How GPTQ, AWQ, compressed-tensors and fp8 checkpoints store a matrix in few bits; each becomes a `QuantizedArray`.
+
+Nothing is rounded: codes and zero points are the checkpoint's, scales stay in its dtype. A layout takes a module's
+tensors by the names that they have within it ("qweight", "weight_scale", ...).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_compiler.errors import WeightError
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_sim.checkpoints.bits import SIGN, awq_fields, awq_rows_of, fields, rows_of, signed
+
+Parts = Mapping[str, np.ndarray]
+_SCALES = ("float16", "bfloat16", "float32")
+_SMALLEST_GROUP = 16  # of elements for which a block's width and a row's length may have a common divisor
+
+
+@dataclass(frozen=True)
+class GPTQ:
+    """AutoGPTQ's and GPTQModel's: qweight int32 [k / elements of a word, n], qzeros [groups, n / elements of a word],
+    scales [groups, n], g_idx [k]; a weight is scale · (code - zero point).
+
+    Attributes:
+        bits: 4 or 8.
+        group: 0 for the whole row.
+        symmetric: Whether the zero points are the middle of the codes.
+        stored_minus_one: Whether the zero points are smaller by one in the file, as in version 1 of the format.
+    """
+
+    bits: int
+    group: int
+    symmetric: bool
+    stored_minus_one: bool
+
+    names = ("qweight", "qzeros", "scales", "g_idx")
+    required = ("qweight", "qzeros", "scales")
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        words, n = _matrix(parts, "qweight", "int32")
+        return n, words * 32 // self.bits
+
+    def format(self, parts: Parts) -> QuantizedFormat:
+        n, k = self.shape(parts)
+        groups = _groups(k, self.group)
+        _expect(parts, "scales", (groups, n), _SCALES)
+        _expect(parts, "qzeros", (groups, n * self.bits // 32), ("int32",))
+        self._check_order(parts.get("g_idx"), k)
+        codes = "int4" if self.bits == 4 else "int8"
+        middle = self.symmetric and bool((self._zeros(parts) == 2 ** (self.bits - 1)).all())
+        return QuantizedFormat(codes, self.group, parts["scales"].dtype.name, "none" if middle else "zero_point")
+
+    def _zeros(self, parts: Parts) -> np.ndarray:
+        """int16 [groups, n]."""
+        return fields(parts["qzeros"], self.bits).astype(np.int16) + np.int16(self.stored_minus_one)
+
+    def _check_order(self, order: np.ndarray | None, k: int) -> None:
+        """Refuse columns that were quantized, and are stored, in another order than the input's (`desc_act`)."""
+        if order is not None and not np.array_equal(order, np.arange(k) // (self.group or k)):
+            raise WeightError(
+                "its g_idx says that the columns of a group do not follow each other (desc_act, act-order), which is "
+                "not supported; quantize the model again with desc_act=False"
+            )
+
+    def array(self, parts: Parts) -> QuantizedArray:
+        format, shape = self.format(parts), self.shape(parts)
+        codes = rows_of(parts["qweight"])
+        zeros = None
+        if format.offsets == "zero_point":
+            wide = self._zeros(parts).T
+            if self.bits == 8 and int(wide.max()) > 255:
+                raise WeightError("it has a zero point of 256, which no library packs without an overflow")
+            zeros = np.ascontiguousarray(wide.astype(np.uint8))
+        if self.bits == 8:
+            codes = signed(codes)
+            zeros = None if zeros is None else zeros ^ SIGN
+        return _checked(QuantizedArray(format, shape, codes, np.ascontiguousarray(parts["scales"].T), zeros))
+
+
+@dataclass(frozen=True)
+class AWQ:
+    """AutoAWQ's version "gemm": qweight int32 [k, n / 8], qzeros [groups, n / 8], scales [groups, n].
+
+    Attributes:
+        group: 0 for the whole row.
+    """
+
+    group: int
+
+    names = ("qweight", "qzeros", "scales")
+    required = names
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        k, words = _matrix(parts, "qweight", "int32")
+        return words * 8, k
+
+    def format(self, parts: Parts) -> QuantizedFormat:
+        n, k = self.shape(parts)
+        groups = _groups(k, self.group)
+        _expect(parts, "scales", (groups, n), _SCALES)
+        _expect(parts, "qzeros", (groups, n // 8), ("int32",))
+        return QuantizedFormat("int4", self.group, parts["scales"].dtype.name, "zero_point")
+
+    def array(self, parts: Parts) -> QuantizedArray:
+        format = self.format(parts)
+        codes, zeros = awq_rows_of(parts["qweight"]), np.ascontiguousarray(awq_fields(parts["qzeros"]).T)
+        scales = np.ascontiguousarray(parts["scales"].T)
+        return _checked(QuantizedArray(format, self.shape(parts), codes, scales, zeros))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """compressed-tensors' "pack-quantized": weight_packed int32 [n, words] with the codes plus half their range,
+    weight_scale [n, groups] or one in all, weight_zero_point packed along n, weight_shape [2].
+
+    Attributes:
+        bits: 4 or 8.
+        group: 0 for the whole row, or for one scale in all.
+        symmetric: Whether there are no zero points.
+    """
+
+    bits: int
+    group: int
+    symmetric: bool
+
+    names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight_packed", "weight_scale", *(() if self.symmetric else ("weight_zero_point",)))
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        n, words = _matrix(parts, "weight_packed", "int32")
+        most = words * 32 // self.bits
+        if "weight_shape" not in parts:
+            return n, most
+        found = [int(size) for size in parts["weight_shape"].reshape(-1)]
+        if len(found) != 2 or found[0] != n or -(-found[1] * self.bits // 32) != words:
+            raise WeightError(f"its weight_shape is {found}, but weight_packed has the shape {[n, words]}")
+        return n, found[1]
+
+    def format(self, parts: Parts) -> QuantizedFormat:
+        n, k = self.shape(parts)
+        if "weight_g_idx" in parts and not np.array_equal(parts["weight_g_idx"], np.arange(k) // (self.group or k)):
+            raise WeightError("its weight_g_idx says that the columns of a group do not follow each other (actorder)")
+        _check_scales(parts, n, _groups(k, self.group))
+        offsets = "none" if self.symmetric else "zero_point"
+        codes = "int4" if self.bits == 4 else "int8"
+        return QuantizedFormat(codes, self.group, parts["weight_scale"].dtype.name, offsets)
+
+    def array(self, parts: Parts) -> QuantizedArray:
+        format, (n, k) = self.format(parts), self.shape(parts)
+        codes = np.ascontiguousarray(parts["weight_packed"]).view(np.uint8)[:, : k * self.bits // 8]
+        codes = signed(codes) if self.bits == 8 else np.ascontiguousarray(codes)
+        groups = format.groups(k)
+        scales = _per_row(parts["weight_scale"], n, groups)
+        zeros = None if self.symmetric else self._zeros(parts["weight_zero_point"], n, groups)
+        return _checked(QuantizedArray(format, (n, k), codes, scales, zeros))
+
+    def _zeros(self, stored: np.ndarray, n: int, groups: int) -> np.ndarray:
+        """Zero points [n, groups], stored with half the range added like the codes; or, one in all, as they are."""
+        if stored.dtype != np.int32:
+            middle = 8 if self.bits == 4 else 0
+            return _per_row((stored.astype(np.int16) + middle).astype(np.uint8), n, groups)
+        words = -(-n * self.bits // 32)
+        if stored.shape != (words, groups):
+            raise WeightError(f"its weight_zero_point has the shape {list(stored.shape)}, not {[words, groups]}")
+        zeros = np.ascontiguousarray(fields(stored.T, self.bits)[:, :n].T)
+        return zeros ^ SIGN if self.bits == 8 else zeros
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One byte per element, int8 or float8 e4m3: weight [n, k] and scales for all, rows, groups or blocks of it.
+
+    Attributes:
+        scale: The scales' name: "weight_scale", or "weight_scale_inv" in DeepSeek's format, which also multiply.
+        block: Rows and columns of a block; rows are 1 for groups, columns 0 for whole rows. None: as many as the
+            scales' shape says.
+        symmetric: Whether there are no zero points.
+    """
+
+    scale: str
+    block: tuple[int, int] | None
+    symmetric: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("weight", self.scale, "weight_zero_point")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return ("weight", self.scale, *(() if self.symmetric else ("weight_zero_point",)))
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        n, k = _matrix(parts, "weight", "int8", "float8_e4m3fn")
+        return n, k
+
+    def _block(self, parts: Parts) -> tuple[int, int]:
+        """Rows and columns that share a scale."""
+        (n, k), scales = self.shape(parts), parts[self.scale]
+        if scales.size == 1:
+            return n, k
+        rows, columns = self.block or (1, 0)
+        return rows, columns or k
+
+    def format(self, parts: Parts) -> QuantizedFormat:
+        (n, k), scales = self.shape(parts), parts[self.scale]
+        rows, columns = self._block(parts)
+        _check_scales(parts, -(-n // rows), -(-k // columns), self.scale)
+        group = math.gcd(columns, k)
+        if group < (min(_SMALLEST_GROUP, k) if rows > 1 else columns):
+            raise WeightError(
+                f"its rows of {k} elements are not a whole number of groups of {columns}, or of parts of them"
+            )
+        codes = "int8" if parts["weight"].dtype == np.int8 else "float8_e4m3"
+        offsets = "none" if self.symmetric else "zero_point"
+        declared = self.block is not None and self.block[1] == group
+        return QuantizedFormat(codes, group if group < k or declared else 0, scales.dtype.name, offsets)
+
+    def array(self, parts: Parts) -> QuantizedArray:
+        format, (n, k) = self.format(parts), self.shape(parts)
+        rows, columns = self._block(parts)
+        group = format.group or k
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            """A value per block as a value per group of each row."""
+            by_block = _per_row(values, -(-n // rows), -(-k // columns))
+            by_group = by_block[:, np.arange(0, k, group) // columns]
+            return np.ascontiguousarray(np.repeat(by_group, rows, axis=0)[:n])
+
+        zeros = None
+        if not self.symmetric:
+            if parts["weight_zero_point"].size != parts[self.scale].size:
+                raise WeightError("it has another number of zero points than of scales")
+            zeros = spread(parts["weight_zero_point"].astype(np.int8).view(np.uint8))
+        codes = np.ascontiguousarray(parts["weight"]).view(np.uint8)
+        return _checked(QuantizedArray(format, (n, k), codes, spread(parts[self.scale]), zeros))
+
+
+Layout = GPTQ | AWQ | Packed | Plain
+
+
+def _matrix(parts: Parts, name: str, *dtypes: str) -> tuple[int, int]:
+    """The shape of a stored matrix."""
+    array = parts[name]
+    if array.ndim != 2 or 0 in array.shape or array.dtype.name not in dtypes:
+        raise WeightError(f"its {name} is {array.dtype.name}{list(array.shape)}, not a matrix of {' or '.join(dtypes)}")
+    rows, columns = array.shape
+    return rows, columns
+
+
+def _groups(k: int, group: int) -> int:
+    if group and k % group:
+        raise WeightError(f"its rows of {k} elements are not a whole number of groups of {group}")
+    return k // (group or k)
+
+
+def _expect(parts: Parts, name: str, shape: tuple[int, int], dtypes: tuple[str, ...]) -> None:
+    found = parts[name]
+    if found.shape != shape or found.dtype.name not in dtypes:
+        wanted = f"{' or '.join(dtypes)} {list(shape)}"
+        raise WeightError(f"its {name} are {found.dtype.name} {list(found.shape)}; the other tensors ask for {wanted}")
+
+
+def _check_scales(parts: Parts, rows: int, groups: int, name: str = "weight_scale") -> None:
+    """Scales are [rows, groups], or for whole rows [rows]; or one for all."""
+    scales = parts[name]
+    if scales.size != 1 and scales.shape != (rows, groups) and not (groups == 1 and scales.shape == (rows,)):
+        raise WeightError(f"its {name} has the shape {list(scales.shape)}; the other tensors ask for {[rows, groups]}")
+    if scales.dtype.name not in _SCALES:
+        raise WeightError(f"its {name} has the dtype {scales.dtype.name}; supported are {', '.join(_SCALES)}")
+
+
+def _per_row(values: np.ndarray, rows: int, groups: int) -> np.ndarray:
+    """Values [rows, groups], [rows] or one in all as [rows, groups]."""
+    if values.size == 1:
+        return np.full((rows, groups), values.reshape(-1)[0], values.dtype)
+    if values.size != rows * groups:
+        raise WeightError(f"it has {values.size} zero points for {rows * groups} scales")
+    return np.ascontiguousarray(values.reshape(rows, groups))
+
+
+def _checked(array: QuantizedArray) -> QuantizedArray:
+    """Refuse scales that no quantizer writes: they are of a damaged file."""
+    for problem in array.problems():
+        raise WeightError(problem)
+    if zeros := int((array.scales == 0).sum()):
+        raise WeightError(f"{zeros} of its scales are 0")
+    return array

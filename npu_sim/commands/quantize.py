@@ -1,0 +1,181 @@
+"""The command that quantizes a language model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from npu_sim.commands.checks import check_dtype, check_file
+from npu_sim.commands.completion import dtypes, language_models
+from npu_sim.commands.console import note, print_json, progress
+from npu_sim.commands.options import AsJSON
+
+if TYPE_CHECKING:
+    from npu_sim.quantizing import LayerReport, Report
+
+_SHOWN = 8
+
+
+def _calibration_file(path: Path | None) -> Path | None:
+    return None if path is None else check_file(path, "calibration text")
+
+
+def quantize(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            autocompletion=language_models,
+            help="Hugging Face id, model folder, .gguf file, or smollm2.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write: a Hugging Face model folder.")
+    ],
+    weights: Annotated[
+        str, typer.Option("--weights", "-w", metavar="FORMAT", help="Format of the weights: int4, int8 or fp8.")
+    ] = "int4",
+    group: Annotated[
+        int | None,
+        typer.Option(
+            "--group",
+            min=0,
+            metavar="INTEGER",
+            help="Number of consecutive weights of a row that share a scale; 0 means the whole row. "
+            "Default: 128 for int4, else 0.",
+        ),
+    ] = None,
+    zero_points: Annotated[
+        bool,
+        typer.Option("--zero-points/--symmetric", help="Store a zero point with each scale."),
+    ] = False,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="rtn (round to nearest) or gptq (also compensate rounding errors; needs --calibrate). "
+            "Default: gptq with --calibrate, else rtn.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            callback=_calibration_file,
+            help="Calibration text (UTF-8), of the kind that the model is going to read.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option("--samples", min=1, metavar="INTEGER", help="Maximum number of parts of 1024 tokens of the text."),
+    ] = 64,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Choose each scale by the least squared error instead of the largest weight."),
+    ] = False,
+    keep_worst: Annotated[
+        int,
+        typer.Option(
+            "--keep-worst",
+            min=0,
+            metavar="INTEGER",
+            help="Number of layers with the largest errors to keep in 16 bits.",
+        ),
+    ] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            callback=check_dtype,
+            autocompletion=dtypes,
+            help="Dtype of scales and of all that is not quantized. Default: the model's own.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it is not empty.")] = False,
+    json: AsJSON = False,
+) -> None:
+    """Quantize a language model to 8 or 4 bits, as a Hugging Face folder in the compressed-tensors format."""
+    from npu_sim.llm.loading import find_checkpoint
+
+    find_checkpoint(model)
+    text = None if calibrate is None else _read_text(calibrate)
+    from npu_sim.quantizing import quantize as quantize_model
+
+    with progress(f"quantizing {model}") as show:
+        report = quantize_model(
+            model,
+            output,
+            weights=weights,
+            group=group,
+            zero_points=zero_points,
+            method=method,
+            search=search,
+            calibrate=text,
+            samples=samples,
+            keep_worst=keep_worst,
+            dtype=dtype,
+            force=force,
+            progress=show,
+        )
+    if json:
+        print_json({"output": str(output), **report.to_dict()})
+        return
+    if report.requantized:
+        note(f"warning: the weights of {report.model} were in few bits already, and have been rounded a second time")
+    _show(report)
+    typer.echo(f"{output}: {_megabytes(report.bytes_after)}, in 16 bits {_megabytes(report.bytes_before)}")
+
+
+def _read_text(path: Path) -> str:
+    from npu_compiler.errors import InputError
+
+    data = path.read_bytes()
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"'{path}' is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from None
+
+
+def _show(report: Report) -> None:
+    """A table of the layers with the largest errors, and a row for all of them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Layers with the largest errors, of {len(report.layers)}", title_justify="left")
+    table.add_column("layer")
+    for column in ("weight error", "output error", "stored"):
+        table.add_column(column, justify="right")
+    for layer in report.worst(max(_SHOWN, len(report.kept))):
+        table.add_row(*_row(layer, layer.name in report.kept))
+    errors = [layer.weight_error for layer in report.layers]
+    outputs = [layer.output_error for layer in report.layers if layer.output_error is not None]
+    table.add_section()
+    table.add_row(
+        "all: mean errors, size",
+        f"{sum(errors) / len(errors):.2%}",
+        f"{sum(outputs) / len(outputs):.2%}" if outputs else "",
+        _megabytes(sum(_stored_bytes(layer, layer.name in report.kept) for layer in report.layers)),
+    )
+    Console().print(table)
+
+
+def _row(layer: LayerReport, kept: bool) -> list[str]:
+    return [
+        layer.name.removeprefix("model.layers.").removesuffix(".weight") + (" (kept)" if kept else ""),
+        f"{layer.weight_error:.2%}",
+        "" if layer.output_error is None else f"{layer.output_error:.2%}",
+        _megabytes(_stored_bytes(layer, kept)),
+    ]
+
+
+def _stored_bytes(layer: LayerReport, kept: bool) -> int:
+    return layer.bytes_before if kept else layer.bytes_after
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"

@@ -1,0 +1,141 @@
+"""A language model that runs one decoder layer at a time, so that only one layer's weights are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from npu_compiler.errors import InputError
+from npu_runtime.packing import to_numpy
+from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.graph import meta_model, state_with_buffers
+
+_LAYERS = "model.layers"
+# All later tokens attend to the first one of a text, most of them strongly (an "attention sink"): an error in its keys
+# and values is in the result of every token, so it counts like one in this many.
+_FIRST_TOKEN = 100.0
+
+
+class Layerwise:
+    """A checkpoint's decoder layers, in float32 on the CPU.
+
+    Args:
+        checkpoint: Opened for float32, with weights that are not in few bits.
+
+    Attributes:
+        shapes: Name → [n, k] of the linear layers' weights, in the module's order.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._model = meta_model(checkpoint)
+        self._state = state_with_buffers(checkpoint)
+        self.shapes = {
+            f"{name}.weight": (module.out_features, module.in_features)
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.Linear) and name.startswith(_LAYERS)
+        }
+        if missing := [name for name in self.shapes if name not in self._state]:
+            raise InputError(f"{checkpoint.name} lacks the weight '{missing[0]}'")
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter in float32."""
+        return numpy_to_tensor(to_numpy(self._state[name])).float()
+
+    def embedded(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """The input of the first layer for token ids [samples, length]: [1, length, hidden] for each sample."""
+        table = self.weight("model.embed_tokens.weight")
+        return [table[sample][None] for sample in ids]
+
+    def layers(self, length: int) -> Iterator[LoadedLayer]:
+        """Each layer in turn; its weights are freed when the next one is taken.
+
+        Args:
+            length: Of all samples, in tokens.
+        """
+        positions = torch.arange(length)[None]
+        rotary = type(self._model.model.rotary_emb)(config=self._model.config)
+        rotary.inv_freq = self.weight("model.rotary_emb.inv_freq")
+        angles = rotary(torch.zeros(1), positions)
+        for place, layer in enumerate(self._model.model.layers):
+            prefix = f"{_LAYERS}.{place}."
+            layer.to_empty(device="cpu")
+            names = [name for name, _ in layer.named_parameters()]
+            layer.load_state_dict({name: self.weight(prefix + name) for name in names}, strict=False)
+            yield LoadedLayer(prefix, layer, {"position_ids": positions, "position_embeddings": angles})
+            layer.to("meta")
+
+
+class LoadedLayer:
+    """One decoder layer with its weights.
+
+    Attributes:
+        prefix: Of its parameters' names.
+    """
+
+    def __init__(self, prefix: str, layer: nn.Module, arguments: Mapping[str, Any]) -> None:
+        self.prefix = prefix
+        self._layer = layer
+        self._arguments = arguments
+
+    @torch.no_grad()
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, length, hidden] → the same, after the layer."""
+        found = self._layer(hidden, **self._arguments)
+        result: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return result
+
+    def stages(self, hidden: torch.Tensor) -> list[list[str]]:
+        """The names of the linear layers' weights, those with the same input together, in the order of execution."""
+        seen: list[tuple[torch.Tensor, list[str]]] = []
+
+        def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                if not seen or seen[-1][0] is not args[0]:
+                    seen.append((args[0], []))
+                seen[-1][1].append(f"{self.prefix}{name}.weight")
+
+            return hook
+
+        linears = [(name, module) for name, module in self._layer.named_modules() if isinstance(module, nn.Linear)]
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in linears]
+        try:
+            self(hidden)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [names for _, names in seen]
+
+    def linear(self, name: str) -> nn.Linear:
+        """The linear layer whose weight has this name."""
+        found = self._layer.get_submodule(name.removeprefix(self.prefix).removesuffix(".weight"))
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def hessian(self, name: str, samples: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of x xᵀ over the inputs x of a linear layer, those of first tokens weighted more: float32 [k, k]."""
+        linear = self.linear(name)
+        total = torch.zeros(linear.in_features, linear.in_features)
+
+        def add(module: nn.Module, args: tuple[Any, ...]) -> None:
+            rows = args[0].reshape(-1, linear.in_features)
+            total.addmm_(rows.T, rows).addmm_(rows[:1].T, rows[:1], alpha=_FIRST_TOKEN - 1)
+            raise _Seen
+
+        hook = linear.register_forward_pre_hook(add)
+        try:
+            for sample in samples:
+                try:
+                    self(sample)
+                except _Seen:
+                    pass
+        finally:
+            hook.remove()
+        return total
+
+
+class _Seen(Exception):
+    """Ends a layer's run when its linear layer has its input."""

@@ -1,0 +1,237 @@
+"""`quantize`: a language model's linear layers to few bits, one after the other, into a new folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from npu_compiler.errors import InputError, WeightError
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_runtime.pytorch import require_torch
+from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.loading import checkpoint_path, load_checkpoint
+from npu_sim.quantizing.compensation import compensated
+from npu_sim.quantizing.compressed_folder import check_output, replaced_folder, write_model
+from npu_sim.quantizing.layerwise import Layerwise
+from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
+from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
+
+METHODS = ("rtn", "gptq")
+CODES = {"int4": "int4", "int8": "int8", "fp8": "float8_e4m3"}
+GROUPS = {"int4": 128, "int8": 0, "fp8": 0}
+SAMPLES, SAMPLE_LENGTH = 64, 1024
+_GROUP_SIZES = (32, 64, 96, 128, 192, 256)
+Progress = Callable[[int, int], None]
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    weights: str = "int4",
+    group: int | None = None,
+    zero_points: bool = False,
+    method: str | None = None,
+    search: bool = False,
+    calibrate: str | None = None,
+    samples: int = SAMPLES,
+    keep_worst: int = 0,
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Quantize the linear layers of a language model and write it as a Hugging Face folder (compressed-tensors).
+
+    Embeddings, the LM head and norms stay in 16 bits. The folder can be opened by `npu-sim generate`, transformers and
+    vLLM.
+
+    Args:
+        model: A model folder, a Hugging Face id, a .gguf file or a shorthand, as for `npu-sim generate`. Weights that
+            are in few bits already are dequantized, and so rounded a second time.
+        output: The folder to write.
+        weights: `int4`, `int8` or `fp8` (float8 e4m3).
+        group: Number of consecutive weights of a row that share a scale; 0 means the whole row. Default: 128 for int4,
+            else the whole row.
+        zero_points: Whether each group of integers also has a zero point, for weights that are not around 0.
+        method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
+            that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
+        search: Whether to clip each group where the squared error of its weights is least.
+        calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
+        samples: Maximum number of parts of the text to use, of up to 1024 tokens each.
+        keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
+        dtype: Of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's own if
+            it has 16 bits, bfloat16 for a GGUF file, else float16.
+        force: Replace a folder that is not empty.
+        progress: Called with (layers done, layers in all).
+
+    Returns:
+        The errors and sizes of all layers.
+
+    Raises:
+        InputError: an argument does not fit the model, or cannot be used; nothing is written then.
+        WeightError: a weight holds values that are not finite.
+    """
+    require_torch("quantizing a model")
+    path = Path(output)
+    _check_choices(weights, zero_points, method, calibrate, samples, keep_worst, dtype)
+    check_output(path, force)
+    stored = load_checkpoint(model)
+    checkpoint = load_checkpoint(model, "float32", "none")
+    narrow = dtype or stored.dtype
+    format = QuantizedFormat(
+        CODES[weights], GROUPS[weights] if group is None else group, narrow, "zero_point" if zero_points else "none"
+    )
+    network = Layerwise(checkpoint)
+    _check_shapes(network, format)
+    if keep_worst >= len(network.shapes):
+        raise InputError(
+            f"keeping {keep_worst} layers in 16 bits leaves nothing to quantize: there are {len(network.shapes)} layers"
+        )
+    chosen = method or ("rtn" if calibrate is None else "gptq")
+    ids = None if calibrate is None else calibration_ids(checkpoint, calibrate, samples)
+    found = quantized_layers(network, format, ids, compensate=chosen == "gptq", search=search)
+    arrays: dict[str, QuantizedArray] = {}
+    layers = []
+    for array, layer in found:
+        arrays[layer.name] = array
+        layers.append(layer)
+        if progress is not None:
+            progress(len(layers), len(network.shapes))
+    report = Report(
+        model=checkpoint.name,
+        layers=tuple(layers),
+        kept=(),
+        method=chosen,
+        calibration_tokens=0 if ids is None else ids.numel(),
+        requantized=bool(stored.quantization),
+    ).keeping_worst(keep_worst)
+    source = checkpoint_path(model)
+    kept = {name: array for name, array in arrays.items() if name not in report.kept}
+    with replaced_folder(path) as made:
+        size = write_model(made, checkpoint, source, kept, list(network.shapes), narrow)
+    others = size - size_of(report.layers, report.kept)
+    return replace(report, bytes_before=others + sum(x.bytes_before for x in layers), bytes_after=size)
+
+
+def _check_choices(
+    weights: str,
+    zero_points: bool,
+    method: str | None,
+    calibrate: str | None,
+    samples: int,
+    keep_worst: int,
+    dtype: str | None,
+) -> None:
+    if weights not in CODES:
+        raise InputError(f"unknown weights '{weights}'; choose one of {', '.join(CODES)}")
+    if method is not None and method not in METHODS:
+        raise InputError(f"unknown method '{method}'; choose one of {', '.join(METHODS)}")
+    if zero_points and weights == "fp8":
+        raise InputError("fp8 weights have no zero points")
+    if method == "gptq" and calibrate is None:
+        raise InputError("the method gptq needs a calibration text")
+    if samples < 1 or keep_worst < 0:
+        raise InputError("the number of samples must be at least 1, and that of layers to keep at least 0")
+    if dtype is not None and dtype not in (*HALF_DTYPES, "float32"):
+        raise InputError(f"unknown dtype '{dtype}'; choose one of float16, bfloat16, float32")
+
+
+def _check_shapes(network: Layerwise, format: QuantizedFormat) -> None:
+    """Refuse a group size that does not divide all rows, and say which ones do."""
+    shapes = network.shapes
+    for name, shape in shapes.items():
+        if problem := format.problem(shape):
+            fitting = [size for size in _GROUP_SIZES if all(k % size == 0 for _, k in shapes.values())]
+            advice = f"; group sizes that fit all layers: {', '.join(map(str, fitting))}, or 0 for whole rows"
+            raise InputError(f"'{name}' cannot be quantized: {problem}{advice}")
+
+
+def calibration_ids(checkpoint: Checkpoint, text: str, samples: int) -> torch.Tensor:
+    """Token ids [samples, length] of parts of a text that are spread over it evenly.
+
+    Raises:
+        InputError: the text has less than two tokens.
+    """
+    ids = checkpoint.tokenizer.encode(text)
+    if len(ids) < 2:
+        raise InputError("the calibration text is empty")
+    length = min(SAMPLE_LENGTH, len(ids), checkpoint.config.max_position_embeddings)
+    count = min(samples, len(ids) // length)
+    starts = np.linspace(0, len(ids) - length, count).astype(int)
+    return torch.tensor([ids[start : start + length] for start in starts])
+
+
+def quantized_layers(
+    network: Layerwise,
+    format: QuantizedFormat,
+    ids: torch.Tensor | None = None,
+    *,
+    compensate: bool = False,
+    search: bool = False,
+) -> Iterator[tuple[QuantizedArray, LayerReport]]:
+    """The weights of a model's linear layers in a format, one after the other, each with its errors.
+
+    Args:
+        ids: Of the calibration text, [samples, length]; only with them can errors be compensated.
+        compensate, search: `method == "gptq"` and `search` of `quantize`.
+
+    Raises:
+        WeightError: a weight holds values that are not finite.
+    """
+    fractions = SEARCH if search else RANGE
+    if ids is None:
+        return _by_weights(network, format, fractions)
+    return _by_layers(network, ids, format, fractions, compensate)
+
+
+def _by_weights(
+    network: Layerwise, format: QuantizedFormat, fractions: tuple[float, ...]
+) -> Iterator[tuple[QuantizedArray, LayerReport]]:
+    """Each weight by itself, rounded to the nearest."""
+    for name in network.shapes:
+        weight = network.weight(name)
+        with _concerning(name):
+            array = nearest(weight, format, fractions)
+        yield array, layer_report(name, weight, array, _dequantized(array), None)
+
+
+def _by_layers(
+    network: Layerwise, ids: torch.Tensor, format: QuantizedFormat, fractions: tuple[float, ...], compensate: bool
+) -> Iterator[tuple[QuantizedArray, LayerReport]]:
+    """The weights in the order of execution; each sees the inputs that the quantized ones before it produce."""
+    hidden = network.embedded(ids)
+    for layer in network.layers(ids.shape[1]):
+        for names in layer.stages(hidden[0]):
+            hessian = layer.hessian(names[0], hidden)
+            for name in names:
+                weight = layer.linear(name).weight.data
+                with _concerning(name):
+                    if compensate:
+                        array = compensated(weight, hessian, format, fractions)
+                    else:
+                        array = nearest(weight, format, fractions)
+                dequantized = _dequantized(array)
+                yield array, layer_report(name, weight, array, dequantized, hessian)
+                layer.linear(name).weight.data = dequantized
+        hidden = [layer(sample) for sample in hidden]
+
+
+def _dequantized(array: QuantizedArray) -> torch.Tensor:
+    return numpy_to_tensor(array.dequantize())
+
+
+@contextmanager
+def _concerning(name: str) -> Iterator[None]:
+    """Name the weight in an error about it."""
+    try:
+        yield
+    except InputError as error:
+        raise WeightError(f"'{name}' cannot be quantized: {error}") from error

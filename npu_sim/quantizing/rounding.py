@@ -1,0 +1,137 @@
+"""Rounding to the nearest that a format can hold, with scales of the range or those with the least squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from npu_compiler.errors import InputError
+from npu_compiler.graph.quantization import (
+    FLOAT8_MAX,
+    SYMMETRIC_ZERO,
+    QuantizedArray,
+    QuantizedFormat,
+    code_range,
+    pack_codes,
+)
+from npu_runtime.torch_arrays import tensor_to_numpy
+
+RANGE = (1.0,)
+SEARCH = tuple(1 - step / 25 for step in range(10))
+"""Fractions of the range to try: clipping the largest elements makes the steps of all others smaller."""
+
+_PIECE = 2**17  # elements that are searched at once: their temporary arrays stay in a core's cache
+_LARGEST_CODE = {"int4": 7.5, "int8": 127.0, "float8_e4m3": FLOAT8_MAX}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What the codes of some columns are multiplied with: value = scale · (code - zero).
+
+    Attributes:
+        scale: float32 [n, groups], rounded to the dtype in which the format stores it; never 0.
+        zero: float32 [n, groups], whole numbers.
+    """
+
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+
+def fit(columns: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
+    """Scales for a group of columns, float32 [n, group].
+
+    Args:
+        fractions: Of each row's range; that with the least squared error is taken, the first where there are several.
+    """
+    best, *others = (_of_range(columns, format, fraction) for fraction in fractions)
+    if not others:
+        return best
+    least = _squared_error(columns, best, format)
+    for scales in others:
+        error = _squared_error(columns, scales, format)
+        better = error < least
+        best = Scales(*(torch.where(better, x, y) for x, y in ((scales.scale, best.scale), (scales.zero, best.zero))))
+        least = torch.where(better, error, least)
+    return best
+
+
+def _squared_error(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
+    """Of each row: [n, 1]."""
+    return (rounded(columns, scales, format) - columns).square().sum(1, keepdim=True)
+
+
+def _of_range(columns: torch.Tensor, format: QuantizedFormat, fraction: float) -> Scales:
+    if format.offsets == "none":
+        largest = columns.abs().amax(1, keepdim=True) * fraction
+        scale = _stored(largest / _LARGEST_CODE[format.codes], format)
+        return Scales(scale, torch.full_like(scale, SYMMETRIC_ZERO[format.codes]))
+    low, high = code_range(format)
+    smallest = columns.amin(1, keepdim=True).clamp(max=0) * fraction
+    greatest = columns.amax(1, keepdim=True).clamp(min=0) * fraction
+    scale = _stored((greatest - smallest) / (high - low), format)
+    return Scales(scale, (low - smallest / scale).round().clamp(low, high))
+
+
+def _stored(scale: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
+    """Scales as they are stored, in float32; 1 for groups of zeros, and of what is too small for the dtype."""
+    narrow = scale.to(getattr(torch, format.scales)).float()
+    return torch.where(narrow == 0, 1.0, narrow)
+
+
+def codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
+    """The codes of columns [n, m], or for float8 the numbers that they stand for, as float32."""
+    if format.codes == "float8_e4m3":
+        return (columns / scales.scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
+    low, high = code_range(format)
+    return (columns / scales.scale + scales.zero).round().clamp(low, high)
+
+
+def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
+    """The elements that `codes` stand for."""
+    return (codes(columns, scales, format) - scales.zero) * scales.scale
+
+
+def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> Scales:
+    """`fit` for each group of a matrix, float32 [n, k]."""
+    n, k = weight.shape
+    groups = weight.reshape(-1, format.group or k)
+    scales = [fit(piece, format, fractions) for piece in groups.split(max(1, _PIECE // groups.shape[1]))]
+    return Scales(*(torch.cat([getattr(x, name) for x in scales]).reshape(n, -1) for name in ("scale", "zero")))
+
+
+def assemble(found: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
+    """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
+    n, k = found.shape
+    if format.codes == "float8_e4m3":
+        stored = found.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    else:
+        stored = pack_codes(found.numpy(), format.codes)
+    offsets = None
+    if format.offsets == "zero_point":
+        offsets = scales.zero.numpy().astype(np.int8 if format.codes == "int8" else np.uint8).view(np.uint8)
+    narrow = scales.scale.to(getattr(torch, format.scales))
+    return QuantizedArray(format, (n, k), stored, tensor_to_numpy(narrow), offsets)
+
+
+def nearest(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[float]) -> QuantizedArray:
+    """A matrix, float32 [n, k], with each element rounded by itself.
+
+    Raises:
+        InputError: its rows are not a whole number of groups, or it holds values that are not finite.
+    """
+    check(weight, format)
+    scales = fit_rows(weight, format, fractions)
+    by_group = Scales(*(x.reshape(-1, 1) for x in (scales.scale, scales.zero)))
+    found = codes(weight.reshape(len(by_group.scale), -1), by_group, format)
+    return assemble(found.reshape(weight.shape), scales, format)
+
+
+def check(weight: torch.Tensor, format: QuantizedFormat) -> None:
+    """Refuse a weight that cannot be stored in a format, in words that say which number is wrong."""
+    if problem := format.problem(tuple(weight.shape)):
+        raise InputError(problem)
+    if not bool(weight.isfinite().all()):
+        raise InputError("it holds values that are not finite")

@@ -1,0 +1,303 @@
+"""Native kernels for weights in few bits against NumPy, over all formats and odd shapes.
+
+Products of small integers with scales that are powers of two are exact in float32, in whatever order they are added:
+those are compared bit for bit. Bounds of the others follow from how rows of x are rounded (quantized.h).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from npu_compiler.errors import DeviceError
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, code_range, pack_codes, quantize
+from npu_runtime.cpu import native
+from npu_runtime.cpu.arrays import BFLOAT16
+from npu_runtime.cpu.native.bindings import layout
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
+
+INTEGERS = [(codes, offsets) for codes in ("int4", "int8") for offsets in ("none", "minimum", "zero_point")]
+KINDS = [*INTEGERS, ("float8_e4m3", "none")]
+SCALES = ("float16", "bfloat16", "float32")
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+# Outputs, elements of a row and of a group: whole panels and blocks, parts of them, and rows of several slices.
+SHAPES = ((1, 2, 2), (7, 34, 0), (33, 66, 6), (40, 96, 32), (70, 300, 100), (33, 512, 128), (19, 208, 16), (9, 5002, 0))
+EPS = 2.0**-24  # half the distance of float32 from 1
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def strided(rows: np.ndarray) -> np.ndarray:
+    """The same matrix with its rows further apart than they are long."""
+    memory = np.zeros((rows.shape[0], rows.shape[1] + 3), rows.dtype)
+    memory[:, : rows.shape[1]] = rows
+    return memory[:, : rows.shape[1]]
+
+
+def blank(rows: int, columns: int, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
+    """A strided result that shows what a kernel left out."""
+    return np.full((rows, columns + 5), np.nan, dtype)[:, :columns]
+
+
+def whole_numbers(format: QuantizedFormat, n: int, k: int) -> QuantizedArray:
+    """A weight with scales of 0.5, 1 and 2 and whole minimums, whose elements have 8 significant bits, as bfloat16."""
+    random, parts = rng(), format.parts((n, k))
+    low, high = (max(-60, code_range(format)[0]), min(60, code_range(format)[1]))
+    if format.codes == "float8_e4m3":
+        codes = random.integers(-15, 16, (n, k)).astype(np.float32).astype("float8_e4m3fn").view(np.uint8)
+    else:
+        codes = pack_codes(random.integers(low, high + 1, (n, k)), format.codes)
+    scales = random.choice(np.array([0.5, 1, 2], numpy_dtype(format.scales)), parts["scales"][0])
+    if format.offsets == "none":
+        return QuantizedArray(format, (n, k), codes, scales)
+    shape, dtype = parts["offsets"]
+    offsets = random.integers(max(low, -9), 10, shape)
+    signed = offsets.astype(np.int8).view(np.uint8) if dtype == "uint8" else offsets.astype(numpy_dtype(dtype))
+    return QuantizedArray(format, (n, k), codes, scales, signed)
+
+
+def product(x: np.ndarray, weight: QuantizedArray, dtype: np.dtype = DTYPES[0]) -> np.ndarray:
+    """What the kernel makes of x · weightᵀ."""
+    packed, out = native.pack_quantized(weight), blank(x.shape[0], weight.shape[0], dtype)
+    assert packed is not None
+    launch = native.quantized_linear(strided(x), packed, None, None, "none", out)
+    assert launch is not None
+    launch()
+    return out
+
+
+@pytest.mark.parametrize("rows", (1, 2, 13, 47, 101))
+@pytest.mark.parametrize(("codes", "offsets"), KINDS)
+def test_products_of_whole_numbers_are_exact(codes: str, offsets: str, rows: int) -> None:
+    for index, (n, k, group) in enumerate(SHAPES):
+        weight = whole_numbers(QuantizedFormat(codes, group, SCALES[index % 3], offsets), n, k)
+        wide = weight.dequantize().astype(np.float64)
+        for dtype in DTYPES:
+            x = rng().integers(-4, 5, (rows, k)).astype(dtype)
+            np.testing.assert_array_equal(product(x, weight), x.astype(np.float64) @ wide.T)
+
+
+@pytest.mark.parametrize("rows", (1, 3))
+@pytest.mark.parametrize("codes", ("int4", "int8"))
+def test_the_largest_integers_do_not_overflow(codes: str, rows: int) -> None:
+    low, high = (0, 15) if codes == "int4" else (-128, 127)
+    for k in (64, 640):
+        for extreme, zero in ((low, high), (high, low)):
+            format = QuantizedFormat(codes, 0, "float32", "zero_point")
+            zeros = np.full((5, 1), zero, np.int16).astype(np.uint8)
+            weight = QuantizedArray(
+                format, (5, k), pack_codes(np.full((5, k), extreme), codes), np.ones((5, 1), np.float32), zeros
+            )
+            for dtype, value in ((BFLOAT16, 1.9921875), (np.dtype(np.float16), -1.9990234375)):
+                expected = value * (extreme - zero) * k
+                np.testing.assert_allclose(product(np.full((rows, k), value, dtype), weight), expected, rtol=k * EPS)
+
+
+def bound(x: np.ndarray, weight: QuantizedArray) -> np.ndarray:
+    """By how much a float32 result may be wrong: [rows, n].
+
+    The integer of an element differs from it by half a unit at most, which is 2^-15 of the block's largest at most; a
+    block is part of a group. Then products, sums over blocks and the two terms of a minimum are rounded; float products
+    in at most 8 chains. Rows of float32 and float8 have no integers, but a sum of k terms. Where the machine multiplies
+    pairs of bfloat16, the weight may be rounded to that.
+    """
+    k, group = x.shape[1], weight.format.group or x.shape[1]
+    magnitude, wide = np.abs(x.astype(np.float64)), np.abs(weight.dequantize().astype(np.float64))
+    if weight.format.offsets == "minimum":
+        minimum = np.abs(np.repeat(weight.part("offsets").astype(np.float64), group, axis=1))
+        wide += 2 * minimum
+    result: np.ndarray
+    if x.dtype == np.float32 or weight.format.codes == "float8_e4m3":
+        result = (k + 8) * EPS * (magnitude @ wide.T)
+    else:
+        largest = np.repeat(magnitude.reshape(len(x), -1, group).max(axis=2), group, axis=1)
+        result = (2.0**-15 * largest + (math.ceil(k / 8) + 8) * EPS * magnitude) @ wide.T
+    if x.dtype == BFLOAT16 and (layout().has_pairs or layout().has_tiles):
+        result += 2.0**-8 * (magnitude @ wide.T)
+    return result
+
+
+@pytest.mark.parametrize("rows", (1, 5, 50))
+@pytest.mark.parametrize(("codes", "offsets"), KINDS)
+def test_products_are_those_of_the_dequantized_weight(codes: str, offsets: str, rows: int) -> None:
+    random = rng()
+    for index, (n, k, group) in enumerate(SHAPES):
+        weight = quantize(
+            random.standard_normal((n, k)) + 0.3, QuantizedFormat(codes, group, SCALES[index % 3], offsets)
+        )
+        for dtype in DTYPES:
+            # Magnitudes from 2^-20 to 2^5, so that blocks have outliers.
+            x = (random.standard_normal((rows, k)) * 2 ** random.uniform(-20, 5, (rows, k))).astype(dtype)
+            error = np.abs(product(x, weight) - x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
+            assert (error <= bound(x, weight)).all(), (n, k, group, dtype)
+
+
+def test_tiny_and_huge_rows_keep_their_precision() -> None:
+    weight = quantize(rng().standard_normal((20, 96)), QuantizedFormat("int8", 32))
+    for exponent in (-90, -30, 30, 90):
+        for rows in (1, 7):
+            x = (rng().standard_normal((rows, 96)) * 2.0**exponent).astype(BFLOAT16)
+            error = np.abs(product(x, weight) - x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
+            assert (error <= bound(x, weight)).all()
+    assert not product(np.zeros((2, 96), BFLOAT16), weight).any()
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_finite_shows_it_and_leaves_the_others_alone(dtype: np.dtype, value: float) -> None:
+    weight = quantize(rng().standard_normal((20, 96)) + 3, QuantizedFormat("int4", 32, "float16", "minimum"))
+    x = np.ones((3, 96), dtype)
+    x[1, 70] = value
+    out = product(x, weight)
+    assert np.isfinite(out[[0, 2]]).all() and not np.isfinite(out[1]).any()
+    assert not np.isfinite(product(x[1:2], weight)).any()
+
+
+def test_a_float8_nan_makes_its_output_nan() -> None:
+    weight = quantize(rng().standard_normal((20, 96)), QuantizedFormat("float8_e4m3", 32))
+    weight.codes[3, 50] = 0xFF
+    for rows in (1, 9):
+        out = product(np.ones((rows, 96), BFLOAT16), weight)
+        assert np.isnan(out[:, 3]).all() and np.isfinite(np.delete(out, 3, axis=1)).all()
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    result: np.ndarray = x / (1 + np.exp(-x))
+    return result
+
+
+@pytest.mark.parametrize("rows", (1, 14))
+@pytest.mark.parametrize("codes", ("int4", "float8_e4m3"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_activation_and_residual(dtype: np.dtype, codes: str, rows: int) -> None:
+    weight = quantize(rng().standard_normal((37, 96)) / 10, QuantizedFormat(codes, 32))
+    packed = native.pack_quantized(weight)
+    assert packed is not None
+    x, residual = (rng().standard_normal((rows, size)).astype(dtype) for size in (96, 37))
+    bias = rng().standard_normal(37).astype(dtype)
+    plain = x.astype(np.float64) @ weight.dequantize().astype(np.float64).T + bias.astype(np.float64)
+    for out_dtype in DTYPES:
+        out = blank(rows, 37, out_dtype)
+        launch = native.quantized_linear(x, packed, bias, strided(residual), "silu", out)
+        assert launch is not None
+        launch()
+        rounding = 0 if out_dtype == np.float32 else 2.0 ** (-11 if out_dtype == np.float16 else -8)
+        expected = silu(plain) + residual.astype(np.float64)
+        error = np.abs(out.astype(np.float64) - expected)
+        # silu is nowhere steeper than 1.1; the epilogue rounds a few times.
+        assert (error <= 1.1 * bound(x, weight) + rounding * np.abs(expected) + 1e-5).all()
+
+
+@pytest.mark.parametrize(("codes", "offsets"), KINDS)
+def test_gated_products(codes: str, offsets: str) -> None:
+    for width in (1, 40):
+        weight = quantize(rng().standard_normal((2 * width, 96)) / 10, QuantizedFormat(codes, 32, "float16", offsets))
+        packed = native.pack_quantized(weight)
+        assert packed is not None
+        x, bias = rng().standard_normal((1, 96)).astype(BFLOAT16), rng().standard_normal(2 * width)
+        out = blank(1, width)
+        launch = native.quantized_gated_linear(x, packed, bias, "silu", out)
+        assert launch is not None
+        launch()
+        gate, up = np.split(x.astype(np.float64) @ weight.dequantize().astype(np.float64).T + bias, 2, axis=1)
+        gate_error, up_error = np.split(bound(x, weight) + 1e-5, 2, axis=1)
+        allowed = 1.1 * gate_error * np.abs(up) + up_error * np.abs(silu(gate)) + 2 * gate_error * up_error
+        assert (np.abs(out - silu(gate) * up) <= allowed).all()
+
+
+@pytest.mark.parametrize(("codes", "offsets"), KINDS)
+def test_lookups_are_the_dequantized_rows(codes: str, offsets: str) -> None:
+    for index, (n, k, group) in enumerate(SHAPES):
+        weight = quantize(rng().standard_normal((n, k)), QuantizedFormat(codes, group, SCALES[index % 3], offsets))
+        for ids in (rng().integers(0, n, (2, 9)).astype(np.int32), np.array([n - 1, n, -1], np.int64)):
+            known = (ids >= 0) & (ids < n)
+            expected = weight.dequantize()[ids * known] * known[..., None]
+            for dtype in DTYPES:
+                out = np.full((*ids.shape, k), np.nan, dtype)
+                launch = native.quantized_embedding(ids, weight, out)
+                assert launch is not None
+                launch()
+                # A product that is not rounded before the minimum is added moves the result by a rounding.
+                step = 2.0 ** {"float32": -23, "float16": -10, "bfloat16": -7}[dtype.name]
+                np.testing.assert_allclose(out.astype(np.float32), expected, rtol=step, atol=1e-6)
+
+
+def test_ids_that_nobody_checked_may_not_be_out_of_range() -> None:
+    weight = quantize(np.ones((8, 32)), QuantizedFormat("int4", 32))
+    for wrong in (8, -1):
+        launch = native.quantized_embedding(np.array([0, wrong]), weight, np.ones((2, 32), np.float32), False)
+        assert launch is not None
+        with pytest.raises(DeviceError, match=f"index {wrong} is out of range in kernel quantized_embedding"):
+            launch()
+
+
+def test_a_launch_reads_its_operands_when_it_runs() -> None:
+    weight = whole_numbers(QuantizedFormat("int4", 32), 40, 96)
+    packed, x, out = native.pack_quantized(weight), np.zeros((4, 96), BFLOAT16), blank(4, 40)
+    assert packed is not None
+    launch = native.quantized_linear(x, packed, None, None, "none", out)
+    assert launch is not None
+    for _ in range(2):
+        x[:] = rng().integers(-4, 5, x.shape)
+        launch()
+        np.testing.assert_array_equal(out, x.astype(np.float64) @ weight.dequantize().astype(np.float64).T)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = quantize(np.ones((8, 32)), QuantizedFormat("int4", 32))
+    packed = native.pack_quantized(weight)
+    assert packed is not None
+    x, out = np.ones((2, 32), np.float32), np.ones((2, 8), np.float32)
+    assert native.quantized_linear(x, packed, None, None, "none", out) is not None
+    assert native.quantized_linear(x[:, :30], packed, None, None, "none", out) is None
+    assert native.quantized_linear(x, packed, None, None, "none", out[:, :7]) is None
+    assert native.quantized_linear(x, packed, None, None, "tanh", out) is None
+    assert native.quantized_linear(x, packed, np.ones(7), None, "none", out) is None
+    assert native.quantized_linear(x, packed, None, out[:1], "none", out) is None
+    assert native.quantized_linear(x.astype(np.int32), packed, None, None, "none", out) is None
+    assert native.quantized_linear(x.reshape(32, 2).T, packed, None, None, "none", out) is None
+    assert native.quantized_gated_linear(x, packed, None, "silu", out[:, :4]) is None
+    assert native.quantized_gated_linear(x[:1], packed, None, "silu", out[:1]) is None
+    ids = np.zeros(2, np.int32)
+    assert native.quantized_embedding(ids, weight, np.ones((2, 32), np.float32)) is not None
+    assert native.quantized_embedding(ids, weight, np.ones((2, 31), np.float32)) is None
+    assert native.quantized_embedding(ids, weight, np.ones((2, 32), np.int32)) is None
+    assert native.quantized_embedding(ids.astype(np.int16), weight, np.ones((2, 32), np.float32)) is None
+
+
+SCRIPT = """
+import sys
+import numpy as np
+from npu_compiler.graph.quantization import QuantizedFormat, quantize
+from npu_runtime.cpu import native
+random = np.random.default_rng(3)
+for codes in ("int4", "float8_e4m3"):
+    packed = native.pack_quantized(quantize(random.standard_normal((700, 320)), QuantizedFormat(codes, 32)))
+    for rows in (1, 6, 150):
+        out = np.empty((rows, 700), np.float32)
+        x = random.standard_normal((rows, 320)).astype("float16")
+        native.quantized_linear(x, packed, None, None, "none", out)()
+        sys.stdout.buffer.write(out.tobytes())
+"""
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    results = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=os.environ | {"NPU_SIM_THREADS": threads, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2", "5")
+    }
+    assert len(results) == 1 and len(results.pop()) == 2 * 157 * 700 * 4

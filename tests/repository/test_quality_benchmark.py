@@ -1,0 +1,58 @@
+"""The quality benchmark: what it measures, and the page that is made of its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llms import save_tiny, save_tokenizer
+
+from benchmarks import quality
+from npu_sim.llm import load_checkpoint
+from npu_sim.quantizing.quantizer import calibration_ids
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama", "float32", intermediate_size=128, vocab_size=300, max_position_embeddings=64)
+    save_tokenizer(folder, "{{ messages }}")
+    checkpoint = load_checkpoint(folder, "float32", "none")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat with a hat and looked at that. " * 30, encoding="utf-8")
+    ids = quality.windows(checkpoint, [text], 3, 40)
+    model = quality.dense_model(checkpoint, "cpu")
+    calibration = calibration_ids(checkpoint, text.read_text("utf-8"), 4)
+    whole = quality.Figure("as it is", 16.0, 1.0)
+    figures = [whole]
+    names = ["int8", "int4-64-rtn"]
+    variants = list(quality.quantize_all(checkpoint, names, calibration))
+    original = {name: model.get_submodule(name.removesuffix(".weight")).weight.data for name in variants[0][1]}
+    losses = []
+    for window in ids:
+        reference = quality.read_window(model, original, window)
+        losses.append(float(torch.nn.functional.nll_loss(reference[:-1], window[1:], reduction="sum")))
+        quality.add_window(whole, reference, reference, window)
+        for figure, weights in variants:
+            quality.add_window(figure, quality.read_window(model, weights, window), reference, window)
+    figures += [figure for figure, _ in variants]
+    assert whole.divergence == 0 and whole.agreement == whole.tokens == 3 * 39
+    assert -whole.log_likelihood == pytest.approx(sum(losses), rel=1e-6)
+    eight, four = figures[1:]
+    assert 0 < eight.divergence < four.divergence and four.bits < 5 < eight.bits < 9
+    assert abs(eight.perplexity / whole.perplexity - 1) < abs(four.perplexity / whole.perplexity - 1) + 0.01
+    run = quality.Quality({"model": "tiny"}, figures)
+    run.save(tmp_path / "run.json")
+    loaded = quality.load_quality(tmp_path / "run.json")
+    assert quality.table(loaded) == quality.table(run) and loaded.figures == figures
+    quality.draw(loaded, tmp_path / "chart.svg")
+    assert "<svg" in (tmp_path / "chart.svg").read_text("utf-8")
+    with pytest.raises(SystemExit, match="windows of 40 tokens, not 999"):
+        quality.windows(checkpoint, [text], 999, 40)
+
+
+def test_the_table_in_docs_is_that_of_its_figures() -> None:
+    run = quality.load_quality(DOCS / "quality.json")
+    assert quality.table(run) in (DOCS / "quantization.md").read_text("utf-8")
+    assert run.reference.tokens >= 50_000
