@@ -12,9 +12,11 @@ import torch
 from PIL import Image
 from skimage import data
 from torch import nn
+from typer.testing import CliRunner
 
 from npu_compiler import InputError, WeightError, compile
 from npu_runtime import Backend, CPUBackend, Executor, execute_cpu_partition, load_weights
+from npu_sim.cli import app
 from npu_sim.extract import extract_ir
 from npu_sim.vision import Classifier, find_model, preprocess
 from npu_sim.vision.quantize import QuantizedNetwork, quantize_network, quantize_weight
@@ -197,6 +199,28 @@ def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
         quantize_model("efficientnet-lite0", tmp_path, tmp_path / "out")
     with pytest.raises(InputError, match="no calibration images at"):
         quantize_model("efficientnet-lite0", tmp_path / "nowhere", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--activations", "int4", "--calibrate", "IMAGES"], "unknown format of activations 'int4'"),
+        (["--activations", "int8"], "--activations needs --calibrate with a folder of photographs"),
+        (["--activations", "int8", "--calibrate", "EMPTY"], "holds no images to calibrate with"),
+        (["--activations", "int8", "--calibrate", "NOWHERE"], "NOWHERE"),
+    ],
+)
+def test_the_command_refuses_what_no_network_can_be_quantized_with(
+    arguments: list[str], problem: str, tmp_path: Path
+) -> None:
+    for folder in ("IMAGES", "EMPTY"):
+        (tmp_path / folder).mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "IMAGES" / "grey.png")
+    given = [str(tmp_path / x) if x.isupper() else x for x in arguments]
+    result = CliRunner().invoke(app, ["quantize", "resnet18", "-o", str(tmp_path / "out"), *given])
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.split())
     assert not (tmp_path / "out").exists()
 
 
