@@ -46,7 +46,7 @@ def quantize(
         typer.Option(
             "--activations",
             metavar="FORMAT",
-            help="int8: quantize activations too, and weights to int8 per channel. For vision models, with --calibrate.",
+            help="int8: quantize activations too, weights to int8 per channel. For vision models, with --calibrate.",
         ),
     ] = None,
     weights: Annotated[
