@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 _QUANTIZED = "quantized_decomposed."
 
 
-def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: Path, batch: int | None = None) -> str:
+def write_onnx(ir: Mapping[str, Any], weights: Mapping[str, np.ndarray], path: Path) -> str:
     """Write the IR that `npu_sim.vision.quantize` makes as ONNX; returns the name of its input.
 
     Raises:

@@ -25,7 +25,7 @@ MOST_TERMS = 2**31 // 255**2  # of a sum that is certain to fit in int32
 _CHANNELS_LAST = (0, 2, 3, 1)
 
 # How a result is stored where it is stored in bytes, and what a residual in bytes stands for.
-_RESULT = {"out_scale": "f", "out_zero_point": "i", "low": "i", "high": "i"}
+_RESULT: dict[str, Any] = {"out_scale": "f", "out_zero_point": "i", "low": "i", "high": "i"}
 _RESIDUAL = {"residual_scale": "f", "residual_zero_point": "i"}
 _PRODUCT: dict[str, Any] = {"x_scale": "f", "zero_point": "i", **_RESIDUAL, **_RESULT, "activation": ACTIVATION}
 
@@ -188,7 +188,7 @@ def lower_integer_linear(ctx: Lowering, node: OpNode) -> None:
 @register_op("npu.integer_max_pool2d", tensors=("x",), bytes="only")
 def lower_integer_max_pool2d(ctx: Lowering, node: OpNode) -> None:
     attrs = node.attrs
-    params = {
+    params: dict[str, Any] = {
         "window": pair(attrs["kernel_size"]),
         "stride": pair(attrs.get("stride") or attrs["kernel_size"]),
         "padding": pair(attrs.get("padding"), 0),

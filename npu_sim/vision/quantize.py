@@ -17,7 +17,7 @@ import numpy as np
 from npu_compiler.compiler import normalize
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.fusions.quantization_points import ActivationRange, IntegerWeight, Layer, Points, quantized_graph
-from npu_compiler.graph.model import IRGraph, TensorSpec, unique_name
+from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.graph.weight_recipe import apply_recipe, from_key
 from npu_compiler.graph.writer import graph_to_dict
@@ -172,7 +172,8 @@ def _plain_graph(graph: IRGraph, weights: Mapping[str, Any]) -> tuple[IRGraph, d
     if problems:
         raise WeightError(f"the weights do not fit {graph.name}:\n" + "\n".join(f"  - {x}" for x in problems))
     graph = eliminate_dead_code(fold_batch_norm(normalize(graph)))
-    state, recipes = {}, {}
+    state: dict[str, np.ndarray] = {}
+    recipes = {}
     for name, recipe in graph.weights.items():
         key = (
             next(recipe.keys()) if recipe.op != "multiply_add" else unique_name(f"{next(recipe.keys())}.folded", state)
@@ -225,7 +226,7 @@ def quantize_weight(weight: np.ndarray) -> IntegerWeight:
 
 
 def _rounded(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(rows / scales[:, None]), -127, 127)
+    return np.asarray(np.clip(np.rint(rows / scales[:, None]), -127, 127))
 
 
 class _Calibration:
@@ -282,7 +283,7 @@ def _as_range(low: float, high: float) -> ActivationRange:
 
 def _squared_error(values: np.ndarray, found: ActivationRange) -> np.ndarray:
     codes = np.clip(np.rint(values / found.scale) + found.zero_point, 0, 255)
-    return np.square((codes - found.zero_point) * found.scale - values)
+    return np.asarray(np.square((codes - found.zero_point) * found.scale - values))
 
 
 def _channel_dim(value: torch.Tensor) -> int:
@@ -315,42 +316,36 @@ def _signal_to_noise(
     layers: Sequence[Layer],
     ranges: Mapping[str, ActivationRange],
     integers: Mapping[str, IntegerWeight],
-    source: str,
+    given: str,
     images: Sequence[np.ndarray],
 ) -> dict[str, float]:
     """Node → decibels of its output, computed with rounded input and weight, against the float one."""
     nodes = {node.name: node for node in graph.nodes}
-    tensors, twins, extra = dict(graph.tensors), dict[str, str](), {}
-    rounded_state = dict(state)
-    recipes = dict(graph.weights)
-    for layer in layers:
-        node, weight = nodes[layer.node], integers[layer.weight]
-        out, twin, name = node.outputs[0], f"{layer.node}.twin", f"{layer.weight}.twin"
-        tensors[twin] = replace(tensors[out], name=twin)
-        tensors[name] = replace(tensors[layer.weight], name=name)
-        scales = weight.scales.reshape(-1, *[1] * (weight.codes.ndim - 1))
-        recipes[name], rounded_state[name] = from_key(name), weight.codes * scales
-        extra[layer.node] = replace(node, name=twin, inputs=(f"{twin}.x", name, *node.inputs[2:]), outputs=(twin,))
-        tensors[f"{twin}.x"] = replace(tensors[node.inputs[0]], name=f"{twin}.x")
-        twins[layer.node] = node.inputs[0]
-    watched = _watched(graph, state, [name for node in twins for name in (twins[node], nodes[node].outputs[0])])
-    signal, noise = dict.fromkeys(twins, 0.0), dict.fromkeys(twins, 0.0)
+    watched = _watched(graph, state, [x for layer in layers for x in _ends(nodes[layer.node])])
     alone = {}
     for layer in layers:
-        twin = extra[layer.node]
-        part = IRGraph(twin.name, [twin], tensors, [twin.inputs[0]], [twin.name], [twin.name], {}, {})
-        part.weights.update({name: recipes[name] for name in twin.inputs[1:]})
-        alone[layer.node] = _watched(part, rounded_state, [twin.name])
-    for values in _runs(watched, source, images):
+        node, weight = nodes[layer.node], integers[layer.weight]
+        scales = weight.scales.reshape(-1, *[1] * (weight.codes.ndim - 1))
+        source, result = _ends(node)
+        read = {name: graph.weights[name] for name in node.inputs[1:]}
+        part = IRGraph(node.name, [node], graph.tensors, [source], [result], [result], read, {})
+        alone[layer.node] = _watched(part, {**state, _key(graph, layer): weight.codes * scales}, [result])
+    signal, noise = dict.fromkeys(alone, 0.0), dict.fromkeys(alone, 0.0)
+    for values in _runs(watched, given, images):
         for layer in layers:
-            x, exact = values[twins[layer.node]], values[nodes[layer.node].outputs[0]]
-            found, twin = ranges[layer.source], extra[layer.node]
-            codes = ((x / found.scale).round() + found.zero_point).clamp(0, 255)
+            found, (source, result) = ranges[layer.source], _ends(nodes[layer.node])
+            codes = ((values[source] / found.scale).round() + found.zero_point).clamp(0, 255)
             rounded = (codes - found.zero_point) * found.scale
-            made = alone[layer.node].run_tensors({twin.inputs[0]: rounded})[twin.name]
-            signal[layer.node] += float(exact.double().square().sum())
-            noise[layer.node] += float((made.double() - exact).square().sum())
-    return {node: 10 * math.log10(max(signal[node], 1e-30) / max(noise[node], 1e-30)) for node in twins}
+            exact = values[result].double()
+            lost = alone[layer.node].run_tensors({source: rounded})[result] - exact
+            signal[layer.node] += float(exact.square().sum())
+            noise[layer.node] += float(lost.square().sum())
+    return {node: 10 * math.log10(max(signal[node], 1e-30) / max(noise[node], 1e-30)) for node in alone}
+
+
+def _ends(node: OpNode) -> tuple[str, str]:
+    """What a layer reads, besides its weights, and what it makes."""
+    return node.inputs[0], node.outputs[0]
 
 
 def _correct_biases(

@@ -104,7 +104,7 @@ def test_function_constants_are_those_the_backend_sets(name: str) -> None:
     found = re.findall(r"\bconstant\s+(\w+)\s+(\w+)\s*\[\[\s*function_constant\((\d+)\)\s*\]\]", text)
     numbers = [number for *_, number in found]
     assert len(set(numbers)) == len(numbers), "two function constants of one number"
-    declared = [decl for decl in KERNELS.values() if f'#line 1 "{name}"' in shader_source(decl.source)]
+    declared = [decl for decl in IN_SHADERS.values() if f'#line 1 "{name}"' in shader_source(decl.source)]
     flags = {
         field: "bool" if fmt == "?" else "uint"
         for decl in declared

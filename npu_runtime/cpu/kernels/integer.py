@@ -28,7 +28,8 @@ def _finish(y: torch.Tensor, out: torch.Tensor, params: Params) -> None:
 def _residual(tensor: torch.Tensor, params: Params) -> torch.Tensor:
     if tensor.dtype not in _BYTES:
         return tensor.float()
-    return (tensor.float() - params["residual_zero_point"]) * params["residual_scale"]
+    centred: torch.Tensor = tensor.float() - params["residual_zero_point"]
+    return centred * float(params["residual_scale"])
 
 
 @cpu_kernel("quantize_activation_kernel")
