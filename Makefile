@@ -1,7 +1,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-KERNEL_TESTS := tests/npu_runtime/test_native.py tests/npu_runtime/test_native_conv.py
+KERNEL_TESTS := $(addprefix tests/npu_runtime/test_native,.py _conv.py _quantized.py)
 FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples

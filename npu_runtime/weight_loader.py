@@ -7,9 +7,9 @@ import json
 import mmap
 import os
 import reprlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError, ProgramFormatError, WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
-from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat, quantize
+from npu_compiler.graph.quantization import QuantizedArray, quantize
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
 from npu_compiler.program.codec import decoder
 from npu_compiler.program.plan import WeightSpec
@@ -63,8 +63,8 @@ def load_weights(
             if adopted is not None:
                 known[keys[name]] = adopted
     wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
-    rounded = _Rounded()
-    made = ahead(lambda weight: _made(weight, with_state, rounded), list(wanted.values()))
+    together = [list(weights) for _, weights in groupby(wanted.values(), _keys)]
+    made = chain.from_iterable(ahead(lambda weights: _made(weights, with_state), together))
     for done, key in enumerate(keys.values(), 1):
         weight = wanted.pop(key, None)
         if weight is not None:
@@ -99,56 +99,44 @@ def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemor
     return backend.adopt(tensors, weight.spec)
 
 
-class _Rounded:
-    """The latest weights that were quantized while loading: several of a program may be parts of the same."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, QuantizedArray] = {}
-        self._lock = threading.Lock()
-
-    def parts(
-        self, recipe: WeightTransformRecipe, state: dict[str, np.ndarray | QuantizedArray]
-    ) -> dict[str, np.ndarray | QuantizedArray]:
-        """The tensors of a recipe, those quantized of which it takes a part. Raises InputError if one cannot be."""
-        found = dict(state)
-        for leaf in recipe.leaves():
-            key = leaf.params.get("key", "")
-            value = state.get(key)
-            if leaf.op == "quantized" and isinstance(value, np.ndarray):
-                with self._lock:
-                    found[key] = self._quantized(key, value, leaf.format)
-        return found
-
-    def _quantized(self, key: str, value: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
-        known = self._made.pop(key, None)
-        if known is None or known.format != format:
-            known = quantize(value, format)
-        self._made[key] = known
-        if len(self._made) > _MOST_ROUNDED:
-            del self._made[next(iter(self._made))]
-        return known
+def _keys(weight: WeightSpec) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(weight.recipe.keys()))
 
 
-def _made(weight: WeightSpec, source: Mapping[str, Any], rounded: _Rounded) -> tuple[list[str], list[np.ndarray]]:
-    """The problems of a weight, and its parts as they are stored, if there are none."""
-    state = {key: _as_stored(source[key]) for key in dict.fromkeys(weight.recipe.keys()) if key in source}
-    problems = [p for key, array in state.items() for p in check_weight(key, array, weight.source_shapes[key])]
-    if not problems and len(state) == len(set(weight.recipe.keys())):
-        try:
-            state = rounded.parts(weight.recipe, state)
-        except InputError as error:
-            problems.append(f"'{weight.recipe}': {error}")
-    if weight.spec.bounds is not None and not problems:
+def _made(weights: Sequence[WeightSpec], source: Mapping[str, Any]) -> list[tuple[list[str], list[np.ndarray]]]:
+    """For each of some weights of the same tensors: its problems, and its parts as they are stored, if it has none."""
+    shapes = weights[0].source_shapes
+    state = {key: _as_stored(source[key]) for key in shapes if key in source}
+    problems = [p for key, array in state.items() for p in check_weight(key, array, shapes[key])]
+    if problems or len(state) < len(shapes):
+        return [(problems, []) for _ in weights]
+    rounded: dict[str, QuantizedArray] = {}  # what several weights are parts of is quantized once
+    return [_made_of(weight, state, rounded) for weight in weights]
+
+
+def _made_of(
+    weight: WeightSpec,
+    state: Mapping[str, np.ndarray | QuantizedArray],
+    rounded: dict[str, QuantizedArray],
+) -> tuple[list[str], list[np.ndarray]]:
+    if weight.spec.bounds is not None:
         arrays = ((key, array) for key, array in state.items() if isinstance(array, np.ndarray) and array.size)
         found = ((key, out_of_bounds(array, *weight.spec.bounds)) for key, array in arrays)
-        problems = [f"too large: '{key}' {problem}" for key, problem in found if problem is not None]
-    if problems or len(state) < len(set(weight.recipe.keys())):
-        return problems, []
+        if problems := [f"too large: '{key}' {problem}" for key, problem in found if problem is not None]:
+            return problems, []
+    sources = dict(state)
     try:
-        parts = _parts(weight.recipe, state)
+        for leaf in weight.recipe.leaves():
+            key = leaf.params.get("key", "")
+            if leaf.op == "quantized" and isinstance(value := state[key], np.ndarray):
+                if key not in rounded:
+                    rounded[key] = quantize(value, leaf.format)
+                sources[key] = rounded[key]
+        parts = _parts(weight.recipe, sources)
     except InputError as error:
-        return [f"quantized otherwise: {error}"], []
-    lost = next((value for part in parts if (value := find_misfit(part, weight.spec.storage)) is not None), None)
+        return [f"'{weight.recipe}': {error}"], []
+    misfits = (find_misfit(part, weight.spec.storage) for part in parts)
+    lost = next((value for value in misfits if value is not None), None)
     if lost is not None:
         reason = f"contains {beyond_range(lost, weight.spec.storage)}; compile for compute dtype bfloat16 or float32"
         return [f"too large: '{weight.recipe}' {reason}"], []
@@ -212,7 +200,6 @@ def _is_wide_int(array: np.ndarray) -> bool:
 
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _PIECE = 2**20  # elements
-_MOST_ROUNDED = 8
 
 
 def holds_nan(array: np.ndarray) -> bool:

@@ -21,6 +21,7 @@ from npu_compiler import (
     DeviceError,
     NPUError,
     ProgramFormatError,
+    QuantizedFormat,
     WeightError,
     compile,
     partition,
@@ -67,7 +68,10 @@ def corpus(name: str) -> list[bytes]:
     if name == "module":
         return _saved_modules()
     if name in ("program", "run"):
-        return [compile(path).to_bytes() for path in sorted((CORPUS / "ir").iterdir())]
+        files = sorted((CORPUS / "ir").iterdir())
+        formats = {"table": QuantizedFormat("int8"), "k": QuantizedFormat("int4", 4, "float16", "minimum")}
+        quantized = compile(CORPUS / "ir" / "language.json", quantization=formats)
+        return [*(compile(path).to_bytes() for path in files), quantized.to_bytes()]
     return [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
 
 
@@ -265,8 +269,9 @@ def _saved_modules() -> list[bytes]:
     fixed = npu_sim.compile(Nested().eval(), (x,), {"rest": {"a": x}}, device="cpu")
     changing = npu_sim.compile(nn.Linear(4, 2).eval(), (x,), device="cpu", dynamic_shapes=({0: batch},))
     files = []
+    quantized = npu_sim.compile(nn.Linear(4, 2).eval(), (x,), device="cpu", quantization="int8")
     with TemporaryDirectory() as folder:
-        for module in (fixed, changing):
+        for module in (fixed, changing, quantized):
             module.save(Path(folder, "module.npumod"))
             files.append(Path(folder, "module.npumod").read_bytes())
     return files

@@ -27,7 +27,9 @@ from npu_compiler import (
     partition,
     read_ir,
 )
+from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, NPUBuffer, load_weights
+from npu_runtime.cpu import native
 
 
 def classifier() -> IRBuilder:
@@ -526,6 +528,16 @@ def test_a_result_of_the_cpu_overflows_on_its_way_to_the_device_as_it_would_ther
     result = DAGExecutor(plan, CPUBackend())
     result._cpu[0].run = lambda inputs: {"erfinv": np.array([1e6, -3.4e38, 2], np.float32)}  # type: ignore[method-assign]
     np.testing.assert_array_equal(result.execute({"x": np.zeros(3, np.float32)})["y"], [-np.inf, 65504, -2])
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.failure_reason()}")
+def test_ids_that_nobody_checked_may_not_be_out_of_range() -> None:
+    weight = quantize(np.ones((8, 32)), QuantizedFormat("int4", 32))
+    for wrong in (8, -1):
+        launch = native.quantized_embedding(np.array([0, wrong]), weight, np.ones((2, 32), np.float32), False)
+        assert launch is not None
+        with pytest.raises(DeviceError, match=f"index {wrong} is out of range in kernel quantized_embedding"):
+            launch()
 
 
 def test_a_copy_in_absurdly_many_parts_is_refused() -> None:
