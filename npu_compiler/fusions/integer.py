@@ -20,9 +20,9 @@ from npu_compiler.fusions.engine import activation
 from npu_compiler.graph.dtypes import BYTE_DTYPES, FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops.affine import limits
+from npu_compiler.ops.byte_storage import storable_in_bytes
 from npu_compiler.ops.integer import MOST_TERMS
 from npu_compiler.ops.registry import Args, find_op, well_formed
-from npu_compiler.passes.precision import storable_in_bytes
 
 _QUANTIZE, _DEQUANTIZE = "npu.quantize", "npu.dequantize"
 _WEIGHT_OPS = tuple(f"quantized_decomposed.dequantize_{kind}.default" for kind in ("per_channel", "per_tensor"))
@@ -125,7 +125,7 @@ def _only_reader(source: OpNode, node: OpNode, graph: IRGraph, consumers: Mappin
 
 def _swapped(graph: IRGraph, first: OpNode, second: OpNode, keep_first: bool = False) -> IRGraph:
     """The graph with `second(first(x))` as `first(second(x))`; `first` also stays where it is, for others to read."""
-    x, made, result = first.inputs[0], first.outputs[0], second.outputs[0]
+    x, result = first.inputs[0], second.outputs[0]
     name = unique_name(f"{result}.moved", graph.tensors)
     quantizes = second.op_type == _QUANTIZE
     dtype = graph.tensors[result if quantizes else x].dtype
@@ -134,10 +134,8 @@ def _swapped(graph: IRGraph, first: OpNode, second: OpNode, keep_first: bool = F
     inner = replace(second, name=name, inputs=(x,), outputs=(name,))
     outer = replace(first, name=second.name, inputs=(name,), outputs=(result,))
     inner, outer = (_on_integers(node) if _is_max_pool(node) else node for node in (inner, outer))
-    position = graph.nodes.index(second)
     nodes = [node for node in graph.nodes if keep_first or node is not first]
     position = nodes.index(second)
-    del made
     return replace(
         graph, nodes=[*nodes[:position], inner, outer, *nodes[position + 1 :]], tensors={**graph.tensors, name: spec}
     )
