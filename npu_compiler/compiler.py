@@ -12,7 +12,7 @@ from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.constraint_checker import check_constraints
 from npu_compiler.errors import IRError, ProgramFormatError
-from npu_compiler.fusion_patterns import fuse
+from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.graph.reader import read_ir
@@ -63,6 +63,7 @@ def default_stages(
     quantization: Quantization | None = None,
 ) -> list[Stage]:
     """The graph stages in order, each with its name. `compile(…, stages=…)` reorders them, cuts or extends the list."""
+    unavailable = set() if target.config.integer_kernels else {INTEGER_KERNELS}
     return [
         *_NORMALIZE,
         ("check_constraints", check_constraints),
@@ -72,7 +73,7 @@ def default_stages(
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),
         ("mark_quantized_weights", partial(mark_quantized_weights, quantization=quantization)),
-        ("fuse", partial(fuse, disabled=disabled_fusions)),
+        ("fuse", partial(fuse, disabled={*disabled_fusions, *unavailable})),
         ("eliminate_noops", eliminate_noops),
         ("eliminate_dead_code", eliminate_dead_code),
         ("assign_storage", partial(assign_storage, compute_dtype=compute_dtype)),

@@ -10,6 +10,7 @@ from npu_compiler.fusions.attention import ATTENTION, MASKED_SOFTMAX, share_kv_h
 from npu_compiler.fusions.cache_updates import pair_cache_updates
 from npu_compiler.fusions.conv import CONV_EPILOGUE
 from npu_compiler.fusions.engine import Fusion, apply_fusion
+from npu_compiler.fusions.integer import fuse_integers
 from npu_compiler.fusions.linear import (
     GATED_LINEAR,
     LINEAR_ACTIVATION,
@@ -21,7 +22,10 @@ from npu_compiler.fusions.norms import LAYER_NORM, RMS_NORM
 from npu_compiler.fusions.rope import ROPE, share_rope
 from npu_compiler.graph.model import IRGraph
 
+INTEGER_KERNELS = "integer_kernels"  # the fusion for targets that have these
+
 FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
+    INTEGER_KERNELS: fuse_integers,
     "silu": SILU,
     "gelu": GELU,
     "gelu_tanh": GELU_TANH,

@@ -20,6 +20,7 @@ class TargetConfig:
         buffer_alignment: Every arena offset is a multiple of this many bytes.
         programs_are_code: A program brings what the device executes, as source text and launches, so only programs that
             the user trusts are run. Otherwise a program only names kernels that the device has.
+        integer_kernels: Whether convolutions and products of quantized tensors are computed in integers.
     """
 
     name: str
@@ -33,7 +34,10 @@ class TargetConfig:
     max_dispatches_per_batch: int = 10_000
     buffer_alignment: int = 256
     programs_are_code: bool = False
+    integer_kernels: bool = False
 
 
-OP_LEVEL = TargetConfig(name="op_level")  # the kernels of the op table, for any device that has them
+OP_LEVEL = TargetConfig(
+    name="op_level", integer_kernels=True
+)  # the kernels of the op table, for any device that has them
 METAL_GPU = TargetConfig(name="metal_gpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -123,8 +124,8 @@ def resolve_op(op_type: str) -> Any:
     namespace, name, overload = (
         (parts[0], parts[1], parts[2] if len(parts) > 2 else "default") if len(parts) > 1 else ("", op_type, "")
     )
-    if namespace == "transformers":
-        import transformers.integrations.moe  # noqa: F401  (registers the namespace)
+    with suppress(ImportError):  # PyTorch then says that it has no such op
+        _register(namespace)
     try:
         function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         if any(argument.name == "filename" for argument in function._schema.arguments):
@@ -133,6 +134,16 @@ def resolve_op(op_type: str) -> Any:
     except (AttributeError, RuntimeError) as error:
         advice = "; extract the IR under torch.no_grad()" if op_type.startswith("wrap_with") else ""
         raise DeviceError(f"PyTorch has no op '{op_type}', so the CPU cannot run it either{advice}") from error
+
+
+def _register(namespace: str) -> None:
+    """Import what registers the ops of a namespace."""
+    if namespace == "transformers":
+        import transformers.integrations.moe  # noqa: F401
+    elif namespace == "quantized_decomposed":
+        import torch.ao.quantization.fx._decomposed  # noqa: F401
+    elif namespace == "torchao":
+        import torchao.quantization  # noqa: F401
 
 
 def unclear_reason(node: OpNode, graph: IRGraph) -> str | None:

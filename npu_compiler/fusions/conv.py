@@ -57,7 +57,7 @@ def fold_padding(graph: IRGraph) -> IRGraph:
     nodes, dropped = [], set()
     for node in graph.nodes:
         pad = producers.get(node.inputs[0]) if node.base == "aten.conv2d" and node.inputs else None
-        if pad is not None and _is_zero_padding(pad, graph) and node.attrs.get("padding") != "same":
+        if pad is not None and is_zero_padding(pad, graph) and node.attrs.get("padding") != "same":
             own = node.attrs.get("padding", 0)
             own = 0 if own == "valid" else own
             height, width = (own, own) if isinstance(own, int) else (own * 2)[:2]
@@ -72,7 +72,7 @@ def fold_padding(graph: IRGraph) -> IRGraph:
     )
 
 
-def _is_zero_padding(node: OpNode, graph: IRGraph) -> bool:
+def is_zero_padding(node: OpNode, graph: IRGraph) -> bool:
     pads = node.attrs.get("pad")
     return (
         node.base in ("aten.pad", "aten.constant_pad_nd")

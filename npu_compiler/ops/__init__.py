@@ -1,6 +1,7 @@
 """The op table. Importing the package registers every op, and fills the tables of kernels and element-wise ops."""
 
 from npu_compiler.ops import (
+    affine,
     aliases,
     comparing,
     conv,
@@ -8,6 +9,7 @@ from npu_compiler.ops import (
     elementwise,
     experts,
     indexing,
+    integer,
     matmul,
     quantized,
     reductions,
@@ -26,6 +28,7 @@ __all__ = [
     "OPS",
     "Args",
     "Op",
+    "affine",
     "aliases",
     "comparing",
     "conv",
@@ -36,6 +39,7 @@ __all__ = [
     "experts",
     "find_op",
     "indexing",
+    "integer",
     "matmul",
     "quantized",
     "reductions",

@@ -194,6 +194,17 @@ def lower_fused_conv(ctx: Lowering, node: OpNode) -> None:
     emit_conv(ctx, node, x, weight, bias, residual, node.attrs.get("activation", "none"))
 
 
+def conv_window(node: OpNode, weight: View, rank1: bool = False) -> dict[str, Any]:
+    """How a convolution's weight [o, i, kh, kw] slides over its input; `rank1` if its attributes are of one axis."""
+    dilation = _per_axis(node.attrs.get("dilation", 1), 1, rank1)
+    return {
+        "stride": _per_axis(node.attrs.get("stride", 1), 1, rank1),
+        "padding": _padding(node, weight.shape[2:], dilation, rank1),
+        "dilation": dilation,
+        "groups": node.attrs.get("groups", 1),
+    }
+
+
 def emit_conv(
     ctx: Lowering,
     node: OpNode,
@@ -209,12 +220,8 @@ def emit_conv(
     residual = _batched(residual, weight.rank - 2) if residual is not None else None
     x, weight, out = _as_2d(x), _as_2d(weight), _as_2d(out)
     residual = _as_2d(residual) if residual is not None else None
-    dilation = _per_axis(node.attrs.get("dilation", 1), 1, rank1)
     params = {
-        "stride": _per_axis(node.attrs.get("stride", 1), 1, rank1),
-        "padding": _padding(node, weight.shape[2:], dilation, rank1),
-        "dilation": dilation,
-        "groups": node.attrs.get("groups", 1),
+        **conv_window(node, weight, rank1),
         "has_bias": int(bias is not None),
         "has_residual": int(residual is not None),
         "activation": activation,

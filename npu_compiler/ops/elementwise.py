@@ -33,6 +33,7 @@ def elementwise(
     moves: bool = False,
     one_dtype: bool = False,
     masks: bool = False,
+    bytes: bool = False,
     integer_range: Callable[..., Range] | None = None,
     **attrs: float | bool,
 ) -> Elementwise:
@@ -44,11 +45,11 @@ def elementwise(
         aten: Space-separated ATen names that lower to it; defaults to `<name>`.
         integer: The result over ints; `SAME` if the expression serves for both.
         identity, moves, one_dtype: As in `Op`.
-        masks: As in `Elementwise`.
+        masks, bytes: As in `Elementwise`.
         integer_range: What the op may return of integers, given the ranges of the operands and of the attributes.
     """
     integer = expr if integer == SAME else integer
-    op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs, masks)
+    op = Elementwise(name, tuple(operands.split()), expr, integer, torch or f"torch.{name}", attrs, masks, bytes)
     add_elementwise(op)
 
     def lower(ctx: Lowering, node: OpNode) -> None:
@@ -122,7 +123,7 @@ for _name, (_expr, _integer, _range) in _INTEGER_UNARY.items():
     elementwise(_name, "self", _expr, integer=_integer, integer_range=_range)
 
 elementwise("bitwise_not", "self", "~int(a)", "torch.bitwise_not", "npu.bitwise_not", integer="~a")
-elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME, identity=always, moves=True, masks=True)
+elementwise("copy", "src", "a", "npu.copy", "clone", integer=SAME, identity=always, moves=True, masks=True, bytes=True)
 elementwise("silu", "self", "a / (1 + exp(-a))", F + "silu")
 elementwise("relu6", "self", "a < 0 ? 0 : a > 6 ? 6 : a", F + "relu6", integer=SAME, integer_range=ranges.relu6)
 elementwise("gelu_erf", "self", "0.5f * a * (1 + erf(a * 0.70710678118654752f))", F + "gelu", "npu.gelu_erf")

@@ -108,6 +108,9 @@ class Op:
         integer_range: Given what its inputs may hold: the lowest and highest integer that it may return, or a range for
             each output. None for an op that moves elements or returns no int32 or int64.
         quantized: For an op that may read a weight in few bits.
+        bytes: Whether it reads and makes int8 and uint8 tensors that are stored in a byte an element: `only` such, or
+            such `too`; empty if it does not.
+        saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
     """
 
     name: str
@@ -129,6 +132,8 @@ class Op:
     by_name: bool = False
     integer_range: RangeFn | None = None
     quantized: QuantizedRule | None = None
+    bytes: str = ""
+    saturates: bool = False
 
 
 OPS: dict[str, Op] = {}
@@ -206,7 +211,7 @@ def unsupported_reason(node: OpNode, graph: IRGraph) -> str | None:
     if not node.outputs:
         return f"op '{node.op_type}' has no tensor output"
     for name in node.outputs[:1]:
-        if graph.tensors[name].dtype in NARROW_INTS and not _keeps_dtype(node, graph):
+        if graph.tensors[name].dtype in NARROW_INTS and not (op.saturates or _keeps_dtype(node, graph)):
             return f"tensor '{name}' has dtype {graph.tensors[name].dtype}: the device does not wrap it on overflow"
     for name, value in node.attrs.items():
         if isinstance(value, int) and not INT32_MIN <= value <= INT32_MAX and name not in _UNBOUNDED_ATTRS:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
+
 from npu_compiler.errors import NPUError
 from npu_compiler.graph.dtypes import COMPUTE_DTYPES, FLOAT_DTYPES, HALF_DTYPES, INT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.ops.byte_storage import in_bytes
 from npu_compiler.ops.registry import find_op
 from npu_compiler.passes.integer_ranges import index_bounds
 
@@ -57,6 +60,10 @@ def assign_storage(graph: IRGraph, compute_dtype: str) -> IRGraph:
         name: replace(spec, storage=_storage(spec.dtype, compute_dtype if name in narrow else "float32"))
         for name, spec in graph.tensors.items()
     }
+    for name in in_bytes(graph):
+        info = np.iinfo(tensors[name].dtype)
+        bounds = tensors[name].bounds or (int(info.min), int(info.max))
+        tensors[name] = replace(tensors[name], storage=tensors[name].dtype, bounds=bounds)
     return replace(graph, tensors=_with_index_bounds(graph, tensors))
 
 

@@ -28,6 +28,7 @@ class Elementwise:
         attrs: Attribute → default.
         masks: Whether a scalar such as -1e9 stands for minus infinity (see `dtypes.saturate`): the op passes it on or
             adds it, where others would scale by it.
+        bytes: Whether its operands may be stored as int8 and uint8 too.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Elementwise:
     torch: str
     attrs: Mapping[str, float | bool] = field(default_factory=dict)
     masks: bool = False
+    bytes: bool = False
 
 
 ELEMENTWISE: dict[str, Elementwise] = {}
@@ -116,8 +118,8 @@ def add_elementwise(op: Elementwise) -> None:
     """Enter an op into the table, and declare the kernels of its four forms."""
     ELEMENTWISE[op.name] = op
     for is_strided in (False, True):
-        sizes = "[*s]" if is_strided else "[.*s]"
-        inputs, outputs = parse_operands(f"a?{sizes} b?{sizes} c?{sizes} -> out{sizes}")
+        kind = f"{':fibuc' * op.bytes}{'[*s]' if is_strided else '[.*s]'}"
+        inputs, outputs = parse_operands(f"a?{kind} b?{kind} c?{kind} -> out{kind}")
         for has_scalars in (False, True):
             name = elementwise_kernel_name(op.name, has_scalars=has_scalars, is_strided=is_strided)
             ELEMENTWISE_KERNELS[name] = ElementwiseKernel(

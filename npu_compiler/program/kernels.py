@@ -65,7 +65,7 @@ class KernelDecl:
     """A kernel's name, operands and parameters, declared once beside its lowering.
 
     Attributes:
-        source: The shader file in `metal_kernels`.
+        source: The shader file in `metal_kernels`; empty for a kernel that only the CPU device has.
         inputs: The operands it reads, in the order of a call's inputs.
         outputs: The operands it writes.
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,

@@ -3,8 +3,8 @@
 An operand is written `name?:kinds[sizes]`; only the name is needed.
 
 - `?` marks an operand that a call may lack.
-- `kinds` are letters of the dtypes it may be stored in: `f` floats, `i` int32, `b` booleans, `u` uint8. Default: the
-  first three.
+- `kinds` are letters of the dtypes it may be stored in: `f` floats, `i` int32, `b` booleans, `u` uint8, `c` int8.
+  Default: the first three.
 - `sizes` name its dimensions: `x[m,.k] weight[n,k] -> out[m,n]`. A name stands for one size throughout the declaration,
   and for the parameter of that name, if there is one. `*s` stands for any number of dimensions, a number for itself,
   `_` for any size. The dimensions from a `.` on are packed: row-major without gaps.
@@ -18,8 +18,8 @@ from typing import Any
 
 from npu_compiler.program.views import View, is_contiguous
 
-_DTYPES = {"f": ("float32", "float16", "bfloat16"), "i": ("int32",), "b": ("bool",), "u": ("uint8",)}
-_OPERAND = re.compile(r"(?P<name>\w+)(?P<optional>\?)?(?::(?P<kinds>[fibu]+))?(?:\[(?P<sizes>[^\]]*)\])?")
+_DTYPES = {"f": ("float32", "float16", "bfloat16"), "i": ("int32",), "b": ("bool",), "u": ("uint8",), "c": ("int8",)}
+_OPERAND = re.compile(r"(?P<name>\w+)(?P<optional>\?)?(?::(?P<kinds>[fibuc]+))?(?:\[(?P<sizes>[^\]]*)\])?")
 
 Sizes = dict[str, Any]  # name of a dimension → its size; name of a group of dimensions → their sizes
 

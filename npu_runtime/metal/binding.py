@@ -50,8 +50,9 @@ def bind(call: KernelCall) -> Binding:
     elementwise = elementwise_kernel(call)
     if elementwise is not None:
         return _bind_elementwise(call, elementwise)
-    if call.kernel not in KERNELS:
-        raise DeviceError(f"the Metal device has no kernel '{call.kernel}'")
+    if call.kernel not in KERNELS or not KERNELS[call.kernel].source:
+        advice = "; compile the program for the target of this device" if call.kernel in KERNELS else ""
+        raise DeviceError(f"the Metal device has no kernel '{call.kernel}'{advice}")
     return _binding(call, KERNELS[call.kernel], {})
 
 

@@ -1,7 +1,8 @@
-"""The command that quantizes a language model."""
+"""The command that quantizes a language model, or a vision model with its activations."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +20,7 @@ _SHOWN = 8
 
 
 def _calibration_file(path: Path | None) -> Path | None:
-    return None if path is None else check_file(path, "calibration text")
+    return path if path is None or path.is_dir() else check_file(path, "calibration text or images")
 
 
 def quantize(
@@ -28,12 +29,26 @@ def quantize(
         typer.Argument(
             metavar="MODEL",
             autocompletion=language_models,
-            help="Hugging Face id, model folder, .gguf file, or smollm2.",
+            help="Hugging Face id, model folder, .gguf file, or smollm2; with --activations a vision model.",
         ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write: a Hugging Face model folder.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="Folder to write: a Hugging Face model folder; with --activations one for npu-sim classify --weights.",
+        ),
     ],
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            "--activations",
+            metavar="FORMAT",
+            help="int8: quantize activations too, weights to int8 per channel. For vision models, with --calibrate.",
+        ),
+    ] = None,
     weights: Annotated[
         str, typer.Option("--weights", "-w", metavar="FORMAT", help="Format of the weights: int4, int8 or fp8.")
     ] = "int4",
@@ -64,9 +79,10 @@ def quantize(
         Path | None,
         typer.Option(
             "--calibrate",
-            metavar="FILE",
+            metavar="PATH",
             callback=_calibration_file,
-            help="Calibration text (UTF-8), of the kind that the model is going to read.",
+            help="Calibration text (UTF-8), of the kind that the model is going to read; with --activations a folder "
+            "of photographs.",
         ),
     ] = None,
     samples: Annotated[
@@ -100,6 +116,9 @@ def quantize(
     json: AsJSON = False,
 ) -> None:
     """Quantize a language model to 8 or 4 bits, as a Hugging Face folder in the compressed-tensors format."""
+    if activations is not None:
+        _quantize_network(model, output, activations, calibrate, keep_worst, force, json)
+        return
     from npu_sim.llm.loading import find_checkpoint
 
     find_checkpoint(model)
@@ -131,9 +150,37 @@ def quantize(
     typer.echo(f"{output}: {_megabytes(report.bytes_after)}, in 16 bits {_megabytes(report.bytes_before)}")
 
 
+def _quantize_network(
+    model: str, output: Path, activations: str, images: Path | None, keep_worst: int, force: bool, json: bool
+) -> None:
+    """Quantize the weights and activations of a vision model."""
+    from npu_compiler.errors import InputError
+    from npu_sim.vision.quantize_model import find_images, quantize_model
+
+    if activations != "int8":
+        raise InputError(f"unknown format of activations '{activations}'; int8 is the one there is")
+    if images is None:
+        raise InputError("--activations needs --calibrate with a folder of photographs")
+    find_images(images)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
+        raise InputError(f"'{output}' exists and is not empty; --force replaces what is in it")
+    with progress(f"quantizing {model}"):
+        report = quantize_model(model, images, output, keep_worst=keep_worst).report
+    if json:
+        print_json({"output": str(output), "layers": [asdict(line) for line in report]})
+        return
+    for line in report[:_SHOWN]:
+        kept = " (kept)" if line.kept else ""
+        typer.echo(f"{line.signal_to_noise:6.1f} dB  {line.layer.removesuffix('.weight')}{kept}")
+    saved = sum(line.saved_bytes for line in report if not line.kept)
+    typer.echo(f"{output}: {len(report)} layers, {_megabytes(saved)} less than in 32 bits")
+
+
 def _read_text(path: Path) -> str:
     from npu_compiler.errors import InputError
 
+    if path.is_dir():
+        raise InputError(f"'{path}' is a folder; a language model is calibrated with a text")
     data = path.read_bytes()
     try:
         return data.decode()

@@ -4,16 +4,18 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from npu_compiler.errors import InputError, NPUError
+from npu_sim.arrays import read_weights
 from npu_sim.cache import compile_cached
 from npu_sim.vision.images import load_image, preprocess
-from npu_sim.vision.models import extract_model_ir, find_model, model_weights
+from npu_sim.vision.models import extract_model_ir, find_model, model_weights, quantized_files
 
 if TYPE_CHECKING:
     from npu_runtime import Device
@@ -51,7 +53,8 @@ class Classifier:
         Args:
             name: One of `MODELS`.
             device: A device or its name. Default: the best one on this machine.
-            weights: A .safetensors, .npz or .pth file with torchvision's parameter names. Default: see `model_weights`.
+            weights: A .safetensors, .npz or .pth file with torchvision's parameter names, or the folder that
+                `quantize_model` has written. Default: see `model_weights`.
             compute_dtype: `float16`, `bfloat16` or `float32`. Default: the compiler's choice for this model.
 
         Raises:
@@ -62,9 +65,11 @@ class Classifier:
         from npu_runtime import Device, Executor, load_weights
 
         self.model = find_model(name)
-        state = model_weights(self.model, weights)
+        quantized = None if weights is None else quantized_files(Path(weights))
+        state: Any = model_weights(self.model, weights) if quantized is None else read_weights(quantized[1])
+        ir = extract_model_ir(self.model) if quantized is None else quantized[0]
         self._device = device if isinstance(device, Device) else Device(device) if device else Device()
-        self.program = compile_cached(extract_model_ir(self.model), compute_dtype, self._device.backend.target)
+        self.program = compile_cached(ir, compute_dtype, self._device.backend.target)
         self._executor = Executor(self.program, self._device)
         self._weights = load_weights(state, self.program, self._device)
 

@@ -1,5 +1,6 @@
 """The vision models: their architectures, preprocessing, IR and weights."""
 
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from npu_sim.vision.images import Preprocessing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+QUANTIZED_IR, QUANTIZED_WEIGHTS = "model.json", "model.safetensors"  # in the folder of a quantized model
 
 
 @dataclass(frozen=True)
@@ -138,3 +141,19 @@ def model_weights(model: VisionModel, path: str | os.PathLike[str] | None = None
     except RuntimeError as error:
         raise WeightError(f"{checkpoint} does not fit {model.name}: {error}") from None
     return {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+
+
+def quantized_files(folder: Path) -> tuple[dict[str, Any], Path] | None:
+    """The IR and the weights' file of a model that `quantize_model` has written; None where the path is no such folder.
+
+    Raises:
+        InputError: the IR cannot be read.
+    """
+    ir, weights = folder / QUANTIZED_IR, folder / QUANTIZED_WEIGHTS
+    if not (ir.is_file() and weights.is_file()):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(ir.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read '{ir}': {error}") from error
+    return found, weights

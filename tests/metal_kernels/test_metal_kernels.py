@@ -31,7 +31,7 @@ def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, metal: tu
 
 def test_every_kernel_has_cases() -> None:
     tried = {case.kernel for case in CASES}
-    assert sorted(KERNELS.keys() - tried) == []
+    assert sorted({name for name, decl in KERNELS.items() if decl.source} - tried) == []
     assert (
         sorted(
             f"{op}{form}"

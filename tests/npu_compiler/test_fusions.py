@@ -9,6 +9,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 from ir_builder import IRBuilder, Tensor
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its ops)
 
 from npu_compiler import IRGraph, compile, print_graph, read_ir
 from npu_compiler.fusion_patterns import FUSIONS, fuse
@@ -535,6 +536,42 @@ def add_relu(g: IRBuilder) -> None:
     g.output(g("aten.relu.default", g("aten.add.Tensor", g.input("x", 2, 8), g.input("y", 2, 8))))
 
 
+@shows(
+    "integer_kernels",
+    given="""
+    weight %p_w = w
+    weight %p_s = s
+    %q = quantized_decomposed.quantize_per_tensor.default(%x) {dtype=uint8, quant_max=255, quant_min=0, scale=0.25, zero_point=9}
+    %f = quantized_decomposed.dequantize_per_tensor.default(%q) {dtype=uint8, quant_max=255, quant_min=0, scale=0.25, zero_point=9}
+    %v = quantized_decomposed.dequantize_per_channel.default(%p_w, %p_s) {axis=0, dtype=int8, quant_max=127, quant_min=-128}
+    %linear = aten.linear(%f, %v)
+    %relu = aten.relu(%linear)
+    return %relu
+    """,  # noqa: E501
+    result="""
+    weight %p_w = w
+    weight %p_s = s
+    %q = npu.quantize(%x) {high=255, low=0, out_scale=0.25, out_zero_point=9}
+    %relu = npu.integer_linear(%q, %p_w, %p_s) {activation=relu, has_bias=False, has_residual=False, has_weight_zeros=False, high=0, low=0, out_scale=1.0, out_zero_point=0, residual_scale=1.0, residual_zero_point=0, x_scale=0.25, zero_point=9}
+    return %relu
+    """,  # noqa: E501
+)
+def integer_kernels(g: IRBuilder) -> None:
+    x, ends = g.input("x", 2, 8), {"quant_min": 0, "quant_max": 255, "dtype": "uint8"}
+    pair = {"scale": 0.25, "zero_point": 9, **ends}
+    codes = g("quantized_decomposed.quantize_per_tensor.default", x, **pair, name="q", out=((2, 8), "uint8"))
+    rounded = g("quantized_decomposed.dequantize_per_tensor.default", codes, **pair, name="f", out=((2, 8), "float32"))
+    along = {"axis": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+    weight = g(
+        "quantized_decomposed.dequantize_per_channel.default",
+        *(g.weight("w", 4, 8, dtype="int8"), g.weight("s", 4)),
+        **along,
+        name="v",
+        out=((4, 8), "float32"),
+    )
+    g.output(g("aten.relu.default", g("aten.linear.default", rounded, weight)))
+
+
 EVERY_GRAPH = pytest.mark.parametrize("shown", SHOWN.values(), ids=SHOWN)
 
 
@@ -558,7 +595,7 @@ def test_the_fused_program_computes_what_pytorch_does(shown: Shown, backend: Bac
     def values(name: str) -> np.ndarray:
         spec = graph.tensors[name]
         if "int" in spec.dtype:
-            return rng.permutation(spec.shape[0])
+            return rng.permutation(spec.shape[0]) if len(spec.shape) == 1 else rng.integers(-9, 9, spec.shape)
         return rng.standard_normal(spec.shape).astype(numpy_dtype(spec.dtype))
 
     inputs = {name: values(name) for name in graph.inputs}

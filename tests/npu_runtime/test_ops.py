@@ -16,6 +16,7 @@ import torch_ir
 from cuda_gpu import DEVICES
 from metal_harness import open_metal
 from torch import nn
+from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its ops)
 from transformers.integrations import moe  # noqa: F401 (registers its ops)
 
 from npu_compiler import ConstraintError, DeviceError, compile, get_supported_ops, is_op_supported, partition, read_ir
@@ -1391,6 +1392,50 @@ class CaseModule(nn.Module):
         return tuple(result) if isinstance(result, list) else result
 
 
+# Quantizing. Steps are powers of two, so that no rounding of the input moves a value over the middle between two codes.
+Q = torch.ops.quantized_decomposed
+_BYTES = (0, 255, torch.uint8)
+case("quantize", lambda x: Q.quantize_per_tensor(x, 0.125, -3, -128, 127, torch.int8), f(2, 3, 5))
+case("quantize-bytes", lambda x: Q.quantize_per_tensor(x, 2**-7, 120, *_BYTES), f(2, 3, 5))
+case("quantize-saturates", lambda x: Q.quantize_per_tensor(x, 2**-10, 0, -127, 127, torch.int8), f(4, 9))
+case("quantize-halves", lambda x: Q.quantize_per_tensor(x, 1.0, 1, -8, 7, torch.int8), halves(5, 7))
+case("dequantize", lambda x: Q.dequantize_per_tensor(x, 0.1, 7, *_BYTES), i(2, 5, high=256, dtype=torch.uint8))
+case(
+    "quantize-by-tensors",
+    lambda x, s, z: Q.quantize_per_tensor.tensor(x, s.exp2(), z, -128, 127, torch.int8),
+    f(2, 5),
+    i(1, low=-6, high=0),
+    i(1, low=-9, high=9),
+)
+case(
+    "dequantize-by-tensors",
+    lambda x, s, z: Q.dequantize_per_tensor.tensor(x, s, z, *_BYTES),
+    i(2, 5, high=256, dtype=torch.uint8),
+    p(1),
+    i(1, high=256),
+)
+case(
+    "quantize-channels",
+    lambda x, s, z: Q.quantize_per_channel(x, s.exp2(), z, 1, -128, 127, torch.int8),
+    f(2, 3, 4),
+    i(3, low=-6, high=0),
+    i(3, low=-9, high=9),
+)
+case(
+    "dequantize-channels",
+    lambda x, s, z: Q.dequantize_per_channel(x, s, z, 0, -128, 127, torch.int8),
+    i(4, 3, 2, 2, low=-128, high=128, dtype=torch.int8),
+    p(4),
+    i(4, low=-9, high=9),
+)
+case(
+    "dequantize-last-channels",
+    lambda x, s: Q.dequantize_per_channel(x, s, None, -1, -128, 127, torch.int8),
+    i(3, 4, low=-128, high=128, dtype=torch.int8),
+    p(4),
+)
+
+
 @dataclass(frozen=True)
 class Variant:
     """How a case is compiled: the model's dtype, the compute dtype, and what one ulp is."""
@@ -1468,8 +1513,15 @@ def assert_near(ours: np.ndarray, reference: np.ndarray, case: Case, variant: Va
     assert right, f"got {got[worst]:.9g}, want {want[worst]:.9g} ± {allowed[worst]:.3g} {where}"
 
 
-# Ops that the CPU lacks, that export rewrites, or whose every node the op table refuses for its many outputs.
-WITHOUT_CASE = {"aten.lift_fresh", "aten.native_layer_norm", "aten.max_pool2d_with_indices"}
+# Ops that the CPU lacks, that export rewrites, whose every node the op table refuses for its many outputs, or that are
+# tried where their package is installed (test_affine.py).
+WITHOUT_CASE = {
+    "aten.lift_fresh",
+    "aten.native_layer_norm",
+    "aten.max_pool2d_with_indices",
+    "torchao.quantize_affine.default",
+    "torchao.dequantize_affine.default",
+}
 
 
 def ids(cases: list[Case]) -> Any:

@@ -1,6 +1,16 @@
 """The CPU device's kernels: what each means, in torch. Native ones are in `cpu.native`."""
 
-from npu_runtime.cpu.kernels import conv, elementwise, indexing, matmul, quantized, reductions, tensor, transformer
+from npu_runtime.cpu.kernels import (
+    conv,
+    elementwise,
+    indexing,
+    integer,
+    matmul,
+    quantized,
+    reductions,
+    tensor,
+    transformer,
+)
 from npu_runtime.cpu.kernels.reference import kernel_meaning, reference_launch
 from npu_runtime.cpu.kernels.registry import CPU_KERNELS
 
@@ -9,6 +19,7 @@ __all__ = [
     "conv",
     "elementwise",
     "indexing",
+    "integer",
     "kernel_meaning",
     "matmul",
     "quantized",

@@ -31,6 +31,10 @@ _COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
     "npu.gelu_tanh_mul": lambda a, b: F.gelu(a, approximate="tanh") * b,
     "npu.add_relu": lambda a, b: torch.relu(a + b),
     "npu.scale_shift": lambda x, scale, shift: x * scale + shift,
+    "npu.quantize": lambda x, scale, zero_point, low, high: torch.clamp(
+        torch.round(x * torch.as_tensor(scale, dtype=torch.float32).reciprocal()) + zero_point, low, high
+    ),
+    "npu.dequantize": lambda x, scale, zero_point: (x - zero_point) * scale,
 }
 _TENSOR_ONLY = frozenset({"maximum", "minimum", "atan2", "logical_and", "logical_or", "logical_xor", "fmod", "lerp"})
 

@@ -65,6 +65,8 @@ _UNITS = (
     ("conv_winograd", "gemm", "pool", "runtime"),
     ("linear", "norm", "conv", "conv_epilogue", "matmul"),
     ("attention", "rope", "movement"),
+    ("conv_integer", "conv_integer_depthwise", "integer_finish", "integer_maps"),
+    ("conv_integer_winograd", "integer_gemm"),
     ("quantized", "quantized_panels"),
 )
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from npu_runtime.cpu import native
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
-from npu_runtime.cpu.native import NativeLaunch
+from npu_runtime.cpu.native import NativeLaunch, integer
 from npu_runtime.cpu.native import conv as native_conv
 from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
 
@@ -23,6 +23,9 @@ def native_candidates(call: ArrayCall) -> list[Candidate]:
     if accelerate is None or not native.available():
         return []
     variants = _conv_variants(call) if call.name == "conv2d_kernel" else []
+    if call.name == "integer_conv2d_kernel":
+        others = integer.alternatives(call)
+        variants = [Candidate(f"native {name}", partial(integer.conv2d, algorithm=name), "native") for name in others]
     return [Candidate("native", accelerate), *variants]
 
 
@@ -287,3 +290,12 @@ def _adaptive_avg_pool(call: ArrayCall) -> NativeLaunch | None:
 def _pool_padding(call: ArrayCall) -> tuple[int, int, int, int]:
     top, left = call.params["padding"]
     return top, top, left, left
+
+
+_accelerates("quantize_activation_kernel")(integer.quantize)
+_accelerates("dequantize_activation_kernel")(integer.dequantize)
+_accelerates("integer_conv2d_kernel")(integer.conv2d)
+_accelerates("integer_linear_kernel")(integer.linear)
+_accelerates("integer_max_pool2d_kernel")(integer.max_pool2d)
+_accelerates("integer_mean_kernel")(integer.mean)
+_accelerates("integer_add_kernel")(integer.add)

@@ -338,6 +338,83 @@ NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
 #endif
 }
 
+NPU_INLINE IVec splat_bits(int32_t value) { return IVec{} + value; }
+
+template <class Whole, class Pairs, int... i>
+NPU_INLINE ShortVec pair_bytes(Whole first, Whole second, std::integer_sequence<int, i...>) {
+  const Pairs pairs =
+      __builtin_shufflevector(first, second, i / 2 + i % 2 * kLanes..., (kLanes + i) / 2 + i % 2 * kLanes...);
+  return __builtin_convertvector(pairs, ShortVec);
+}
+
+// The bytes of `first` and `second` in turns, kLanes of each, as pairs of int16.
+template <class T>
+NPU_INLINE ShortVec pair_bytes(const T* first, const T* second) {
+  typedef T Whole __attribute__((vector_size(kLanes)));
+  typedef T Pairs __attribute__((vector_size(2 * kLanes)));
+  return pair_bytes<Whole, Pairs>(load_bits<Whole>(first), load_bits<Whole>(second), LaneSequence());
+}
+
+// 2 * kLanes bytes as int16.
+template <class T>
+NPU_INLINE ShortVec widen_bytes(const T* p) {
+  typedef T Narrow __attribute__((vector_size(2 * kLanes)));
+  return __builtin_convertvector(load_bits<Narrow>(p), ShortVec);
+}
+
+// The first `count` bytes, fewer than kLanes.
+NPU_INLINE void copy_bytes(const void* from, void* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
+}
+
+// The lanes of two vectors of integers, one after the other, as bytes, of which they are.
+template <class T>
+NPU_INLINE void store_bytes(T* p, IVec first, IVec second) {
+#if defined(NPU_AVX2)
+  const __m256i pairs = _mm256_packs_epi32(bit_cast<__m256i>(first), bit_cast<__m256i>(second));
+  const __m256i packed = std::is_signed_v<T> ? _mm256_packs_epi16(pairs, pairs) : _mm256_packus_epi16(pairs, pairs);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+  const __m128i bytes = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(packed, order));
+  std::memcpy(p, &bytes, sizeof(bytes));
+#else
+  typedef T Narrow __attribute__((vector_size(kLanes)));
+  const Narrow low = __builtin_convertvector(first, Narrow), high = __builtin_convertvector(second, Narrow);
+  std::memcpy(p, &low, kLanes);
+  std::memcpy(p + kLanes, &high, kLanes);
+#endif
+}
+
+// Lanes of integers as bytes, of which they are; the first `count` of them.
+template <class T>
+NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {
+  typedef T Narrow __attribute__((vector_size(kLanes)));
+#if defined(NPU_AVX2)
+  const __m256i whole = bit_cast<__m256i>(v);
+  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+  const __m128i packed = std::is_signed_v<T> ? _mm_packs_epi16(pairs, pairs) : _mm_packus_epi16(pairs, pairs);
+  const Narrow bytes = bit_cast<Narrow>(_mm_cvtsi128_si64(packed));
+#else
+  const Narrow bytes = __builtin_convertvector(v, Narrow);
+#endif
+  if (count >= kLanes) std::memcpy(p, &bytes, kLanes);
+  else copy_bytes(&bytes, p, count);
+}
+template <class T>
+NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
+  typedef T Narrow __attribute__((vector_size(kLanes)));
+  Narrow bytes{};
+  if (count >= kLanes) std::memcpy(&bytes, p, kLanes);
+  else copy_bytes(p, &bytes, count);
+  return __builtin_convertvector(bytes, IVec);
+}
+
+NPU_INLINE Vec to_floats(IVec v) { return __builtin_convertvector(v, Vec); }
+// The nearest integers, ties to even, of floats between -2^22 and 2^22.
+NPU_INLINE IVec to_nearest(Vec v) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits left
+  return bit_cast<IVec>(v + kRound) - bit_cast<IVec>(splat(kRound));
+}
+
 // Tiles: products of 32 rows by 32 columns of bfloat16 pairs in a matrix unit, where kHasTiles. A thread may multiply
 // while it has a TileState, and the process only if tiles_allowed().
 inline constexpr int64_t kTileRows = 32, kTileSteps = 16;

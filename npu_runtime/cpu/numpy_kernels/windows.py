@@ -99,7 +99,7 @@ def _padded(x: np.ndarray, out: np.ndarray, params: Params, dilation: Sequence[i
     return np.pad(x, pads, constant_values=value)
 
 
-@numpy_kernel("max_pool2d_kernel")
+@numpy_kernel("max_pool2d_kernel", "integer_max_pool2d_kernel")
 def max_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, out = to_float(inputs[0]), outputs[0]
     least = -np.inf if is_float(x.dtype) else np.iinfo(x.dtype).min

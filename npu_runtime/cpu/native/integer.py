@@ -1,0 +1,289 @@
+"""Native kernels on 8-bit integers: packs weights, checks operands, and prepares launches of the C++ kernels.
+
+The functions return None for what the kernels do not handle: images whose channels are not innermost in memory, or
+operands that are read when a launch is prepared (weights, scales, biases) and not constant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_runtime.cpu.arrays import address, host_memory, strides_of
+from npu_runtime.cpu.bound_call import ArrayCall, Params
+from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, layout
+from npu_runtime.cpu.native.conv import ACTIVATIONS
+
+_STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
+_CHANNELS_LAST = (0, 2, 3, 1)
+_KERNELS = {
+    "direct": "integer_conv2d",
+    "depthwise": "integer_conv2d_depthwise",
+    "winograd": "integer_conv2d_winograd",
+}
+_MOST_WINOGRAD_CHANNELS = 2**31 // (4 * 9 * 255**2)  # four times a sum fits in int32
+
+
+class _Args(ctypes.Structure):
+    """Args in integer_args.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "scales", "bias", "offsets", "residual", "out")),
+        *((name, ctypes.c_int64) for name in ("x_type", "residual_type", "out_type", "activation")),
+        *((name, ctypes.c_float) for name in ("x_scale", "residual_scale", "inverse_out_scale")),
+        *((name, ctypes.c_int32) for name in ("zero_point", "residual_zero_point", "out_zero_point", "low", "high")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("batch", "groups", "in_channels", "out_channels", "in_h", "in_w", "out_h", "out_w"),
+                *("kernel_h", "kernel_w", "stride_h", "stride_w", "dilation_h", "dilation_w", "pad_top", "pad_left"),
+                "weight_group_stride",
+            )
+        ),
+    ]
+
+
+def _is_packed(array: np.ndarray) -> bool:
+    """Whether the array is row-major without gaps."""
+    expected = 1
+    for size, stride in zip(reversed(array.shape), reversed(strides_of(array)), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return array.size > 0
+
+
+def _is_image(array: np.ndarray) -> bool:
+    return array.ndim == 4 and _is_packed(array.transpose(_CHANNELS_LAST))
+
+
+def _base(x: np.ndarray, residual: np.ndarray | None, out: np.ndarray, params: Params) -> _Args:
+    """The argument block without shapes."""
+    scale = np.float32(params.get("out_scale", 1.0))
+    args = _Args(
+        x=address(x),
+        out=address(out),
+        x_type=_STORED[x.dtype],
+        out_type=_STORED[out.dtype],
+        activation=ACTIVATIONS.index(params.get("activation", "none")),
+        inverse_out_scale=np.float32(1) / scale,
+        **{name: params[name] for name in ("x_scale", "zero_point", "out_zero_point", "low", "high") if name in params},
+    )
+    if residual is not None:
+        args.residual, args.residual_type = address(residual), _STORED[residual.dtype]
+        args.residual_scale, args.residual_zero_point = params["residual_scale"], params["residual_zero_point"]
+    return args
+
+
+def _set(args: _Args, **fields: int) -> None:
+    for name, value in fields.items():
+        setattr(args, name, value)
+
+
+def _set_window(args: _Args, params: Params, kernel: tuple[int, ...], padding: tuple[int, int]) -> None:
+    for name, pair in (("kernel", kernel), ("stride", params["stride"]), ("dilation", params["dilation"])):
+        _set(args, **{f"{name}_h": pair[0], f"{name}_w": pair[1]})
+    _set(args, pad_top=padding[0], pad_left=padding[1])
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A weight as a kernel reads it: int16, a row for each group; and the sum of each output channel."""
+
+    data: np.ndarray
+    sums: np.ndarray
+
+
+def _centred(weight: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
+    """A weight [o, ...] counted from its zero points, int16."""
+    wide = weight.astype(np.int16)
+    if zeros is not None:
+        wide -= zeros.astype(np.int16).reshape(-1, *[1] * (weight.ndim - 1))
+    return wide
+
+
+def _stored(rows: np.ndarray, wide: np.ndarray) -> _Packed:
+    memory = host_memory(rows.size, rows.dtype).reshape(rows.shape)
+    memory[...] = rows
+    return _Packed(memory, wide.reshape(len(wide), -1).sum(axis=1, dtype=np.int32))
+
+
+def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _Packed:
+    """A weight [o, i, kh, kw] or [o, i] in panels of pairs (conv_integer.cpp), the channels of its window innermost."""
+    wide, panel = _centred(weight, zeros), layout().panel
+    order = (0, 2, 3, 1) if wide.ndim == 4 else (0, 1)
+    flat = wide.transpose(order).reshape(groups, len(wide) // groups, -1)
+    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % panel), (0, flat.shape[2] % 2)))
+    pairs = flat.reshape(groups, -1, panel, flat.shape[2] // 2, 2).transpose(0, 1, 3, 2, 4)
+    return _stored(pairs.reshape(groups, -1), wide)
+
+
+_TRANSFORM = np.array([[2, 0, 0], [1, 1, 1], [1, -1, 1], [0, 0, 2]], np.int32)  # twice that of F(2, 3)
+
+
+def pack_points(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
+    """A weight [o, i, 3, 3], transformed: panels, each with 16 points of pairs (conv_integer_winograd.cpp)."""
+    wide, panel = _centred(weight, zeros), layout().panel
+    points = np.einsum("yk,oikl,xl->yxoi", _TRANSFORM, wide.astype(np.int32), _TRANSFORM).astype(np.int16)
+    points = np.pad(points.reshape(16, *wide.shape[:2]), ((0, 0), (0, -len(wide) % panel), (0, 0)))
+    pairs = points.reshape(16, -1, panel, wide.shape[1] // 2, 2).transpose(1, 0, 3, 2, 4)
+    return _stored(pairs.reshape(1, -1), wide)
+
+
+def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
+    """A weight [o, 1, kh, kw] as pairs of taps for each channel (conv_integer_depthwise.cpp)."""
+    wide = _centred(weight, zeros)
+    flat = wide.reshape(len(wide), -1)
+    flat = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2)))
+    return _stored(flat.reshape(len(wide), -1, 2).transpose(1, 0, 2).reshape(1, -1), wide)
+
+
+def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple[object, ...]] | None:
+    """The argument block of a product without its shapes, and what the launch must keep alive."""
+    zeros, bias, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
+    read = [1, 2, *(index for index in (zeros, bias) if index is not None)]
+    params = call.params
+    if not all(map(call.is_constant, read)) or params["activation"] not in ACTIVATIONS:
+        return None
+    known = call.at(zeros)
+    if algorithm == "depthwise":
+        weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known))
+    elif algorithm == "winograd":
+        weight = call.prepared(1, "integer points", lambda w: pack_points(w, known))
+    else:
+        weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups))
+    added, spare = call.at(bias), (0, layout().panel)
+    scales = np.pad(call.inputs[2].astype(np.float32) * np.float32(params["x_scale"]), spare)
+    biases = np.zeros(len(scales), np.float32) if added is None else np.pad(added.astype(np.float32), spare)
+    offsets = np.pad(-params["zero_point"] * weight.sums, spare)
+    other = call.at(residual)
+    args = _base(call.inputs[0], other, call.out, params)
+    args.weight, args.scales, args.bias = address(weight.data), address(scales), address(biases)
+    args.offsets, args.weight_group_stride = address(offsets), weight.data.shape[1]
+    return args, (call.inputs[0], weight, scales, biases, offsets, other, call.out)
+
+
+def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None:
+    """Prepares an integer_conv2d_kernel; `algorithm` overrides the choice made by shape: one of `_KERNELS`."""
+    x, weight = call.inputs[:2]
+    _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
+    images = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
+    if not all(map(_is_image, images)):
+        return None
+    groups, (top, bottom, left, right) = call.params["groups"], call.params["padding"]
+    if min(top, bottom, left, right) < 0:
+        return None
+    algorithm = _choose(call) if algorithm is None else algorithm
+    found = _product(call, algorithm, groups)
+    if found is None:
+        return None
+    args, keep = found
+    _set(args, batch=x.shape[0], groups=groups, in_channels=weight.shape[1], out_channels=len(weight) // groups)
+    _set(args, in_h=x.shape[2], in_w=x.shape[3], out_h=call.out.shape[2], out_w=call.out.shape[3])
+    _set_window(args, call.params, weight.shape[2:], (top, left))
+    return NativeLaunch(_KERNELS[algorithm], args, keep)
+
+
+def _choose(call: ArrayCall) -> str:
+    """The algorithm for a convolution."""
+    weight = call.inputs[1]
+    if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
+        return "depthwise"
+    return "winograd" if _may_be_winograd(call) else "direct"
+
+
+def _may_be_winograd(call: ArrayCall) -> bool:
+    weight, params = call.inputs[1], call.params
+    steps = (*params["stride"], *params["dilation"], params["groups"])
+    fits = weight.shape[1] % (2 * layout().lanes) == 0 and weight.shape[1] <= _MOST_WINOGRAD_CHANNELS
+    return weight.shape[2:] == (3, 3) and set(steps) == {1} and fits
+
+
+def alternatives(call: ArrayCall) -> list[str]:
+    """The other values of `conv2d`'s `algorithm` for a call, besides the one that it chooses itself."""
+    return ["direct"] if _choose(call) == "winograd" else []
+
+
+def linear(call: ArrayCall) -> NativeLaunch | None:
+    """Prepares an integer_linear_kernel: a convolution of images of one pixel."""
+    x, weight = call.inputs[:2]
+    _, _, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
+    rows = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
+    if not all(map(_is_packed, rows)):
+        return None
+    found = _product(call, "direct", 1)
+    if found is None:
+        return None
+    args, keep = found
+    _set(args, batch=1, groups=1, in_channels=weight.shape[1], out_channels=len(weight))
+    _set(args, in_h=1, in_w=len(x), out_h=1, out_w=len(x))
+    _set_window(args, {"stride": (1, 1), "dilation": (1, 1)}, (1, 1), (0, 0))
+    return NativeLaunch("integer_conv2d", args, keep)
+
+
+def _same_order(x: np.ndarray, out: np.ndarray) -> bool:
+    """Whether both hold the same elements at the same places, without gaps."""
+    if x.shape != out.shape:
+        return False
+    orders = (tuple(range(x.ndim)), _CHANNELS_LAST) if x.ndim == 4 else (tuple(range(x.ndim)),)
+    return any(_is_packed(x.transpose(order)) and _is_packed(out.transpose(order)) for order in orders)
+
+
+def quantize(call: ArrayCall) -> NativeLaunch | None:
+    """Prepares a quantize_activation_kernel, also from channels that lie apart to channels that are innermost."""
+    (x,), out = call.inputs, call.out
+    if x.dtype not in DTYPES:
+        return None
+    args = _base(x, None, out, call.params)
+    if _same_order(x, out):
+        _set(args, batch=1, groups=x.size, in_h=1, in_w=1)
+    elif x.ndim == 4 and _is_packed(x) and _is_image(out):
+        _set(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3], kernel_h=1)
+    else:
+        return None
+    return NativeLaunch("integer_quantize", args, (x, out))
+
+
+def dequantize(call: ArrayCall) -> NativeLaunch | None:
+    """Prepares a dequantize_activation_kernel."""
+    (x,), out = call.inputs, call.out
+    if not _same_order(x, out):
+        return None
+    args = _base(x, None, out, call.params)
+    _set(args, batch=1, groups=x.size, in_h=1, in_w=1)
+    return NativeLaunch("integer_dequantize", args, (x, out))
+
+
+def add(call: ArrayCall) -> NativeLaunch | None:
+    """Prepares an integer_add_kernel."""
+    (x, residual), out = call.inputs, call.out
+    if call.params["activation"] not in ACTIVATIONS or not (_same_order(x, out) and _same_order(residual, out)):
+        return None
+    args = _base(x, residual, out, call.params)
+    _set(args, batch=1, groups=x.size, in_h=1, in_w=1)
+    return NativeLaunch("integer_add", args, (x, residual, out))
+
+
+def max_pool2d(call: ArrayCall) -> NativeLaunch | None:
+    """Prepares an integer_max_pool2d_kernel."""
+    (x,), out, params = call.inputs, call.out, call.params
+    if not (_is_image(x) and _is_image(out)):
+        return None
+    args = _base(x, None, out, params)
+    _set(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3])
+    _set(args, out_h=out.shape[2], out_w=out.shape[3])
+    _set_window(args, params, tuple(params["window"]), tuple(params["padding"]))
+    return NativeLaunch("integer_max_pool2d", args, (x, out))
+
+
+def mean(call: ArrayCall) -> NativeLaunch | None:
+    """Prepares an integer_mean_kernel."""
+    (x,), out = call.inputs, call.out
+    if not (_is_image(x) and _is_packed(out)):
+        return None
+    scale = np.float32(call.params["x_scale"]) / np.float32(x[0, 0].size)
+    args = _base(x, None, out, {**call.params, "x_scale": scale})
+    _set(args, batch=x.shape[0], groups=x.shape[1], in_h=x.shape[2], in_w=x.shape[3])
+    return NativeLaunch("integer_mean", args, (x, out))

@@ -1,0 +1,274 @@
+"""Integer kernels: sums against loops over Python's integers, results against PyTorch on what these stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ir_builder import IRBuilder, Tensor
+
+from npu_compiler import compile, trace_stages
+from npu_runtime import CPUBackend, Executor, load_weights
+from npu_runtime.cpu.native import available as native_available
+from npu_runtime.cpu.native import integer
+
+BACKENDS = {
+    "native": CPUBackend(native=True, tune=False),
+    "torch": CPUBackend(native=False, tune=False),
+    "numpy": CPUBackend(native=False, pytorch=False),
+}
+QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
+DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
+DEQUANTIZE_CHANNELS = "quantized_decomposed.dequantize_per_channel.default"
+LIMITS = {"int8": (-128, 127), "uint8": (0, 255)}
+
+
+@dataclass
+class Network:
+    """An IR that quantizes, and the weights for it."""
+
+    g: IRBuilder = field(default_factory=IRBuilder)
+    state: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def rounded(self, x: Tensor, scale: float, zero: int, dtype: str = "uint8") -> Tensor:
+        """x quantized and dequantized."""
+        shape, (low, high) = self.g.shape(x), LIMITS[dtype]
+        attrs = {"scale": scale, "zero_point": zero, "quant_min": low, "quant_max": high, "dtype": dtype}
+        codes = self.g(QUANTIZE, x, **attrs, out=(shape, dtype))
+        found: Tensor = self.g(DEQUANTIZE, codes, **attrs, out=(shape, "float32"))
+        return found
+
+    def weight(self, key: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> Tensor:
+        self.state |= {key: codes, f"{key}.scales": scales.astype(np.float32)}
+        parts = [self.g.weight(key, *codes.shape, dtype="int8"), self.g.weight(f"{key}.scales", len(codes))]
+        if zeros is not None:
+            self.state[f"{key}.zeros"] = zeros
+            parts.append(self.g.weight(f"{key}.zeros", len(codes), dtype="int64"))
+        attrs = {"axis": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+        found: Tensor = self.g(DEQUANTIZE_CHANNELS, *parts, **attrs, out=(codes.shape, "float32"))
+        return found
+
+    def run(
+        self, inputs: dict[str, np.ndarray], compute_dtype: str = "float32", only: str = ""
+    ) -> dict[str, np.ndarray]:
+        """Backend's name → the output."""
+        program = compile(self.g.ir(), compute_dtype=compute_dtype)
+        (spec,) = program.output_specs
+        found = {}
+        for name, backend in BACKENDS.items():
+            if only not in ("", name):
+                continue
+            weights = load_weights(self.state, program, backend)
+            found[name] = Executor(program, backend).run(inputs, weights)[spec.name].to_numpy(spec).copy()
+        return found
+
+    @property
+    def ops(self) -> list[str]:
+        """Of the graph that kernels are generated from."""
+        *_, (_, graph) = trace_stages(self.g.ir(), compute_dtype="float32")
+        return [node.op_type for node in graph]
+
+
+def loops(x: np.ndarray, w: np.ndarray, stride: int, padding: int, dilation: int, groups: int) -> np.ndarray:
+    """The convolution of integers, a sum at a time."""
+    x = np.pad(x.astype(object), [(0, 0), (0, 0), (padding, padding), (padding, padding)])
+    (n, _, h, wide), (o, i, kh, kw) = x.shape, w.shape
+    p, q = ((size - (taps - 1) * dilation - 1) // stride + 1 for size, taps in ((h, kh), (wide, kw)))
+    out = np.zeros((n, o, p, q), object)
+    for channel in range(o):
+        first = channel // (o // groups) * i
+        for ky in range(kh):
+            for kx in range(kw):
+                rows = slice(ky * dilation, ky * dilation + (p - 1) * stride + 1, stride)
+                columns = slice(kx * dilation, kx * dilation + (q - 1) * stride + 1, stride)
+                part = x[:, first : first + i, rows, columns] * w[channel, :, ky, kx].astype(object)[:, None, None]
+                out[:, channel] += part.sum(axis=1)
+    return out.astype(np.float64)
+
+
+@st.composite
+def convolutions(draw: st.DrawFn) -> dict[str, Any]:
+    kernel, groups = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 8, 32]))
+    depthwise = groups > 2
+    return {
+        "shape": (draw(st.integers(1, 2)), groups * (1 if depthwise else draw(st.integers(1, 40))), 9, 8),
+        "out": groups * (1 if depthwise else draw(st.integers(1, 40))),
+        "kernel": kernel,
+        "stride": draw(st.integers(1, 3)),
+        "padding": draw(st.integers(0, kernel // 2)),
+        "dilation": draw(st.integers(1, 2)) if kernel <= 3 else 1,
+        "groups": groups,
+        "dtype": draw(st.sampled_from(["int8", "uint8"])),
+        "zero": draw(st.integers(-5, 5)),
+        "has_zeros": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(convolutions())
+def test_sums_of_a_convolution_are_those_of_exact_integers(case: dict[str, Any]) -> None:
+    rng, net = np.random.default_rng(case["seed"]), Network()
+    low, high = LIMITS[case["dtype"]]
+    zero = case["zero"] + (low + high + 1) // 2
+    # The extremes are frequent, so that sums are as large as they can be.
+    codes = rng.choice([low, high, *rng.integers(low, high, 5)], case["shape"]).astype(np.float32)
+    shape = (case["out"], case["shape"][1] // case["groups"], case["kernel"], case["kernel"])
+    weight = rng.choice([-128, 127, *rng.integers(-128, 127, 5)], shape).astype(np.int8)
+    zeros = rng.integers(-128, 127, case["out"]) if case["has_zeros"] else None
+    x = net.g.input("x", *case["shape"])
+    w = net.weight("w", weight, np.ones(case["out"]), zeros)
+    window = {name: [case[name]] * 2 for name in ("stride", "padding", "dilation")}
+    rounded = net.rounded(x, 1.0, zero, case["dtype"])
+    net.g.output(net.g("aten.conv2d.default", rounded, w, None, **window, groups=case["groups"]))
+    assert "npu.integer_conv2d" in net.ops
+    wide = weight.astype(np.int64) - (0 if zeros is None else zeros.reshape(-1, 1, 1, 1))
+    window_of = (case[name] for name in ("stride", "padding", "dilation", "groups"))
+    want = loops(codes.astype(np.int64) - zero, wide, *window_of).astype(np.float32)
+    for name, got in net.run({"x": codes - zero}).items():
+        np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "winograd"])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (7, 7), (14, 13), (31, 6)])
+@pytest.mark.parametrize(("channels", "out", "zeros"), [(16, 5, False), (64, 40, True), (912, 17, True)])
+def test_both_algorithms_for_three_by_three_taps_are_exact(
+    channels: int, out: int, zeros: bool, height: int, width: int, algorithm: str, seed: int, monkeypatch: Any
+) -> None:
+    if not native_available():
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
+    rng, net = np.random.default_rng(seed), Network()
+    codes, weight = rng.choice([0, 255], (2, channels, height, width)), rng.choice([-128, 127], (out, channels, 3, 3))
+    if channels == 912:  # sums are as large as they can be
+        codes[0], weight[0] = 255, -128
+    x = net.g.input("x", *codes.shape)
+    points = np.full(out, 127) if zeros else None
+    w = net.weight("w", weight.astype(np.int8), np.ones(out), points)
+    net.g.output(net.g("aten.conv2d.default", net.rounded(x, 1.0, 0), w, None, [1, 1], [1, 1]))
+    exact = torch.from_numpy(weight - (127 if zeros else 0)).double()
+    want = F.conv2d(torch.from_numpy(codes).double(), exact, padding=1).float().numpy()
+    np.testing.assert_array_equal(net.run({"x": codes.astype(np.float32)}, only="native")["native"], want)
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (1, 147, 10), (7, 33, 17), (13, 1000, 40)])
+def test_sums_of_a_linear_are_those_of_exact_integers(rows: int, k: int, n: int, seed: int) -> None:
+    rng, net = np.random.default_rng(seed), Network()
+    codes, weight = rng.integers(0, 256, (rows, k)), rng.integers(-128, 128, (n, k)).astype(np.int8)
+    x = net.g.input("x", rows, k)
+    net.g.output(net.g("aten.linear.default", net.rounded(x, 1.0, 3), net.weight("w", weight, np.ones(n))))
+    assert "npu.integer_linear" in net.ops
+    want = ((codes - 3) @ weight.T.astype(np.int64)).astype(np.float32)
+    for name, got in net.run({"x": (codes - 3).astype(np.float32)}).items():
+        np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+ACTIVATIONS = ("relu", "relu6", "silu", "hardswish", "hardsigmoid", "sigmoid", "gelu")
+
+
+@pytest.mark.parametrize("residual", ["none", "bytes", "float"])
+@pytest.mark.parametrize("activation", ["none", *ACTIVATIONS])
+def test_bias_residual_activation_and_rounding_follow_in_one_kernel(activation: str, residual: str, seed: int) -> None:
+    rng, net = np.random.default_rng(seed), Network()
+    x, other = net.g.input("x", 2, 12, 7, 6), net.g.input("other", 2, 20, 7, 6)
+    weight, scales = rng.integers(-127, 128, (20, 12, 3, 3)).astype(np.int8), rng.uniform(0.5e-2, 1e-2, 20)
+    net.state["b"] = rng.normal(size=20).astype(np.float32)
+    value = net.g(
+        "aten.conv2d.default",
+        net.rounded(x, 0.02, 120),
+        net.weight("w", weight, scales),
+        net.g.weight("b", 20),
+        [1, 1],
+        [1, 1],
+    )
+    if residual != "none":
+        value = net.g("aten.add.Tensor", value, net.rounded(other, 0.03, -7, "int8") if residual == "bytes" else other)
+    if activation != "none":
+        value = net.g(f"aten.{activation}.default", value)
+    net.g.output(net.rounded(value, 0.05, 60))
+    expected = ["npu.quantize"] * (2 if residual == "bytes" else 1) + ["npu.integer_conv2d", "npu.dequantize"]
+    assert net.ops == expected
+    inputs = {"x": rng.normal(size=(2, 12, 7, 6)), "other": rng.normal(size=(2, 20, 7, 6))}
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+
+    def rounding(array: torch.Tensor, scale: float, zero: int, dtype: str = "uint8") -> torch.Tensor:
+        return torch.fake_quantize_per_tensor_affine(array, scale, zero, *LIMITS[dtype])
+
+    given = {name: torch.from_numpy(array) for name, array in inputs.items()}
+    w = torch.from_numpy(weight * scales.astype(np.float32).reshape(-1, 1, 1, 1))
+    want = F.conv2d(
+        rounding(given["x"], 0.02, 120).double(), w.double(), torch.from_numpy(net.state["b"]).double(), 1, 1
+    )
+    if residual != "none":
+        want = want + (rounding(given["other"], 0.03, -7, "int8") if residual == "bytes" else given["other"])
+    if activation != "none":
+        want = getattr(torch if activation in ("relu", "sigmoid") else F, activation)(want)
+    exact = want.numpy()
+    want = rounding(want.float(), 0.05, 60).numpy()
+    for name, got in net.run(inputs).items():
+        # A value in the middle between two codes may go to either.
+        near_middle = np.abs(np.abs(exact / 0.05 - np.trunc(exact / 0.05)) - 0.5) < 1e-3
+        assert np.abs(got - want)[~near_middle].max() < 1e-5, name
+        assert np.abs(got - want).max() < 0.051, name
+
+
+def test_pooling_means_and_sums_stay_in_bytes(seed: int) -> None:
+    rng, net = np.random.default_rng(seed), Network()
+    x, y = net.g.input("x", 2, 40, 9, 9), net.g.input("y", 2, 40, 4, 4)
+    pooled = net.g("aten.max_pool2d.default", net.rounded(x, 0.02, 100), [3, 3], [2, 2])
+    summed = net.g("aten.relu.default", net.g("aten.add.Tensor", net.rounded(y, 0.03, 3, "int8"), pooled))
+    mean = net.g("aten.adaptive_avg_pool2d.default", net.rounded(summed, 0.02, 0), [1, 1])
+    net.g.output(net.g("aten.flatten.using_ints", mean, 1))
+    assert [op for op in net.ops if op.startswith("npu.integer")] == [
+        "npu.integer_max_pool2d",
+        "npu.integer_add",
+        "npu.integer_mean",
+    ]
+    inputs = {"x": rng.normal(size=(2, 40, 9, 9)), "y": rng.normal(size=(2, 40, 4, 4))}
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+    found = net.run(inputs)
+    given = {name: torch.from_numpy(array) for name, array in inputs.items()}
+    maps = F.max_pool2d(torch.fake_quantize_per_tensor_affine(given["x"], 0.02, 100, 0, 255), 3, 2)
+    total = F.relu(torch.fake_quantize_per_tensor_affine(given["y"], 0.03, 3, -128, 127) + maps)
+    want = torch.fake_quantize_per_tensor_affine(total, 0.02, 0, 0, 255).mean((2, 3)).numpy()
+    for name, got in found.items():
+        assert np.abs(got - want).max() < 0.02 / 4, name  # a code or two of 16 may be the next
+
+
+def test_a_tensor_of_bytes_that_other_kernels_read_too_is_stored_as_integers() -> None:
+    net = Network()
+    x = net.g.input("x", 1, 8)
+    attrs = {"scale": 0.1, "zero_point": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+    codes = net.g(QUANTIZE, x, **attrs, out=((1, 8), "int8"))
+    value = net.g(DEQUANTIZE, codes, **attrs, out=((1, 8), "float32"))
+    product = net.g("aten.linear.default", value, net.weight("w", np.ones((3, 8), np.int8), np.ones(3)))
+    net.g.output(product, net.g("aten.cat.default", [codes, codes], 1))
+    assert "npu.integer_linear" not in net.ops
+    program = compile(net.g.ir())
+    backend = BACKENDS["native"]
+    found = Executor(program, backend).run(
+        {"x": np.full((1, 8), 0.5, np.float32)}, load_weights(net.state, program, backend)
+    )
+    np.testing.assert_array_equal(found[program.output_specs[1].name].to_numpy(program.output_specs[1]), 5)
+
+
+def test_bytes_that_are_an_input_are_checked_against_their_range() -> None:
+    from npu_compiler import InputError
+
+    net = Network()
+    codes = net.g.input("x", 2, 8, dtype="int8")
+    attrs = {"scale": 0.5, "zero_point": 1, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+    value = net.g(DEQUANTIZE, codes, **attrs, out=((2, 8), "float32"))
+    net.g.output(net.g("aten.linear.default", value, net.weight("w", np.ones((3, 8), np.int8), np.ones(3))))
+    given = np.arange(-8, 8).reshape(2, 8)
+    want = np.repeat(((given - 1) * 0.5).sum(axis=1, keepdims=True), 3, axis=1)
+    for name, got in net.run({"x": given.astype(np.int8)}).items():
+        np.testing.assert_array_equal(got, want, err_msg=name)
+    with pytest.raises(InputError, match=r"'x' holds 200, which is outside -128\.\.127"):
+        net.run({"x": np.full((2, 8), 200)})
