@@ -221,7 +221,8 @@ def _widened(maker: Maker) -> Maker:
         elements = parts[0].shape[0] * call.params["k"]
         if not all(part.is_constant for part in part_operands) or _SPARE * 4 * elements > _available_bytes():
             return None
-        weight = call.prepared(1, "dequantized", lambda _: dequantized(parts, call.params), others=_PARTS)
+        others = range(2, 1 + len(parts))
+        weight = call.prepared(1, "dequantized", lambda _: dequantized(parts, call.params), others)
         inputs.insert(1, weight)
         return maker(replace(call, inputs=inputs, operands=[operands[0], part_operands[0], *operands[1:]]))
 
