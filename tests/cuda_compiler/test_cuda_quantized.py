@@ -26,6 +26,7 @@ FORMATS = [
     QuantizedFormat("int4", 3, "bfloat16"),
     QuantizedFormat("int8"),
     QuantizedFormat("int8", 24, "float16", "zero_point"),
+    QuantizedFormat("int8", 24, "bfloat16", "minimum"),
     QuantizedFormat("float8_e4m3", 64, "float32"),
 ]
 WIDTH, TOKENS = 384, 1000

@@ -19,7 +19,7 @@ from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.program.elementwise import ACTIVATIONS
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-6, "float16": 2.0**-9}
-LOOSER = {"bfloat16": 2.0**-6, "float16": 2.0**-7}  # with x as integers of 15 bits per span, other results round up
+LOOSER = {"bfloat16": 2.0**-4, "float16": 2.0**-7}  # with x as integers of 15 bits per span, other results round up
 SEEDS = st.integers(0, 2**32 - 1)
 
 

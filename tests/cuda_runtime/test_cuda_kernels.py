@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cuda_cases import CASES, TILED_ATTENTION, cached
 from cuda_convolutions import CASES as CONVOLUTIONS
@@ -10,6 +12,9 @@ from metal_harness import DTYPES, Case, all_cases, run_case
 
 from cuda_compiler import CUDACodegenTarget
 from cuda_runtime import CUDABackend
+
+# Of products of many rows, whose weight is widened to 16 bits, as a 16-bit model has it: relative to the largest.
+WIDENED = {"float16": 2.0**-8, "bfloat16": 2.0**-5}
 
 need_gpu()
 pytestmark = pytest.mark.gpu
@@ -24,6 +29,8 @@ def backend() -> CUDABackend:
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
 @pytest.mark.parametrize("case", [*all_cases(), *CASES], ids=lambda case: case.id)
 def test_a_kernel_does_what_the_reference_does(case: Case, dtype: str, backend: CUDABackend) -> None:
+    if case.kernel == "quantized_matmul_kernel" and dtype in WIDENED:
+        case = replace(case, atol=WIDENED[dtype])
     run_case(case, backend, dtype, 1)
 
 

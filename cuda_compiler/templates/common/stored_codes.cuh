@@ -15,6 +15,14 @@ __device__ __forceinline__ float float8_value(unsigned code) {
 }
 
 // What codes stand for: scale · code + minimum, or scale · (code - zero).
+// Of the byte of a zero point. Minimums are floats and never get here, but their code is compiled, too.
+__device__ __forceinline__ float zero_point(unsigned char offset) {
+    return is_int8 ? float((signed char)(offset)) : float(offset);
+}
+template <class Minimum> __device__ __forceinline__ float zero_point(Minimum) {
+    return 0.0f;
+}
+
 struct Group {
     float scale;
     float minimum = 0.0f;
@@ -24,12 +32,12 @@ struct Group {
     __device__ __forceinline__ Group(
         const Scales::type *scales, const Offset::type *offset, index_t row, index_t column
     ) {
-        const index_t place = row * param::groups + column / group;
-        scale = to_float(scales[place]);
+        const index_t place = row * Offset::stride(0) + column / group;
+        scale = to_float(scales[row * Scales::stride(0) + column / group]);
         if constexpr (has_minimum) {
             minimum = to_float(offset[place]);
         } else if constexpr (has_zero_point) {
-            zero = is_int8 ? float((signed char)(offset[place])) : float(offset[place]);
+            zero = zero_point(offset[place]);
         }
     }
 
@@ -39,8 +47,7 @@ struct Group {
 using Codes = Pack<unsigned char, pack_bytes>;
 
 __device__ __forceinline__ Codes load_codes(const unsigned char *data, index_t row, index_t column) {
-    constexpr index_t row_bytes = is_int4 ? param::k / 2 : param::k;
-    return load_pack<pack_bytes>(data + row * row_bytes + (is_int4 ? column / 2 : column));
+    return load_pack<pack_bytes>(data + row * Data::stride(0) + (is_int4 ? column / 2 : column));
 }
 
 __device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &codes) {
