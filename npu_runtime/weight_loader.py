@@ -96,6 +96,8 @@ def _adopted(weight: WeightSpec, source: Mapping[str, Any], backend: DeviceMemor
     shapes = [weight.source_shapes[key] for part in parts for key in part.keys()]
     if any(getattr(x, "shape", None) != shape for x, shape in zip(tensors, shapes, strict=True)):
         return None
+    if any(isinstance(x, QuantizedArray) for x in tensors):
+        return None
     return backend.adopt(tensors, weight.spec)
 
 

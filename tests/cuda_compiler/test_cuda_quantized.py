@@ -26,8 +26,8 @@ FORMATS = [
     QuantizedFormat("int4", 3, "bfloat16"),
     QuantizedFormat("int8"),
     QuantizedFormat("int8", 24, "float16", "zero_point"),
-    QuantizedFormat("int8", 24, "bfloat16", "minimum"),
     QuantizedFormat("float8_e4m3", 64, "float32"),
+    QuantizedFormat("int8", 24, "bfloat16", "minimum"),
 ]
 WIDTH, TOKENS = 384, 1000
 
