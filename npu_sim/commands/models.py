@@ -186,7 +186,10 @@ def classify(
     weights: Annotated[
         Path | None,
         typer.Option(
-            "--weights", metavar="FILE", callback=check_weights, help="Weights with torchvision's parameter names."
+            "--weights",
+            metavar="FILE",
+            callback=check_weights,
+            help="Weights with torchvision's parameter names, or a folder from npu-sim quantize.",
         ),
     ] = None,
     top: Annotated[
