@@ -124,7 +124,8 @@ WRONG = [
         ["compile", "tiny.json", "-o", "out.npubin"],
         DTYPE,
         (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
-        (["--disable-fusion", "magic"], "unknown fusion magic; known are silu"),
+        (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
+        (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
         (["--full"], "--full is for --stages"),
     ),
     (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json': No such file"),
@@ -180,6 +181,22 @@ WRONG = [
         (["--system", "\udcff"], "the system message is not UTF-8 text"),
     ),
     (["generate", "model", "-p", ""], "the prompt is empty"),
+    (
+        ["generate", "model", "-p", "Hi", "--quantization", "int3"],
+        "unknown quantization 'int3'; choose one of checkpoint",
+    ),
+    # quantize
+    *options(
+        ["quantize", "model", "-o", "out"],
+        (["--weights", "int3"], "unknown weights 'int3'; choose one of int4, int8, fp8"),
+        (["--group", "-1"], "Invalid value for '--group'"),
+        (["--method", "guess"], "'guess'"),
+        (["--calibrate", "absent.txt"], "cannot read calibration text or images 'absent.txt'"),
+        (["--samples", "0"], "Invalid value for '--samples'"),
+        (["--keep-worst", "-1"], "Invalid value for '--keep-worst'"),
+        (["--dtype", "int4"], "'int4'; choose one of float16, bfloat16, float32"),
+        (["--activations", "int3"], "'int3'"),
+    ),
     (["generate", "model", "-p", "\udcff"], "the prompt is not UTF-8 text"),
     (["generate", "absent.gguf", "-p", "Hi"], "no such GGUF file: absent.gguf"),
     (["generate", "empty", "-p", "Hi"], "has no config.json"),
@@ -273,6 +290,7 @@ def test_every_option_of_every_command_is_tried_or_cannot_be_wrong() -> None:
     from npu_sim.cli import app
 
     cannot_be_wrong = set("--json --mermaid --stages --full --cpu --help --debug --version --allow-code".split())
+    cannot_be_wrong |= {"--zero-points", "--search", "--force"}
     tried: dict[str, set[str]] = {}
     for args, _, _ in CASES:
         tried.setdefault(args[0], set()).update(word for word in args if word.startswith("-"))

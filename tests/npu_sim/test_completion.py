@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
         ("npu-sim describe net", {"net.npubin", "net.json"}),
         ("npu-sim run net.t", set()),
         ("npu-sim run absent/", set()),
-        ("npu-sim bench cpu", {"cpu"}),
+        ("npu-sim bench cpu", {"cpu", "cpu_int8"}),
     ],
 )
 def test_bash_is_offered_names_and_files(folder: Path, line: str, offered: set[str]) -> None:

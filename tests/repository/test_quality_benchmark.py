@@ -16,6 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     folder = save_tiny(tmp_path, "llama", "float32", intermediate_size=128, vocab_size=300, max_position_embeddings=64)
     save_tokenizer(folder, "{{ messages }}")
     checkpoint = load_checkpoint(folder, "float32", "none")

@@ -82,7 +82,9 @@ def save(folder: Path) -> str | None:
 def save_module(folder: Path) -> str | None:
     tensors = {name: StoredTensor("float32", (3,), lambda: np.ones(3, np.float32)) for name in ("a", "b")}
     leaf = Tree("leaf")
-    module = SavedModule("m", "1", b"{}", (), (), {}, {}, {}, None, None, (), {}, (), (OutputLeaf(),), leaf, (), (), ())
+    module = SavedModule(
+        "m", "1", b"{}", (), (), {}, {}, {}, None, {}, None, (), {}, (), (OutputLeaf(),), leaf, (), (), ()
+    )
     try:
         write_module(folder / "model.npumod", module, tensors)
     except InputError as error:
