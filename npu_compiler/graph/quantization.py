@@ -28,6 +28,7 @@ OFFSETS = ("none", "minimum", "zero_point")
 PARTS = ("codes", "scales", "offsets")
 SYMMETRIC_ZERO = {"int4": 8, "int8": 0, "float8_e4m3": 0}  # the code that stands for 0 without offsets
 FLOAT8_MAX = 448.0
+METHODS = ("rtn", "gptq")  # by which weights are rounded to a format
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_compiler.graph.quantization import METHODS, QuantizedArray, QuantizedFormat
 from npu_runtime.pytorch import require_torch
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
@@ -24,7 +24,6 @@ from npu_sim.quantizing.layerwise import Layerwise
 from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
 from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
 
-METHODS = ("rtn", "gptq")
 CODES = {"int4": "int4", "int8": "int8", "fp8": "float8_e4m3"}
 GROUPS = {"int4": 128, "int8": 0, "fp8": 0}
 SAMPLES, SAMPLE_LENGTH = 64, 1024

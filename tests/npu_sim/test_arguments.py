@@ -188,7 +188,7 @@ WRONG = [
     # quantize
     *options(
         ["quantize", "model", "-o", "out"],
-        (["--weights", "int3"], "unknown weights 'int3'; choose one of int4, int8, fp8"),
+        (["--weights", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
         (["--group", "-1"], "Invalid value for '--group'"),
         (["--method", "guess"], "'guess'"),
         (["--calibrate", "absent.txt"], "cannot read calibration text or images 'absent.txt'"),
