@@ -4,6 +4,7 @@ STAMP := $(VENV)/.installed
 KERNEL_TESTS := $(addprefix tests/npu_runtime/test_native,.py _conv.py _quantized.py)
 FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
+FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
 
 .PHONY: venv demo test test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize bench clean
@@ -55,11 +56,11 @@ lint: venv
 mutants: venv
 	$(BIN)/python tests/support/metal_mutants.py
 
-# For FUZZ_SECONDS in all. What it finds is in build/findings.
+# For FUZZ_SECONDS in all, with other changes each time; FUZZ_OPTIONS='-runs=5000 -seed=1' tries the same changes again.
+# What it finds is in build/findings.
 fuzz: venv
 	for target in $(FUZZED); do \
-	    $(BIN)/python tests/fuzz/fuzz.py $$target \
-	        -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED)))) || exit 1; \
+	    PYTHONHASHSEED=0 $(BIN)/python tests/fuzz/fuzz.py $$target $(FUZZ_OPTIONS) || exit 1; \
 	done
 
 cuda-sources: venv

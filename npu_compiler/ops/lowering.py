@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from npu_compiler.errors import ConstraintError
+from npu_compiler.errors import ConstraintError, IRError
 from npu_compiler.graph.dtypes import saturate
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.program.elementwise import ELEMENTWISE, elementwise_kernel_name
@@ -37,6 +37,13 @@ class Lowering:
     node: OpNode | None = None
 
     def view(self, name: str) -> View:
+        """Where a tensor's elements are.
+
+        Raises:
+            IRError: the node that should make it lists more outputs than its op has.
+        """
+        if name not in self.views:
+            raise IRError(f"tensor '{name}': the op of the node that returns it has fewer outputs")
         return self.views[name]
 
     def spec(self, name: str) -> TensorSpec:

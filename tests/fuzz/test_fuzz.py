@@ -36,6 +36,12 @@ def with_dim(value: Any) -> Callable[[Any], None]:
     return lambda ir: node(ir, "aten.index_copy")["attrs"].update(dim=value)
 
 
+def with_an_output_too_many(ir: Any) -> None:
+    outputs = node(ir, "aten.index_copy")["outputs"]
+    outputs.append(dict(outputs[0]))
+    ir["graph_outputs"][0]["producer_output_idx"] = 1
+
+
 def of_many_dimensions(content: Any) -> None:
     content["header"]["empty"]["shape"] = [0] * 100
 
@@ -44,6 +50,7 @@ FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]]
     "ir, a missing input": ("ir", 0, without_an_input, IRError, r"node 'index_copy' .*not enough values"),
     "ir, a dimension that is no number": ("ir", 0, with_dim("x"), IRError, r"node 'index_copy' .*must be integers"),
     "ir, a dimension that is none": ("ir", 0, with_dim(7), IRError, r"node 'index_copy' .*out of range"),
+    "ir, an output too many": ("ir", 0, with_an_output_too_many, IRError, "'index_copy__1': .* fewer outputs"),
     "safetensors, too many dimensions": ("safetensors", 0, of_many_dimensions, WeightError, "'empty' cannot have"),
 }
 
