@@ -91,7 +91,7 @@ def quantize(
     ] = 64,
     search: Annotated[
         bool,
-        typer.Option("--search", help="Choose each scale by the least squared error instead of the largest weight."),
+        typer.Option("--search", help="Choose each scale by the least squared error, as gptq always does."),
     ] = False,
     keep_worst: Annotated[
         int,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -88,6 +90,10 @@ class LoadedLayer:
         result: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return result
 
+    def copy(self) -> LoadedLayer:
+        """The layer with weights of its own."""
+        return LoadedLayer(self.prefix, copy.deepcopy(self._layer), self._arguments)
+
     def stages(self, hidden: torch.Tensor) -> list[list[str]]:
         """The names of the linear layers' weights, those with the same input together, in the order of execution."""
         seen: list[tuple[torch.Tensor, list[str]]] = []
@@ -115,27 +121,42 @@ class LoadedLayer:
         assert isinstance(found, nn.Linear)
         return found
 
-    def hessian(self, name: str, samples: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of x xᵀ over the inputs x of a linear layer, those of first tokens weighted more: float32 [k, k]."""
+    def inputs(self, name: str, samples: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The inputs of a linear layer, [length, k] for each sample [1, length, hidden] of the decoder layer."""
         linear = self.linear(name)
-        total = torch.zeros(linear.in_features, linear.in_features)
+        seen: list[torch.Tensor] = []
 
-        def add(module: nn.Module, args: tuple[Any, ...]) -> None:
-            rows = args[0].reshape(-1, linear.in_features)
-            total.addmm_(rows.T, rows).addmm_(rows[:1].T, rows[:1], alpha=_FIRST_TOKEN - 1)
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            seen.append(args[0].reshape(-1, linear.in_features))
             raise _Seen
 
-        hook = linear.register_forward_pre_hook(add)
-        try:
-            for sample in samples:
-                try:
+        for sample in samples:
+            hook = linear.register_forward_pre_hook(note)
+            try:
+                with suppress(_Seen):
                     self(sample)
-                except _Seen:
-                    pass
-        finally:
-            hook.remove()
-        return total
+            finally:
+                hook.remove()
+            yield seen.pop()
 
 
 class _Seen(Exception):
     """Ends a layer's run when its linear layer has its input."""
+
+
+def moments(rounded: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over all tokens, those of first tokens weighted more.
+
+    Args:
+        rounded: The inputs of a linear layer in the quantized model, x [length, k] for each sample.
+        exact: Those in the model that is not quantized, y.
+
+    Returns:
+        The sum of x xᵀ, which is the layer's Hessian, and that of (y - x) xᵀ: both float32 [k, k].
+    """
+    hessian = shift = torch.zeros(())
+    for x, y in zip(rounded, exact, strict=True):
+        weighted = x.clone()
+        weighted[0] *= _FIRST_TOKEN
+        hessian, shift = hessian + weighted.T @ x, shift + (y - x).T @ weighted
+    return hessian, shift

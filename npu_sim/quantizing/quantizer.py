@@ -18,9 +18,9 @@ from npu_runtime.pytorch import require_torch
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.loading import checkpoint_path, load_checkpoint
-from npu_sim.quantizing.compensation import compensated
+from npu_sim.quantizing.compensation import compensated, matched
 from npu_sim.quantizing.compressed_folder import check_output, replaced_folder, write_model
-from npu_sim.quantizing.layerwise import Layerwise
+from npu_sim.quantizing.layerwise import Layerwise, moments
 from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
 from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
 
@@ -60,7 +60,7 @@ def quantize(
         zero_points: Whether each group of integers also has a zero point, for weights that are not around 0.
         method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
             that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
-        search: Whether to clip each group where the squared error of its weights is least.
+        search: Whether to clip each group where the squared error of its weights is least; `gptq` always does.
         calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
         samples: Maximum number of parts of the text to use, of up to 1024 tokens each.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
@@ -184,7 +184,7 @@ def quantized_layers(
     Raises:
         WeightError: a weight holds values that are not finite.
     """
-    fractions = SEARCH if search else RANGE
+    fractions = SEARCH if search or compensate else RANGE
     if ids is None:
         return _by_weights(network, format, fractions)
     return _by_layers(network, ids, format, fractions, compensate)
@@ -205,21 +205,23 @@ def _by_layers(
     network: Layerwise, ids: torch.Tensor, format: QuantizedFormat, fractions: tuple[float, ...], compensate: bool
 ) -> Iterator[tuple[QuantizedArray, LayerReport]]:
     """The weights in the order of execution; each sees the inputs that the quantized ones before it produce."""
-    hidden = network.embedded(ids)
+    hidden = exact = network.embedded(ids)
     for layer in network.layers(ids.shape[1]):
+        original = layer.copy()
         for names in layer.stages(hidden[0]):
-            hessian = layer.hessian(names[0], hidden)
+            hessian, shift = moments(layer.inputs(names[0], hidden), original.inputs(names[0], exact))
             for name in names:
                 weight = layer.linear(name).weight.data
                 with _concerning(name):
                     if compensate:
-                        array = compensated(weight, hessian, format, fractions)
+                        array = compensated(matched(weight, hessian, shift), hessian, format, fractions)
                     else:
                         array = nearest(weight, format, fractions)
                 dequantized = _dequantized(array)
                 yield array, layer_report(name, weight, array, dequantized, hessian)
                 layer.linear(name).weight.data = dequantized
         hidden = [layer(sample) for sample in hidden]
+        exact = [original(sample) for sample in exact]
 
 
 def _dequantized(array: QuantizedArray) -> torch.Tensor:

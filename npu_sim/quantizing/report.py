@@ -21,7 +21,7 @@ class LayerReport:
         format: How it is stored, in words.
         weight_error: ‖W - Q‖ / ‖W‖.
         output_error: ‖(W - Q) X‖ / ‖W X‖ for the calibration inputs X, in which first tokens count more (see
-            `LoadedLayer.hessian`); None without a calibration text.
+            `layerwise.moments`); None without a calibration text.
         bytes_before: In 16 bits.
         bytes_after: As stored.
     """

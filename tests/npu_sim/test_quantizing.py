@@ -22,8 +22,8 @@ from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, load_checkpoint
 from npu_sim.llm.graph import meta_model
 from npu_sim.quantizing import quantize
-from npu_sim.quantizing.compensation import DAMPING, compensated
-from npu_sim.quantizing.layerwise import Layerwise
+from npu_sim.quantizing.compensation import DAMPING, PROPAGATION, compensated, matched
+from npu_sim.quantizing.layerwise import Layerwise, moments
 from npu_sim.quantizing.rounding import RANGE, SEARCH, Scales, codes, fit_rows, nearest
 
 FORMATS = [
@@ -104,6 +104,25 @@ def test_compensation_lessens_the_error_of_the_output(format: QuantizedFormat) -
     assert found.format == format
     errors = [float(((wide(array) - weight) @ x.T).norm()) for array in (found, plain)]
     assert errors[0] < 0.9 * errors[1]
+
+
+def test_a_matched_weight_makes_up_for_the_errors_of_its_inputs() -> None:
+    exact, weight = inputs(64), torch.randn(24, 64)
+    rounded = exact @ (torch.eye(64) + 0.1 * torch.randn(64, 64))
+    hessian, shift = moments([rounded], [exact])
+    found = matched(weight, hessian, shift)
+    lost = [float((rounded @ w.T - exact @ weight.T).norm()) for w in (weight, found)]
+    assert lost[1] < (1.1 - PROPAGATION) * lost[0]
+    assert torch.equal(matched(weight, hessian, torch.zeros_like(shift)), weight)
+
+
+def test_moments_count_the_first_tokens_more() -> None:
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    hessian, shift = moments(x, y)
+    weights = torch.tensor([100.0, 1, 1, 1, 1]).repeat(2)[:, None]
+    rounded, exact = x.reshape(-1, 8), y.reshape(-1, 8)
+    torch.testing.assert_close(hessian, (weights * rounded).T @ rounded, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(shift, (weights * (exact - rounded)).T @ rounded, rtol=1e-4, atol=1e-3)
 
 
 @pytest.fixture(scope="module")
