@@ -60,6 +60,10 @@ class IntegerWeight:
     codes: np.ndarray
     scales: np.ndarray
 
+    def dequantize(self) -> np.ndarray:
+        """The weight in float32 [o, ...]."""
+        return np.asarray(self.codes * self.scales.reshape(-1, *[1] * (self.codes.ndim - 1)))
+
 
 class Points:
     """What can be quantized of a graph of floats.

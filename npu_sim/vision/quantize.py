@@ -99,7 +99,6 @@ def quantize_network(
     ranges: str = "mse",
     keep: Collection[str] = (),
     keep_worst: int = 0,
-    bias_correction: bool = True,
 ) -> QuantizedNetwork:
     """Quantize the convolutions and linears of a network with one input.
 
@@ -111,7 +110,6 @@ def quantize_network(
             `PERCENTILE` of magnitudes, or all that was seen.
         keep: Keys of weights whose layers stay in floats.
         keep_worst: The number of further layers that stay so: those with the lowest signal-to-noise ratio.
-        bias_correction: Whether biases make up for the mean error of the rounded weights.
 
     Raises:
         InputError: there are no images, or they do not fit the network or are not finite; an argument is unknown; or
@@ -140,13 +138,12 @@ def quantize_network(
     kept = {node for node in keys if keys[node] in keep or node in worst}
     chosen = Points(graph, kept)
     quantized = [layer for layer in layers if layer.node not in kept]
-    if bias_correction:
-        graph, state = _correct_biases(graph, state, quantized, integers, seen)
-    result, codes = quantized_graph(
-        graph,
-        {name: found[name] for name in chosen.tensors},
-        {layer.weight: integers[layer.weight] for layer in quantized},
-    )
+    from npu_sim.vision.layer_rounding import round_layers
+
+    wanted = {name: found[name] for name in chosen.tensors}
+    alone = {layer.weight: integers[layer.weight] for layer in quantized}
+    graph, state, together = round_layers(graph, state, quantized, wanted, alone, images)
+    result, codes = quantized_graph(graph, wanted, together)
     read = {key for recipe in result.weights.values() for key in recipe.keys()}
     report = [
         LayerReport(keys[layer.node], ratios[layer.node], 3 * state[keys[layer.node]].size, layer.node in kept)
@@ -230,30 +227,20 @@ def _rounded(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class _Calibration:
-    """What the images make of a network's activations.
-
-    Attributes:
-        means: Tensor → the mean of each channel, for the inputs of layers.
-    """
+    """What the images make of a network's activations."""
 
     def __init__(
         self, graph: IRGraph, state: Mapping[str, np.ndarray], points: Points, source: str, images: Sequence[np.ndarray]
     ) -> None:
-        inputs = {layer.node: _input_of(graph, layer) for layer in points.layers}
-        network = _watched(graph, state, [*points.tensors, *inputs.values()])
+        network = _watched(graph, state, points.tensors)
         self.low = dict.fromkeys(points.tensors, math.inf)
         self.high = dict.fromkeys(points.tensors, -math.inf)
-        self.means: dict[str, np.ndarray] = {}
         for values in _runs(network, source, images):
             for name in points.tensors:
                 low, high = (float(end) for end in values[name].aminmax())
                 if not math.isfinite(high - low):
                     raise InputError(f"tensor '{name}' of {graph.name} is not finite on a calibration image")
                 self.low[name], self.high[name] = min(self.low[name], low), max(self.high[name], high)
-            for name in set(inputs.values()):
-                axes = [dim for dim in range(values[name].ndim) if dim != _channel_dim(values[name])]
-                mean = values[name].double().mean(axes).numpy() / len(images)
-                self.means[name] = self.means.get(name, 0.0) + mean
         self.counts = {name: np.zeros(_BINS) for name in points.tensors}
         for values in _runs(network, source, images):
             for name in points.tensors:
@@ -284,14 +271,6 @@ def _as_range(low: float, high: float) -> ActivationRange:
 def _squared_error(values: np.ndarray, found: ActivationRange) -> np.ndarray:
     codes = np.clip(np.rint(values / found.scale) + found.zero_point, 0, 255)
     return np.asarray(np.square((codes - found.zero_point) * found.scale - values))
-
-
-def _channel_dim(value: torch.Tensor) -> int:
-    return 1 if value.ndim == 4 else value.ndim - 1
-
-
-def _input_of(graph: IRGraph, layer: Layer) -> str:
-    return next(node.inputs[0] for node in graph.nodes if node.name == layer.node)
 
 
 def _watched(graph: IRGraph, state: Mapping[str, np.ndarray], names: Sequence[str]) -> CPUPartition:
@@ -325,11 +304,10 @@ def _signal_to_noise(
     alone = {}
     for layer in layers:
         node, weight = nodes[layer.node], integers[layer.weight]
-        scales = weight.scales.reshape(-1, *[1] * (weight.codes.ndim - 1))
         source, result = _ends(node)
         read = {name: graph.weights[name] for name in node.inputs[1:]}
         part = IRGraph(node.name, [node], graph.tensors, [source], [result], [result], read, {})
-        alone[layer.node] = _watched(part, {**state, _key(graph, layer): weight.codes * scales}, [result])
+        alone[layer.node] = _watched(part, {**state, _key(graph, layer): weight.dequantize()}, [result])
     signal, noise = dict.fromkeys(alone, 0.0), dict.fromkeys(alone, 0.0)
     for values in _runs(watched, given, images):
         for layer in layers:
@@ -346,35 +324,3 @@ def _signal_to_noise(
 def _ends(node: OpNode) -> tuple[str, str]:
     """What a layer reads, besides its weights, and what it makes."""
     return node.inputs[0], node.outputs[0]
-
-
-def _correct_biases(
-    graph: IRGraph,
-    state: Mapping[str, np.ndarray],
-    layers: Sequence[Layer],
-    integers: Mapping[str, IntegerWeight],
-    seen: _Calibration,
-) -> tuple[IRGraph, dict[str, np.ndarray]]:
-    """Biases that make up for what the rounded weights add to a layer's output in the mean.
-
-    Given:   y = conv2d(x, w, b)        where w is rounded to v
-    Result:  b' = b + (w - v) · mean of x
-    """
-    nodes = {node.name: node for node in graph.nodes}
-    tensors, recipes, changed = dict(graph.tensors), dict(graph.weights), dict(state)
-    for layer in layers:
-        node = nodes[layer.node]
-        weight, found = changed[_key(graph, layer)].astype(np.float64), integers[layer.weight]
-        scales = found.scales.reshape(-1, *[1] * (weight.ndim - 1))
-        lost = (weight - found.codes * scales).reshape(*weight.shape[:2], -1).sum(axis=2)
-        mean = seen.means[node.inputs[0]]
-        groups = len(mean) // weight.shape[1]
-        per_group = mean.reshape(groups, -1)
-        correction = np.einsum("goi,gi->go", lost.reshape(groups, -1, weight.shape[1]), per_group).reshape(-1)
-        old = changed[next(recipes[layer.bias].keys())] if layer.bias is not None else np.float32(0)
-        name = unique_name(f"{layer.node}.bias", tensors)
-        tensors[name] = TensorSpec(name, (len(weight),), "float32")
-        recipes[name], changed[name] = from_key(name), (old + correction).astype(np.float32)
-        nodes[layer.node] = replace(node, inputs=(*node.inputs[:2], name))
-    kept = [nodes[node.name] for node in graph.nodes]
-    return eliminate_dead_code(replace(graph, nodes=kept, tensors=tensors, weights=recipes)), changed
