@@ -1,4 +1,4 @@
-"""The timeline of profiled runs: what the host, the transfers and each device did, and counters.
+"""What a profiler records, and its timeline: what the host, the transfers and each device did, and counters.
 
 All times are the host's. A device that measures a kernel by its own clock says only how long that took, so the kernel's
 slice ends when the host saw it end.
@@ -6,31 +6,68 @@ slice ends when the host saw it end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 from npu_compiler.timeline import Timeline
-from npu_runtime.hardware import Ceilings, Hardware
-from npu_runtime.profiler import CallTime, Profiler, Span
+from npu_runtime.hardware import Ceilings, Hardware, PhaseTime
 
 HOST = "host"
 _MOST_OPERANDS = 16  # of a call that a slice lists: a resident kernel has hundreds
 
 
-def timeline_of(profiler: Profiler) -> Timeline:
-    """The timeline of all that a profiler has recorded; its zero is the beginning of the earliest record."""
-    devices = {id(timed.hardware): timed.hardware for timed in profiler.calls}
-    timeline = Timeline({"devices": [hardware.device for hardware in devices.values()], "runs": profiler.runs})
-    spans = [*profiler.host_spans, *profiler.transfer_spans]
-    starts = [span.start for span in spans] + [timed.ended - timed.seconds for timed in profiler.calls]
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """One kernel call of one run.
+
+    Attributes:
+        plan: The plan whose call number `index` it is.
+        ended: When it had ended, by the host's clock (`time.perf_counter`).
+        seconds: How long it took, by the device's clock if it has one.
+        phases: What its blocks did meanwhile, where the device measured that.
+    """
+
+    plan: ExecutionPlan
+    index: int
+    hardware: Hardware
+    ended: float
+    seconds: float
+    phases: Sequence[PhaseTime] = ()
+
+    @property
+    def call(self) -> KernelCall:
+        return self.plan.calls[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What the host did, or a transfer, from `start` to `end` by the host's clock.
+
+    Attributes:
+        args: What else is known of it, JSON values by name.
+    """
+
+    name: str
+    start: float
+    end: float
+    args: Mapping[str, Any]
+
+
+def timeline_of(calls: Sequence[CallTime], host_spans: Sequence[Span], transfer_spans: Sequence[Span]) -> Timeline:
+    """The timeline of what was recorded; its zero is the beginning of the earliest record."""
+    devices = {id(timed.hardware): timed.hardware for timed in calls}
+    timeline = Timeline({"devices": [hardware.device for hardware in devices.values()]})
+    starts = [span.start for span in (*host_spans, *transfer_spans)] + [timed.ended - timed.seconds for timed in calls]
     builder = _Builder(timeline, min(starts, default=0.0))
-    builder.add_spans("runs", profiler.host_spans)
-    builder.add_spans("transfers", profiler.transfer_spans)
+    builder.add_spans("runs", host_spans)
+    builder.add_spans("transfers", transfer_spans)
     for hardware in devices.values():
-        builder.add_device(hardware, [timed for timed in profiler.calls if timed.hardware is hardware])
+        builder.add_device(hardware, [timed for timed in calls if timed.hardware is hardware])
     return timeline
 
 

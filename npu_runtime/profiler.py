@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from npu_compiler.program.kernels import KernelCall
-    from npu_compiler.program.plan import ExecutionPlan
-    from npu_compiler.timeline import Timeline
-    from npu_runtime.hardware import Hardware, PhaseTime
+from npu_compiler.timeline import Timeline
+from npu_runtime.profile_trace import CallTime, Span, timeline_of
 
 
 @dataclass
@@ -24,43 +21,6 @@ class Entry:
     seconds: float = 0.0
     calls: int = 0
     bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CallTime:
-    """One kernel call of one run.
-
-    Attributes:
-        plan: The plan whose call number `index` it is.
-        ended: When it had ended, by the host's clock (`time.perf_counter`).
-        seconds: How long it took, by the device's clock if it has one.
-        phases: What its blocks did meanwhile, where the device measured that.
-    """
-
-    plan: ExecutionPlan
-    index: int
-    hardware: Hardware
-    ended: float
-    seconds: float
-    phases: Sequence[PhaseTime] = ()
-
-    @property
-    def call(self) -> KernelCall:
-        return self.plan.calls[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What the host did, or a transfer, from `start` to `end` by the host's clock.
-
-    Attributes:
-        args: What else is known of it, JSON values by name.
-    """
-
-    name: str
-    start: float
-    end: float
-    args: Mapping[str, Any]
 
 
 @dataclass
@@ -128,9 +88,7 @@ class Profiler:
 
     def timeline(self) -> Timeline:
         """What was recorded, on tracks: host, transfers, each device's kernels, what its blocks did, and counters."""
-        from npu_runtime.profile_trace import timeline_of
-
-        return timeline_of(self)
+        return timeline_of(self.calls, self.host_spans, self.transfer_spans)
 
     def save_trace(self, path: str | Path) -> None:
         """Write a trace of all profiled runs for Perfetto (ui.perfetto.dev); docs/profiling.md says what it shows.

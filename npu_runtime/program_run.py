@@ -21,7 +21,8 @@ from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.executor_inputs import InputPlaces, check_fits
 from npu_runtime.hardware import Hardware, Launch, Operand
 from npu_runtime.named_values import Outputs
-from npu_runtime.profiler import CallTime, Profiler
+from npu_runtime.profile_trace import CallTime
+from npu_runtime.profiler import Profiler
 
 
 class Arena:

@@ -17,7 +17,7 @@ from npu_compiler.program.views import View
 from npu_compiler.timeline import Slice, Timeline
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Executor, Profiler
 from npu_runtime.hardware import Ceilings, PhaseTime
-from npu_runtime.profile_trace import arena_use, timeline_of
+from npu_runtime.profile_trace import arena_use
 
 
 class KnownCPU(CPUBackend):
@@ -73,7 +73,7 @@ def test_a_slice_a_kernel_says_what_it_did(backend: Backend) -> None:
 
 def test_runs_enclose_kernels_and_uploads(backend: Backend) -> None:
     profiler, executor = profile_of(backend)
-    timeline = timeline_of(profiler)
+    timeline = profiler.timeline()
     runs, uploads = on(timeline, "runs"), on(timeline, "transfers")
     assert [run.name for run in runs] == 2 * [executor.program.name]
     assert [(item.name, item.args["tensor"], item.args["bytes"]) for item in uploads] == 2 * [
