@@ -92,6 +92,7 @@ OUTPUT = [
     (["-o", ""], "cannot write '.': Is a directory"),
     (["-o", "empty"], "cannot write 'empty': Is a directory"),
 ]
+TRACE = [(["--trace", *given], message) for (_, *given), message in OUTPUT]
 
 
 def options(command: list[str], *cases: tuple[list[str], str]) -> list[tuple[list[str], str]]:
@@ -145,7 +146,12 @@ WRONG = [
     (["profile", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["verify", "absent.json"], "cannot read IR file 'absent.json'"),
     *options(["run", "tiny.npubin", *W], *INPUTS, *OUTPUT, SEED),
-    *options(["profile", "tiny.npubin", *W], *INPUTS, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    *options(["profile", "tiny.npubin", *W], *INPUTS, *TRACE, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    (["profile", "absent.json"], "cannot read IR file 'absent.json'"),
+    (
+        ["profile", "tiny.npubin", "--trace", "tiny.npubin"],
+        "cannot write 'tiny.npubin': it is one of the files to read",
+    ),
     *options(["verify", "tiny.json", *W], *INPUTS, SEED, DTYPE),
     *options(
         ["verify", "tiny.json", *W],
@@ -165,6 +171,7 @@ WRONG = [
     # generate
     *options(
         DEVICE_COMMANDS["generate"],
+        *TRACE,
         DTYPE,
         SEED,
         (["-n", "0"], "Invalid value for '--max-tokens'"),
