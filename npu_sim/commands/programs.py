@@ -59,6 +59,12 @@ def compile(
         list[str] | None,
         typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
     ] = None,
+    phase_clocks: Annotated[
+        bool,
+        typer.Option(
+            "--phase-clocks", help="For cuda_gpu: time the phases inside resident kernels, for profile --trace."
+        ),
+    ] = False,
     stages: Annotated[
         bool, typer.Option("--stages", help="Print what each compiler stage changes in the graph.")
     ] = False,
@@ -79,7 +85,7 @@ def compile(
     if output is None and (json or not stages):
         raise InputError("give an output file (-o FILE.npubin)" + ("" if json else ", --stages, or both"))
     check_not_overwritten(output, [ir])
-    codegen, disabled = find_target(target), disable_fusion or ()
+    codegen, disabled = find_target(target, phase_clocks), disable_fusion or ()
     check_fusion_names(disabled)
     options: dict[str, Any] = {"compute_dtype": dtype, "disabled_fusions": disabled, "quantization": quantization}
     with step(f"reading {ir}"):

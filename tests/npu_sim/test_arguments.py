@@ -128,6 +128,7 @@ WRONG = [
         (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
         (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
         (["--full"], "--full is for --stages"),
+        (["--phase-clocks"], "--phase-clocks is for --target cuda_gpu only; this is op_level"),
     ),
     (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json': No such file"),
     (["compile", "empty", "-o", "a.npubin"], "cannot read IR file 'empty': Is a directory"),
