@@ -227,6 +227,25 @@ def test_profile_writes_a_trace_that_perfetto_reads(folder: Path, tmp_path: Path
     assert f"trace written to {path}" in invoke(folder, "profile", "tiny.npubin", *options).stdout
 
 
+def test_keys_as_json(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+    def facts(*args: str) -> Any:
+        return json.loads(invoke(tmp_path, *args, "--json").stdout)
+
+    assert (
+        invoke(folder, "compile", "tiny.json", "-o", str(tmp_path / "tiny.npubin"), "--target", "cuda").exit_code == 0
+    )
+    made = facts("keygen", "key")
+    assert (made["private_key"], made["public_key"]) == ("key", "key.pub")
+    name = made["fingerprint"]
+    assert facts("sign", "tiny.npubin", "--key", "key") == {"program": "tiny.npubin", "fingerprint": name}
+    assert facts("trust", "key.pub") == {"trusted": name}
+    assert [key["fingerprint"] for key in facts("trust")["keys"]] == [name]
+    assert facts("trust", "--remove", name) == {"removed": name}
+    assert facts("trust") == {"keys": []}
+
+
 def test_profile_partitions_ir(tmp_path: Path) -> None:
     g = IRBuilder("net")
     g.output(g("aten.relu.default", g("aten.erfinv.default", g("aten.relu.default", g.input("x", 2, 8)))))
