@@ -1,0 +1,98 @@
+"""The code in the pages of the documentation runs as it stands there, and is the same in every language."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import doc_snippets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_llms import TEMPLATE, save_gguf, save_tiny, save_tokenizer
+
+from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.program.kernels import KERNELS
+from npu_runtime import device
+from npu_sim.llm import loading
+
+DOCS = Path(__file__).parents[2] / "docs"
+EDITS = "adding_an_op.md"  # changes the packages: `test_adding_an_op.py` runs it on a copy
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not page.name.endswith(".ko.md")]
+WITH_CODE = [
+    page
+    for page in PAGES
+    if page.name != EDITS and any(found.language in ("python", "bash") for found in doc_snippets.snippets(page))
+]
+TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages open: small models under the names of large ones, a text and a photograph."""
+    folder = tmp_path_factory.mktemp("models")
+    for size in ("0.5B", "1.5B"):
+        chat = folder / "Qwen" / f"Qwen2.5-{size}-Instruct"
+        widths = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512, "vocab_size": 300}
+        save_tiny(chat, "qwen2", "bfloat16", **widths)
+        save_tokenizer(chat, TEMPLATE)
+    llama = save_tiny(folder / "llama", "llama", "float32", vocab_size=300, max_position_embeddings=256)
+    save_tokenizer(llama, TEMPLATE)
+    save_gguf(llama, folder / "smollm2.gguf")
+    save_classifier(folder / "distilbert" / "distilbert-base-uncased-finetuned-sst-2-english")
+    (folder / "text.txt").write_text("the cat sat on the mat. Hello, world! " * 100)
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "photo.jpg")
+    return folder
+
+
+def save_classifier(folder: Path) -> None:
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(vocab_size=300, dim=64, n_heads=4, n_layers=2, hidden_dim=128)
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    save_tokenizer(folder, TEMPLATE)
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with links to the models, in which a page is run."""
+    for item in models.iterdir():
+        (tmp_path / item.name).symlink_to(item)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "_resolve_shorthand", lambda name: models / f"{name}.gguf")
+    return tmp_path
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Forgets the fusions, kernels and devices that a page registers, and what TorchDynamo compiled for it."""
+    tables: tuple[dict[str, Any], ...] = (FUSIONS, KERNELS, device._FACTORIES)
+    before = [(registry, dict(registry)) for registry in tables]
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.usefixtures("folder", "registries")
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    torch.manual_seed(0)
+    doc_snippets.run(page)
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
+def test_a_translation_has_the_same_code(page: Path) -> None:
+    both = [doc_snippets.snippets(found) for found in (page, page.with_suffix(".ko.md"))]
+    theirs = [[(found.language, doc_snippets.without_comments(found)) for found in side] for side in both]
+    assert theirs[1] == theirs[0]
