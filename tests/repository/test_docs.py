@@ -27,9 +27,9 @@ def prose(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """The names under which a document's headings can be linked to."""
-    headings = re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The names under which a document's headings can be linked to; a translated heading may give its own."""
+    headings = re.findall(r"^#+ (.+?)(?: \{ #(\S+) \})?$", prose(document), re.MULTILINE)
+    return {name or re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading, name in headings}
 
 
 @DOCUMENT
