@@ -48,7 +48,7 @@ def test_links_lead_to_files_and_sections_that_exist(document: Path) -> None:
 @DOCUMENT
 def test_files_that_a_document_names_exist(document: Path) -> None:
     """A path in backticks that starts with a folder of the repository; the walk-throughs' new files aside."""
-    text = re.sub(r"New file\s+`[^`]+`", "", prose(document))
+    text = re.sub(r"(?:New file|새 파일)\s+`[^`]+`", "", prose(document))
     named = {path for path in re.findall(r"`([\w./*-]+)`", text) if path.split("/")[0] in TOP_FOLDERS and "/" in path}
     missing = [path for path in named if not any(ROOT.glob(path.rstrip("/")))]
     assert sorted(missing) == []
