@@ -93,6 +93,15 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
 def test_a_translation_has_the_same_code(page: Path) -> None:
-    both = [doc_snippets.snippets(found) for found in (page, page.with_suffix(".ko.md"))]
-    theirs = [[(found.language, doc_snippets.without_comments(found)) for found in side] for side in both]
-    assert theirs[1] == theirs[0]
+    ours, theirs = (doc_snippets.snippets(found) for found in (page, page.with_suffix(".ko.md")))
+    assert [found.language for found in theirs] == [found.language for found in ours]
+    for there, here in zip(theirs, ours, strict=True):
+        assert doc_snippets.without_comments(there) == doc_snippets.without_comments(here), there.place
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
+def test_the_tables_of_a_translation_have_the_same_names_and_numbers(page: Path) -> None:
+    """Row by row, so that a figure that is measured again cannot stay in one language only."""
+    ours, theirs = (doc_snippets.table_rows(found) for found in (page, page.with_suffix(".ko.md")))
+    assert [row for row in theirs if row not in ours] == []
+    assert theirs == ours

@@ -61,6 +61,13 @@ def without_comments(snippet: Snippet) -> object:
     return re.sub(r"\s*//.*", "", snippet.code)
 
 
+def table_rows(document: Path) -> list[tuple[list[str], list[str]]]:
+    """What a translation leaves as it is in each row of a document's tables: code in backticks, and numbers with a
+    decimal point."""
+    rows = re.findall(r"^\|.*", FENCE.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
+    return [(sorted(re.findall(r"`[^`]+`", row)), re.findall(r"\d+\.\d+", re.sub(r"`[^`]*`", "", row))) for row in rows]
+
+
 def check_syntax(snippet: Snippet) -> None:
     """Compile Python; have bash read its own."""
     if snippet.language == "python":
