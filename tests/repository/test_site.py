@@ -27,6 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_page_is_there_in_both_languages(site: Path) -> None:
     for page in DOCS.rglob("*.md"):
         name = page.relative_to(DOCS).as_posix().removesuffix(".md").removesuffix(".ko")
@@ -34,6 +35,7 @@ def test_every_page_is_there_in_both_languages(site: Path) -> None:
         assert (site / place / "index.html").is_file() and (site / "ko" / place / "index.html").is_file(), name
 
 
+@pytest.mark.slow
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     loaded = r"""(?:<script[^>]*\ssrc|<link[^>]*\shref|<img[^>]*\ssrc)=["']?((?:https?:)?//[^"'\s>]+)"""

@@ -26,6 +26,7 @@ WITH_CODE = [
     for page in PAGES
     if page.name != EDITS and any(found.language in ("python", "bash") for found in doc_snippets.snippets(page))
 ]
+SLOW = {"from_pytorch.md", "language_models.md", "quantization.md"}
 TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -39,12 +40,14 @@ def name_of(page: Path) -> str:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages open: small models under the names of large ones, a text and a photograph."""
     folder = tmp_path_factory.mktemp("models")
-    for size in ("0.5B", "1.5B"):
-        chat = folder / "Qwen" / f"Qwen2.5-{size}-Instruct"
-        widths = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512, "vocab_size": 300}
-        save_tiny(chat, "qwen2", "bfloat16", **widths)
+    for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct"):
+        chat = folder / "Qwen" / name
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512, "vocab_size": 300}
+        save_tiny(chat, "qwen2", "bfloat16", num_hidden_layers=1, **sizes)
         save_tokenizer(chat, TEMPLATE)
-    llama = save_tiny(folder / "llama", "llama", "float32", vocab_size=300, max_position_embeddings=256)
+    llama = save_tiny(
+        folder / "llama", "llama", "float32", num_hidden_layers=1, vocab_size=300, max_position_embeddings=256
+    )
     save_tokenizer(llama, TEMPLATE)
     save_gguf(llama, folder / "smollm2.gguf")
     save_classifier(folder / "distilbert" / "distilbert-base-uncased-finetuned-sst-2-english")
@@ -57,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def save_classifier(folder: Path) -> None:
     from transformers import DistilBertConfig, DistilBertForSequenceClassification
 
-    config = DistilBertConfig(vocab_size=300, dim=64, n_heads=4, n_layers=2, hidden_dim=128)
+    config = DistilBertConfig(vocab_size=300, dim=64, n_heads=4, n_layers=1, hidden_dim=128)
     DistilBertForSequenceClassification(config).save_pretrained(folder)
     save_tokenizer(folder, TEMPLATE)
 
@@ -84,7 +87,11 @@ def registries() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page for page in WITH_CODE],
+    ids=name_of,
+)
 @pytest.mark.usefixtures("folder", "registries")
 def test_the_code_of_a_page_runs(page: Path) -> None:
     torch.manual_seed(0)
