@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from npu_sim.cli import app
@@ -69,12 +70,29 @@ def table_rows(document: Path) -> list[tuple[list[str], list[str]]]:
 
 
 def check_syntax(snippet: Snippet) -> None:
-    """Compile Python; have bash read its own."""
+    """Compile Python; have bash read its own, and look up the commands and options of `npu-sim`."""
     if snippet.language == "python":
         _compiled(snippet)
     elif snippet.language == "bash":
         done = subprocess.run(["bash", "-n"], input=snippet.code, capture_output=True, text=True)
         assert done.returncode == 0, f"{snippet.place}: {done.stderr}"
+        for words in _commands(snippet):
+            if words[0] == "npu-sim":
+                assert _unknown(words) == [], snippet.place
+
+
+def _commands(snippet: Snippet) -> list[list[str]]:
+    lines = snippet.code.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def _unknown(words: list[str]) -> list[str]:
+    """The options of a command line that the command does not have; its name, if there is no such command."""
+    command = get_command(app).commands.get(words[1])  # type: ignore[attr-defined]
+    if command is None:
+        return [words[1]]
+    known = {option for parameter in command.params for option in parameter.opts}
+    return [word for word in words[2:] if word.startswith("-") and word not in known]
 
 
 def run(document: Path) -> dict[str, Any]:
@@ -85,8 +103,8 @@ def run(document: Path) -> dict[str, Any]:
         if snippet.can_run and snippet.language == "python":
             exec(_compiled(snippet), names)
         elif snippet.can_run and snippet.language == "bash":
-            for line in snippet.code.replace("\\\n", " ").splitlines():
-                _run_command(snippet, shlex.split(line, comments=True))
+            for words in _commands(snippet):
+                _run_command(snippet, words)
     return names
 
 
@@ -96,8 +114,6 @@ def _compiled(snippet: Snippet) -> Any:
 
 
 def _run_command(snippet: Snippet, words: list[str]) -> None:
-    if not words:
-        return
     assert words[0] == "npu-sim", f"{snippet.place}: begin a block with '# Needs ...' if a test cannot run '{words[0]}'"
     done = CliRunner().invoke(app, words[1:])
     assert done.exit_code == 0, f"{snippet.place}: {shlex.join(words)}\n{done.output}"
