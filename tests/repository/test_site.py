@@ -12,9 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-# Tables that a program writes, records for contributors, and what is read from docstrings stay in English.
+# Tables that a program writes, and what is read from docstrings, stay in English.
 ENGLISH_ONLY = {"architectures.md", "cpu.md", "cuda.md", "fusions.md", "npu_model.md", "profiling.md", "report.md"}
-ENGLISH_FOLDERS = {"decisions", "reference"}
+ENGLISH_FOLDERS = {"reference"}
 
 
 @pytest.fixture(scope="module")
