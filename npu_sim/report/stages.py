@@ -25,7 +25,7 @@ class StageGraphs:
         graphs: One dict per stage that changed something, in order: `name`, the stages that it stands for in `stages`,
             `nodes` (numbers of nodes, in order), `inputs`, `outputs`, `types` (tensor → number of its type, as far as
             it differs from the graph before), `made` (node → the nodes of the graph before that it replaces), `runs`
-            (`[start, period, count, label]` of what repeats) and `parts` (for partitions, `[device, nodes]` of each).
+            (see `repeats`) and `parts` (for partitions, `[device, nodes]` of each).
     """
 
     nodes: list[list[Any]] = field(default_factory=list)
@@ -133,7 +133,7 @@ def replaced_nodes(before: IRGraph, after: IRGraph) -> dict[str, list[str]]:
 
 
 def repeats(graph: IRGraph) -> list[list[Any]]:
-    """What repeats in the list of nodes, such as layers: `[start, period, count, label]`."""
+    """What repeats in the list of nodes, such as layers: `[start, period, count, labels]`, a label for each time."""
     tensors = graph.tensors
     keys = [
         (node.base, len(node.inputs), tuple((tensors[x].shape, tensors[x].dtype) for x in node.outputs))
@@ -143,9 +143,8 @@ def repeats(graph: IRGraph) -> list[list[Any]]:
     for run in fold(keys):
         if (run.count - 1) * run.period >= SMALLEST_FOLD:
             starts = range(run.start, run.stop, run.period)
-            labels = [_label(graph, graph.nodes[start : start + run.period]) for start in (starts[0], starts[-1])]
-            label = " … ".join(dict.fromkeys(label for label in labels if label))
-            found.append([run.start, run.period, run.count, label])
+            labels = [_label(graph, graph.nodes[start : start + run.period]) for start in starts]
+            found.append([run.start, run.period, run.count, labels if any(labels) else []])
     return found
 
 

@@ -51,7 +51,7 @@ function build(report) {
       tab.tabIndex = name === id ? 0 : -1;
       panel.hidden = name !== id;
       if (name === id) {
-        if (!page.made) { page.made = page.make(); panel.append(...page.made.page.flat(3)); }
+        if (!page.made) { page.made = page.make(); panel.append(...page.made.page.flat(Infinity)); }
         page.made.start();
       }
     }

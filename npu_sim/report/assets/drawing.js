@@ -1,6 +1,7 @@
 // Drawing a scene of `layOut` on a canvas: only what is in sight, and texts only where they can be read.
 
 const TEXT_SCALE = 0.4;
+const FAR = 600; // an edge longer than this is drawn faintly: inputs such as masks have one to every layer
 
 // marks: {selected, related (set of vertices), fresh, gone (sets of node names), colour(vertex), tint(vertex)}
 function drawScene(context, scene, transform, width, height, marks) {
@@ -37,7 +38,7 @@ function drawEdges(context, scene, marks, { ink, faint, accent, top, bottom }) {
     const isMarked = marks.selected !== null && (a === marks.selected || b === marks.selected);
     const points = scene.lines[index];
     context.strokeStyle = isMarked ? accent : points ? ink : faint;
-    context.globalAlpha = isMarked ? 1 : points ? 0.55 : 0.35;
+    context.globalAlpha = isMarked ? 1 : points ? 0.55 : Math.abs(to.y - from.y) > FAR ? 0.12 : 0.5;
     context.beginPath();
     if (points) curve.context(context)(points);
     else {

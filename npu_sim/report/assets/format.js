@@ -27,7 +27,7 @@ function element(tag, attributes = {}, ...children) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return made;
 }
 
@@ -84,6 +84,12 @@ function chartCanvas(parent, label, draw) {
   new ResizeObserver(redraw).observe(parent);
   window.addEventListener("themechange", redraw);
   return { canvas, redraw };
+}
+
+// Ticks at multiples of a power of two, which read well as KiB and MiB.
+function byteTicks([low, high], count) {
+  const step = 2 ** Math.ceil(Math.log2(Math.max(1, (high - low) / count)));
+  return d3.range(Math.ceil(low / step) * step, high + 1, step);
 }
 
 const themeColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

@@ -1,7 +1,8 @@
-// From a graph to places on a plane: what repeats is folded, the rest is laid out by dagre in blocks of limited size, so
-// that 5,000 nodes take a second or so, and equal blocks (layers) are laid out once.
+// From a graph to places on a plane: what repeats is folded, and the rest is laid out in blocks of limited size, by dagre
+// as far as that is fast, else by a simpler layout in layers. Equal blocks (a network's layers) are laid out once.
 
-const BLOCK = 120; // vertices that dagre lays out at once
+const BLOCK = 100; // vertices that are laid out at once
+const DAGRE_LIMIT = 250; // vertices that dagre may lay out per picture: its time grows faster than their number
 const LONGEST_SPAN = 40; // an edge past so many vertices does not influence the layout
 const LINE = 36, GAP = 34, FRAME = 22;
 
@@ -54,16 +55,17 @@ function foldModel(model, expanded) {
   if (model.inputs.length > 6) put({ kind: "inputs", label: `${model.inputs.length} inputs` }, model.inputs.map((_, i) => -1 - i));
   else model.inputs.forEach((name, i) => put({ kind: "inputs", label: name }, [-1 - i]));
   let at = 0;
-  for (const [start, period, count, label] of model.runs) {
+  for (const [start, period, count, labels] of model.runs) {
     putNodes(at, start);
     at = start + period * count;
-    const title = label || "repeated";
+    const title = labels.length ? `${labels[0]} … ${labels[count - 1]}` : "repeated";
     if (!expanded.has(`run:${start}`)) {
       put({ kind: "group", id: `run:${start}`, label: `${title} × ${count}`, detail: `${period} nodes each`, start, stop: at }, range(start, at));
       continue;
     }
     for (let part = start; part < at; part += period) {
-      const name = `${title.split(" … ")[0]} · ${(part - start) / period + 1} of ${count}`;
+      const time = (part - start) / period;
+      const name = labels[time] || `${time + 1} of ${count}`;
       if (expanded.has(`part:${part}`)) {
         begin({ id: `part:${part}`, run: `run:${start}`, label: name });
         putNodes(part, part + period);
@@ -96,11 +98,11 @@ function layOut(model, expanded) {
   });
   scene.lines = new Array(edges.length);
   scene.frames = [];
-  let top = 0;
+  let top = 0, budget = vertices.length > 2 * DAGRE_LIMIT ? BLOCK : DAGRE_LIMIT;
   blocks.forEach((block, index) => {
     const own = vertices.slice(block.first, block.first + block.count);
     const local = inside[index].map((edge) => [edges[edge][0] - block.first, edges[edge][1] - block.first]);
-    const placed = layOutBlock(own, local);
+    const placed = layOutBlock(own, local, () => { budget -= own.length; return budget >= 0; });
     const { frame } = block;
     const same = frame && blocks[index - 1]?.frame === frame;
     top += frame && !same ? FRAME : 0;
@@ -136,10 +138,47 @@ function describeVertex(model, vertex) {
 }
 
 // Places relative to the block's top left corner: {places: [x, y], lines: [points], width, height}.
-function layOutBlock(vertices, edges) {
+function layOutBlock(vertices, edges, mayUseDagre) {
   const key = JSON.stringify([vertices.map((vertex) => vertex.width), edges]);
-  if (!layouts.has(key)) layouts.set(key, runDagre(vertices, edges));
+  if (!layouts.has(key)) layouts.set(key, mayUseDagre() ? runDagre(vertices, edges) : layers(vertices, edges));
   return layouts.get(key);
+}
+
+// Each vertex a layer below the lowest that it reads from, and as near to those as its neighbours allow.
+function layers(vertices, edges) {
+  const readers = vertices.map(() => []), sources = vertices.map(() => []);
+  edges.forEach(([a, b]) => { readers[a].push(b); sources[b].push(a); });
+  const depth = [], rows = [];
+  vertices.forEach((_, index) => {
+    depth[index] = sources[index].length ? 1 + d3.max(sources[index], (source) => depth[source]) : 0;
+    (rows[depth[index]] ??= []).push(index);
+  });
+  const x = vertices.map(() => 0); // of the middle
+  const settle = (row, neighbours) => {
+    const wanted = new Map(row.map((index) => [index, neighbours[index].length ? d3.mean(neighbours[index], (other) => x[other]) : x[index]]));
+    row.sort((a, b) => wanted.get(a) - wanted.get(b) || a - b);
+    let edge = -Infinity, moved = 0;
+    for (const index of row) {
+      x[index] = Math.max(wanted.get(index), edge + vertices[index].width / 2);
+      edge = x[index] + vertices[index].width / 2 + 16;
+      moved += x[index] - wanted.get(index);
+    }
+    for (const index of row) x[index] -= moved / row.length;
+  };
+  for (let sweep = 0; sweep < 4; sweep += 1) {
+    rows.forEach((row) => settle(row, sources));
+    if (sweep < 3) [...rows].reverse().forEach((row) => settle(row, readers));
+  }
+  const left = d3.min(vertices, (vertex, index) => x[index] - vertex.width / 2) - 4, step = LINE + 24;
+  const places = vertices.map((vertex, index) => [x[index] - vertex.width / 2 - left, 4 + step * depth[index]]);
+  const line = ([a, b]) => {
+    const [from, to] = [x[a] - left, x[b] - left], [top, bottom] = [4 + step * depth[a] + LINE, 4 + step * depth[b]];
+    return [[from, top], [from, top + 12], [to, bottom - 12], [to, bottom]];
+  };
+  return {
+    width: d3.max(vertices, (vertex, index) => places[index][0] + vertex.width) + 4, height: step * rows.length - 24 + 8,
+    places, lines: edges.map(line),
+  };
 }
 
 function runDagre(vertices, edges) {

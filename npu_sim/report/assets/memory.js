@@ -124,7 +124,7 @@ function drawAxes(context, x, y, width, height, margin) {
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.textAlign = "right";
-  for (const tick of y.ticks(4)) context.fillText(formatBytes(tick), margin.left - 6, y(tick));
+  for (const tick of byteTicks(y.domain(), 5)) context.fillText(formatBytes(tick), margin.left - 6, y(tick));
   context.textAlign = "center";
   for (const tick of x.ticks(8)) if (Number.isInteger(tick)) context.fillText(tick, x(tick), height - margin.bottom / 2);
   context.textAlign = "left";
