@@ -64,7 +64,13 @@ class StageGraphs:
     def add_partitions(self, plan: PartitionPlan) -> None:
         """Append the normalized graph of a plan with the partition of each node."""
         self.add("partition", plan.graph)
-        self.graphs[-1]["parts"] = [[part.device, [node.name for node in part.graph.nodes]] for part in plan.partitions]
+        parts = [[part.device, [node.name for node in part.graph.nodes]] for part in plan.partitions]
+        if self.graphs[-1]["name"] == "partition":
+            self.graphs[-1]["parts"] = parts
+        else:  # normalizing changed nothing
+            self.graphs[-1]["stages"].pop()
+            again = {"name": "partition", "stages": ["partition"], "types": {}, "made": {}, "parts": parts}
+            self.graphs.append({**self.graphs[-1], **again})
 
     def to_dict(self) -> dict[str, Any]:
         """The data of the page."""
