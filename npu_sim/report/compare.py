@@ -34,7 +34,9 @@ def compare_programs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, An
         {"name": name, "unit": unit, "a": a["totals"][key], "b": b["totals"][key]}
         for name, (unit, key) in _TOTALS.items()
     ]
-    totals.append({"name": "peak in use", "unit": "bytes", "a": a["arena"]["peak_bytes"], "b": b["arena"]["peak_bytes"]})
+    totals.append(
+        {"name": "peak in use", "unit": "bytes", "a": a["arena"]["peak_bytes"], "b": b["arena"]["peak_bytes"]}
+    )
     if is_measured:
         totals.append({"name": "run", "unit": "seconds", "a": a["measured"]["run"], "b": b["measured"]["run"]})
     return {
@@ -60,9 +62,7 @@ def _kernels(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]], is_
         for kernel, row in sums.items()
     ]
     rank = "seconds" if is_measured else "bytes"
-    return sorted(
-        rows, key=lambda row: (-abs(row[f"{rank}_a"] - row[f"{rank}_b"]), -row[f"{rank}_a"], row["kernel"])
-    )
+    return sorted(rows, key=lambda row: (-abs(row[f"{rank}_a"] - row[f"{rank}_b"]), -row[f"{rank}_a"], row["kernel"]))
 
 
 def _nodes(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -73,9 +73,7 @@ def data_flow(plan: ExecutionPlan) -> list[list[int]]:
 def _repeats(calls: Sequence[KernelCall]) -> list[list[Any]]:
     keys = [(call.kernel, tuple((view.shape, view.dtype) for view in (*call.inputs, *call.outputs))) for call in calls]
     return [
-        [run.start, run.period, run.count, []]
-        for run in fold(keys)
-        if (run.count - 1) * run.period >= SMALLEST_FOLD
+        [run.start, run.period, run.count, []] for run in fold(keys) if (run.count - 1) * run.period >= SMALLEST_FOLD
     ]
 
 

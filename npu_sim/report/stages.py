@@ -166,4 +166,3 @@ def _label(graph: IRGraph, nodes: Iterable[OpNode]) -> str:
                 if last is not None:
                     counts[".".join(parts[: last + 1])] += 1
     return counts.most_common(1)[0][0] if counts else ""
-

@@ -211,7 +211,9 @@ def test_the_page_holds_the_data_and_allows_its_own_scripts_only() -> None:
     assert packed and unpack(packed[1]) == json.loads(json.dumps(contents))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-")
-    inline = re.findall(r"<script>(.*?)</script>", page, re.DOTALL) + re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    inline = re.findall(r"<script>(.*?)</script>", page, re.DOTALL) + re.findall(
+        r"<style>(.*?)</style>", page, re.DOTALL
+    )
     hashes = {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inline}
     assert set(re.findall(r"'sha256-([^']+)'", policy[1])) == hashes and len(inline) == len(LIBRARIES) + 2
     assert not re.search(r"<(link|img|iframe)\b|\ssrc=|sourceMappingURL", page.split('id="licences"')[0])
