@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -327,11 +327,11 @@ def _table(contents: Mapping[str, Any]) -> str:
     """The comparison as text: totals, kernels, and how many nodes other kernels compute."""
     from npu_compiler.program.describe import format_bytes, format_flops
 
-    formats = {
+    formats: dict[str, Callable[[float], str]] = {
         "bytes": lambda value: format_bytes(int(value)),
         "flops": lambda value: format_flops(int(value)),
         "seconds": lambda value: f"{1e3 * value:.3f} ms",
-        "count": lambda value: str(value),
+        "count": str,
     }
     lines = [f"a: {contents['labels'][0]}", f"b: {contents['labels'][1]}", ""]
     lines.append(f"{'':34} {'a':>14} {'b':>14} {'change':>9}")

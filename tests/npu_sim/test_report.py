@@ -31,7 +31,7 @@ from npu_sim.report import (
     report_contents,
     stage_graphs,
 )
-from npu_sim.report.page import LICENCES, LIBRARIES, SCRIPTS, unpack
+from npu_sim.report.page import LIBRARIES, LICENCES, SCRIPTS, unpack
 from npu_sim.report.stages import replaced_nodes
 
 ASSETS = Path(__file__).parents[2] / "npu_sim" / "report" / "assets"
