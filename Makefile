@@ -7,7 +7,8 @@ FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
 
-.PHONY: venv demo screenshots test test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize bench clean
+.PHONY: venv demo screenshots test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize \
+    bench clean
 
 venv: $(STAMP)
 
@@ -27,6 +28,10 @@ screenshots: venv
 	$(BIN)/python -m benchmarks.screenshots
 
 test: venv
+	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'
+
+# With the slow tests, which repeat what others test for more compilers, instruction sets, models and mutated kernels.
+test-all: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
 
 # The native CPU kernels at each level that this machine runs.

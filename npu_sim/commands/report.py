@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output, check_weights
-from npu_sim.commands.completion import fusions, programs_and_ir, targets
+from npu_sim.commands.completion import fusions, models_and_programs, targets
 from npu_sim.commands.console import note, print_json, progress, step
 from npu_sim.commands.options import (
     AllowCode,
@@ -33,12 +33,16 @@ if TYPE_CHECKING:
     from npu_runtime import Device
     from npu_sim.report import Ceilings, Measurement, StageGraphs
 
-PROGRAM = ".npubin"
+PROGRAM, MODULE = ".npubin", ".npumod"
 RUNS = 5
 TARGET = "op_level"
 
 
 def _model_file(path: Path) -> Path:
+    from npu_compiler.errors import InputError
+
+    if path.suffix == MODULE:
+        raise InputError(f"'{path}' is a saved module; give its IR, or one program")
     return check_file(path, "program" if path.suffix == PROGRAM else "IR file")
 
 
@@ -55,7 +59,7 @@ ModelFile = Annotated[
     typer.Argument(
         metavar="MODEL|PROGRAM",
         callback=_model_file,
-        autocompletion=programs_and_ir,
+        autocompletion=models_and_programs,
         help="IR file (JSON), or compiled program (.npubin).",
     ),
 ]
@@ -65,7 +69,7 @@ Target = Annotated[
         "--target",
         metavar="NAME",
         autocompletion=targets,
-        help="Target to compile IR for: op_level, metal_gpu or cuda_gpu. Default: the device's, or op_level.",
+        help="Target to compile IR for, as in `compile`. Default: that of --device, else op_level.",
     ),
 ]
 Runs = Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")]

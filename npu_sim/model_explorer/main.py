@@ -1,4 +1,4 @@
-"""The adapter: IR as the graph after each compiler stage, a program as its kernel calls. Model Explorer imports this module.
+"""The adapter, which Model Explorer imports: IR as the graph after each stage, a program as its kernel calls.
 
 Model Explorer (https://github.com/google-ai-edge/model-explorer) gives `.json` files to its own adapter unless the user
 chooses another one, and `.npubin` files to this one.

@@ -1,6 +1,6 @@
 """The HTML page: one file with its scripts, styles and data inside, which asks nothing of any server.
 
-A content security policy allows the page's own scripts and styles by their hashes and nothing else, no request among it.
+A content security policy allows the page's own scripts and styles by their hashes, and nothing else: no request either.
 The data is compressed JSON in base64, and the scripts show its names as text, so a name cannot become markup.
 """
 

@@ -169,6 +169,7 @@ WRONG = [
         (["--verify", *W], "--verify is for an IR file with --weights"),
     ),
     (["report", "tiny.json", "-o", "tiny.json"], "cannot write 'tiny.json': it is one of the files to read"),
+    (["report", "net.npumod", "-o", "r.html"], "'net.npumod' is a saved module; give its IR, or one program"),
     (["diff", "absent.npubin", "tiny.npubin"], "cannot read program 'absent.npubin'"),
     (["diff", "tiny.npubin", "absent.json"], "cannot read IR file 'absent.json'"),
     *options(["diff", "tiny.npubin", "tiny.json"], *OUTPUT, *WEIGHTS, SEED),

@@ -44,6 +44,8 @@ COMMANDS = [
     "partition",
     "verify",
     "profile",
+    "report",
+    "diff",
     "sign",
     "keygen",
     "trust",

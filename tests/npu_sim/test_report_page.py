@@ -280,6 +280,7 @@ def test_a_comparison_opens(browser: Any, folder: Path) -> None:
     report.context.close()
 
 
+@pytest.mark.slow
 def test_five_thousand_nodes_that_do_not_repeat(browser: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     g = IRBuilder("large")
