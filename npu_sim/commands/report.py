@@ -213,6 +213,7 @@ def _measure(
     if not verify:
         return measurement, None
 
+    from npu_sim.report import numerics_contents
     from npu_sim.verify import verify as compare
     from npu_sim.verify import verify_kernels
 
@@ -220,10 +221,7 @@ def _measure(
     with step("verifying"):
         result = compare(made.graph, state, [arrays], device, compute_dtype=dtype)
         kernels = verify_kernels(made.graph, state, arrays, device, compute_dtype=dtype)
-    found = result.to_dict()
-    numerics = {name: found[name] for name in ("passed", "outputs")}
-    rows = [{"kernel": k.kernel, "node": k.node, "nodes": k.nodes, "error": k.error} for k in kernels]
-    return measurement, {**numerics, "seed": used_seed, "dtype": dtype, "kernels": rows}
+    return measurement, numerics_contents(result, kernels, used_seed)
 
 
 def _write(

@@ -2,7 +2,7 @@
 
 from npu_sim.report.arena import arena_map
 from npu_sim.report.compare import compare_programs
-from npu_sim.report.contents import Ceilings, diff_contents, partition_contents, report_contents
+from npu_sim.report.contents import Ceilings, diff_contents, numerics_contents, partition_contents, report_contents
 from npu_sim.report.facts import program_facts
 from npu_sim.report.measure import Measurement, measure
 from npu_sim.report.page import render_page, write_page
@@ -16,6 +16,7 @@ __all__ = [
     "compare_programs",
     "diff_contents",
     "measure",
+    "numerics_contents",
     "partition_contents",
     "program_facts",
     "render_page",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.partitioner import PartitionPlan
@@ -13,6 +14,9 @@ from npu_sim.report.compare import compare_programs
 from npu_sim.report.facts import program_facts
 from npu_sim.report.measure import Measurement
 from npu_sim.report.stages import StageGraphs
+
+if TYPE_CHECKING:  # it imports torch
+    from npu_sim.verify import Culprit, VerifyReport
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ def report_contents(
     Args:
         measurement: Of the program, if there is one only.
         partitions: The plan whose device partitions the programs are.
-        numerics: Seed, dtype, outputs and kernels of a verification.
+        numerics: From `numerics_contents`.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
@@ -55,6 +59,38 @@ def report_contents(
         "ceilings": None if ceilings is None else asdict(ceilings),
         "numerics": numerics,
     }
+
+
+def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: int | None) -> dict[str, Any]:
+    """A verification as JSON data; an error that is not finite becomes None.
+
+    Args:
+        kernels: From `verify_kernels`, for the same inputs.
+        seed: Of these, if they are random.
+    """
+    return {
+        "passed": report.passed,
+        "dtype": report.compute_dtype,
+        "seed": seed,
+        "outputs": [
+            {
+                "name": output.name,
+                "pearson": _finite(output.pearson),
+                "rms_error": _finite(output.rms_error),
+                "reference_error": _finite(output.reference_error),
+                "problems": output.problems,
+            }
+            for output in report.outputs
+        ],
+        "kernels": [
+            {"kernel": found.kernel, "node": found.node, "nodes": found.nodes, "error": _finite(found.error)}
+            for found in kernels
+        ],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def partition_contents(plan: PartitionPlan) -> dict[str, Any]:

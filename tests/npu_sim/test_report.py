@@ -26,12 +26,13 @@ from npu_sim.report import (
     arena_map,
     compare_programs,
     diff_contents,
+    numerics_contents,
     program_facts,
     render_page,
     report_contents,
     stage_graphs,
 )
-from npu_sim.report.page import LIBRARIES, LICENCES, SCRIPTS, unpack
+from npu_sim.report.page import LIBRARIES, LICENCES, SCRIPTS, pack, unpack
 from npu_sim.report.stages import replaced_nodes
 
 ASSETS = Path(__file__).parents[2] / "npu_sim" / "report" / "assets"
@@ -228,6 +229,16 @@ def test_each_file_of_the_page_is_used_and_each_library_has_its_licence() -> Non
     files = {path.relative_to(ASSETS).as_posix() for path in ASSETS.rglob("*") if path.suffix in (".js", ".txt")}
     assert files == {*SCRIPTS, *LIBRARIES, *LICENCES}
     assert len(LICENCES) == len(LIBRARIES)
+
+
+def test_errors_that_are_not_finite_can_be_shown() -> None:
+    from npu_sim.verify import Culprit, OutputReport, VerifyReport
+
+    outputs = (OutputReport("y", None, float("nan"), 0.5, ("it is wrong",)),)
+    kernels = [Culprit("node", "op", "kernel", "y", ("node",), float("inf"))]
+    held = unpack(pack(numerics_contents(VerifyReport("float16", outputs), kernels, 3)))
+    assert held["outputs"][0]["rms_error"] is None and held["outputs"][0]["problems"] == ["it is wrong"]
+    assert held["kernels"][0]["error"] is None and not held["passed"]
 
 
 def test_numbers_without_a_json_form_are_refused() -> None:

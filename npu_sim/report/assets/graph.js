@@ -2,7 +2,7 @@
 
 function graphPage(report, program) {
   const views = report.stages ? report.stages.graphs.map((graph, index) => ({
-    title: graph.stages.length > 1 ? `${graph.name} (the next ${graph.stages.length - 1} change nothing)` : graph.name,
+    title: graph.stages.length > 1 ? `${graph.name} (+${graph.stages.length - 1} without effect)` : graph.name,
     make: () => stageModel(report.stages, index), index,
   })) : [];
   views.push({ title: "kernels of the program", make: () => programModel(program), index: null });
