@@ -2,7 +2,7 @@
 
     python -m benchmarks.screenshots [--folder docs/images]
 
-A decode step of Qwen2.5-1.5B as it was traced, without weights, and a ResNet-18 with random weights, measured on the CPU.
+A decode step of Qwen2.5-1.5B as it was traced, without weights; a ResNet-18 with random weights, measured on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
@@ -24,16 +24,16 @@ from benchmarks.dispatches import LAYERS, step_graph
 from npu_sim.cli import app
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
-SIZE = {"width": 1280, "height": 800}
-COLOURS = 128  # of a palette: a third of the size, and no difference to be seen
-# A picture's name → the report, whether it is dark, and what to do before taking it.
-PICTURES: dict[str, tuple[str, bool, Callable[[Page], Any]]] = {
-    "overview": ("resnet", False, lambda page: page.click("#tab-overview")),
-    "graph": ("qwen", False, lambda page: _find(page, "layers.3.mlp.down")),
-    "memory": ("resnet", False, lambda page: page.click("#tab-memory")),
-    "roofline": ("resnet", True, lambda page: page.click("#tab-roofline")),
-    "timeline": ("resnet", False, lambda page: page.click("#tab-timeline")),
-    "diff": ("diff", False, lambda page: page.click("#tab-compare")),
+WIDTH = 1280
+COLOURS = 256  # of a palette, which takes a third of the space
+# A picture's name → the report, the height in pixels, the colour scheme, and what to do before taking it.
+PICTURES: dict[str, tuple[str, int, Literal["light", "dark"], Callable[[Page], Any]]] = {
+    "overview": ("resnet", 780, "light", lambda page: page.click("#tab-overview")),
+    "graph": ("qwen", 800, "light", lambda page: _find(page, "layers.3.mlp.down")),
+    "memory": ("resnet", 960, "light", lambda page: page.click("#tab-memory")),
+    "roofline": ("resnet", 900, "dark", lambda page: page.click("#tab-roofline")),
+    "timeline": ("resnet", 360, "light", lambda page: page.click("#tab-timeline")),
+    "diff": ("diff", 800, "light", lambda page: page.click("#tab-compare")),
 }
 
 
@@ -54,13 +54,15 @@ def main() -> None:
         reports = write_reports(Path(made))
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-            for name, (report, is_dark, prepare) in PICTURES.items():
-                page = browser.new_page(viewport=SIZE, color_scheme="dark" if is_dark else "light")
+            for name, (report, height, scheme, prepare) in PICTURES.items():
+                page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)
                 page.goto(reports[report].as_uri())
                 page.wait_for_selector("#report[aria-busy=false]")
                 prepare(page)
                 page.wait_for_timeout(500)
-                picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS)
+                picture = (
+                    Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+                )
                 picture.save(folder / f"report-{name}.png", optimize=True)
                 page.close()
             browser.close()
@@ -84,7 +86,7 @@ def write_reports(folder: Path) -> dict[str, Path]:
     _npu_sim("report", qwen, "-o", reports["qwen"])
     _npu_sim("report", resnet, "-o", reports["resnet"], "-w", weights, "--device", "cpu")
     _npu_sim("compile", resnet, "-o", plain, "--disable-fusion", "conv_epilogue")
-    _npu_sim("diff", resnet, plain, "-o", reports["diff"], "-w", weights, "--device", "cpu")
+    _npu_sim("diff", resnet, plain, "-o", reports["diff"])
     return reports
 
 

@@ -315,7 +315,8 @@ def diff(
         chosen = opened or (open_device_for(program, device, fast, no_tune) if is_measured else None)
         state = given[min(index, len(given) - 1)] if given else None
         measurements.append(_measure(made, chosen, state, None, runs, seed, False)[0] if chosen else None)
-    contents = diff_contents((str(a), str(b)), programs, measurements)
+    labels = (a.name, b.name) if a.name != b.name else (str(a), str(b))
+    contents = diff_contents(labels, programs, measurements)
     if output is not None:
         size = write_page(output, contents["title"], contents)
         note(f"{output}: {size} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,21 @@ def arena_map(plan: ExecutionPlan) -> dict[str, Any]:
     }
 
 
-def live_bytes(buffers: list[BufferAllocation], calls: int) -> np.ndarray:
-    """The bytes of arena buffers in use during each call; int64 of shape [calls].
+def live_bytes(buffers: Sequence[BufferAllocation], calls: int) -> np.ndarray:
+    """The bytes of the arena in use during each call; int64 of shape [calls].
 
-    Buffers of an element-wise call that writes over its input count twice, since both names are in use.
+    An element-wise call may write over an input that nobody reads later: the bytes that the two share count once.
     """
     change = np.zeros(calls + 1, np.int64)
+    ending = {(buffer.offset, buffer.last_use): buffer for buffer in buffers}
     for buffer in buffers:
         change[buffer.first_use] += buffer.size_bytes
         change[buffer.last_use + 1] -= buffer.size_bytes
+        before = ending.get((buffer.offset, buffer.first_use))
+        if before is not None and before is not buffer and before.first_use < buffer.first_use:
+            shared = min(before.size_bytes, buffer.size_bytes)
+            change[buffer.first_use] -= shared
+            change[buffer.first_use + 1] += shared
     return np.cumsum(change)[:calls]
 
 
@@ -79,16 +86,18 @@ def _holders(
         before = [call for call in uses[buffer.name] if call < peak]
         after = [call for call in uses[buffer.name] if call > peak]
         is_idle = peak not in uses[buffer.name] and bool(before) and bool(after)
-        start, stop = (before[-1] + 1, after[0]) if is_idle else (buffer.first_use, buffer.last_use + 1)
-        without = live.copy()
-        without[start:stop] -= buffer.size_bytes
+        if is_idle:
+            without = live.copy()
+            without[before[-1] + 1 : after[0]] -= buffer.size_bytes
+        else:
+            without = live_bytes([other for other in buffers if other is not buffer], len(live))
         found.append(
             {
                 "name": buffer.name,
                 "size": buffer.size_bytes,
                 "first": buffer.first_use,
                 "last": buffer.last_use,
-                "idle": [start, stop - 1] if is_idle else None,
+                "idle": [before[-1] + 1, after[0] - 1] if is_idle else None,
                 "remaining": int(without.max()),
                 "next_peak": int(without.argmax()),
             }

@@ -123,6 +123,7 @@ def diff_contents(
         "labels": list(labels),
         "notes": [],
         "stages": None,
+        "reasons": {},
         "programs": [a, b],
         **compare_programs(a, b),
     }

@@ -16,11 +16,11 @@ from npu_runtime import Device, DeviceBuffer, Executor, Profiler
 class CallProfiler(Profiler):
     """A profiler that keeps the seconds of each call of a run, in the order of the program's calls."""
 
-    calls: list[float] = field(default_factory=list)
+    seconds_of_calls: list[float] = field(default_factory=list)
 
     def add_kernel(self, name: str, seconds: float) -> None:
         super().add_kernel(name, seconds)
-        self.calls.append(seconds)
+        self.seconds_of_calls.append(seconds)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def measure(
         whole.append(time.perf_counter() - start)
         profiler = CallProfiler()
         executor.run(buffers, weights, profiler)
-        calls.append(profiler.calls)
+        calls.append(profiler.seconds_of_calls)
         progress(index + 1, runs)
     medians = np.median(calls, axis=0)
     return Measurement(backend.device, runs, tuple(map(float, medians)), float(np.median(whole)))

@@ -70,7 +70,7 @@ def write_page(path: Path, title: str, data: Mapping[str, Any]) -> int:
     Raises:
         InputError: the file cannot be written.
     """
-    page = render_page(title, data).encode()
+    page = render_page(title, data).encode(errors="replace")  # a title may hold what is no Unicode
     try:
         write_atomically(path, page)
     except OSError as error:

@@ -32,7 +32,8 @@ def hostile_network() -> dict[str, Any]:
     x = g.input(HOSTILE, 1, 3, 8, 8)
     y = g("aten.conv2d.default", x, g.weight("<b>conv</b>", 12, 3, 3, 3), None, [1, 1], [1, 1], name=ALERT)
     y = g("aten.relu.default", y, name="'\"&amp;")
-    y = g("aten.reshape.default", y, [12, 64])
+    y = g("aten.reshape.default", y, [12, 64], name="constructor")
+    y = g("aten.tanh.default", y, name="__proto__")
     for index in range(LAYERS):
         up = g("aten.linear.default", y, g.weight(f"layers.{index}.<i>", 64, 64))
         y = g("aten.add.Tensor", y, g("aten.mul.Tensor", up, g("aten.sigmoid.default", up)))
@@ -265,6 +266,26 @@ def contrast(one: str, other: str) -> float:
 
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
+
+
+def test_partitions_are_shown_one_program_at_a_time(browser: Any, tmp_path: Path) -> None:
+    g = IRBuilder("mixed")
+    inverse = g("aten.erfinv.default", g("aten.relu.default", g.input("x", 4, 8)), name="toString")
+    (tmp_path / "mixed.json").write_text(json.dumps(g.output(g("aten.tanh.default", inverse)).ir()))
+    args = ["report", str(tmp_path / "mixed.json"), "-o", str(tmp_path / "mixed.html")]
+    assert CliRunner().invoke(app, args, prog_name="npu-sim").exit_code == 0
+    report = Opened(browser, tmp_path / "mixed.html")
+    assert "npu (1 nodes), CPU (1 nodes), npu (1 nodes)" in report.page.inner_text("#panel-overview")
+    report.open("graph")
+    report.page.select_option("#stage", "1")
+    report.page.fill("#search", "toString")
+    report.page.press("#search", "Enter")
+    assert {"partition", "cpu", "why"} <= set(report.texts(".details dt, .details dd"))
+    report.page.select_option("#program", "1")
+    report.open("kernels")
+    assert [row[1] for row in report.rows("Every call")] == ["tanh"]
+    assert report.problems == []
+    report.context.close()
 
 
 def test_a_comparison_opens(browser: Any, folder: Path) -> None:

@@ -157,7 +157,7 @@ function graphPage(report, program) {
     if (!words) { found.replaceChildren(); return; }
     const hits = [];
     state.model.nodes.forEach((node, index) => {
-      const text = [node.name, node.op, node.note, ...node.outputs, ...node.inputs.filter((x) => state.model.weights[x]).map((x) => state.model.weights[x])];
+      const text = [node.name, node.op, node.note, ...node.outputs, ...node.inputs.filter((x) => Object.hasOwn(state.model.weights, x)).map((x) => state.model.weights[x])];
       if (text.some((part) => part.toLowerCase().includes(words))) hits.push(index);
     });
     found.replaceChildren(...hits.slice(0, 100).map((index) => element("li", {},
@@ -262,7 +262,7 @@ function nodeDetails(report, state, vertex, { reveal, callsOf }) {
   const parts = [element("h3", { id: "selected-name" }, node.name), facts([["op", node.op], ...(node.note ? [[view.index === null ? "node" : "attributes", node.note]] : [])]),
     element("h4", {}, "Reads"), element("ul", {}, node.inputs.map(link)), element("h4", {}, "Writes"), element("ul", {}, node.outputs.map(link))];
   const partition = state.marks.partition.get(node.name);
-  if (partition) parts.push(facts([["partition", partition], ...(report.reasons?.[node.name] ? [["why", report.reasons[node.name]]] : [])]));
+  if (partition) parts.push(facts([["partition", partition], ...(Object.hasOwn(report.reasons, node.name) ? [["why", report.reasons[node.name]]] : [])]));
   if (view.index) {
     const origins = originsOf(report, view.index, node.name);
     if (origins.length > 1 || origins[0] !== node.name) {

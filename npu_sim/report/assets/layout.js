@@ -10,7 +10,7 @@ const LINE = 36, GAP = 34, FRAME = 22;
 // that reads an input of the graph has an edge from -1 - (number of the input).
 function stageModel(stages, index) {
   const graph = stages.graphs[index];
-  const types = {};
+  const types = Object.create(null); // a tensor may be called `constructor`
   for (const earlier of stages.graphs.slice(0, index + 1)) Object.assign(types, earlier.types);
   const type = (name) => (name in types ? stages.types[types[name]] : "");
   const nodes = graph.nodes.map((number) => {

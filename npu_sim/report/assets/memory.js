@@ -72,8 +72,7 @@ function memoryPage(program) {
     facts([
       ["arena", formatBytes(arena.bytes)],
       ["peak", `${formatBytes(arena.peak_bytes)} in use during call ${arena.peak}, ${calls[arena.peak].kernel} (${calls[arena.peak].node})`],
-      ["lost to placement", gap >= 0 ? `${formatBytes(gap)}: the arena is larger than what is in use at the peak, by alignment and by gaps between buffers`
-        : `nothing: element-wise calls write over their inputs, which saves ${formatBytes(-gap)} more`],
+      ["lost to placement", gap ? `${formatBytes(gap)}: the arena is larger than what is in use at the peak, by alignment and by gaps between buffers` : "nothing"],
     ]),
     element("h2", {}, "Bytes in use"), live,
     element("h2", {}, "Address × time"),

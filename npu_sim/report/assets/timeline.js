@@ -24,7 +24,7 @@ function timelinePage(program, reveal) {
       }
     }
     context.fillStyle = themeColour("ink");
-    for (const tick of x.ticks(8)) context.fillText(formatTime(tick), x(tick), 14);
+    for (const tick of x.ticks(8)) if (x(tick) < width - 60) context.fillText(formatTime(tick), x(tick), 14);
   });
   const zoom = d3.zoom().scaleExtent([1, 2000]).on("zoom", (event) => {
     const { width, height } = box.getBoundingClientRect();
