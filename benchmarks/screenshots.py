@@ -30,7 +30,7 @@ COLOURS = 256  # of a palette, which takes a third of the space
 PICTURES: dict[str, tuple[str, int, Literal["light", "dark"], Callable[[Page], Any]]] = {
     "overview": ("resnet", 780, "light", lambda page: page.click("#tab-overview")),
     "graph": ("qwen", 800, "light", lambda page: _find(page, "layers.3.mlp.down")),
-    "memory": ("resnet", 960, "light", lambda page: page.click("#tab-memory")),
+    "memory": ("resnet", 1120, "light", lambda page: page.click("#tab-memory")),
     "roofline": ("resnet", 900, "dark", lambda page: page.click("#tab-roofline")),
     "timeline": ("resnet", 360, "light", lambda page: page.click("#tab-timeline")),
     "diff": ("diff", 800, "light", lambda page: page.click("#tab-compare")),

@@ -257,7 +257,7 @@ def _write(
         print_json({"report": str(output), "bytes": size, "programs": facts, "notes": made.notes})
     else:
         calls = sum(len(program["calls"]) for program in contents["programs"])
-        typer.echo(f"{output}: {made.title}, {calls} kernel launches, {format_bytes(size)}")
+        typer.echo(f"{output}: {calls} kernel launches, {format_bytes(size)}")
 
 
 def diff(

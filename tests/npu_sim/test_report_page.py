@@ -13,6 +13,7 @@ import pytest
 from browser import Opened, chromium
 from ir_builder import IRBuilder
 from safetensors.numpy import save_file
+from traces import qwen_step
 from typer.testing import CliRunner
 
 from npu_compiler import CompiledProgram, compile, trace_stages
@@ -297,6 +298,21 @@ def test_a_comparison_opens(browser: Any, folder: Path) -> None:
         report.page.select_option("#program", str(index))
         report.open("kernels")
         assert len(report.rows("Every call")) == len(program.kernels)
+    assert report.problems == []
+    report.context.close()
+
+
+@pytest.mark.slow
+def test_a_language_model_fits_in_five_megabytes(browser: Any, tmp_path: Path) -> None:
+    ir = qwen_step(1)
+    stages = stage_graphs(trace_stages(ir))
+    size = write_page(tmp_path / "qwen.html", "Qwen", report_contents("Qwen", [compile(ir)], stages=stages))
+    assert size < 5e6
+    report = Opened(browser, tmp_path / "qwen.html")
+    report.open("graph")
+    assert report.page.inner_text("#node-count") == f"{len(ir['nodes']):,} nodes"
+    labels = report.value("reportScene.vertices.filter(v => v.kind === 'group').map(v => v.label)")
+    assert labels == ["model.layers.0 … model.layers.27 × 28"]
     assert report.problems == []
     report.context.close()
 

@@ -1,6 +1,7 @@
 // Drawing a scene of `layOut` on a canvas: only what is in sight, and texts only where they can be read.
 
 const TEXT_SCALE = 0.4;
+const SHAPE_SCALE = 0.12; // below this, boxes are spots of colour and edges straight
 const FAR = 600; // an edge longer than this is drawn faintly: inputs such as masks have one to every layer
 
 // marks: {selected, related (set of vertices), fresh, gone (sets of node names), colour(vertex), tint(vertex)}
@@ -21,7 +22,7 @@ function drawScene(context, scene, transform, width, height, marks) {
       context.fillText(`▾ ${frame.label}`, frame.x + 8, frame.y + 15);
     }
   }
-  drawEdges(context, scene, marks, { ink, faint, accent, top, bottom });
+  drawEdges(context, scene, marks, transform.k, { ink, faint, accent, top, bottom });
   context.textBaseline = "middle";
   for (const vertex of scene.vertices) {
     if (vertex.y > bottom || vertex.y + vertex.height < top || vertex.x > right || vertex.x + vertex.width < left) continue;
@@ -31,7 +32,21 @@ function drawScene(context, scene, transform, width, height, marks) {
 
 const curve = d3.line().curve(d3.curveBasis);
 
-function drawEdges(context, scene, marks, { ink, faint, accent, top, bottom }) {
+function drawEdges(context, scene, marks, scale, { ink, faint, accent, top, bottom }) {
+  if (scale < SHAPE_SCALE) {
+    context.strokeStyle = faint;
+    context.globalAlpha = 0.5;
+    context.beginPath();
+    for (const [a, b] of scene.edges) {
+      const from = scene.vertices[a], to = scene.vertices[b];
+      if (Math.abs(to.y - from.y) > FAR || from.y > bottom || to.y + LINE < top) continue;
+      context.moveTo(from.x + from.width / 2, from.y + LINE);
+      context.lineTo(to.x + to.width / 2, to.y);
+    }
+    context.stroke();
+    context.globalAlpha = 1;
+    return;
+  }
   scene.edges.forEach(([a, b], index) => {
     const from = scene.vertices[a], to = scene.vertices[b];
     if (Math.min(from.y, to.y) > bottom || Math.max(from.y, to.y) + LINE < top) return;
@@ -54,6 +69,11 @@ function drawEdges(context, scene, marks, { ink, faint, accent, top, bottom }) {
 
 function drawVertex(context, vertex, marks, scale, { ink, faint, ground, accent }) {
   const index = vertex.index;
+  if (scale < SHAPE_SCALE) {
+    context.fillStyle = index === marks.selected ? accent : marks.badge(vertex)?.colour ?? marks.colour(vertex) ?? ink;
+    context.fillRect(vertex.x, vertex.y, vertex.width, vertex.height);
+    return;
+  }
   context.fillStyle = ground;
   context.strokeStyle = index === marks.selected ? accent : faint;
   context.lineWidth = (index === marks.selected ? 3 : 1) / Math.min(1, scale);

@@ -185,16 +185,17 @@ function graphPage(report, program) {
     if (!state.scene) return;
     const byFamily = state.view.index === null;
     const { fresh, gone, partition } = state.marks;
+    const [cpu, fused, isGone, isFresh] = ["cpu", "fused", "gone", "fresh"].map(themeColour);
     drawScene(context, state.scene, state.transform, width, height, {
       selected: state.selected,
       colour: (vertex) => (vertex.kind !== "node" ? null : byFamily ? familyColour(state.model.nodes[vertex.node].family) : opColour(state.model.nodes[vertex.node].op)),
-      tint: (vertex) => (vertex.kind !== "node" ? null : partition.get(state.model.nodes[vertex.node].name) === "cpu" ? themeColour("cpu")
-        : state.model.nodes[vertex.node].op.startsWith("npu.") ? themeColour("fused") : null),
+      tint: (vertex) => (vertex.kind !== "node" ? null : partition.get(state.model.nodes[vertex.node].name) === "cpu" ? cpu
+        : state.model.nodes[vertex.node].op.startsWith("npu.") ? fused : null),
       badge(vertex) {
         const names = vertex.kind === "node" ? [state.model.nodes[vertex.node].name]
           : vertex.kind === "group" ? state.model.nodes.slice(vertex.start, vertex.stop).map((node) => node.name) : [];
-        if (names.some((name) => gone.has(name))) return { colour: themeColour("gone"), dashed: true };
-        return names.some((name) => fresh.has(name)) ? { colour: themeColour("fresh"), dashed: false } : null;
+        if (names.some((name) => gone.has(name))) return { colour: isGone, dashed: true };
+        return names.some((name) => fresh.has(name)) ? { colour: isFresh, dashed: false } : null;
       },
     });
   }
