@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, keys, models, profiling, programs, quantize, tools
+from npu_sim.commands import graphs, keys, models, profiling, programs, quantize, report, tools
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ for command in (
     graphs.partition,
     graphs.verify,
     profiling.profile,
+    report.report,
+    report.diff,
     keys.sign,
     keys.keygen,
     keys.trust,

@@ -46,6 +46,8 @@ COMMANDS = [
     "partition",
     "verify",
     "profile",
+    "report",
+    "diff",
     "sign",
     "keygen",
     "trust",
