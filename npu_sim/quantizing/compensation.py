@@ -44,7 +44,6 @@ def compensated(
     groups = (order // (format.group or k)).tolist()
     inverse = _inverse_factor(hessian[order][:, order])
     left = weight.T[order].contiguous()  # a column of the weight is a row here
-    left[hessian.diagonal()[order] == 0] = 0  # the input is always 0 there, so any weight is as good
     found = torch.empty_like(left)
     for start in range(0, k, _BLOCK):
         end = min(start + _BLOCK, k)

@@ -106,6 +106,16 @@ def test_compensation_lessens_the_error_of_the_output(format: QuantizedFormat) -
     assert errors[0] < 0.9 * errors[1]
 
 
+def test_weights_of_inputs_that_calibration_never_sees_are_rounded_to_the_nearest() -> None:
+    weight, x = torch.randn(6, 32), inputs(32)
+    x[:, [3, 20]] = 0
+    format = QuantizedFormat("int8")
+    found, plain = (
+        wide(y)[:, [3, 20]] for y in (compensated(weight, x.T @ x, format, RANGE), nearest(weight, format, RANGE))
+    )
+    assert torch.equal(found, plain) and (found != 0).any()
+
+
 def test_a_matched_weight_makes_up_for_the_errors_of_its_inputs() -> None:
     exact, weight = inputs(64), torch.randn(24, 64)
     rounded = exact @ (torch.eye(64) + 0.1 * torch.randn(64, 64))
