@@ -62,7 +62,7 @@ def random_crops(image: Image.Image, rng: np.random.Generator) -> Iterator[np.nd
     for _ in range(CROPS):
         share = rng.uniform(0.4, 1.0)
         width, height = (int(side * share) for side in image.size)
-        x, y = rng.integers(0, image.width - width + 1), rng.integers(0, image.height - height + 1)
+        x, y = int(rng.integers(0, image.width - width + 1)), int(rng.integers(0, image.height - height + 1))
         yield preprocess(image.crop((x, y, x + width, y + height)), MODEL.preprocessing)
 
 
