@@ -5,10 +5,10 @@ KERNEL_TESTS := $(addprefix tests/npu_runtime/test_native,.py _conv.py _quantize
 FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
-TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples
+TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples docs/hooks.py
 
 .PHONY: venv demo screenshots test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize \
-    bench clean
+    bench docs clean
 
 venv: $(STAMP)
 
@@ -81,6 +81,10 @@ cuda-sanitize: venv
 
 bench: venv
 	$(BIN)/npu-sim bench
+
+# Serves the documentation, and builds it anew when a page changes.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
