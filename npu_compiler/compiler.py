@@ -64,6 +64,7 @@ def default_stages(
 ) -> list[Stage]:
     """The graph stages in order, each with its name. `compile(…, stages=…)` reorders them, cuts or extends the list."""
     unavailable = set() if target.config.integer_kernels else {INTEGER_KERNELS}
+    mark = partial(mark_quantized_weights, quantization=quantization, config=target.config)
     return [
         *_NORMALIZE,
         ("check_constraints", check_constraints),
@@ -72,7 +73,7 @@ def default_stages(
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),
-        ("mark_quantized_weights", partial(mark_quantized_weights, quantization=quantization)),
+        ("mark_quantized_weights", mark),
         ("fuse", partial(fuse, disabled={*disabled_fusions, *unavailable})),
         ("eliminate_noops", eliminate_noops),
         ("eliminate_dead_code", eliminate_dead_code),
@@ -111,7 +112,8 @@ def compile(
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
         quantization: How to store weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
             layers; or `state_dict` key → format. Weights that are not stored so already are rounded to the nearest
-            when they are loaded.
+            when they are loaded. `int4+int8` and the like also round what these layers multiply, to int8 or fp8 with
+            a scale for each row (on the CPU only).
         stages: Given the default stages, returns those to run, in order; a stage is (name, `IRGraph → IRGraph`).
 
     Raises:

@@ -6,20 +6,20 @@ import torch
 
 from npu_runtime.cpu.kernels.matmul import gated_linear, linear
 from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel
-from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
+from npu_runtime.cpu.quantized_weights import rounded_rows, stored_weight, weight_parts
 from npu_runtime.torch_arrays import tensor_to_numpy
 
 
-@cpu_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+@cpu_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
 def quantized_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
-    linear([x, dequantized(parts, params), *rest], outputs, params)
+    linear([_rounded(x, params), dequantized(parts, params), *rest], outputs, params)
 
 
-@cpu_kernel("quantized_gated_matmul_vec_kernel")
+@cpu_kernel("quantized_gated_matmul_vec_kernel", "dynamic_quantized_gated_matmul_vec_kernel")
 def quantized_gated_linear(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
-    gated_linear([x, dequantized(parts, params), *rest], outputs, params)
+    gated_linear([_rounded(x, params), dequantized(parts, params), *rest], outputs, params)
 
 
 @cpu_kernel("quantized_embedding_kernel")
@@ -32,3 +32,8 @@ def quantized_embedding(inputs: Tensors, outputs: Tensors, params: Params) -> No
 def dequantized(parts: Tensors, params: Params) -> torch.Tensor:
     """The weight [n, k] in float32."""
     return torch.from_numpy(stored_weight([tensor_to_numpy(part) for part in parts], params).dequantize())
+
+
+def _rounded(x: torch.Tensor, params: Params) -> torch.Tensor:
+    """`rounded_rows` of a tensor."""
+    return torch.from_numpy(rounded_rows(tensor_to_numpy(x), params)) if "activations" in params else x

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
+from npu_compiler.graph.quantization import (
+    CODES,
+    OFFSETS,
+    ROW_FORMATS,
+    SYMMETRIC_ZERO,
+    QuantizedArray,
+    QuantizedFormat,
+)
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, launch, layout
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
@@ -16,6 +23,7 @@ from npu_runtime.cpu.native.memory import weight_memory
 
 _CODES = {name: number for number, name in enumerate(CODES)}
 _OFFSETS = {name: number for number, name in enumerate(OFFSETS)}
+_ACTIVATIONS = {name: number for number, name in enumerate(("none", *ROW_FORMATS))}
 # Elements that share a scale of x, where groups have more: a multiple of 8 (kMaxBlock in quantized.h).
 _MAX_BLOCK = 64
 _INDEX_DTYPES = (np.int32, np.int64)
@@ -34,7 +42,7 @@ class _PackArgs(ctypes.Structure):
 
 
 class _LinearArgs(ctypes.Structure):
-    _fields_ = [("linear", LinearArgs), ("format", _Format)]
+    _fields_ = [("linear", LinearArgs), ("format", _Format), ("activations", ctypes.c_int64)]
 
 
 class _EmbeddingArgs(ctypes.Structure):
@@ -89,31 +97,42 @@ def quantized_linear(
     residual: np.ndarray | None,
     activation: str,
     out: np.ndarray,
+    activations: str = "none",
 ) -> NativeLaunch | None:
     """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
 
     Rows of x, residual and out may be any distance apart, and their dtypes any of ours. The bias is read now, not when
     the launch runs.
+
+    Args:
+        activations: What rows of x are rounded to first (`QuantizedFormat.activations`).
     """
     bias = float_vector(bias)
     args = linear_args(x, weight, bias, residual, activation, out)
     if args is None:
         return None
-    return launch("quantized_linear", _LinearArgs(args, weight.format), x, weight, bias, residual, out)
+    block = _LinearArgs(args, weight.format, _ACTIVATIONS[activations])
+    return launch("quantized_linear", block, x, weight, bias, residual, out)
 
 
 def quantized_gated_linear(
-    x: np.ndarray, weight: PackedQuantized, bias: np.ndarray | None, activation: str, out: np.ndarray
+    x: np.ndarray,
+    weight: PackedQuantized,
+    bias: np.ndarray | None,
+    activation: str,
+    out: np.ndarray,
+    activations: str = "none",
 ) -> NativeLaunch | None:
     """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
 
-    The bias is read now, not when the launch runs.
+    The bias is read now, not when the launch runs; `activations` as for `quantized_linear`.
     """
     bias = float_vector(bias)
     args = gated_linear_args(x, weight, bias, activation, out)
     if args is None:
         return None
-    return launch("quantized_gated_linear", _LinearArgs(args, weight.format), x, weight, bias, out)
+    block = _LinearArgs(args, weight.format, _ACTIVATIONS[activations])
+    return launch("quantized_gated_linear", block, x, weight, bias, out)
 
 
 def quantized_embedding(

@@ -5,19 +5,19 @@ from __future__ import annotations
 from npu_runtime.cpu.bound_call import Params
 from npu_runtime.cpu.numpy_kernels.products import gated_linear, linear
 from npu_runtime.cpu.numpy_kernels.registry import Arrays, in_range, numpy_kernel
-from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
+from npu_runtime.cpu.quantized_weights import rounded_rows, stored_weight, weight_parts
 
 
-@numpy_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+@numpy_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
 def quantized_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
-    linear([x, stored_weight(parts, params).dequantize(), *rest], outputs, params)
+    linear([rounded_rows(x, params), stored_weight(parts, params).dequantize(), *rest], outputs, params)
 
 
-@numpy_kernel("quantized_gated_matmul_vec_kernel")
+@numpy_kernel("quantized_gated_matmul_vec_kernel", "dynamic_quantized_gated_matmul_vec_kernel")
 def quantized_gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
-    gated_linear([x, stored_weight(parts, params).dequantize(), *rest], outputs, params)
+    gated_linear([rounded_rows(x, params), stored_weight(parts, params).dequantize(), *rest], outputs, params)
 
 
 @numpy_kernel("quantized_embedding_kernel")
