@@ -7,44 +7,53 @@
 namespace npu {
 namespace {
 
-template <Codes kCodes>
 NPU_INLINE void load_unit(const char* panel, UVec (&unit)[2]) {
 #pragma GCC unroll 2
   for (int v = 0; v < 2; ++v) unit[v] = in_register(load_bits<UVec>(panel + v * kUnitBytes / 2));
 }
 
-// sum[r][v] += the codes of a group times those of each row; both pointers move to the end of the group.
-template <Codes kCodes, int kRows>
-NPU_INLINE void add_group(int64_t units, const char*& panel, const int32_t*& quads, IVec (&sum)[kRows][2]) {
-  if constexpr (kCodes == Codes::int4) {
-    for (int64_t u = 0; u < units;) {
-      SmallSums small[kRows][2] = {};
-      for (const int64_t end = std::min(units, u + kSmallSteps / 2); u < end; ++u, panel += kUnitBytes) {
-        UVec unit[2];
-        load_unit<kCodes>(panel, unit);
+// small[r][v] += the codes of `units` units of int4 times those of each row; both pointers move behind them.
+template <int kRows>
+NPU_INLINE void add_small_units(int64_t units, const char*& panel, const int32_t*& quads, SmallSums (&small)[kRows][2]) {
+  for (const char* end = panel + units * kUnitBytes; panel < end; panel += kUnitBytes) {
+    UVec unit[2];
+    load_unit(panel, unit);
 #pragma GCC unroll 2
-        for (int step = 0; step < 2; ++step, quads += kRows) {
-          ByteVec codes[2];
+    for (int step = 0; step < 2; ++step, quads += kRows) {
+      ByteVec codes[2];
 #pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) codes[v] = bit_cast<ByteVec>(in_register(unit[v] >> 4 * step & 0x0f0f0f0fu));
+      for (int v = 0; v < 2; ++v) codes[v] = bit_cast<ByteVec>(in_register(unit[v] >> 4 * step & 0x0f0f0f0fu));
 #pragma GCC unroll 12
-          for (int r = 0; r < kRows; ++r) {
-            const ByteVec value = bit_cast<ByteVec>(splat_bits(quads[r]));
-            small[r][0] = add_small_quads(small[r][0], codes[0], value);
-            small[r][1] = add_small_quads(small[r][1], codes[1], value);
-          }
-        }
-        if (kRows == 1) __builtin_prefetch(panel + 4096);
+      for (int r = 0; r < kRows; ++r) {
+        const ByteVec value = bit_cast<ByteVec>(splat_bits(quads[r]));
+        small[r][0] = add_small_quads(small[r][0], codes[0], value);
+        small[r][1] = add_small_quads(small[r][1], codes[1], value);
       }
+    }
+    if (kRows == 1) __builtin_prefetch(panel + 4096);
+  }
+}
+
+// sum[r][v] = the codes of a group times those of each row; both pointers move behind it. kIsShort: the group has no more
+// steps than small sums hold.
+template <Codes kCodes, bool kIsShort, int kRows>
+NPU_INLINE void multiply_group(int64_t units, const char*& panel, const int32_t*& quads, IVec (&sum)[kRows][2]) {
+  if constexpr (kCodes == Codes::int4) {
+    if (!kIsShort) std::fill(&sum[0][0], &sum[0][0] + 2 * kRows, IVec{});
+    for (int64_t left = units; left > 0; left -= kSmallSteps / 2) {
+      SmallSums small[kRows][2] = {};
+      add_small_units<kRows>(kIsShort ? left : std::min(left, kSmallSteps / 2), panel, quads, small);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) sum[r][v] += whole_sums(small[r][v]);
+        for (int v = 0; v < 2; ++v) sum[r][v] = kIsShort ? whole_sums(small[r][v]) : sum[r][v] + whole_sums(small[r][v]);
+      if (kIsShort) break;
     }
   } else {
+    std::fill(&sum[0][0], &sum[0][0] + 2 * kRows, IVec{});
     for (int64_t u = 0; u < units; ++u, panel += kUnitBytes, quads += kRows) {
       UVec unit[2];
-      load_unit<kCodes>(panel, unit);
+      load_unit(panel, unit);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
         const ByteVec value = bit_cast<ByteVec>(splat_bits(quads[r]));
@@ -56,7 +65,7 @@ NPU_INLINE void add_group(int64_t units, const char*& panel, const int32_t*& qua
   }
 }
 
-template <Codes kCodes, Offsets kOffsets, int kRows>
+template <Codes kCodes, Offsets kOffsets, bool kIsShort, int kRows>
 void multiply_bytes_of(const QuantizedFormat& f, const ByteRows& x, const char* panel, float* sums) {
   constexpr int32_t kBias = kCodes == Codes::int8 ? kQuadBias : 0;
   constexpr bool kHasZero = kBias || kOffsets == Offsets::zero_point || (kCodes == Codes::int4 && kOffsets == Offsets::none);
@@ -66,15 +75,15 @@ void multiply_bytes_of(const QuantizedFormat& f, const ByteRows& x, const char* 
   for (int64_t g = 0; g < f.groups; ++g, x_sums += kRows) {
     const GroupScales<kCodes, kOffsets> group(f, panel);
     panel += f.header_bytes();
-    IVec sum[kRows][2] = {};
-    add_group<kCodes, kRows>(units, panel, quads, sum);
+    IVec sum[kRows][2];
+    multiply_group<kCodes, kIsShort, kRows>(units, panel, quads, sum);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         if constexpr (kHasZero) sum[r][v] -= (group.zero[v] + kBias) * x_sums[r];
         total[r][v] += to_floats(sum[r][v]) * group.scale[v];
-        if constexpr (kOffsets == Offsets::minimum) total[r][v] += group.minimum[v] * float(x_sums[r]);
+        if constexpr (kOffsets == Offsets::minimum) total[r][v] += group.minimum[v] * bit_cast<float>(x_sums[r]);
       }
     }
   }
@@ -88,12 +97,12 @@ using Multiply = void (*)(const QuantizedFormat&, const ByteRows&, const char*, 
 struct Rows {
   Multiply of[kMaxByteRows];
 };
-template <Codes kCodes, Offsets kOffsets, int... i>
+template <Codes kCodes, Offsets kOffsets, bool kIsShort, int... i>
 constexpr Rows make_rows(std::integer_sequence<int, i...>) {
-  return {{multiply_bytes_of<kCodes, kOffsets, i + 1>...}};
+  return {{multiply_bytes_of<kCodes, kOffsets, kIsShort, i + 1>...}};
 }
-template <Codes kCodes, Offsets kOffsets>
-constexpr Rows kRowTable = make_rows<kCodes, kOffsets>(std::make_integer_sequence<int, kMaxByteRows>());
+template <Codes kCodes, Offsets kOffsets, bool kIsShort>
+constexpr Rows kRowTable = make_rows<kCodes, kOffsets, kIsShort>(std::make_integer_sequence<int, kMaxByteRows>());
 
 // The codes of a unit in the order of its quads: of int4 those whose half bytes lie at the same place.
 template <Codes kCodes>
@@ -127,7 +136,7 @@ float make_bytes(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t r
       }
       int32_t total = 0;
       for (int i = 0; i < kLanes; ++i) total += sum[i];
-      out.sums[g * rows + row] = total;
+      out.sums[g * rows + row] = f.offsets == Offsets::minimum ? bit_cast<int32_t>(float(total)) : total;
       if (f.codes == Codes::int4) order_codes<Codes::int4>(codes, 4 * quads, ordered);
       else order_codes<Codes::int8>(codes, 4 * quads, ordered);
       int32_t* target = out.quads + g * quads * rows + row;
@@ -139,7 +148,12 @@ float make_bytes(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t r
 
 void multiply_bytes(const QuantizedFormat& f, int64_t rows, const ByteRows& x, const char* panel, float* sums) {
   with_format(f, [&](auto codes, auto offsets) {
-    if constexpr (codes.value != Codes::float8_e4m3) kRowTable<codes.value, offsets.value>.of[rows - 1](f, x, panel, sums);
+    if constexpr (codes.value == Codes::int4) {
+      if (f.group_blocks() * f.block <= 4 * kSmallSteps)
+        return kRowTable<Codes::int4, offsets.value, true>.of[rows - 1](f, x, panel, sums);
+    }
+    if constexpr (codes.value != Codes::float8_e4m3)
+      kRowTable<codes.value, offsets.value, false>.of[rows - 1](f, x, panel, sums);
   });
 }
 

@@ -12,7 +12,8 @@ inline constexpr int kMaxByteRows = kRegisters == 32 ? 12 : 6;
 inline constexpr int64_t kMaxByteGroup = 1 << 16;  // elements of a group: 2^16 * 255 * 127 is below 2^31
 
 // A block of rows of x as bytes, for one group after the other: quads of codes in the order of the panel's units (see
-// quantized.h), row by row for each quad, with zeros up to a whole block; and per row the sum of the group's codes.
+// quantized.h), row by row for each quad, with zeros up to a whole block; and per row the sum of the group's codes, as a
+// float where the weight has minimums.
 struct ByteRows {
   int32_t* quads;
   int32_t* sums;
