@@ -14,6 +14,7 @@ from npu_compiler.constraint_checker import check_constraints
 from npu_compiler.errors import IRError, ProgramFormatError
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
+from npu_compiler.fusions.quantized_caches import quantize_caches
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.ops.rotary_region import expand_rotary_regions
@@ -26,7 +27,6 @@ from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, mark_quantized_weights, split_quantized_weights
-from npu_compiler.passes.quantize_caches import quantize_caches
 from npu_compiler.program.check import check_calls, check_program
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget

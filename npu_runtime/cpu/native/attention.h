@@ -1,7 +1,7 @@
 // What the two attention kernels share: the operands, what a mask means, and the state of an online softmax.
 #pragma once
 
-#include "gemm.h"
+#include "codes.h"
 
 namespace npu {
 
@@ -16,6 +16,10 @@ struct AttentionArgs {
   // mask is at or below this floor. A row of nothing but such keys is computed with what the mask says, as softmax
   // defines it; only -inf then means no weight, and a row without any weight is zero, as in torch.
   float mask_floor;
+  // Keys and values may be codes, with a scale for each of them: [1, B, KV, S]. The types T and K below are those of the
+  // queries and of what is stored.
+  RowFormat format;
+  View k_scales, v_scales;
 
   int64_t batch() const { return q.size[0]; }
   int64_t heads() const { return q.size[1]; }
@@ -38,6 +42,14 @@ struct QueryRow {
   const char* mask;
   int64_t keys;
 };
+
+// The scales of codes [key, key + kLanes) of a key head, zeros beyond the last; 1 where the keys are no codes.
+template <class K>
+NPU_INLINE Vec scales_of(const AttentionArgs& a, const View& scales, int64_t batch, int64_t kv_head, int64_t key) {
+  if constexpr (!kIsCode<K>) return splat(1.0f);
+  const float* first = reinterpret_cast<const float*>(scales.data) + offset(scales, 0, batch, kv_head);
+  return load_n(first + key, a.keys() - key);
+}
 
 inline int64_t mask_item_size(const AttentionArgs& a) {
   return a.mask_kind == MaskKind::boolean ? 1 : item_size(a.mask.dtype);

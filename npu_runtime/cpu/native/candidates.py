@@ -115,6 +115,22 @@ def _attention(call: ArrayCall) -> NativeLaunch | None:
     )
 
 
+@_accelerates("quantized_attention_kernel")
+def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
+    q, k, k_scales, v, v_scales, *mask = call.inputs
+    rounded = native.RoundedCache(call.params["format"], k_scales, v_scales)
+    causal, scale = bool(call.params["causal"]), call.params["scale"]
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, rounded)
+
+
+@_accelerates("quantized_index_copy_kernel")
+def _quantized_index_copy(call: ArrayCall) -> NativeLaunch | None:
+    if not call.params["checked"]:
+        return None
+    (index, source), (codes, scales) = call.inputs, call.outputs
+    return native.quantized_index_copy(codes, scales, index, source, call.params["format"])
+
+
 @_accelerates("rmsnorm_kernel")
 def _rms_norm(call: ArrayCall) -> NativeLaunch | None:
     weight = call.inputs[1] if call.params["has_weight"] else None

@@ -8,22 +8,14 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from npu_compiler.graph.quantization import (
-    CODES,
-    OFFSETS,
-    ROW_FORMATS,
-    SYMMETRIC_ZERO,
-    QuantizedArray,
-    QuantizedFormat,
-)
+from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import address
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, launch, layout
+from npu_runtime.cpu.native.bindings import DTYPES, ROUNDING, NativeLaunch, available, launch, layout
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
 from npu_runtime.cpu.native.memory import weight_memory
 
 _CODES = {name: number for number, name in enumerate(CODES)}
 _OFFSETS = {name: number for number, name in enumerate(OFFSETS)}
-_ACTIVATIONS = {name: number for number, name in enumerate(("none", *ROW_FORMATS))}
 # Elements that share a scale of x, where groups have more: a multiple of 8 (kMaxBlock in quantized.h).
 _MAX_BLOCK = 64
 _INDEX_DTYPES = (np.int32, np.int64)
@@ -111,7 +103,7 @@ def quantized_linear(
     args = linear_args(x, weight, bias, residual, activation, out)
     if args is None:
         return None
-    block = _LinearArgs(args, weight.format, _ACTIVATIONS[activations])
+    block = _LinearArgs(args, weight.format, ROUNDING[activations])
     return launch("quantized_linear", block, x, weight, bias, residual, out)
 
 
@@ -131,7 +123,7 @@ def quantized_gated_linear(
     args = gated_linear_args(x, weight, bias, activation, out)
     if args is None:
         return None
-    block = _LinearArgs(args, weight.format, _ACTIVATIONS[activations])
+    block = _LinearArgs(args, weight.format, ROUNDING[activations])
     return launch("quantized_gated_linear", block, x, weight, bias, out)
 
 
