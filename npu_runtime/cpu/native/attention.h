@@ -74,10 +74,9 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
   if (count > 0) {
     const bool repeats = a.mask.stride[3] == 0;  // one element stands for all keys
     if (a.mask_kind == MaskKind::boolean) {
-      Bytes bytes{};
-      if (repeats) bytes += static_cast<uint8_t>(*row.mask);
-      else std::memcpy(&bytes, row.mask + key, std::min<int64_t>(count, kLanes));
-      bias = __builtin_convertvector(bytes, IVec) != 0 ? Vec{} : splat(kNoWeight);
+      const uint8_t* mask = reinterpret_cast<const uint8_t*>(row.mask);
+      const IVec seen = repeats ? splat_bits(*mask) : load_bytes(mask + key, count);
+      bias = seen != 0 ? Vec{} : splat(kNoWeight);
     } else if (a.mask_kind == MaskKind::additive) {
       bias = repeats ? splat(load_any(row.mask, a.mask.dtype, 0, 1)[0]) : load_any(row.mask, a.mask.dtype, key, count);
       bias = bias <= floor ? splat(kNoWeight) : bias;

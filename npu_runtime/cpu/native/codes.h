@@ -9,17 +9,16 @@ struct int8_code {
   int8_t bits;
 };
 struct float8_code {
-  uint8_t bits;
+  int8_t bits;
 };
 
 template <class T>
 inline constexpr bool kIsCode = std::is_same_v<T, int8_code> || std::is_same_v<T, float8_code>;
 
-NPU_INLINE Vec load(const int8_code* p) { return to_floats(load_bytes(&p->bits, kLanes)); }
+NPU_INLINE Vec load(const int8_code* p) { return to_floats(load_bytes(&p->bits)); }
 NPU_INLINE Vec load(const float8_code* p) {
-  const UVec bits = bit_cast<UVec>(load_bytes(&p->bits, kLanes));
-  // The sign to the top, exponent and fraction to where a float has them; the bias grows from 7 to 127.
-  return bit_cast<Vec>((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * 0x1p120f;
+  // The sign stays at the top, exponent and fraction go to where a float has them; the bias grows from 7 to 127.
+  return bit_cast<Vec>(load_bytes(&p->bits) << 20 & int32_t(0x87f00000)) * 0x1p120f;
 }
 template <class Code>
 NPU_INLINE Vec load_codes(const Code* p, int64_t count) {

@@ -20,8 +20,8 @@ struct GroupScales {
       if constexpr (kOffsets == Offsets::minimum) {
         minimum[v] = load_any(offsets, f.scales, v * kLanes, kLanes);
       } else if constexpr (kOffsets == Offsets::zero_point) {
-        zero[v] = __builtin_convertvector(load_bits<Bytes>(offsets + v * kLanes), IVec);
-        if constexpr (kCodes == Codes::int8) zero[v] = zero[v] << 24 >> 24;
+        using Zero = std::conditional_t<kCodes == Codes::int8, int8_t, uint8_t>;
+        zero[v] = load_bytes(reinterpret_cast<const Zero*>(offsets + v * kLanes));
       } else if constexpr (kCodes == Codes::int4) {
         zero[v] += 8;
       }

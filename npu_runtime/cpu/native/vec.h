@@ -93,7 +93,6 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfBits __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <class To, class From>
 NPU_INLINE To bit_cast(From value) {
@@ -467,12 +466,27 @@ NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {
   else copy_bytes(&bytes, p, count);
 }
 template <class T>
-NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
+NPU_INLINE IVec load_bytes(const T* p) {
+#if defined(NPU_AVX512)
+  const __m128i bytes = load_bits<__m128i>(p);
+#elif defined(NPU_AVX2)
+  const __m128i bytes = _mm_cvtsi64_si128(load_bits<int64_t>(p));
+#elif defined(NPU_X86)
+  const __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(p));
+#endif
+#if defined(NPU_X86)
+  return bit_cast<IVec>(std::is_signed_v<T> ? NPU_X86(cvtepi8_epi32)(bytes) : NPU_X86(cvtepu8_epi32)(bytes));
+#else
   typedef T Narrow __attribute__((vector_size(kLanes)));
-  Narrow bytes{};
-  if (count >= kLanes) std::memcpy(&bytes, p, kLanes);
-  else copy_bytes(p, &bytes, count);
-  return __builtin_convertvector(bytes, IVec);
+  return __builtin_convertvector(load_bits<Narrow>(p), IVec);
+#endif
+}
+template <class T>
+NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
+  if (count >= kLanes) return load_bytes(p);
+  T bytes[kLanes] = {};
+  copy_bytes(p, bytes, count);
+  return load_bytes(bytes);
 }
 
 NPU_INLINE Vec to_floats(IVec v) { return __builtin_convertvector(v, Vec); }
