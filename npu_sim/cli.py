@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, keys, models, programs, quantize, tools
+from npu_sim.commands import graphs, keys, models, profiling, programs, quantize, report, tools
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -23,7 +23,9 @@ for command in (
     programs.run,
     graphs.partition,
     graphs.verify,
-    programs.profile,
+    profiling.profile,
+    report.report,
+    report.diff,
     keys.sign,
     keys.keygen,
     keys.trust,

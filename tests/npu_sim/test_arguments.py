@@ -58,6 +58,8 @@ W = ["-w", "tiny.safetensors"]
 DEVICE_COMMANDS = {
     "run": ["run", "tiny.npubin", *W],
     "profile": ["profile", "tiny.npubin", *W],
+    "report": ["report", "tiny.npubin", "-o", "r.html", *W],
+    "diff": ["diff", "tiny.npubin", "tiny.npubin", *W],
     "verify": ["verify", "tiny.json", *W],
     "generate": ["generate", "model", "-p", "Hi"],
     "classify": ["classify", "red.png"],
@@ -91,7 +93,9 @@ OUTPUT = [
     (["-o", "."], "cannot write '.': Is a directory"),
     (["-o", ""], "cannot write '.': Is a directory"),
     (["-o", "empty"], "cannot write 'empty': Is a directory"),
+    (["-o", "/dev/null"], "cannot write '/dev/null': it is no regular file"),
 ]
+TRACE = [(["--trace", *given], message) for (_, *given), message in OUTPUT]
 
 
 def options(command: list[str], *cases: tuple[list[str], str]) -> list[tuple[list[str], str]]:
@@ -132,6 +136,7 @@ WRONG = [
         ),
         (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
         (["--full"], "--full is for --stages"),
+        (["--phase-clocks"], "--phase-clocks is for --target cuda_gpu only; this is op_level"),
     ),
     (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json': No such file"),
     (["compile", "empty", "-o", "a.npubin"], "cannot read IR file 'empty': Is a directory"),
@@ -145,12 +150,56 @@ WRONG = [
     (["partition", "absent.json"], "cannot read IR file 'absent.json'"),
     (["partition", "tiny.json", "--json", "--mermaid"], "choose either --json or --mermaid"),
     *options(["partition", "tiny.json"], DTYPE),
+    # report, diff
+    (["report", "absent.npubin", "-o", "r.html"], "cannot read program 'absent.npubin'"),
+    (["report", "absent.json", "-o", "r.html"], "cannot read IR file 'absent.json'"),
+    *options(["report", "tiny.json"], *OUTPUT),
+    *options(["report", "tiny.json", "-o", "r.html"], *WEIGHTS, DTYPE),
+    *options(["report", "tiny.json", "-o", "r.html", *W], *INPUTS, SEED),
+    *options(
+        ["report", "tiny.json", "-o", "r.html"],
+        (["--input", "x=x.npy"], "--input is for measuring; give --weights or --device too"),
+        (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
+        (["--target", "op_level", *W], "--target is for a report without measuring"),
+        (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
+        (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
+        (["--runs", "0"], "Invalid value for '--runs'"),
+        (["--verify"], "--verify is for an IR file with --weights"),
+        (["--verify", *W, "--quantization", "int8"], "--verify is for an IR file with --weights"),
+        (["--bandwidth", "100"], "--bandwidth and --flops belong together; give both"),
+        (["--flops", "100"], "--bandwidth and --flops belong together; give both"),
+        (["--bandwidth", "0", "--flops", "1"], "a peak rate must be a finite number above 0, not 0.0"),
+        (["--bandwidth", "1", "--flops", "nan"], "a peak rate must be a finite number above 0, not nan"),
+    ),
+    *options(
+        ["report", "tiny.npubin", "-o", "r.html"],
+        (["--dtype", "float32"], "--dtype is for an IR file; 'tiny.npubin' is compiled already"),
+        (["--verify", *W], "--verify is for an IR file with --weights"),
+    ),
+    (["report", "tiny.json", "-o", "tiny.json"], "cannot write 'tiny.json': it is one of the files to read"),
+    (["report", "net.npumod", "-o", "r.html"], "'net.npumod' is a saved module; give its IR, or one program"),
+    (["diff", "absent.npubin", "tiny.npubin"], "cannot read program 'absent.npubin'"),
+    (["diff", "tiny.npubin", "absent.json"], "cannot read IR file 'absent.json'"),
+    *options(["diff", "tiny.npubin", "tiny.json"], *OUTPUT, *WEIGHTS, SEED),
+    *options(
+        ["diff", "tiny.npubin", "tiny.json"],
+        (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
+        (["--target", "op_level", *W], "--target is for a comparison without measuring"),
+        (["--runs", "0"], "Invalid value for '--runs'"),
+        ([*W, *W, *W], "--weights is given more than twice; there are two programs"),
+        (["-o", "tiny.json"], "cannot write 'tiny.json': it is one of the files to read"),
+    ),
     # run, profile, verify
     (["run", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["profile", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["verify", "absent.json"], "cannot read IR file 'absent.json'"),
     *options(["run", "tiny.npubin", *W], *INPUTS, *OUTPUT, SEED),
-    *options(["profile", "tiny.npubin", *W], *INPUTS, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    *options(["profile", "tiny.npubin", *W], *INPUTS, *TRACE, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    (["profile", "absent.json"], "cannot read IR file 'absent.json'"),
+    (
+        ["profile", "tiny.npubin", "--trace", "tiny.npubin"],
+        "cannot write 'tiny.npubin': it is one of the files to read",
+    ),
     *options(["verify", "tiny.json", *W], *INPUTS, SEED, DTYPE),
     *options(
         ["verify", "tiny.json", *W],
@@ -170,6 +219,7 @@ WRONG = [
     # generate
     *options(
         DEVICE_COMMANDS["generate"],
+        *TRACE,
         DTYPE,
         SEED,
         (["-n", "0"], "Invalid value for '--max-tokens'"),
