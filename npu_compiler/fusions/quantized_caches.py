@@ -45,7 +45,7 @@ def quantize_caches(graph: IRGraph, kv_cache: str | None, config: TargetConfig) 
         )
     tensors = dict(graph.tensors)
     scales = {name: _add_scales(name, tensors) for update in caches.values() for name in (update.cache, update.result)}
-    nodes = []
+    nodes: list[OpNode] = []
     for node in graph.nodes:
         updates = [caches[name] for name in node.outputs if name in caches]
         nodes += [update.quantized(scales, format) for update in updates] or [_attending(node, scales, format)]

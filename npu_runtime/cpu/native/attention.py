@@ -106,8 +106,8 @@ def attention(
         scale,
         floor,
         ROUNDING["none" if rounded is None else rounded.format],
-        operand(rounded and rounded.k_scales),
-        operand(rounded and rounded.v_scales),
+        operand(None if rounded is None else rounded.k_scales),
+        operand(None if rounded is None else rounded.v_scales),
     )
     return launch("attention", args, q, k, v, mask, out, rounded)
 
