@@ -81,9 +81,11 @@ void multiply_bytes_of(const QuantizedFormat& f, const ByteRows& x, const char* 
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        if constexpr (kHasZero) sum[r][v] -= (group.zero[v] + kBias) * x_sums[r];
+        const float float_sum = bit_cast<float>(x_sums[r]);  // whole, and below 2^24
+        const int32_t x_sum = kOffsets == Offsets::minimum ? int32_t(float_sum) : x_sums[r];
+        if constexpr (kHasZero) sum[r][v] -= (group.zero[v] + kBias) * x_sum;
         total[r][v] += to_floats(sum[r][v]) * group.scale[v];
-        if constexpr (kOffsets == Offsets::minimum) total[r][v] += group.minimum[v] * bit_cast<float>(x_sums[r]);
+        if constexpr (kOffsets == Offsets::minimum) total[r][v] += group.minimum[v] * float_sum;
       }
     }
   }
