@@ -234,11 +234,15 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
         while mask.rank < 4:
             mask = mask.unsqueeze(0)
         inputs.append(mask.expand((*q.shape[:3], k.shape[2])))
-    scale = node.attrs.get("scale")
-    params = {
-        "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        "causal": int(bool(node.attrs.get("is_causal"))),
-        "has_mask": int(mask is not None),
-    }
     flops = 2 * spec.numel * k.shape[2] + 2 * q.numel * k.shape[2]
-    ctx.emit("attention_kernel", inputs, [out], params, flops=flops)
+    ctx.emit("attention_kernel", inputs, [out], attention_params(node, q, mask is not None), flops=flops)
+
+
+def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, float | int]:
+    """The parameters of an attention kernel."""
+    scale = node.attrs.get("scale")
+    return {
+        "scale": 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        "causal": int(bool(node.attrs.get("is_causal"))),
+        "has_mask": int(has_mask),
+    }
