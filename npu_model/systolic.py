@@ -1,7 +1,7 @@
 """Cycles and traffic of matrix products and convolutions on a systolic array, from formulas.
 
-The array has `rows` × `columns` processing elements. One operand stays in the elements (which one is the `Dataflow`), the
-others stream through them:
+The array has `rows` × `columns` processing elements. One operand stays in the elements (which one is the `Dataflow`),
+the others stream through them:
 
 | dataflow | rows hold | columns hold | streamed over time |
 |---|---|---|---|
@@ -9,8 +9,8 @@ others stream through them:
 | input stationary | k | m | n |
 | output stationary | m | n | k |
 
-A product larger than the array is done in *folds*: ⌈along rows / rows⌉ × ⌈along columns / columns⌉ of them, the folds along
-the columns in the outer loop.
+A product larger than the array is done in *folds*: ⌈along rows / rows⌉ × ⌈along columns / columns⌉ of them, the folds
+along the columns in the outer loop.
 
 Sources: A. Samajdar, Y. Zhu, P. Whatmough, M. Mattina, T. Krishna, "SCALE-Sim: Systolic CNN Accelerator Simulator",
 arXiv:1811.02883; A. Samajdar et al., "A Systematic Methodology for Characterizing Scalability of DNN Accelerators using
@@ -105,11 +105,11 @@ def mapping(product: Product, rows: int, columns: int, dataflow: Dataflow) -> Ma
 def array_cycles(product: Product, rows: int, columns: int, dataflow: Dataflow) -> ArrayCycles:
     """Cycles without memory stalls: folds × the cycles of one fold.
 
-    Weight and input stationary, a fold takes `rows` cycles to load what stays, `time` to stream, and `rows + columns − 2`
-    for the last streamed element to cross the array. Output stationary, nothing is loaded beforehand: `time + rows +
-    columns − 2`. A fold that fills the array partly takes as long as a full one. (The ISPASS paper's equation adds `rows`
-    cycles of draining to output-stationary folds too; the simulator lets results leave while the last ones are computed,
-    and so do we.)
+    Weight and input stationary, a fold takes `rows` cycles to load what stays, `time` to stream, and `rows + columns
+    − 2` for the last streamed element to cross the array. Output stationary, nothing is loaded beforehand: `time +
+    rows + columns − 2`. A fold that fills the array partly takes as long as a full one. (The ISPASS paper's equation
+    adds `rows` cycles of draining to output-stationary folds too; the simulator lets results leave while the last
+    ones are computed, and so do we.)
     """
     laid = mapping(product, rows, columns, dataflow)
     fold = laid.time + rows + columns - 2
