@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from npu_compiler.errors import InputError
+from npu_compiler.program.products import Product
 
 
 class Dataflow(StrEnum):
@@ -31,25 +32,6 @@ class Dataflow(StrEnum):
     WEIGHT = "weight"
     OUTPUT = "output"
     INPUT = "input"
-
-
-@dataclass(frozen=True)
-class Product:
-    """`batch` independent matrix products `[m, k] × [k, n]`: m rows of inputs, k summed, n columns of weights."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.m, self.n, self.k, self.batch) < 1:
-            raise InputError(f"a product needs sizes of at least 1, not m={self.m} n={self.n} k={self.k} ×{self.batch}")
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of all the products."""
-        return self.m * self.n * self.k * self.batch
 
 
 @dataclass(frozen=True)
