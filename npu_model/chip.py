@@ -213,7 +213,9 @@ def load_chip(source: str | Path) -> Chip:
     try:
         return parse_chip(content.decode("utf-8"), text)
     except UnicodeDecodeError as error:
-        raise InputError(f"chip '{text}' is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}") from None
+        raise InputError(
+            f"chip '{text}' is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
+        ) from None
 
 
 def parse_chip(text: str, origin: str) -> Chip:

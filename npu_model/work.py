@@ -134,13 +134,9 @@ def _row_bytes(kernel: KernelDecl, call: KernelCall) -> int:
     return width * sum(itemsize(view.dtype) for view in (call.inputs[0], call.outputs[0]))
 
 
-def _accesses(
-    kernel: KernelDecl, call: KernelCall, multiplies: bool
-) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+def _accesses(kernel: KernelDecl, call: KernelCall, multiplies: bool) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
     read, written = _touched(call)
-    declared = [
-        operand for operand, view in zip(kernel.inputs, kernel.bind(call), strict=False) if view is not None
-    ]
+    declared = [operand for operand, view in zip(kernel.inputs, kernel.bind(call), strict=False) if view is not None]
     roles = [_role(operand, kernel) if multiplies else Role.ELEMENT for operand in declared]
     reads = tuple(
         Access(view.buffer, size, role) for view, size, role in zip(call.inputs, read, roles, strict=True) if size
