@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, keys, models, programs, quantize, tools
+from npu_sim.commands import graphs, keys, models, programs, quantize, simulate, tools
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for command in (
     graphs.partition,
     graphs.verify,
     programs.profile,
+    simulate.simulate,
     keys.sign,
     keys.keygen,
     keys.trust,
