@@ -37,7 +37,6 @@ class TargetConfig:
     integer_kernels: bool = False
 
 
-OP_LEVEL = TargetConfig(
-    name="op_level", integer_kernels=True
-)  # the kernels of the op table, for any device that has them
+# The kernels of the op table, for any device that has them.
+OP_LEVEL = TargetConfig(name="op_level", integer_kernels=True)
 METAL_GPU = TargetConfig(name="metal_gpu")

@@ -23,7 +23,7 @@ _TILE_THREADS = 256
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
-    inputs = _operands(call)
+    inputs = operands(call)
     x, weight = inputs["x"], inputs["weight"]
     assert x is not None and weight is not None
     if call.params["m"] <= VECTOR_ROWS:
@@ -62,11 +62,11 @@ def _cublas_activates(activation: str, dtype: str) -> bool:
     return activation == "relu" or activation == "gelu_tanh" and dtype != "float32"
 
 
-def _operands(call: KernelCall) -> dict[str, View | None]:
+def operands(call: KernelCall) -> dict[str, View | None]:
     """The inputs by name; a gated product has no residual."""
     decl = KERNELS[call.kernel]
     bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
-    return {name: bound.get(name) for name in ("x", "weight", "bias", "residual")}
+    return {**bound, "residual": bound.get("residual")}
 
 
 def _matvec(

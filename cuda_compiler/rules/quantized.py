@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from cuda_compiler.rules.matmul import FILLING_WARPS, MATVEC_WARPS, VECTOR_ROWS, many_rows
+from cuda_compiler.rules.matmul import FILLING_WARPS, MATVEC_WARPS, VECTOR_ROWS, many_rows, operands
 from cuda_compiler.specialization.gpu import WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -19,7 +19,7 @@ _PARTS = ("data", "scales", "offset")
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
-    inputs = _operands(call)
+    inputs = operands(call)
     x = inputs["x"]
     assert x is not None
     if call.params["m"] <= VECTOR_ROWS:
@@ -28,13 +28,6 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
     widened = _dequantize(make, call, {name: inputs[name] for name in _PARTS}, weight)
     product = many_rows(make, call, x, weight.transpose(0, 1), inputs["bias"], inputs["residual"])
     return [widened, *product]
-
-
-def _operands(call: KernelCall) -> dict[str, View | None]:
-    """The inputs by name; a gated product has no residual."""
-    decl = KERNELS[call.kernel]
-    bound = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
-    return {name: bound.get(name) for name in ("x", *_PARTS, "bias", "residual")}
 
 
 def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> KernelCall:

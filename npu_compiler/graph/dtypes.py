@@ -29,9 +29,8 @@ FLOAT_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
 INT_DTYPES = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 BYTE_DTYPES = frozenset({"int8", "uint8"})
 HALF_DTYPES = frozenset({"float16", "bfloat16"})
-STORED_DTYPES = frozenset(
-    {"float32", "float16", "bfloat16", "int32", "bool", "uint8", "int8"}
-)  # what a device may store
+# What a device may store.
+STORED_DTYPES = frozenset({"float32", "float16", "bfloat16", "int32", "bool", "uint8", "int8"})
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32")
 
 FLOAT_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
@@ -58,6 +59,7 @@ declare_kernel(
     dilation="2I",
     groups="I",
 )
+MAX_POOL: dict[str, Any] = {"window": "2I", "stride": "2I", "padding": "2I", "dilation": "2I", "ceil_mode": "?"}
 declare_kernel(
     "max_pool2d_kernel",
     Family.POOL,
@@ -65,11 +67,7 @@ declare_kernel(
     source="pool.metal",
     grid=Grid.PLANES,
     where=fits_pooling,
-    window="2I",
-    stride="2I",
-    padding="2I",
-    dilation="2I",
-    ceil_mode="?",
+    **MAX_POOL,
 )
 declare_kernel(
     "avg_pool2d_kernel",
@@ -118,7 +116,7 @@ declare_kernel(
 MATRIX_CHANNELS = 8
 
 
-def pair(value: Any, default: int = 1) -> list[int]:
+def _pair(value: Any, default: int = 1) -> list[int]:
     """A per-dimension attribute as [height, width]: scalars and single-element lists repeat."""
     if value is None or value == []:
         return [default, default]
@@ -146,7 +144,7 @@ def _per_axis(value: Any, default: int, rank1: bool) -> list[int]:
     if rank1:
         size = value if isinstance(value, int) else value[0] if value else default
         return [default, size]
-    return pair(value, default)
+    return _pair(value, default)
 
 
 def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
@@ -352,16 +350,21 @@ def _max_pool_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 def lower_max_pool(ctx: Lowering, node: OpNode) -> None:
     rank1 = node.base.endswith("1d")
     x, out = _pool_views(ctx, node, 1 if rank1 else 2)
-    kernel = _per_axis(node.attrs["kernel_size"], 1, rank1)
-    stride = node.attrs.get("stride") or node.attrs["kernel_size"]
-    params = {
-        "window": kernel,
-        "stride": _per_axis(stride, 1, rank1),
-        "padding": _per_axis(node.attrs.get("padding", 0), 0, rank1),
-        "dilation": _per_axis(node.attrs.get("dilation", 1), 1, rank1),
-        "ceil_mode": int(bool(node.attrs.get("ceil_mode"))),
+    params = max_pool_window(node, rank1)
+    flops = out.numel * math.prod(params["window"])
+    ctx.emit("max_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=flops)
+
+
+def max_pool_window(node: OpNode, rank1: bool = False) -> dict[str, Any]:
+    """The parameters of a max pooling; one over one dimension is of height 1."""
+    attrs = node.attrs
+    return {
+        "window": _per_axis(attrs["kernel_size"], 1, rank1),
+        "stride": _per_axis(attrs.get("stride") or attrs["kernel_size"], 1, rank1),
+        "padding": _per_axis(attrs.get("padding", 0), 0, rank1),
+        "dilation": _per_axis(attrs.get("dilation", 1), 1, rank1),
+        "ceil_mode": int(bool(attrs.get("ceil_mode"))),
     }
-    ctx.emit("max_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
 
 
 def _averages_integers(node: OpNode, graph: IRGraph) -> str | None:

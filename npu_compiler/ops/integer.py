@@ -9,11 +9,12 @@ innermost. Sums are exact in int32; they become floats once, and are rounded onc
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 from npu_compiler.graph.model import OpNode
-from npu_compiler.ops.conv import conv_window, pair
+from npu_compiler.ops.conv import MAX_POOL, conv_window, max_pool_window
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
 from npu_compiler.ops.windows import convolution_products, fits_convolution, fits_pooling
@@ -89,11 +90,7 @@ declare_kernel(
     "x:cu[n,c,h,w] -> out:cu[n,c,p,q]",
     source="",
     where=lambda call: call.x.dtype == call.out.dtype and fits_pooling(call),
-    window="2I",
-    stride="2I",
-    padding="2I",
-    dilation="2I",
-    ceil_mode="?",
+    **MAX_POOL,
 )
 declare_kernel(
     "integer_mean_kernel",
@@ -190,17 +187,9 @@ def lower_integer_linear(ctx: Lowering, node: OpNode) -> None:
 
 @register_op("npu.integer_max_pool2d", tensors=("x",), bytes="only")
 def lower_integer_max_pool2d(ctx: Lowering, node: OpNode) -> None:
-    attrs = node.attrs
-    params: dict[str, Any] = {
-        "window": pair(attrs["kernel_size"]),
-        "stride": pair(attrs.get("stride") or attrs["kernel_size"]),
-        "padding": pair(attrs.get("padding"), 0),
-        "dilation": pair(attrs.get("dilation")),
-        "ceil_mode": int(bool(attrs.get("ceil_mode"))),
-    }
+    params = max_pool_window(node)
     x, out = _packed_image(ctx, ctx.view(node.inputs[0])), _image_output(ctx)
-    taps = params["window"][0] * params["window"][1]
-    ctx.emit("integer_max_pool2d_kernel", [x], [out], params, flops=out.numel * taps)
+    ctx.emit("integer_max_pool2d_kernel", [x], [out], params, flops=out.numel * math.prod(params["window"]))
 
 
 @register_op("npu.integer_mean", tensors=("x",), bytes="only")

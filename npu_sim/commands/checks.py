@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from npu_compiler.errors import InputError, WeightError
@@ -65,26 +65,33 @@ def check_dtype(dtype: str | None) -> str | None:
     """The compute dtype, if there is one of that name."""
     from npu_compiler.graph.dtypes import COMPUTE_DTYPES
 
-    if dtype is not None and dtype not in COMPUTE_DTYPES:
-        raise InputError(f"unknown compute dtype '{dtype}'; choose one of {', '.join(COMPUTE_DTYPES)}")
-    return dtype
+    return None if dtype is None else _known(dtype, "compute dtype", COMPUTE_DTYPES)
 
 
 def check_quantization(name: str) -> str:
     """The name, if weights can be stored so."""
     from npu_sim.llm.loading import QUANTIZATIONS
 
-    if name not in QUANTIZATIONS:
-        raise InputError(f"unknown quantization '{name}'; choose one of {', '.join(QUANTIZATIONS)}")
-    return name
+    return _known(name, "quantization", QUANTIZATIONS)
 
 
 def check_weight_format(name: str | None) -> str | None:
     """The name of a format for weights, if there is one of that name."""
     from npu_compiler.graph.quantization import NAMED_FORMATS
 
-    if name is not None and name not in NAMED_FORMATS:
-        raise InputError(f"unknown quantization '{name}'; choose one of {', '.join(NAMED_FORMATS)}")
+    return None if name is None else _known(name, "quantization", NAMED_FORMATS)
+
+
+def check_method(name: str | None) -> str | None:
+    """The name of a way to round weights, if there is one of that name."""
+    from npu_compiler.graph.quantization import METHODS
+
+    return None if name is None else _known(name, "method", METHODS)
+
+
+def _known(name: str, what: str, names: Collection[str]) -> str:
+    if name not in names:
+        raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(names)}")
     return name
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npu_sim.commands.checks import check_dtype, check_file, check_weight_format
+from npu_sim.commands.checks import check_dtype, check_file, check_method, check_weight_format
 from npu_sim.commands.completion import dtypes, language_models
 from npu_sim.commands.console import note, print_json, progress
 from npu_sim.commands.options import AsJSON
@@ -119,13 +119,10 @@ def quantize(
     if activations is not None:
         _quantize_network(model, output, activations, calibrate, keep_worst, force, json)
         return
-    from npu_compiler.errors import InputError
-    from npu_compiler.graph.quantization import METHODS
     from npu_sim.llm.loading import find_checkpoint
 
     check_weight_format(weights)
-    if method is not None and method not in METHODS:
-        raise InputError(f"unknown method '{method}'; choose one of {', '.join(METHODS)}")
+    check_method(method)
     find_checkpoint(model)
     text = None if calibrate is None else _read_text(calibrate)
     from npu_sim.quantizing import quantize as quantize_model

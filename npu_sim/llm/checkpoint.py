@@ -4,13 +4,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
-
-if TYPE_CHECKING:
-    import numpy as np
+from npu_runtime.pieces import in_pieces
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
@@ -86,7 +87,7 @@ class Checkpoint:
     dtype: str
     load_tokenizer: Callable[[], Any]
     eos_ids: frozenset[int] = frozenset()
-    inv_freq_divisors: "np.ndarray | None" = None
+    inv_freq_divisors: np.ndarray | None = None
     quantization: str | Mapping[str, QuantizedFormat] | None = None
 
     @cached_property
@@ -144,13 +145,8 @@ class Widened(Mapping[str, Any]):
         return len(self._state)
 
 
-def widened(value: QuantizedArray, dtype: str) -> "np.ndarray":
+def widened(value: QuantizedArray, dtype: str) -> np.ndarray:
     """A matrix in few bits in a float dtype, computed by several threads a piece at a time."""
-    import numpy as np
-
-    from npu_compiler.graph.dtypes import numpy_dtype
-    from npu_runtime.pieces import in_pieces
-
     result = np.empty(value.shape, numpy_dtype(dtype))
 
     def convert(piece: slice) -> None:

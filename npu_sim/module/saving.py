@@ -60,16 +60,18 @@ def save_module(
         InputError: the file cannot be written, or cannot hold a dtype or a structure that the module has.
     """
     ir = traced.ir
+    outputs, results = _computed(traced)
     read = _read_keys(traced)
     tensors, names = _stored({key: value for key, value in weights.items() if key in read})
-    whole = {names.get(key) for name, key in ir["weight_name_mapping"].items() if name in _results(traced)}
+    returned = _returned(traced, results)
+    keys = {name: key for name, key in ir["weight_name_mapping"].items() if name in returned}
+    whole = {names.get(key) for key in keys.values()}
     whole |= {name for key, name in names.items() if formats.get(key) != formats.get(name)}
     for name in formats.keys() & tensors.keys() - whole:
         tensors |= _parts(name, tensors.pop(name), formats[name], stored.get(name))
     constants = {key: f"constant {key}" for key in traced.constants}
     for key, name in constants.items():
         tensors[name] = _array(np.asarray(ir["constants"][key]["data"]), ir["constants"][key])
-    outputs, results = _computed(traced)
     positional, keywords = argument_structures(traced.in_spec)
     emptied = {key: {**ir["constants"][key], "data": None} for key in constants}
     plain = {**ir, "graph_outputs": outputs, "constants": emptied}
@@ -81,7 +83,7 @@ def save_module(
         symbols=tuple(_symbol(name, titles[name], *limits) for name, limits in traced.ranges.items()),
         weights=names,
         constants=constants,
-        keys={name: key for name, key in ir["weight_name_mapping"].items() if name in _results(traced)},
+        keys=keys,
         dtype=dtype,
         formats={key: format for key, format in formats.items() if key in names},
         signature=None if signature is None else parameters_of(signature),
@@ -97,9 +99,9 @@ def save_module(
     write_module(path, module, tensors)
 
 
-def _results(traced: Trace) -> set[str | None]:
+def _returned(traced: Trace, results: tuple[OutputLeaf, ...]) -> set[str | None]:
     """The names in the graph of what a call returns as it is, or changes."""
-    return {leaf.source for leaf in _computed(traced)[1]} | {name for _, name in traced.written}
+    return {leaf.source for leaf in results} | {name for _, name in traced.written}
 
 
 def _parts(

@@ -13,7 +13,7 @@ import torch
 
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.graph.quantization import METHODS, QuantizedArray, QuantizedFormat
+from npu_compiler.graph.quantization import METHODS, NAMED_FORMATS, QuantizedArray, QuantizedFormat
 from npu_runtime.pytorch import require_torch
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
@@ -24,8 +24,6 @@ from npu_sim.quantizing.layerwise import Layerwise
 from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
 from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
 
-CODES = {"int4": "int4", "int8": "int8", "fp8": "float8_e4m3"}
-GROUPS = {"int4": 128, "int8": 0, "fp8": 0}
 SAMPLES, SAMPLE_LENGTH = 64, 1024
 _GROUP_SIZES = (32, 64, 96, 128, 192, 256)
 Progress = Callable[[int, int], None]
@@ -85,8 +83,9 @@ def quantize(
     stored = load_checkpoint(model)
     checkpoint = load_checkpoint(model, "float32", "none")
     narrow = dtype or stored.dtype
+    named = NAMED_FORMATS[weights]
     format = QuantizedFormat(
-        CODES[weights], GROUPS[weights] if group is None else group, narrow, "zero_point" if zero_points else "none"
+        named.codes, named.group if group is None else group, narrow, "zero_point" if zero_points else "none"
     )
     network = Layerwise(checkpoint)
     _check_shapes(network, format)
@@ -129,8 +128,8 @@ def _check_choices(
     keep_worst: int,
     dtype: str | None,
 ) -> None:
-    if weights not in CODES:
-        raise InputError(f"unknown weights '{weights}'; choose one of {', '.join(CODES)}")
+    if weights not in NAMED_FORMATS:
+        raise InputError(f"unknown weights '{weights}'; choose one of {', '.join(NAMED_FORMATS)}")
     if method is not None and method not in METHODS:
         raise InputError(f"unknown method '{method}'; choose one of {', '.join(METHODS)}")
     if zero_points and weights == "fp8":
