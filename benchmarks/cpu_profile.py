@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +22,6 @@ if TYPE_CHECKING:
     from npu_compiler.program.views import View
 
 RUNS = 5
-
-
-@dataclass
-class CallProfiler(Profiler):
-    """A profiler that keeps the seconds of each call of a run, in the order of the program's calls."""
-
-    calls: list[float] = field(default_factory=list)
-
-    def add_kernel(self, name: str, seconds: float) -> None:
-        super().add_kernel(name, seconds)
-        self.calls.append(seconds)
 
 
 def profile(task: str, batch: int, dtype: str, threads: int) -> str:
@@ -64,9 +52,9 @@ def _seconds(program: CompiledProgram, state: Mapping[str, Any], values: Mapping
     executor.run(inputs, weights)
     runs = []
     for _ in range(RUNS):
-        profiler = CallProfiler()
+        profiler = Profiler()
         executor.run(inputs, weights, profiler)
-        runs.append(profiler.calls)
+        runs.append([timed.seconds for timed in profiler.calls])
     return [float(seconds) for seconds in np.median(runs, axis=0)]
 
 

@@ -20,6 +20,7 @@ from cuda_compiler.cuda_program import (
     launch_of,
 )
 from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
+from cuda_runtime.ceilings import gpu_ceilings
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cuda_executor import CUDAExecutor
 from cuda_runtime.cudnn import open_cudnn
@@ -39,6 +40,7 @@ from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.cache_folder import cache_folder
+from npu_runtime.hardware import Ceilings
 from npu_runtime.packing import storage_name
 
 _ALIGNMENT = 256  # bytes, which kernels may rely on
@@ -119,6 +121,10 @@ class CUDABackend(Backend):
     @property
     def device(self) -> str:
         return f"CUDA, {self._device.name}"
+
+    @property
+    def ceilings(self) -> Ceilings:
+        return gpu_ceilings(self._device.attributes, self._device.arch)
 
     @property
     def target(self) -> CodegenTarget:

@@ -8,7 +8,7 @@ import queue
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -144,6 +144,12 @@ class CUDADevice:
     def name(self) -> str:
         memory = self.properties["totalGlobalMem"] / _GIB
         return f"{self.properties['name'].decode()}, compute capability {self.arch / 10}, {memory:.1f} GiB"
+
+    @property
+    def attributes(self) -> Mapping[str, int]:
+        """CUDA's attributes of the device by name, such as clocks in kHz."""
+        found: Mapping[str, int] = self._gpu.attributes
+        return found
 
     @contextmanager
     def active(self, doing: str) -> Iterator[None]:

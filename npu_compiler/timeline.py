@@ -62,12 +62,13 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class CounterValue:
-    """A counter of a process has this value from `at` microseconds until its next value."""
+    """A counter of a process has this value, in this unit, from `at` microseconds until its next value."""
 
     process: str
     name: str
     at: float
     value: float
+    unit: str
 
 
 class Timeline:
@@ -111,12 +112,12 @@ class Timeline:
         self.track(track.process, track.thread)
         self.instants.append(Instant(track, name, at, args))
 
-    def counter(self, process: str, name: str, at: float, value: float) -> None:
-        """Set a counter from that time on. Raises `ValueError` if the time is negative, or either is not finite."""
+    def counter(self, process: str, name: str, at: float, value: float, unit: str = "value") -> None:
+        """Set a counter, shown as "name unit", from that time on. Raises `ValueError` as `instant` does."""
         if not (_is_time(at) and math.isfinite(value)):
             raise ValueError(f"counter '{name}' cannot be {value} at {at} microseconds")
         self._id(process)
-        self.counters.append(CounterValue(process, name, at, value))
+        self.counters.append(CounterValue(process, name, at, value, unit))
 
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON, whole or not at all.
@@ -157,7 +158,7 @@ class Timeline:
 
     def _counter_event(self, item: CounterValue) -> dict[str, Any]:
         at = _microseconds(_nanoseconds(item.at))
-        return {"ph": "C", "pid": self._ids[item.process], "name": item.name, "ts": at, "args": {"value": item.value}}
+        return {"ph": "C", "pid": self._ids[item.process], "name": item.name, "ts": at, "args": {item.unit: item.value}}
 
     def _event(self, kind: str, item: Slice | Instant) -> dict[str, Any]:
         track = item.track

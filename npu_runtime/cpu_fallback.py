@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from npu_compiler.ops.elementwise import unclear_bound
 from npu_compiler.ops.transformer import is_named, unclear_affine
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor, tensor_to_numpy
+
+Watch: TypeAlias = Callable[..., AbstractContextManager[None]]
+"""What watches a partition's ops: called with an op's name and, by keyword, what a trace says of it."""
 
 
 class CPUPartition:
@@ -39,16 +42,19 @@ class CPUPartition:
                 self._free[index].append(name)
         self._fixed = {name: value.to(self._device) for name, value in _weight_tensors(graph, weights)}
 
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def run(self, inputs: Mapping[str, np.ndarray], watch: Watch | None = None) -> dict[str, np.ndarray]:
         """Input name → array in, output name → array out, in the graph's own (PyTorch) dtypes.
+
+        Args:
+            watch: Called for each op, it returns the context in which that runs.
 
         Raises:
             DeviceError: an op failed.
         """
-        results = self.run_tensors({name: numpy_to_tensor(inputs[name]) for name in self.graph.inputs})
+        results = self.run_tensors({name: numpy_to_tensor(inputs[name]) for name in self.graph.inputs}, watch)
         return {name: tensor_to_numpy(value) for name, value in results.items()}
 
-    def run_tensors(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run_tensors(self, inputs: Mapping[str, torch.Tensor], watch: Watch | None = None) -> dict[str, torch.Tensor]:
         """The same for tensors that are on the partition's device, where the results stay.
 
         Raises:
@@ -58,13 +64,23 @@ class CPUPartition:
         with torch.no_grad():
             for step, free in zip(self._steps, self._free, strict=True):
                 try:
-                    values.update(step([values[name] for name in step.node.inputs]))
+                    with nullcontext() if watch is None else watch(step.node.op_type, **self._facts(step.node)):
+                        values.update(step([values[name] for name in step.node.inputs]))
                 except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
                     where = f"node '{step.node.name}' ({step.node.op_type}): {error}"
                     raise DeviceError(f"CPU partition '{self.graph.name}' failed: {where}") from error
                 for name in free:
                     values.pop(name, None)
         return {name: values[name] for name in self.graph.outputs}
+
+    def _facts(self, node: OpNode) -> dict[str, Any]:
+        """What a trace says of a node: its name, and its tensors as `float32[2, 3]`."""
+        inputs, outputs = ([self.graph.tensors[name] for name in names] for names in (node.inputs, node.outputs))
+        return {
+            "node": node.name,
+            "inputs": [f"{spec.dtype}{list(spec.shape)}" for spec in inputs],
+            "outputs": [f"{spec.dtype}{list(spec.shape)}" for spec in outputs],
+        }
 
 
 def execute_cpu_partition(

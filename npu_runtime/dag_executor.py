@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,9 +132,15 @@ class DAGExecutor:
             InputError: an input is missing, unknown or does not fit.
             WeightError: `load_weights` was not called.
         """
-        start = time.perf_counter()
         if len(self._device_weights) + len(self._cpu) < len(self.plan.partitions):
             raise WeightError("the plan has weights, but load_weights() was not called")
+        with nullcontext() if profiler is None else profiler.run(self.plan.graph.name):
+            result = self._execute(inputs, profiler)
+        if self.check_outputs:
+            warn_of_doubtful_values(result, self._output_specs())
+        return result
+
+    def _execute(self, inputs: Mapping[str, np.ndarray], profiler: Profiler | None) -> dict[str, np.ndarray]:
         values: dict[str, Value] = dict(self._check_inputs(inputs))
         for part in self.plan.partitions:
             if part.device == "npu":
@@ -143,12 +150,7 @@ class DAGExecutor:
             for name in part.graph.inputs:
                 if self._last_use.get(name) == part.index:
                     values.pop(name, None)
-        result = Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
-        if profiler is not None:
-            profiler.add_run(time.perf_counter() - start)
-        if self.check_outputs:
-            warn_of_doubtful_values(result, self._output_specs())
-        return result
+        return Outputs({name: self._output(tensor, values, profiler) for name, tensor in self._outputs()})
 
     def _output_specs(self) -> list[TensorSpec]:
         """The outputs by name, stored in the compute dtype, however wide the graph says they are."""
@@ -188,20 +190,16 @@ class DAGExecutor:
             # A donated input is updated in place, which must not happen to a value that is still read afterwards.
             keep_value = spec.name in donated and self._last_use.get(spec.name) != part.index
             inputs[spec.name] = self._to_device(part.index, spec, values[spec.name], keep_value, profiler)
-        kernels = Profiler() if profiler is not None else None
-        outputs = executor.run(inputs, self._device_weights[part.index], kernels)
-        if profiler is not None and kernels is not None:
-            for name, entry in kernels.kernels.items():
-                profiler.kernels[name].seconds += entry.seconds
-                profiler.kernels[name].calls += entry.calls
-        return dict(outputs)
+        return dict(executor.run(inputs, self._device_weights[part.index], profiler))
 
     def _run_cpu(self, part: Partition, values: Mapping[str, Value], profiler: Profiler | None) -> dict[str, Value]:
         inputs = {name: self._to_host(name, values[name], profiler) for name in part.graph.inputs}
-        start = time.perf_counter()
-        outputs = self._cpu[part.index].run(inputs)
-        if profiler is not None:
-            profiler.add_kernel(f"cpu partition {part.index}", time.perf_counter() - start)
+        if profiler is None:
+            return dict(self._cpu[part.index].run(inputs))
+        name, start = f"cpu partition {part.index}", time.perf_counter()
+        with profiler.on_host(name):
+            outputs = self._cpu[part.index].run(inputs, profiler.on_host)
+        profiler.add_kernel(name, time.perf_counter() - start)
         return dict(outputs)
 
     def _to_device(
@@ -230,7 +228,8 @@ class DAGExecutor:
         else:
             buffer.write(value, spec)
         if profiler is not None:
-            profiler.add_transfer("host → device", time.perf_counter() - start, buffer.size_bytes)
+            self.backend.synchronize()
+            profiler.add_transfer("host → device", time.perf_counter() - start, buffer.size_bytes, spec.name)
         return buffer
 
     def _to_host(self, name: str, value: Value, profiler: Profiler | None) -> np.ndarray:
@@ -239,7 +238,7 @@ class DAGExecutor:
         start = time.perf_counter()
         array = value.to_numpy(self.plan.graph.tensors[name])
         if profiler is not None:
-            profiler.add_transfer("device → host", time.perf_counter() - start, value.size_bytes)
+            profiler.add_transfer("device → host", time.perf_counter() - start, value.size_bytes, name)
         return array
 
 

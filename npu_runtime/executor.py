@@ -14,9 +14,9 @@ A device may run asynchronously, and several threads may run one executor. What 
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,19 +140,19 @@ class Executor:
             WeightError: a weight is missing or does not fit its spec.
             DeviceError: the device failed.
         """
-        start = time.perf_counter()
-        checked = self._checked(inputs)
-        with self.backend.lock:
-            run = self._run
-            bound = run.bind(checked, weights if weights is not None else {})
-            run.generation += 1
-            self.counters["runs"] += 1
-            if profiler is None:
-                run.launch()
-            else:
-                run.launch_profiled(profiler)
-                profiler.add_run(time.perf_counter() - start)
-            results = run.results(bound)
+        around = nullcontext() if profiler is None else profiler.run(self.program.name)
+        with around:
+            checked = self._checked(inputs)
+            with self.backend.lock:
+                run = self._run
+                bound = run.bind(checked, weights if weights is not None else {}, profiler)
+                run.generation += 1
+                self.counters["runs"] += 1
+                if profiler is None:
+                    run.launch()
+                else:
+                    run.launch_profiled(profiler)
+                results = run.results(bound)
         if self.check_outputs:
             specs = self.program.output_specs
             warn_of_doubtful_values({spec.name: results[spec.name].to_numpy() for spec in specs}, specs)

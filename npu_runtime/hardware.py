@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
@@ -33,6 +33,48 @@ class Operand:
     view: View
     byte_offset: int
     is_constant: bool
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The most that a device reaches, for rooflines; what is not known is left out.
+
+    Attributes:
+        bandwidth: Bytes per second from and to its memory.
+        flops: Floating-point operations per second by the dtype of the operands.
+    """
+
+    bandwidth: float | None = None
+    flops: Mapping[str, float] = field(default_factory=dict)
+
+    def least_seconds(self, call: KernelCall) -> tuple[float, str] | None:
+        """The least time that a call can take and what limits it, "memory" or "compute"; None if nothing is known.
+
+        That is the roofline of Williams, Waterman and Patterson (doi.org/10.1145/1498765.1498785) with each byte
+        counted once, so data that caches hold can be faster.
+        """
+        limits = []
+        if self.bandwidth and call.bytes_moved:
+            limits.append((call.bytes_moved / self.bandwidth, "memory"))
+        known = [view.dtype for view in (*call.inputs, *call.outputs) if view.dtype in self.flops]
+        if known and call.flops:
+            limits.append((call.flops / self.flops[known[0]], "compute"))
+        return max(limits, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """What one part of a device did during a kernel.
+
+    Attributes:
+        part: Which part, such as "multiprocessor 3".
+        start, seconds: Since the kernel's beginning, and how long.
+    """
+
+    part: str
+    name: str
+    start: float
+    seconds: float
 
 
 class Hardware(DeviceMemory, ABC):
@@ -122,6 +164,19 @@ class Hardware(DeviceMemory, ABC):
         launch()
         self.synchronize()
         return time.perf_counter() - start
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The most that the device reaches; by default nothing is known."""
+        return Ceilings()
+
+    def phases(self, call: KernelCall, memory: Mapping[str, DeviceBuffer]) -> Sequence[PhaseTime]:
+        """What the parts of the device did in the latest launch of a call, where its program measures that.
+
+        Args:
+            memory: Buffer name → memory, for the call's operands.
+        """
+        return ()
 
 
 _BEST: list[Callable[[], Hardware]] = []

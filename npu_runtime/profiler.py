@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from npu_compiler.timeline import Timeline
+from npu_runtime.profile_trace import CallTime, Span, timeline_of
 
 
 @dataclass
@@ -21,27 +28,75 @@ class Profiler:
     """Passed to `Executor.run` or `DAGExecutor.execute`; times add up over runs.
 
     A profiled run synchronizes after every kernel, so its total is larger than an unprofiled run's.
+
+    Attributes:
+        kernels, transfers: Totals by name.
+        total, runs: Seconds of all runs, and how many there were.
+        calls: Every kernel call on a device, in order.
+        host_spans, transfer_spans: What the host did, slices inside each other, and every transfer.
     """
 
     kernels: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
     transfers: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
     total: float = 0.0
     runs: int = 0
+    calls: list[CallTime] = field(default_factory=list)
+    host_spans: list[Span] = field(default_factory=list)
+    transfer_spans: list[Span] = field(default_factory=list)
+    _depth: int = 0
 
     def add_kernel(self, name: str, seconds: float) -> None:
         entry = self.kernels[name]
         entry.seconds += seconds
         entry.calls += 1
 
-    def add_transfer(self, name: str, seconds: float, size: int) -> None:
+    def add_call(self, timed: CallTime) -> None:
+        """Add a kernel call, also to the kernel's totals."""
+        self.add_kernel(timed.call.kernel, timed.seconds)
+        self.calls.append(timed)
+
+    def add_transfer(self, name: str, seconds: float, size: int, tensor: str = "") -> None:
+        """Add a transfer of `size` bytes that has just ended."""
         entry = self.transfers[name]
         entry.seconds += seconds
         entry.calls += 1
         entry.bytes += size
+        now = time.perf_counter()
+        self.transfer_spans.append(Span(name, now - seconds, now, {"tensor": tensor, "bytes": size}))
 
-    def add_run(self, seconds: float) -> None:
-        self.total += seconds
-        self.runs += 1
+    @contextmanager
+    def run(self, name: str) -> Iterator[None]:
+        """A run of a program or plan; of runs inside each other only the outermost counts as one."""
+        start = time.perf_counter()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        end = time.perf_counter()
+        self.host_spans.append(Span(name, start, end, {}))
+        if self._depth == 0:
+            self.total += end - start
+            self.runs += 1
+
+    @contextmanager
+    def on_host(self, name: str, **args: Any) -> Iterator[None]:
+        """Something that the host does, for the trace."""
+        start = time.perf_counter()
+        yield
+        self.host_spans.append(Span(name, start, time.perf_counter(), args))
+
+    def timeline(self) -> Timeline:
+        """What was recorded, on tracks: host, transfers, each device's kernels, what its blocks did, and counters."""
+        return timeline_of(self.calls, self.host_spans, self.transfer_spans)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a trace of all profiled runs for Perfetto (ui.perfetto.dev); docs/profiling.md says what it shows.
+
+        Raises:
+            InputError: the file cannot be written (no such folder, no permission, disk full).
+        """
+        self.timeline().save(path)
 
     def to_dict(self) -> dict[str, Any]:
         """Milliseconds per run, most expensive first."""
@@ -56,7 +111,13 @@ class Profiler:
                 for name, e in ordered
             ],
             "transfers": [
-                {"name": name, "ms": 1e3 * e.seconds / runs, "calls": e.calls / runs, "bytes": e.bytes / runs}
+                {
+                    "name": name,
+                    "ms": 1e3 * e.seconds / runs,
+                    "calls": e.calls / runs,
+                    "share": e.seconds / spent,
+                    "bytes": e.bytes / runs,
+                }
                 for name, e in self.transfers.items()
             ],
         }

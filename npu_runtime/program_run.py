@@ -5,6 +5,7 @@ The invariants that are numbered here are those of `executor.py`.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -20,6 +21,7 @@ from npu_runtime.buffer import DeviceBuffer
 from npu_runtime.executor_inputs import InputPlaces, check_fits
 from npu_runtime.hardware import Hardware, Launch, Operand
 from npu_runtime.named_values import Outputs
+from npu_runtime.profile_trace import CallTime
 from npu_runtime.profiler import Profiler
 
 
@@ -201,7 +203,10 @@ class ThreadRun:
         return handle
 
     def bind(
-        self, inputs: Mapping[str, DeviceBuffer | np.ndarray], weights: Mapping[str, DeviceBuffer]
+        self,
+        inputs: Mapping[str, DeviceBuffer | np.ndarray],
+        weights: Mapping[str, DeviceBuffer],
+        profiler: Profiler | None = None,
     ) -> dict[str, DeviceBuffer]:
         """Make the launches ready for these inputs and weights; returns the memory that holds each input."""
         bound, moved = dict[str, DeviceBuffer](), dict[str, DeviceBuffer | np.ndarray]()
@@ -218,7 +223,12 @@ class ThreadRun:
         if self._prologue_runs != self._shared.prologue_runs:
             self._follow_weights()
         for name, value in moved.items():
+            start = time.perf_counter()
             buffer = bound[name] = self._inputs.place(name, value, self.memory.get(name))
+            if profiler is not None and buffer is not value:
+                self._backend.synchronize()
+                way = f"{'host' if isinstance(value, np.ndarray) else 'device'} → device"
+                profiler.add_transfer(way, time.perf_counter() - start, buffer.size_bytes, name)
             if self._is_elsewhere(name, buffer):
                 self.memory[name] = buffer
                 self._forget([name])
@@ -307,9 +317,13 @@ class ThreadRun:
         self._sequence()
 
     def launch_profiled(self, profiler: Profiler) -> None:
-        for call, launch in zip(self._plan.calls, self._launches, strict=True):
+        backend = self._backend
+        for index, (call, launch) in enumerate(zip(self._plan.calls, self._launches, strict=True)):
             assert launch is not None
-            profiler.add_kernel(call.kernel, self._backend.timed(launch))
+            seconds = backend.timed(launch)
+            ended = time.perf_counter()
+            phases = backend.phases(call, self.memory)
+            profiler.add_call(CallTime(self._plan, index, backend, ended, seconds, phases))
 
     def results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
         """Output name → handle for the run that was just launched on these inputs."""

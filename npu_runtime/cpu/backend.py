@@ -21,6 +21,7 @@ from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.cpu.arrays import host_memory
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
+from npu_runtime.cpu.ceilings import measured_ceilings
 from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
@@ -29,6 +30,7 @@ from npu_runtime.cpu.native.candidates import native_candidates
 from npu_runtime.cpu.native.threads import usable_threads
 from npu_runtime.cpu.numpy_kernels import numpy_launch
 from npu_runtime.cpu.tuning import ChoiceTable, Tuner, default_launch, machine
+from npu_runtime.hardware import Ceilings
 from npu_runtime.pieces import in_pieces
 from npu_runtime.pytorch import INSTALL, find_torch
 
@@ -140,6 +142,11 @@ class CPUBackend(Backend):
         torch = find_torch() if self.pytorch else None
         threads, library = (usable_threads(), "NumPy") if torch is None else (torch.get_num_threads(), "torch")
         return f"CPU, {threads} threads, {'native and ' * self.native}{library} kernels"
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Measured when first asked for, which takes some tenths of a second."""
+        return measured_ceilings()
 
     def allocate(self, shape: Shape, dtype: str, alloc_shape: Shape | None = None) -> CPUBuffer:
         memory = alloc_shape if alloc_shape is not None else shape

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from perfetto_trace import PerfettoTrace
 
 from npu_compiler.errors import InputError
 from npu_compiler.timeline import Timeline, Track
@@ -22,7 +23,7 @@ def two_tracks() -> Timeline:
     timeline.slice(kernels, "linear", 1.5, 2.25, {"bytes": 12, "shapes": ["float32[2, 3]"]})
     timeline.slice(host, "run", 0.5, 4)
     timeline.instant(host, "first token", 4)
-    timeline.counter("device", "arena", 1.5, 256)
+    timeline.counter("device", "arena", 1.5, 256, "bytes")
     return timeline
 
 
@@ -49,9 +50,40 @@ def test_a_file_holds_names_first_and_then_what_happened_in_order(tmp_path: Path
             "ts": 1.5,
             "dur": 2.25,
         },
-        {"ph": "C", "pid": 3, "name": "arena", "ts": 1.5, "args": {"value": 256}},
+        {"ph": "C", "pid": 3, "name": "arena", "ts": 1.5, "args": {"bytes": 256}},
         {"ph": "i", "pid": 1, "tid": 2, "name": "first token", "ts": 4.0, "s": "t"},
     ]
+
+
+def test_perfetto_reads_all_of_it_without_complaint(tmp_path: Path) -> None:
+    two_tracks().save(tmp_path / "trace.json")
+    trace = PerfettoTrace(tmp_path / "trace.json")
+    assert trace.problems() == []
+    on_tracks = (
+        "from {} join thread_track on track_id = thread_track.id join thread using(utid) join process using(upid)"
+    )
+    slices = trace.rows(
+        f"select process.name, thread.name, slice.name, ts, dur {on_tracks.format('slice')} order by ts"
+    )
+    assert slices == [
+        ("host", "runs", "run", 500, 4000),
+        ("device", "kernels", "linear", 1500, 2250),
+        ("host", "runs", "first token", 4000, 0),
+    ]
+    args = trace.rows("select key, display_value from args where key like 'args.%' order by key")
+    assert args == [("args.bytes", "12"), ("args.shapes[0]", "float32[2, 3]")]
+    counters = "counter join process_counter_track as track on track_id = track.id join process using(upid)"
+    assert trace.rows(f"select process.name, track.name, ts, value from {counters}") == [
+        ("device", "arena bytes", 1500, 256.0)
+    ]
+
+
+def test_perfetto_complains_of_what_a_timeline_refuses(tmp_path: Path) -> None:
+    """So that its silence about other traces means something."""
+    path = tmp_path / "trace.json"
+    overlapping = [{"ph": "X", "pid": 1, "tid": 2, "name": "k", "ts": start, "dur": 2} for start in (0, 1)]
+    path.write_text(json.dumps({"traceEvents": overlapping}))
+    assert [name for name, _ in PerfettoTrace(path).problems()] == ["slice_drop_overlapping_complete_event"]
 
 
 def test_an_empty_timeline_is_a_file_too(tmp_path: Path) -> None:

@@ -482,11 +482,12 @@ def test_a_profile_as_table_and_json(backend: Backend) -> None:
     counts = Counter(call.kernel for call in program.kernels)
     assert data["runs"] == 2 and data["total_ms"] > 0
     assert {row["name"]: row["calls"] for row in data["kernels"]} == counts
-    assert sum(row["share"] for row in data["kernels"]) == pytest.approx(1)
+    assert {row["name"] for row in data["transfers"]} == {"device → device"}  # of inputs in other buffers than before
+    assert sum(row["share"] for row in (*data["kernels"], *data["transfers"])) == pytest.approx(1)
     assert [row["ms"] for row in data["kernels"]] == sorted((row["ms"] for row in data["kernels"]), reverse=True)
     lines = profiler.report().split("\n")
     assert lines[0].split() == ["kernel", "ms/run", "calls", "share"] and lines[-1].startswith("total (with profiling)")
-    assert len(lines) == len(counts) + 2
+    assert len(lines) == len(counts) + 1 + 2
 
 
 def test_an_empty_profile_prints() -> None:
