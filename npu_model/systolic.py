@@ -23,33 +23,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from npu_compiler.errors import InputError
+from npu_compiler.program.products import Product
 
 
 class Dataflow(StrEnum):
-    """Which operand stays in the array."""
+    """Which operand stays in the processing elements."""
 
-    WEIGHT = "weight"
-    OUTPUT = "output"
-    INPUT = "input"
-
-
-@dataclass(frozen=True)
-class Product:
-    """`batch` independent matrix products `[m, k] × [k, n]`: m rows of inputs, k summed, n columns of weights."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-
-    def __post_init__(self) -> None:
-        if min(self.m, self.n, self.k, self.batch) < 1:
-            raise InputError(f"a product needs sizes of at least 1, not m={self.m} n={self.n} k={self.k} ×{self.batch}")
-
-    @property
-    def macs(self) -> int:
-        """Multiply-accumulates of all the products."""
-        return self.m * self.n * self.k * self.batch
+    WEIGHT_STATIONARY = "weight_stationary"
+    OUTPUT_STATIONARY = "output_stationary"
+    INPUT_STATIONARY = "input_stationary"
 
 
 @dataclass(frozen=True)
@@ -95,9 +77,9 @@ def mapping(product: Product, rows: int, columns: int, dataflow: Dataflow) -> Ma
         raise InputError(f"an array needs at least one row and one column, not {rows}×{columns}")
     m, n, k = product.m, product.n, product.k
     along_rows, along_columns, time = {
-        Dataflow.WEIGHT: (k, n, m),
-        Dataflow.INPUT: (k, m, n),
-        Dataflow.OUTPUT: (m, n, k),
+        Dataflow.WEIGHT_STATIONARY: (k, n, m),
+        Dataflow.INPUT_STATIONARY: (k, m, n),
+        Dataflow.OUTPUT_STATIONARY: (m, n, k),
     }[dataflow]
     return Mapping(along_rows, along_columns, time, -(-along_rows // rows), -(-along_columns // columns))
 
@@ -113,10 +95,10 @@ def array_cycles(product: Product, rows: int, columns: int, dataflow: Dataflow) 
     """
     laid = mapping(product, rows, columns, dataflow)
     fold = laid.time + rows + columns - 2
-    if dataflow is not Dataflow.OUTPUT:
+    if dataflow is not Dataflow.OUTPUT_STATIONARY:
         fold += rows
     cycles = fold * laid.row_folds * laid.column_folds * product.batch
-    return ArrayCycles(cycles, product.macs / (cycles * rows * columns))
+    return ArrayCycles(cycles, product.macs / (cycles * rows * columns) if cycles else 0.0)
 
 
 def sram_accesses(product: Product, rows: int, columns: int, dataflow: Dataflow) -> SramAccesses:
@@ -124,12 +106,15 @@ def sram_accesses(product: Product, rows: int, columns: int, dataflow: Dataflow)
     laid = mapping(product, rows, columns, dataflow)
     batch = product.batch
     inputs, weights, outputs = product.m * product.k, product.k * product.n, product.m * product.n
-    if dataflow is Dataflow.OUTPUT:
+    if dataflow is Dataflow.OUTPUT_STATIONARY:
         return SramAccesses(inputs * laid.column_folds * batch, weights * laid.row_folds * batch, outputs * batch, 0)
-    if dataflow is Dataflow.WEIGHT:
+    if dataflow is Dataflow.WEIGHT_STATIONARY:
         inputs *= laid.column_folds
     else:
         weights *= laid.column_folds
     return SramAccesses(
         inputs * batch, weights * batch, outputs * laid.row_folds * batch, outputs * (laid.row_folds - 1) * batch
     )
+
+
+__all__ = ["ArrayCycles", "Dataflow", "Mapping", "Product", "SramAccesses", "array_cycles", "mapping", "sram_accesses"]
