@@ -28,7 +28,7 @@ from npu_model.systolic_dram import Buffers, Convolution, dram_traffic
 
 TOKENS = 128
 SRAM_KIB = {32: 128, 128: 1024}  # array → size of the SRAM for inputs, and of that for weights
-SHORT = {Dataflow.WEIGHT_STATIONARY: "ws", Dataflow.OUTPUT_STATIONARY: "os", Dataflow.INPUT_STATIONARY: "is"}
+SHORT = {Dataflow.WEIGHT: "ws", Dataflow.OUTPUT: "os", Dataflow.INPUT: "is"}
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def table(comparisons: list[Comparison]) -> str:
     ]
     groups: dict[tuple[str, int, str], list[Comparison]] = {}
     for comparison in comparisons:
-        key = (comparison.layer.model, comparison.array, comparison.dataflow.value.replace("_", " "))
+        key = (comparison.layer.model, comparison.array, f"{comparison.dataflow} stationary")
         groups.setdefault(key, []).append(comparison)
     for (model, array, dataflow), members in groups.items():
         cells = []

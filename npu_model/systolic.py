@@ -27,11 +27,11 @@ from npu_compiler.program.products import Product
 
 
 class Dataflow(StrEnum):
-    """Which operand stays in the processing elements."""
+    """Which operand stays in the array."""
 
-    WEIGHT_STATIONARY = "weight_stationary"
-    OUTPUT_STATIONARY = "output_stationary"
-    INPUT_STATIONARY = "input_stationary"
+    WEIGHT = "weight"
+    OUTPUT = "output"
+    INPUT = "input"
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def mapping(product: Product, rows: int, columns: int, dataflow: Dataflow) -> Ma
         raise InputError(f"an array needs at least one row and one column, not {rows}×{columns}")
     m, n, k = product.m, product.n, product.k
     along_rows, along_columns, time = {
-        Dataflow.WEIGHT_STATIONARY: (k, n, m),
-        Dataflow.INPUT_STATIONARY: (k, m, n),
-        Dataflow.OUTPUT_STATIONARY: (m, n, k),
+        Dataflow.WEIGHT: (k, n, m),
+        Dataflow.INPUT: (k, m, n),
+        Dataflow.OUTPUT: (m, n, k),
     }[dataflow]
     return Mapping(along_rows, along_columns, time, -(-along_rows // rows), -(-along_columns // columns))
 
@@ -95,10 +95,10 @@ def array_cycles(product: Product, rows: int, columns: int, dataflow: Dataflow) 
     """
     laid = mapping(product, rows, columns, dataflow)
     fold = laid.time + rows + columns - 2
-    if dataflow is not Dataflow.OUTPUT_STATIONARY:
+    if dataflow is not Dataflow.OUTPUT:
         fold += rows
     cycles = fold * laid.row_folds * laid.column_folds * product.batch
-    return ArrayCycles(cycles, product.macs / (cycles * rows * columns) if cycles else 0.0)
+    return ArrayCycles(cycles, product.macs / (cycles * rows * columns))
 
 
 def sram_accesses(product: Product, rows: int, columns: int, dataflow: Dataflow) -> SramAccesses:
@@ -106,15 +106,12 @@ def sram_accesses(product: Product, rows: int, columns: int, dataflow: Dataflow)
     laid = mapping(product, rows, columns, dataflow)
     batch = product.batch
     inputs, weights, outputs = product.m * product.k, product.k * product.n, product.m * product.n
-    if dataflow is Dataflow.OUTPUT_STATIONARY:
+    if dataflow is Dataflow.OUTPUT:
         return SramAccesses(inputs * laid.column_folds * batch, weights * laid.row_folds * batch, outputs * batch, 0)
-    if dataflow is Dataflow.WEIGHT_STATIONARY:
+    if dataflow is Dataflow.WEIGHT:
         inputs *= laid.column_folds
     else:
         weights *= laid.column_folds
     return SramAccesses(
         inputs * batch, weights * batch, outputs * laid.row_folds * batch, outputs * (laid.row_folds - 1) * batch
     )
-
-
-__all__ = ["ArrayCycles", "Dataflow", "Mapping", "Product", "SramAccesses", "array_cycles", "mapping", "sram_accesses"]

@@ -98,26 +98,26 @@ def dram_traffic(
 def _input_reads(
     work: Product | Convolution, laid: Mapping, rows: int, columns: int, dataflow: Dataflow, window: int
 ) -> int:
-    passes = 1 if dataflow is Dataflow.INPUT_STATIONARY else laid.column_folds
+    passes = 1 if dataflow is Dataflow.INPUT else laid.column_folds
     if isinstance(work, Product):
         return _streamed(work.m * work.k, passes, window)
     windows = work.addresses()
     size = work.batch * len(np.unique(windows))
     if size < window:
         return size
-    if dataflow is Dataflow.WEIGHT_STATIONARY:  # some elements of every window, then the next ones
+    if dataflow is Dataflow.WEIGHT:  # some elements of every window, then the next ones
         folds = [windows[:, start : start + rows] for start in range(0, windows.shape[1], rows)]
     else:  # all elements of some windows, then the next windows
-        along = columns if dataflow is Dataflow.INPUT_STATIONARY else rows
+        along = columns if dataflow is Dataflow.INPUT else rows
         folds = [windows[start : start + along].T for start in range(0, windows.shape[0], along)]
     return passes * work.batch * _fetches(np.concatenate([fold.ravel() for fold in folds]), window)
 
 
 def _weight_reads(product: Product, laid: Mapping, columns: int, dataflow: Dataflow, window: int) -> int:
     size = product.k * product.n
-    if dataflow is Dataflow.WEIGHT_STATIONARY:
+    if dataflow is Dataflow.WEIGHT:
         return size
-    if dataflow is Dataflow.INPUT_STATIONARY:
+    if dataflow is Dataflow.INPUT:
         return _streamed(size, laid.column_folds, window)
     blocks = [product.k * min(columns, product.n - start) for start in range(0, product.n, columns)]
     return _repeated(blocks, laid.row_folds, window)

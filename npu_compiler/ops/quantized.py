@@ -13,6 +13,7 @@ from npu_compiler.ops.matmul import packed_rows
 from npu_compiler.ops.registry import register_op
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, KernelCall, declare_kernel, distinct_bytes
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import View
 
 _FIELDS: dict[str, Any] = {
@@ -43,6 +44,7 @@ for _name, _grid, _rows_of_x in (
         source="quantized.metal",
         grid=_grid,
         where=_holds_rows,
+        products=lambda call: (Product(call.m, call.n, call.k),),
         m="I",
         n="I",
         **_FIELDS,
@@ -55,6 +57,7 @@ declare_kernel(
     source="quantized.metal",
     grid=Grid.CODE_COLUMNS,
     where=lambda call: call.m == 1 and call.rows == 2 * call.n and _holds_rows(call),
+    products=lambda call: (Product(1, call.rows, call.k),),
     m="I",
     n="I",
     **_FIELDS,
