@@ -16,7 +16,6 @@ from npu_compiler.program.elementwise import ACTIVATIONS, ELEMENTWISE, Elementwi
 from npu_compiler.program.kernels import Family, KernelCall, KernelDecl, distinct_bytes
 from npu_compiler.program.operands import Operand
 from npu_compiler.program.products import Product
-from npu_compiler.program.views import View
 from npu_model.chip import WIDER
 
 SOFTMAX_OPERATIONS = 5  # of a score: scale, compare, subtract, exponential, sum
@@ -162,21 +161,18 @@ def _role(operand: Operand, kernel: KernelDecl) -> Role:
 def _touched(call: KernelCall) -> tuple[list[int], list[int]]:
     """Bytes of each input and each output that the call touches; a lookup touches but some rows of its table."""
     read, written = ([distinct_bytes(view) for view in views] for views in (call.inputs, call.outputs))
-    spare = sum(read) + sum(written) - call.bytes_moved
-    if spare <= 0:
-        return read, written
-    for sizes, views in ((written, call.outputs), (read, call.inputs)):
-        rest = call.bytes_moved - sum(read if sizes is written else written)
-        if 0 <= rest < sum(sizes):
-            return (_scaled(sizes, rest, views), written) if sizes is read else (read, _scaled(sizes, rest, views))
+    if sum(read) + sum(written) > call.bytes_moved:
+        if sum(read) > sum(written):
+            read = _scaled(read, max(0, call.bytes_moved - sum(written)))
+        else:
+            written = _scaled(written, max(0, call.bytes_moved - sum(read)))
     return read, written
 
 
-def _scaled(sizes: Sequence[int], total: int, views: Sequence[View]) -> list[int]:
-    """`total` bytes, shared by the largest: whatever is small is read whole."""
+def _scaled(sizes: Sequence[int], total: int) -> list[int]:
+    """Sizes that add up to about `total`: the largest are touched in part, the others whole."""
     largest = max(sizes)
-    many = sizes.count(largest)
     rest = total - sum(size for size in sizes if size != largest)
     if rest < 0:
         return [size * total // sum(sizes) for size in sizes]
-    return [rest // many if size == largest else size for size in sizes]
+    return [rest // sizes.count(largest) if size == largest else size for size in sizes]

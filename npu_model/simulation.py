@@ -1,0 +1,79 @@
+"""`simulate`: a program on a chip. Tries several divisions of SRAM and takes the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.program.plan import ExecutionPlan
+from npu_model.chip import Chip
+from npu_model.mapper import Mapper, Tiling, no_tile
+from npu_model.residency import Residency, demand_of, divide
+from npu_model.result import Result, make_result
+from npu_model.simulator import Machine
+from npu_model.work import Work, call_work
+
+_SHARES = 6  # the tiles get 1/2, 1/4, … of SRAM, rounded down to a power of two
+
+
+def simulate(program: CompiledProgram, chip: Chip) -> Result:
+    """One run of a program on a chip; what runs once per set of weights is left out.
+
+    Weights stay in SRAM between runs if that is faster and there is room for all of them.
+
+    Raises:
+        InputError: the program is not for the op-level target, or a kernel fits no SRAM of this chip.
+    """
+    import npu_compiler.ops  # noqa: F401  (declares the kernels)
+
+    plan = program.plan
+    works = [call_work(call) for call in plan.calls]
+    constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.is_constant)
+    dependencies = _dependencies(plan)
+    mapper = Mapper(chip)
+    best: Result | None = None
+    unfit: Work | None = None
+    for residency in _divisions(plan, chip):
+        tilings = _tilings(works, residency, constants, mapper)
+        if isinstance(tilings, Work):
+            unfit = tilings
+            continue
+        times = Machine(chip).run(tilings, dependencies)
+        result = make_result(program, chip, works, tilings, times, residency)
+        if best is None or (result.cycles, result.dram_bytes) < (best.cycles, best.dram_bytes):
+            best = result
+    if best is None:
+        assert unfit is not None
+        raise no_tile(unfit.call.node, unfit.call.kernel, chip)
+    return best
+
+
+def _divisions(plan: ExecutionPlan, chip: Chip) -> list[Residency]:
+    size = chip.sram.size
+    power = 1 << (size.bit_length() - 1)
+    shares = sorted({size, *(power >> step for step in range(0 if power < size else 1, _SHARES))}, reverse=True)
+    found = [divide(plan, size, share, keep) for keep in (True, False) for share in shares]
+    return [division for division in found if division is not None]
+
+
+def _tilings(
+    works: Sequence[Work], residency: Residency, constants: frozenset[str], mapper: Mapper
+) -> list[Tiling] | Work:
+    """The tiling of each call; the first call that has none, if there is one."""
+    tilings = []
+    for work in works:
+        tiling = mapper.tiling(demand_of(work, residency.buffers, constants), residency.tile_bytes)
+        if tiling is None:
+            return work
+        tilings.append(tiling)
+    return tilings
+
+
+def _dependencies(plan: ExecutionPlan) -> list[frozenset[int]]:
+    """For each call, the latest call before that wrote each buffer that it reads or writes."""
+    writer: dict[str, int] = {}
+    found = []
+    for index, call in enumerate(plan.calls):
+        found.append(frozenset(writer[v.buffer] for v in (*call.inputs, *call.outputs) if v.buffer in writer))
+        writer.update({view.buffer: index for view in call.outputs})
+    return found
