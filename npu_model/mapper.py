@@ -8,9 +8,10 @@ lower bound, its traffic and the chip's peak; candidates are tried by their boun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product as combinations
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from npu_model.chip import Chip, Matrix
 from npu_model.systolic import Dataflow, array_cycles, mapping, sram_accesses
 
 _ACCUMULATOR = 4  # bytes of a sum
+_SHORTEST_STREAM = 16  # elements
 
 
 @dataclass(frozen=True)
@@ -151,9 +153,7 @@ class Mapper:
                 one_cycles, one_bytes = self._array_cost(piece, demand, self._chip.matrix)
                 cycles += count * one_cycles / rate
                 accesses += count * one_bytes
-            results.append(
-                self._tiling(shape, tiles, cycles / tiles, vector, *loads, moved + accesses / tiles)
-            )
+            results.append(self._tiling(shape, tiles, cycles / tiles, vector, *loads, moved + accesses / tiles))
         by_vector = vector + demand.macs / self._chip.vector_rate(demand.dtype) / tiles
         results.append(self._tiling(f"{shape} by vector lanes", tiles, 0.0, by_vector, *loads, 2 * moved))
         return min(results, key=lambda result: result.estimate)
@@ -247,28 +247,67 @@ def _candidates(demand: Demand, chip: Chip, budget: int) -> Candidates | None:
         return None
     # How often each side is loaded: for m, for n, for k where the left is kept, else for n, for m, for k.
     single = along_n * along_k == 1
-    left_times = np.where(right_kept == 1, np.where(along_m * along_k == 1, 1, along_n), np.where(along_k == 1, 1, along_n))
+    left_times = np.where(
+        right_kept == 1, np.where(along_m * along_k == 1, 1, along_n), np.where(along_k == 1, 1, along_n)
+    )
     right_times = np.where(right_kept == 1, np.where(along_k == 1, 1, along_m), np.where(single, 1, along_m))
     constants = demand.left.constant * left_times + demand.right.constant * right_times + demand.element.constant
     inputs = demand.left.changing * left_times + demand.right.changing * right_times + demand.element.changing
     traffic = (constants + inputs + demand.stored) / chip.dram_bytes_per_cycle
     tiles = along_m * along_n * along_k * along_batch
     latency = chip.dram_latency_cycles * tiles / chip.dma.channels * ((constants > 0) | (inputs > 0))
-    bound = np.maximum(np.maximum(traffic, latency), demand.macs / chip.peak_macs(demand.dtype))
+    computed = demand.macs / chip.vector_rate(demand.dtype)
+    rate = chip.matrix_rate(demand.dtype)
+    if chip.matrix is not None and rate is not None:
+        tile = {"m": (first.m, m), "n": (first.n, n), "k": (first.k, k)}
+        folded = _least_array_cycles(tile, chip.matrix) * first.batch
+        if is_chain:
+            later = demand.products[1]
+            folded += (
+                _least_array_cycles({"m": tile["m"], "n": (later.n, later.n), "k": tile["n"]}, chip.matrix)
+                * first.batch
+            )
+        fill = tiles * (chip.matrix.rows + chip.matrix.columns - 2)
+        computed = np.minimum(computed, (folded / chip.matrix.arrays + fill) / rate)
+    bound = np.maximum(np.maximum(traffic, latency), np.maximum(computed, demand.macs / chip.peak_macs(demand.dtype)))
     chosen = [array[fits] for array in (m, n, k, batch, tiles, constants, inputs, bound)]
     return Candidates(*chosen)
+
+
+def _least_array_cycles(sizes: Mapping[str, tuple[int, Any]], matrix: Matrix) -> Any:
+    """Cycles of all tiles of one of the batches on one array, the filling and emptying of the array left out.
+
+    Args:
+        sizes: m, n and k of the product, and of a tile.
+    """
+    rows, columns, time = (sizes[name] for name in _laid_out(matrix.dataflow))
+    load = 0 if matrix.dataflow is Dataflow.OUTPUT else matrix.rows
+    streams = _over_tiles(*time, lambda size: np.maximum(size, load))
+    return _over_tiles(*rows, lambda size: np.ceil(size / matrix.rows)) * (
+        _over_tiles(*columns, lambda size: np.ceil(size / matrix.columns)) * streams
+    )
+
+
+def _over_tiles(size: int, step: Any, cost: Callable[[Any], Any]) -> Any:
+    """The sum of a cost over the parts of `size` when it is cut every `step`."""
+    whole = np.floor(size / step)
+    rest = size - whole * step
+    return whole * cost(step) + np.where(rest > 0, cost(np.maximum(rest, 1)), 0)
+
+
+def _laid_out(dataflow: Dataflow) -> list[str]:
+    """The sizes of a product, m, n or k, that lie along the rows, the columns and time."""
+    laid = mapping(Product(m=1, n=2, k=3), 1, 1, dataflow)
+    return ["mnk"[size - 1] for size in (laid.along_rows, laid.along_columns, laid.time)]
 
 
 def _tile_sizes(first: Product, chip: Chip, is_chain: bool) -> tuple[list[int], list[int], list[int]]:
     """Tile sizes to try for m, n and k: powers of two times what fills an array, and the whole."""
     rows, columns = (1, 1) if chip.matrix is None else (chip.matrix.rows, chip.matrix.columns)
     dataflow = Dataflow.WEIGHT if chip.matrix is None else chip.matrix.dataflow
-    least = {
-        Dataflow.WEIGHT: (16, columns, rows),
-        Dataflow.INPUT: (columns, 16, rows),
-        Dataflow.OUTPUT: (rows, columns, 16),
-    }[dataflow]
-    sizes = [_powers(least_size, size) for least_size, size in zip(least, (first.m, first.n, first.k), strict=True)]
+    least = dict(zip(_laid_out(dataflow), (rows, columns, _SHORTEST_STREAM), strict=True))
+    given = (("m", first.m), ("n", first.n), ("k", first.k))
+    sizes = [_powers(least[name], size) for name, size in given]
     return sizes[0], sizes[1], [first.k] if is_chain else sizes[2]
 
 
@@ -281,7 +320,9 @@ def _pieces(demand: Demand, tile: tuple[int, ...]) -> Iterator[tuple[Product, in
     """The products of all tiles, those at the edges smaller, each with the number of tiles like it."""
     m, n, k, batch = tile
     first = demand.products[0]
-    ends = [_cut(size, step) for size, step in zip((first.m, first.n, first.k, first.batch), (m, n, k, batch), strict=True)]
+    ends = [
+        _cut(size, step) for size, step in zip((first.m, first.n, first.k, first.batch), (m, n, k, batch), strict=True)
+    ]
     for (m, am), (n, an), (k, ak), (batch, ab) in combinations(*ends):
         count = am * an * ak * ab
         yield Product(m, n, k, batch), count

@@ -215,7 +215,9 @@ def make_result(
 
 
 def _call_result(index: int, chip: Chip, work: Work, tiling: Tiling, times: CallTimes) -> CallResult:
-    moved = [round(size * tiling.tiles) for size in (tiling.constants, tiling.inputs, tiling.outputs, tiling.sram_bytes)]
+    moved = [
+        round(size * tiling.tiles) for size in (tiling.constants, tiling.inputs, tiling.outputs, tiling.sram_bytes)
+    ]
     costs = chip.energy
     picojoules = (
         work.macs * chip.mac_energy(work.dtype) if work.macs else 0.0,

@@ -20,6 +20,7 @@ simulated one by one.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -87,6 +88,14 @@ class _Store:
     size: float
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """All clocks after a tile, and a call's progress and stalls."""
+
+    clocks: tuple[float, ...]
+    tallies: tuple[float, ...]
+
+
 class Machine:
     """The units of a chip, and until when each of them is busy, in cycles."""
 
@@ -124,20 +133,24 @@ class Machine:
         launched = self._launched()
         index = len(self._calls) - 1
         times = self._calls[index]
-        done, before, step = 0, self._clocks(), None
-        while done < tiling.tiles:
-            tallies = (times.progress, *times.stalls.values())
-            if done == 0 and index - 1 in needed:
-                self._tile(times, tiling, launched, needed, flush_early=True)
-            else:
-                self._tile(times, tiling, launched, needed)
-            done += 1
-            after = self._clocks()
-            last_step, step = step, _common_step(before, after)
-            before = after
-            if step is not None and last_step is not None and abs(step - last_step) <= _SAME * step:
-                self._skip(times, tallies, tiling, step, tiling.tiles - done)
-                return
+        periods = self._periods(tiling)
+        history = [self._snapshot(times)]
+        for done in range(1, tiling.tiles + 1):
+            self._tile(times, tiling, launched, needed, flush_early=done == 1 and index - 1 in needed)
+            history.append(self._snapshot(times))
+            for period in periods:
+                step = _common_step(history, period)
+                if step is not None and (periods_left := (tiling.tiles - done) // period):
+                    self._skip(times, tiling, step, history[-1 - period], periods_left)
+                    for _ in range((tiling.tiles - done) % period):
+                        self._tile(times, tiling, launched, needed)
+                    return
+
+    def _periods(self, tiling: Tiling) -> tuple[int, ...]:
+        """After how many tiles all may repeat: two tiles lie in SRAM, and transfers take turns at the channels."""
+        transfers = (tiling.constants > 0) + (tiling.inputs > 0) + (tiling.outputs > 0)
+        turns = len(self._channels) // math.gcd(len(self._channels), transfers)
+        return tuple(sorted({1, 2, turns, 2 * turns}))
 
     def _launched(self) -> float:
         if not self._chip.launch.overlapped:
@@ -230,16 +243,14 @@ class Machine:
             times.progress += end - at - ports
             self._computed = end
 
-    def _clocks(self) -> tuple[float, ...]:
+    def _snapshot(self, times: CallTimes) -> _Snapshot:
         pending = 0.0 if self._store is None else self._store.ready
         own = (self._dram, self._arrays, self._vector, *self._freed, self._computed, self._stored, pending)
-        return (*own, *sorted(self._channels))
+        return _Snapshot((*own, *sorted(self._channels)), (times.progress, *times.stalls.values()))
 
-    def _skip(
-        self, times: CallTimes, tallies: tuple[float, ...], tiling: Tiling, step: float, tiles: int
-    ) -> None:
-        """Let `tiles` more tiles pass, in each of which what moved in the last one moves by `step` cycles."""
-        shift = step * tiles
+    def _skip(self, times: CallTimes, tiling: Tiling, step: float, before: _Snapshot, periods: int) -> None:
+        """Let periods pass, in each of which all moves by `step` cycles, as it did since the snapshot."""
+        shift = step * periods
         if tiling.constants or tiling.inputs or tiling.outputs:
             self._dram += shift
             self._channels = [channel + shift for channel in self._channels]
@@ -258,14 +269,21 @@ class Machine:
         self._freed = (self._freed[0] + shift, self._freed[1] + shift)
         self._ready[-1] += shift
         self._computed += shift
-        times.progress += (times.progress - tallies[0]) * tiles
-        for cause, earlier in zip(Cause, tallies[1:], strict=True):
-            times.stalls[cause] += (times.stalls[cause] - earlier) * tiles
+        times.progress += (times.progress - before.tallies[0]) * periods
+        for cause, earlier in zip(Cause, before.tallies[1:], strict=True):
+            times.stalls[cause] += (times.stalls[cause] - earlier) * periods
 
 
-def _common_step(before: tuple[float, ...], after: tuple[float, ...]) -> float | None:
-    """By how many cycles all clocks that moved did so; None where some moved by others."""
-    moved = [new - old for old, new in zip(before, after, strict=True) if new != old]
-    if not moved or max(moved) - min(moved) > _SAME * max(after):
+def _common_step(history: Sequence[_Snapshot], period: int) -> float | None:
+    """By how many cycles all clocks that moved did so in each of the last two periods; None where they differ."""
+    if len(history) <= 2 * period:
         return None
-    return max(moved)
+    first, second, third = (history[-1 - back * period].clocks for back in (2, 1, 0))
+    steps = [new - old for old, new in zip(second, third, strict=True) if new != old]
+    if not steps:
+        return None
+    rounding = _SAME * max(third)
+    if max(steps) - min(steps) > rounding:
+        return None
+    earlier = [new - old for old, new in zip(first, second, strict=True) if new != old]
+    return max(steps) if all(abs(step - steps[0]) <= rounding for step in earlier) else None
