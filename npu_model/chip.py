@@ -48,6 +48,8 @@ class Matrix:
         rates: Dtype → multiply-accumulates of a processing element per cycle.
         overlapped_folds: Whether what stays in the array is loaded while the fold before is computed, and a fold begins
             to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
+        held_folds: Folds whose sums, or whose operand that stays, an array holds in its registers at a time, so that
+            what streams is read from SRAM once for all of them; in SCALE-Sim one.
     """
 
     arrays: int = _from(1, 65536)
@@ -56,6 +58,7 @@ class Matrix:
     dataflow: Dataflow
     rates: Mapping[str, float] = _above(0, 4096)
     overlapped_folds: bool = False
+    held_folds: int = _from(1, 4096, default=1)
 
 
 @dataclass(frozen=True)

@@ -363,9 +363,14 @@ def fold_cycles(product: Product, matrix: Matrix) -> float:
 
 
 def _access_bytes(product: Product, matrix: Matrix, left: float, right: float) -> float:
-    found = sram_accesses(product, matrix.rows, matrix.columns, matrix.dataflow)
-    sums = found.output_writes + found.partial_reads
-    return found.input_reads * left + found.weight_reads * right + sums * _ACCUMULATOR
+    """Bytes of SRAM that an array accesses for a product, its folds held in the block that needs the least."""
+    found = []
+    for doubling in range(matrix.held_folds.bit_length()):
+        rows, columns = matrix.rows << doubling, matrix.columns * (matrix.held_folds >> doubling)
+        access = sram_accesses(product, rows, columns, matrix.dataflow)
+        sums = (access.output_writes + access.partial_reads) * _ACCUMULATOR
+        found.append(access.input_reads * left + access.weight_reads * right + sums)
+    return min(found)
 
 
 def no_tile(node: str, kernel: str, chip: Chip) -> InputError:

@@ -1,0 +1,163 @@
+"""What a device reaches, measured with its own kernels: read bandwidth, matrix and element rates, launch cost.
+
+From these a chip file for `npu_model` is written (`npu-sim calibrate`). A measurement is a small program compiled for the
+device, run often enough to fill some milliseconds; the best of several rounds counts, as disturbances only slow runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from npu_compiler import CompiledProgram, compile
+from npu_compiler.errors import ConstraintError
+from npu_runtime import Device, Executor, NPUBuffer, load_weights
+
+MATRIX_SIZE = 2048  # rows, columns and depth of the product that shows the matrix rate of a GPU
+SMALL_MATRIX_SIZE = 1024  # the same of a CPU
+READ_BYTES = 256 << 20  # of a weight that no cache holds
+CACHED_BYTES = 2 << 20  # of a weight that the last level of caches holds
+CHAIN = 64  # kernel calls of the program that shows the cost of one
+ELEMENTS = 1 << 16  # of an operand that caches hold
+ROUNDS, ROUND_SECONDS = 7, 0.1
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device reaches.
+
+    Attributes:
+        device: Its name.
+        read_gb_s: 10^9 bytes per second of weights from memory.
+        cached_gb_s: 10^9 bytes per second of weights that stay in caches.
+        gmac_s: Dtype → 10^9 multiply-accumulates per second in a large product.
+        element_gop_s: 10^9 element operations per second, in the operations that `npu_model` counts.
+        launch_us: Microseconds that a kernel call takes besides its work.
+    """
+
+    device: str
+    read_gb_s: float
+    cached_gb_s: float
+    gmac_s: dict[str, float]
+    element_gop_s: float
+    launch_us: float
+
+
+def measure_ceilings(device: Device, report: Callable[[str], object] = lambda text: None) -> Ceilings:
+    """Measure a device with its own kernels; about half a minute on a CPU.
+
+    Args:
+        report: Is told what is measured next.
+    """
+    size = SMALL_MATRIX_SIZE if device.name == "cpu" else MATRIX_SIZE
+    rates = {}
+    for dtype in ("float32", "float16", "bfloat16"):
+        report(f"multiplying {dtype} matrices")
+        try:
+            rates[dtype] = size**3 / _seconds(_linear(size, size, size, dtype, device), device) / 1e9
+        except ConstraintError:  # a device that lacks the dtype
+            continue
+    report("reading memory")
+    read = _read_rate(READ_BYTES, device)
+    report("reading caches")
+    cached = _read_rate(CACHED_BYTES, device)
+    report("launching kernels")
+    long, short = (_seconds(_chain(count, (1, 8), device), device) for count in (CHAIN, CHAIN // 4))
+    launch = max((long - short) / (CHAIN - CHAIN // 4), 1e-9)
+    report("computing elements")
+    long, short = (_seconds(_chain(count, (ELEMENTS // 256, 256), device), device) for count in (16, 4))
+    each = max((long - short) / 12 - launch, 1e-9)
+    program = _chain(1, (ELEMENTS // 256, 256), device)
+    operations = sum(call.flops for call in program.kernels)
+    return Ceilings(device.name, read / 1e9, cached / 1e9, rates, operations / each / 1e9, launch * 1e6)
+
+
+def _read_rate(size: int, device: Device) -> float:
+    """Bytes per second of a weight that is multiplied with one row."""
+    k = 2048
+    return size / _seconds(_linear(1, size // 4 // k, k, "float32", device), device)
+
+
+def _seconds(program: CompiledProgram, device: Device) -> float:
+    """The least seconds of a run, of several rounds."""
+    rng = np.random.default_rng(0)
+    shapes = {key: shape for spec in program.weight_specs.values() for key, shape in spec.source_shapes.items()}
+    state = {key: rng.standard_normal(shape, np.float32) for key, shape in shapes.items()}
+    executor, weights = Executor(program, device), load_weights(state, program, device)
+    inputs = {
+        spec.name: NPUBuffer.from_numpy(rng.standard_normal(spec.shape, np.float32), device, spec)
+        for spec in program.input_specs
+    }
+
+    def run(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            executor.run(inputs, weights)
+        device.backend.synchronize()
+        return time.perf_counter() - start
+
+    run(2)
+    times = max(1, int(ROUND_SECONDS / max(run(1), 1e-6)))
+    return min(run(times) for _ in range(ROUNDS)) / times
+
+
+def _linear(m: int, n: int, k: int, dtype: str, device: Device) -> CompiledProgram:
+    x, weight, y = ("x", [m, k]), ("p_weight", [n, k]), ("y", [m, n])
+    node = _node("y", "aten.linear.default", [x, weight], y)
+    return _compile([x], {"p_weight": ("weight", [n, k])}, [node], dtype, device)
+
+
+def _chain(count: int, shape: tuple[int, int], device: Device) -> CompiledProgram:
+    """Softmax after softmax: calls that wait for each other and that no fusion joins."""
+    tensors = [("x", list(shape))] + [(f"y{index}", list(shape)) for index in range(count)]
+    nodes = [
+        _node(after[0], "aten.softmax.int", [before], after, dim=-1)
+        for before, after in zip(tensors, tensors[1:], strict=False)
+    ]
+    return _compile([tensors[0]], {}, nodes, "float32", device)
+
+
+def _node(
+    name: str, op: str, inputs: list[tuple[str, list[int]]], output: tuple[str, list[int]], **attrs: Any
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "op_type": op,
+        "inputs": [_meta(*tensor) for tensor in inputs],
+        "outputs": [_bare(*output)],
+        "attrs": attrs,
+    }
+
+
+def _bare(name: str, shape: list[int]) -> dict[str, Any]:
+    return {"name": name, "shape": shape, "dtype": "float32"}
+
+
+def _meta(name: str, shape: list[int]) -> dict[str, Any]:
+    producer = None if name.startswith("p_") else name
+    made = {} if producer is None else {"producer_node": producer, "producer_output_idx": 0}
+    return {**_bare(name, shape), **made}
+
+
+def _compile(
+    inputs: list[tuple[str, list[int]]],
+    weights: dict[str, tuple[str, list[int]]],
+    nodes: list[dict[str, Any]],
+    dtype: str,
+    device: Device,
+) -> CompiledProgram:
+    last = nodes[-1]["outputs"][0]
+    ir = {
+        "model_name": "calibration",
+        "graph_inputs": [_bare(*tensor) for tensor in inputs],
+        "graph_outputs": [_meta(last["name"], last["shape"])],
+        "weights": [_bare(key, shape) for key, shape in weights.values()],
+        "weight_name_mapping": {name: key for name, (key, _) in weights.items()},
+        "constants": {},
+        "nodes": nodes,
+    }
+    return compile(ir, device.backend.target, compute_dtype=dtype)
