@@ -64,7 +64,6 @@ DEVICE_COMMANDS = {
 }
 DEVICE_OPTIONS = [
     (["--device", "tpu"], "unknown device 'tpu'; choose one of"),
-    (["--device", "npu-model"], "'npu-model' is not a whole device name: write npu-model:CHIP"),
     (["--device", "cpu:1"], "there is only one 'cpu' device"),
     (["--device", "cuda:x"], "write a device number after the colon"),
     (["--fast"], "--fast is for --device metal-emulator only"),
