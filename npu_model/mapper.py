@@ -2,8 +2,9 @@
 
 A tile is loaded while the one before is computed, so two of them lie in SRAM. Candidates are tile sizes (powers of two
 times the array's size, and whole dimensions) and which side of a product is kept while the other passes by. They do not
-depend on the size of SRAM, which only rules some of them out: what fits less SRAM stays a candidate for more. Each has a
-lower bound, its traffic and the chip's peak; candidates are tried by their bound until none can be better than the best.
+depend on the size of SRAM, which only rules some of them out: what fits less SRAM stays a candidate for more. Each has
+a lower bound on its time, from its traffic and from the folds of its tiles. Candidates are tried in the order of their
+bounds until none can be better than the best, so the best of all is found.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def call_work(call: KernelCall) -> Work:
         kernel = declaration(call)
     except KeyError:
         raise InputError(
-            f"kernel '{call.kernel}' at node '{call.node}' is a target's own; the NPU model takes programs for op_level: "
+            f"kernel '{call.kernel}' at node '{call.node}' is a target's own, of which the NPU model knows nothing: "
             "compile with --target op_level"
         ) from None
     products = kernel.matrix_products(call)

@@ -114,6 +114,7 @@ def generate(
         load_checkpoint,
         make_sampler,
     )
+    from npu_sim.model_device import simulated
 
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     messages = [{"role": "system", "content": system}] if system else []
@@ -139,9 +140,15 @@ def generate(
         stream = chat(network, messages, max_new_tokens=max_tokens, sampler=sampler)
     text = "".join(_shown(stream, show=not json))
     if json:
-        print_json({"model": checkpoint.name, "device": network.device.name, "text": text, **asdict(stream.stats)})
+        time = {"chip": chip.chip.name} if (chip := simulated(chosen)) else {}
+        print_json({"model": checkpoint.name, "device": chosen.name, "text": text, **asdict(stream.stats), **time})
     else:
         note(speed(stream.stats))
+        if chip := simulated(chosen):
+            first = f"first token after {1e3 * stream.stats.prefill_seconds:.4g} ms"
+            note(
+                f"simulated on chip {chip.chip.name}: {first}, then {stream.stats.decode_tokens_per_second:.4g} per second"
+            )
         if filled_cache(stream.stats, max_tokens):
             note("the text ends here because the KV cache is full; a larger --cache-length holds more")
 
@@ -203,17 +210,23 @@ def classify(
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
+    from npu_sim.model_device import simulated
     from npu_sim.vision import Classifier, find_model, load_image
 
     check_device_options(device, cpu_level, fast, no_tune)
     find_model(model)
     picture = load_image(image)
     with step(f"preparing {model}"):
-        classifier = Classifier(model, device=open_device(device, fast, no_tune), weights=weights, compute_dtype=dtype)
+        chosen = open_device(device, fast, no_tune)
+        classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
     guesses = classifier.classify(picture, top=top)
+    chip = simulated(chosen)
     if json:
         rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]
-        print_json({"image": str(image), "model": model, "predictions": rows})
+        time = {} if chip is None else {"chip": chip.chip.name, "simulated_seconds": chip.simulated_seconds}
+        print_json({"image": str(image), "model": model, "predictions": rows, **time})
         return
     for guess in guesses:
         typer.echo(f"{guess.probability:7.2%}  {guess.label}")
+    if chip is not None:
+        note(f"simulated: {1e3 * chip.simulated_seconds:.4g} ms on chip {chip.chip.name}")

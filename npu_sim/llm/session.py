@@ -1,7 +1,6 @@
 """`LanguageModel`: a compiled language model with its KV cache on a device, and the token generation loop."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,8 @@ class GenerationStats:
         prompt_tokens: Tokens of the prompt, of which `reused_tokens` were already in the KV cache.
         new_tokens: Tokens generated, not counting the stop token.
         decode_steps: Runs of the decode program. The first new token comes from the prefill.
-        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code.
+        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code, by the
+            device's clock.
         finish_reason: `stop` after a stop token, `length` after the requested number of tokens or when the cache is
             full, None before the end.
     """
@@ -386,18 +386,18 @@ class Generation(Iterator[int]):
     def _run(
         self, model: LanguageModel, prompt: list[int], limit: int | None, sampler: Sampler, stop: frozenset[int]
     ) -> Iterator[int]:
-        stats = self.stats
+        stats, clock = self.stats, model.device.backend.clock
         stats.reused_tokens = model.rewind(prompt)
         model._prepare_prefill(len(prompt) - stats.reused_tokens)
-        start = time.perf_counter()
+        start = clock()
         logits = model.prefill(prompt[stats.reused_tokens :])
-        stats.prefill_seconds = time.perf_counter() - start
+        stats.prefill_seconds = clock() - start
         if limit == 0:
             stats.finish_reason = "length"
             return
-        start = time.perf_counter()
+        start = clock()
         first = sampler(logits)
-        stats.decode_seconds += time.perf_counter() - start
+        stats.decode_seconds += clock() - start
         following = model.follow(first, model.cache_length if limit is None else limit - 1, sampler)
         token: int | None = first
         while token is not None:
@@ -406,10 +406,10 @@ class Generation(Iterator[int]):
                 return
             stats.new_tokens += 1
             yield token
-            start = time.perf_counter()
+            start = clock()
             token = next(following, None)
             stats.decode_steps += token is not None
-            stats.decode_seconds += time.perf_counter() - start
+            stats.decode_seconds += clock() - start
         stats.finish_reason = "length"
 
 
