@@ -38,7 +38,7 @@ def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSI
     return field(default=default, metadata={"from": least, "most": most})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Matrix:
     """The systolic arrays, all alike.
 
@@ -141,7 +141,7 @@ class Energy:
 _NO_ENERGY = Energy({}, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chip:
     """A chip.
 

@@ -85,18 +85,19 @@ def demand_of(work: Work, buffers: Collection[str], constants: Collection[str]) 
         return sum(access.bytes for access in accesses if access.buffer in buffers)
 
     stored = sum(access.bytes for access in work.writes if access.buffer not in buffers)
-    sides = [side(role) for role in (Role.LEFT, Role.RIGHT, Role.ELEMENT)]
     # What arrays read of operands in SRAM is counted with the arrays' accesses.
     reads = [access for access in work.reads if access.role is Role.ELEMENT or not work.products]
     return Demand(
-        work.products,
-        work.dtype,
-        work.left_bytes,
-        work.right_bytes,
-        work.vector_operations,
-        work.vector_dtype,
-        work.row_bytes,
-        *sides,
+        products=work.products,
+        dtype=work.dtype,
+        left_bytes=work.left_bytes,
+        right_bytes=work.right_bytes,
+        vector_operations=work.vector_operations,
+        vector_dtype=work.vector_dtype,
+        row_bytes=work.row_bytes,
+        left=side(Role.LEFT),
+        right=side(Role.RIGHT),
+        element=side(Role.ELEMENT),
         stored=stored,
         kept=kept(reads) + kept(work.writes),
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.errors import InputError
 from npu_compiler.program.plan import ExecutionPlan
 from npu_model.chip import Chip
 from npu_model.mapper import Mapper, Tiling, no_tile
@@ -14,6 +15,9 @@ from npu_model.result import Result, make_result
 from npu_model.simulator import Machine
 from npu_model.work import Work, call_work
 
+# More SRAM, bandwidth or arrays make no program slower by more than this share: the mapper compares calls by themselves,
+# while the simulator lets them overlap.
+MONOTONE_WITHIN = 0.05
 _SHARES = 6  # the tiles get 1/2, 1/4, … of SRAM, rounded down to a power of two
 
 
@@ -27,6 +31,11 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
     """
     import npu_compiler.ops  # noqa: F401  (declares the kernels)
 
+    if program.contains_code:
+        raise InputError(
+            f"'{program.name}' was compiled for {program.target}, whose kernels only that target knows; the NPU model "
+            "takes programs compiled with --target op_level"
+        )
     plan = program.plan
     works = [call_work(call) for call in plan.calls]
     constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.is_constant)

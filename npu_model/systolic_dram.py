@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from npu_model.systolic import Dataflow, Mapping, Product, mapping, sram_accesses
+from npu_compiler.program.products import Product
+from npu_model.systolic import Dataflow, Mapping, mapping, sram_accesses
 
 
 @dataclass(frozen=True)

@@ -145,10 +145,8 @@ def generate(
     else:
         note(speed(stream.stats))
         if chip := simulated(chosen):
-            first = f"first token after {1e3 * stream.stats.prefill_seconds:.4g} ms"
-            note(
-                f"simulated on chip {chip.chip.name}: {first}, then {stream.stats.decode_tokens_per_second:.4g} per second"
-            )
+            first, rate = 1e3 * stream.stats.prefill_seconds, stream.stats.decode_tokens_per_second
+            note(f"simulated on chip {chip.chip.name}: first token after {first:.4g} ms, then {rate:.4g} per second")
         if filled_cache(stream.stats, max_tokens):
             note("the text ends here because the KV cache is full; a larger --cache-length holds more")
 
