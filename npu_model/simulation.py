@@ -15,8 +15,8 @@ from npu_model.result import Result, make_result
 from npu_model.simulator import Machine
 from npu_model.work import Work, call_work
 
-# More SRAM, bandwidth or arrays make no program slower by more than this share: the mapper compares calls by themselves,
-# while the simulator lets them overlap.
+# More SRAM, bandwidth or arrays make no program slower by more than this share: the mapper compares tilings of a call
+# that runs by itself, while the simulator lets calls overlap.
 MONOTONE_WITHIN = 0.05
 _SHARES = 6  # the tiles get 1/2, 1/4, … of SRAM, rounded down to a power of two
 

@@ -56,7 +56,9 @@ def check_laws(result: Result) -> None:
 
 
 @pytest.mark.parametrize("chip", ["edge", "phone", "datacenter"])
-@pytest.mark.parametrize("program", [network(), network(quantization="int4"), linear(1, 4096, 4096), linear(512, 512, 64)])
+@pytest.mark.parametrize(
+    "program", [network(), network(quantization="int4"), linear(1, 4096, 4096), linear(512, 512, 64)]
+)
 def test_the_laws_hold(program: CompiledProgram, chip: str) -> None:
     check_laws(simulate(program, load_chip(chip)))
 
@@ -138,7 +140,9 @@ def test_a_row_that_fits_no_sram_is_refused() -> None:
     g = IRBuilder()
     g.output(g("aten.softmax.int", g.input("x", 2, 100_000), -1))
     program = compile_ir(g.ir())
-    with pytest.raises(InputError, match="'softmax_kernel' at node .* fits no SRAM of chip 'edge': .* 65536 bytes; give"):
+    with pytest.raises(
+        InputError, match="'softmax_kernel' at node .* fits no SRAM of chip 'edge': .* 65536 bytes; give"
+    ):
         simulate(program, changed(EDGE, "sram", size=65536))
 
 

@@ -44,6 +44,7 @@ COMMANDS = [
     "partition",
     "verify",
     "profile",
+    "simulate",
     "sign",
     "keygen",
     "trust",
