@@ -51,9 +51,7 @@ def cases() -> list[Case]:
         found.append(Case("h200", key, "bfloat16", partial(_qwen, tokens)))
     for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
         for batch in (1, 64):
-            found.append(
-                Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch))
-            )
+            found.append(Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch)))
     for entry, title, many in (
         ("bert", "BERT-base, 128 tokens", 16),
         ("efficientnet", "EfficientNet-B0", 32),

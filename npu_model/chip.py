@@ -111,10 +111,15 @@ class Launch:
     Attributes:
         overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
             ended, and nothing of it begins before.
+        resident_rows: A program whose products all have at most that many rows runs as one kernel that stays on the
+            chip, as a decode step on the CUDA device does; 0 where there is no such thing.
+        resident_us: What a call then costs.
     """
 
     cost_us: float = _from(0, 1e9, default=0.0)
     overlapped: bool = True
+    resident_rows: int = _from(0, 65536, default=0)
+    resident_us: float = _from(0, 1e9, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
@@ -39,6 +40,7 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
     works = [call_work(call) for call in plan.calls]
     constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.is_constant)
     dependencies = _dependencies(plan)
+    launched = _as_launched(chip, works)
     mapper = Mapper(chip)
     best: Result | None = None
     unfit: Work | None = None
@@ -47,7 +49,7 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
         if isinstance(tilings, Work):
             unfit = tilings
             continue
-        times = Machine(chip).run(tilings, dependencies)
+        times = Machine(launched).run(tilings, dependencies)
         result = make_result(program, chip, works, tilings, times, residency)
         if best is None or (result.cycles, result.dram_bytes) < (best.cycles, best.dram_bytes):
             best = result
@@ -55,6 +57,14 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
         assert unfit is not None
         raise no_tile(unfit.call.node, unfit.call.kernel, chip)
     return best
+
+
+def _as_launched(chip: Chip, works: Sequence[Work]) -> Chip:
+    """The chip with the cost of a launch that holds for a program of these calls."""
+    rows = max((product.m for work in works for product in work.products), default=0)
+    if not 0 < rows <= chip.launch.resident_rows:
+        return chip
+    return replace(chip, launch=replace(chip.launch, cost_us=chip.launch.resident_us))
 
 
 def _divisions(plan: ExecutionPlan, chip: Chip) -> list[Residency]:

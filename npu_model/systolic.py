@@ -115,3 +115,6 @@ def sram_accesses(product: Product, rows: int, columns: int, dataflow: Dataflow)
     return SramAccesses(
         inputs * batch, weights * batch, outputs * laid.row_folds * batch, outputs * (laid.row_folds - 1) * batch
     )
+
+
+__all__ = ["ArrayCycles", "Dataflow", "Mapping", "Product", "SramAccesses", "array_cycles", "mapping", "sram_accesses"]

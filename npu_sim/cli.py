@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, keys, models, programs, quantize, simulate, tools
+from npu_sim.commands import calibrate, graphs, keys, models, programs, quantize, simulate, tools
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ for command in (
     graphs.verify,
     programs.profile,
     simulate.simulate,
+    calibrate.calibrate,
     keys.sign,
     keys.keygen,
     keys.trust,
