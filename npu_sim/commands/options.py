@@ -184,4 +184,13 @@ TopP = Annotated[
 Seed = Annotated[
     int | None, typer.Option("--seed", min=0, metavar="INTEGER", help="Random seed. Default: a new one each time.")
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        callback=checks.check_output,
+        help="Also write a trace (JSON), which ui.perfetto.dev shows.",
+    ),
+]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -23,6 +23,7 @@ import pytest
 from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
 from numerics import MIN_DRAWS
+from perfetto_trace import PerfettoTrace
 from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -214,6 +215,32 @@ def test_compile_run_and_profile(folder: Path) -> None:
     assert profiled["runs"] == 2 and {row["name"] for row in profiled["kernels"]} >= {"softmax_kernel"}
     table = invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "1").stdout
     assert "total (with profiling)" in table
+
+
+def test_profile_writes_a_trace_that_perfetto_reads(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = ["-w", "weights.npz", "--runs", "2", "--trace", str(path)]
+    profiled = json.loads(invoke(folder, "profile", "tiny.npubin", *options, "--json").stdout)
+    trace = PerfettoTrace(path)
+    assert profiled["trace"] == str(path) and trace.problems() == []
+    kernels = dict(trace.rows("select name, count(*) from slice group by name"))
+    assert {row["name"]: 2 * row["calls"] for row in profiled["kernels"]}.items() <= kernels.items()
+    assert f"trace written to {path}" in invoke(folder, "profile", "tiny.npubin", *options).stdout
+
+
+def test_profile_partitions_ir(tmp_path: Path) -> None:
+    g = IRBuilder("net")
+    g.output(g("aten.relu.default", g("aten.erfinv.default", g("aten.relu.default", g.input("x", 2, 8)))))
+    (tmp_path / "net.json").write_text(json.dumps(g.ir()))
+    options = ["--runs", "1", "--device", "cpu", "--json", "--trace", "trace.json"]
+    found = invoke(tmp_path, "profile", "net.json", *options)
+    assert found.exit_code == 0, found.stderr
+    profiled = json.loads(found.stdout)
+    assert "cpu partition 1" in {row["name"] for row in profiled["kernels"]}
+    assert {row["name"] for row in profiled["transfers"]} == {"host → device", "device → host"}
+    trace = PerfettoTrace(tmp_path / "trace.json")
+    assert trace.problems() == []
+    assert trace.rows("select count(*) from slice where name = 'aten.erfinv.default'") == [(1,)]
 
 
 def test_a_program_for_another_device_is_refused_before_its_weights_are_loaded(
