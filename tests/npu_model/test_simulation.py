@@ -103,7 +103,7 @@ def test_weights_stay_in_sram_that_holds_them() -> None:
     [
         ("sram", "size", [2**15, 2**16, 100_000, 2**17, 3 * 2**16, 2**18, 2**20, 2**22]),
         ("dram", "bandwidth_gb_s", [1, 2, 3, 5, 8, 13, 21, 100]),
-        ("matrix", "arrays", [1, 2, 3, 4, 5, 7, 8, 16]),
+        ("matrix", "arrays", [1, 2, 3, 4, 5, 7, 8, 16, 128]),
         ("vector", "lanes", [8, 16, 64, 100, 1024]),
         ("dma", "channels", [1, 2, 3, 8]),
     ],
