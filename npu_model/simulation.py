@@ -28,7 +28,7 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
     Weights stay in SRAM between runs if that is faster and there is room for all of them.
 
     Raises:
-        InputError: the program is not for the op-level target, or a kernel fits no SRAM of this chip.
+        InputError: the program is not for the op-level target or has no calls, or a kernel fits no SRAM of this chip.
     """
     import npu_compiler.ops  # noqa: F401  (declares the kernels)
 
@@ -38,6 +38,8 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
             "takes programs compiled with --target op_level"
         )
     plan = program.plan
+    if not plan.calls:
+        raise InputError(f"'{program.name}' has no kernel calls to simulate: its outputs are its inputs or constants")
     works = [call_work(call) for call in plan.calls]
     constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.is_constant)
     dependencies = _dependencies(plan)

@@ -148,6 +148,13 @@ def test_a_row_that_fits_no_sram_is_refused() -> None:
         simulate(program, changed(EDGE, "sram", size=65536))
 
 
+def test_a_program_without_calls_is_refused() -> None:
+    program = linear(1, 8, 8)
+    idle = dataclasses.replace(program, plan=dataclasses.replace(program.plan, calls=[]))
+    with pytest.raises(InputError, match="'linear' has no kernel calls"):
+        simulate(idle, EDGE)
+
+
 def test_a_program_of_another_target_is_refused() -> None:
     from cuda_compiler import CUDACodegenTarget
 
