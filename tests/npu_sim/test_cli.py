@@ -51,6 +51,7 @@ COMMANDS = [
     "generate",
     "classify",
     "quantize",
+    "calibrate",
     "bench",
     "doctor",
 ]
