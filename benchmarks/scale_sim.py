@@ -16,7 +16,7 @@ import json
 import sys
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,26 +65,26 @@ class Counts:
     dram: tuple[int, int, int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
-    """A layer on an array: what SCALE-Sim counts."""
+    """A layer on an array: what SCALE-Sim counts, and what the formulas said when it ran."""
 
     layer: Layer
     array: int
     dataflow: Dataflow
-    theirs: Counts = field(default_factory=lambda: Counts(0, (0, 0, 0), (0, 0, 0)))
+    theirs: Counts
+    ours: Counts
 
-    def ours(self) -> Counts:
-        """What the formulas say."""
-        product = self.layer.as_product
-        sram = sram_accesses(product, self.array, self.array, self.dataflow)
-        size = SRAM_KIB[self.array] * 1024
-        dram = dram_traffic(self.layer.work, self.array, self.array, self.dataflow, Buffers(size, size))
-        return Counts(
-            array_cycles(product, self.array, self.array, self.dataflow).cycles,
-            (sram.input_reads, sram.weight_reads, sram.output_writes),
-            (dram.input_reads, dram.weight_reads, dram.output_writes),
-        )
+
+def formulas(layer: Layer, size: int, dataflow: Dataflow, sram_kib: int) -> Counts:
+    """What the formulas say of a layer on an array of `size` × `size`."""
+    sram = sram_accesses(layer.as_product, size, size, dataflow)
+    dram = dram_traffic(layer.work, size, size, dataflow, Buffers(sram_kib * 1024, sram_kib * 1024))
+    return Counts(
+        array_cycles(layer.as_product, size, size, dataflow).cycles,
+        (sram.input_reads, sram.weight_reads, sram.output_writes),
+        (dram.input_reads, dram.weight_reads, dram.output_writes),
+    )
 
 
 def layers_of(model: str) -> list[Layer]:
@@ -265,9 +265,11 @@ def load(path: Path) -> list[Comparison]:
             )
         else:
             layer["product"] = Product(**layer["product"])
-        counts = row["theirs"]
-        theirs = Counts(counts["cycles"], tuple(counts["sram"]), tuple(counts["dram"]))
-        found.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), theirs))
+        theirs, ours = (
+            Counts(counts["cycles"], tuple(counts["sram"]), tuple(counts["dram"]))
+            for counts in (row["theirs"], row["ours"])
+        )
+        found.append(Comparison(Layer(**layer), row["array"], Dataflow(row["dataflow"]), theirs, ours))
     return found
 
 
@@ -294,7 +296,7 @@ def table(comparisons: list[Comparison]) -> str:
     for (model, size, dataflow), members in groups.items():
         cells = []
         for measure in (lambda counts: counts.cycles, lambda counts: sum(counts.dram)):
-            pairs = [(measure(one.theirs), measure(one.ours()), one.layer) for one in members]
+            pairs = [(measure(one.theirs), measure(one.ours), one.layer) for one in members]
             theirs = sum(pair[0] * pair[2].count for pair in pairs)
             ours = sum(pair[1] * pair[2].count for pair in pairs)
             worst = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))
@@ -325,8 +327,14 @@ def main() -> int:
                 for dataflow in Dataflow:
                     if (layer, size, dataflow) in done:
                         continue
-                    one = Comparison(layer, size, dataflow, simulate(layer, size, dataflow, SRAM_KIB[size]))
-                    ours, theirs = one.ours(), one.theirs
+                    one = Comparison(
+                        layer,
+                        size,
+                        dataflow,
+                        simulate(layer, size, dataflow, SRAM_KIB[size]),
+                        formulas(layer, size, dataflow, SRAM_KIB[size]),
+                    )
+                    ours, theirs = one.ours, one.theirs
                     console.print(
                         f"{model} {layer.name} {size} {SHORT[dataflow]}: cycles {theirs.cycles} ours {ours.cycles},"
                         f" DRAM {theirs.dram} ours {ours.dram}"

@@ -32,13 +32,14 @@ def calibrate(
 ) -> None:
     """Measure a device with its own kernels and write it as a chip file for `npu-sim simulate`."""
     from npu_compiler.errors import InputError
+
+    check_device_options(device, cpu_level, fast=False, no_tune=False)
+    if output.suffix != ".toml":
+        raise InputError(f"'{output}' is no chip file: its name must end in .toml")
     from npu_compiler.files import write_atomically
     from npu_model.chip import parse_chip
     from npu_sim.calibration import chip_text, measure, shape_of
 
-    check_device_options(device, cpu_level, fast=False, no_tune=False)
-    if output.suffix != ".toml":
-        raise InputError(f"'{output}' must end in .toml")
     opened = open_device(device)
     shape = shape_of(opened, arrays, sram)
     with step(f"measuring {opened.name}, about a minute"):

@@ -52,6 +52,7 @@ COMMANDS = [
     "generate",
     "classify",
     "quantize",
+    "calibrate",
     "bench",
     "doctor",
 ]
