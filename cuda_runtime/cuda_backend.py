@@ -40,6 +40,7 @@ from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.background import background_work
 from npu_runtime.cache_folder import cache_folder
 from npu_runtime.hardware import Ceilings, PhaseTime
 from npu_runtime.packing import storage_name
@@ -200,16 +201,19 @@ class CUDABackend(Backend):
                 raise DeviceError(f"two programs have different kernel sources with the name '{call.source}'")
             if call.source not in self._modules:
                 needed[call.source] = text
-        for name, image in self._cache.images(needed).items():
+        with background_work("compiling kernels for this GPU"):
+            images = self._cache.images(needed)
+        for name, image in images.items():
             module = self._device.cupy.cuda.function.Module()
             with self._device.active(f"kernel source '{name}' does not load"):
                 module.load(image)
             self._modules[name] = module
             self._sources[name] = needed[name]
-        if products:
-            self._products.tune(products)
-        if convolutions:
-            self._convolutions.tune(convolutions)
+        with background_work("measuring which kernels are the fastest here"):
+            if products:
+                self._products.tune(products)
+            if convolutions:
+                self._convolutions.tune(convolutions)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> CUDALaunch:
         operands = [*inputs, *outputs]

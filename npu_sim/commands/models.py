@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npu_sim.commands.chat import chat_in_terminal, speed
+from npu_sim.commands.chat import after_prefill, chat_in_terminal, speed
 from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_text, check_weights
 from npu_sim.commands.completion import language_models, vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
@@ -28,6 +28,9 @@ from npu_sim.commands.options import (
     Trace,
 )
 from npu_sim.commands.resources import open_device, open_in_background
+
+if TYPE_CHECKING:
+    from npu_sim.llm.chat import TextStream
 
 
 def generate(
@@ -146,7 +149,7 @@ def generate(
         stream = complete(network, prompt, max_new_tokens=max_tokens, sampler=sampler)
     else:
         stream = chat(network, messages, max_new_tokens=max_tokens, sampler=sampler)
-    text = "".join(_shown(stream, show=not json))
+    text = _counted(stream, max_tokens) if json else "".join(_shown(stream))
     if trace is not None:
         profiler.host_spans += stream.spans
         profiler.save_trace(trace)
@@ -188,15 +191,23 @@ def _piped_prompt() -> str:
     return prompt
 
 
-def _shown(pieces: Any, *, show: bool) -> Iterator[str]:
-    """Iterate over the pieces; with `show`, print each one to stdout, and a newline at the end."""
-    for piece in pieces:
-        if show:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+def _shown(pieces: Iterator[str]) -> Iterator[str]:
+    """Iterate over the pieces, and print each one to stdout, and a newline at the end."""
+    for piece in after_prefill(pieces):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
         yield piece
-    if show:
-        sys.stdout.write("\n")
+    sys.stdout.write("\n")
+
+
+def _counted(stream: TextStream, most: int | None) -> str:
+    """The text of a generation, with a bar that counts its tokens."""
+    text = ""
+    with progress("generating") as report:
+        for piece in stream:
+            text += piece
+            report(stream.stats.new_tokens, most)
+    return text
 
 
 def classify(
@@ -240,7 +251,8 @@ def classify(
     with step(f"preparing {model}"):
         chosen = open_device(device, fast, no_tune)
         classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
-    guesses = classifier.classify(picture, top=top)
+    with step(f"classifying {image}"):
+        guesses = classifier.classify(picture, top=top)
     chip = simulated(chosen)
     if json:
         rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]

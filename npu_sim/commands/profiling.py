@@ -124,7 +124,9 @@ def _program_run(
     """Runs a program on inputs that are on the device."""
     from npu_runtime import Executor
 
-    loaded, executor = load_onto(device, program, state), Executor(program, device)
+    loaded = load_onto(device, program, state)
+    with step(f"preparing {program.name}"):
+        executor = Executor(program, device)
     buffers = {spec.name: device.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}
     return lambda profiler: executor.run(buffers, loaded, profiler)
 

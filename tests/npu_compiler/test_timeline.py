@@ -168,6 +168,14 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path, monkeyp
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"] and path.read_bytes() == b"old"
 
 
+def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match=r"cannot write '.*pipe': it is no regular file"):
+        two_tracks().save(pipe)
+    assert pipe.is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
 def test_a_trace_needs_a_folder_and_a_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot write '.*trace\.json': No such file or directory"):
         two_tracks().save(tmp_path / "missing" / "trace.json")

@@ -91,6 +91,7 @@ OUTPUT = [
     (["-o", "."], "cannot write '.': Is a directory"),
     (["-o", ""], "cannot write '.': Is a directory"),
     (["-o", "empty"], "cannot write 'empty': Is a directory"),
+    (["-o", "/dev/null"], "cannot write '/dev/null': it is no regular file"),
 ]
 TRACE = [(["--trace", *given], message) for (_, *given), message in OUTPUT]
 

@@ -380,7 +380,7 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
         terminal.expect(rf"{folder.name} on cpu \(.+\)\. Type a message; /help lists the commands, /bye or Ctrl-D ends")
         terminal.expect(">")
         terminal.send("hello\r")
-        terminal.expect(r"\n[a-z]{40}")
+        terminal.expect(r"[\r\n][a-z]{40}")
         terminal.send("\x03")
         terminal.expect(r"7 prompt tokens at [\d.]+/s, \d+ new tokens at [\d.]+/s, stopped")
         terminal.expect(">")
@@ -390,7 +390,7 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
         terminal.send("/save chat.json\r")
         terminal.expect("2 messages written to chat.json")
         terminal.send("\x1b[A\x1b[A\r")  # up twice: hello again
-        terminal.expect(r"\n[a-z]{40}")
+        terminal.expect(r"[\r\n][a-z]{40}")
         terminal.send("\x03")
         terminal.expect(r"\d+ prompt tokens at [\d.]+/s, \d+ reused, \d+ new tokens at [\d.]+/s, stopped")
         terminal.expect(">")
