@@ -120,7 +120,9 @@ class Mapper:
         for doubling in range(6):
             tiles = min(rows, least << doubling)
             one = (cycles / tiles, demand.element.constant / tiles, demand.element.changing / tiles)
-            found = self._tiling(f"{tiles} parts", tiles, 0.0, *one, demand.stored / tiles, sram / tiles)
+            found = self._tiling(
+                "whole" if tiles == 1 else f"{tiles} parts", tiles, 0.0, *one, demand.stored / tiles, sram / tiles
+            )
             if best is None or found.estimate < best.estimate:
                 best = found
         return best
@@ -157,7 +159,7 @@ class Mapper:
                 accesses += count * one_bytes
             results.append(self._tiling(shape, tiles, cycles / tiles, vector, *loads, moved + accesses / tiles))
         by_vector = vector + demand.macs / self._chip.vector_rate(demand.dtype) / tiles
-        results.append(self._tiling(f"{shape} by vector lanes", tiles, 0.0, by_vector, *loads, 2 * moved))
+        results.append(self._tiling(f"{shape} on lanes", tiles, 0.0, by_vector, *loads, 2 * moved))
         return min(results, key=lambda result: result.estimate)
 
     def _array_cost(self, piece: Product, demand: Demand, matrix: Matrix, rate: float) -> tuple[float, float]:
