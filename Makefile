@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples
 
-.PHONY: venv demo test test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize bench clean
+.PHONY: venv demo test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize bench clean
 
 venv: $(STAMP)
 
@@ -22,6 +22,10 @@ demo: venv
 	$(BIN)/npu-sim generate smollm2 --device cpu --max-tokens 48 -p 'What is the capital of France?'
 
 test: venv
+	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'
+
+# With the slow tests, which repeat what others test for more compilers, instruction sets, models and mutated kernels.
+test-all: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
 
 # The native CPU kernels at each level that this machine runs.

@@ -22,7 +22,9 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 
 
-def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -> ExecutionPlan:
+def generate_kernels(
+    plan: ExecutionPlan, shared_memory: int, capability: int, phase_clocks: bool = False
+) -> ExecutionPlan:
     """Replace every op-level call by calls of generated kernels.
 
     Given:  mul; add; softmax_kernel
@@ -31,13 +33,13 @@ def generate_kernels(plan: ExecutionPlan, shared_memory: int, capability: int) -
     Buffers that were only read inside one fused kernel disappear.
 
     Args:
-        shared_memory, capability: Of the target GPU, as `CUDACodegenTarget` takes them.
+        shared_memory, capability, phase_clocks: As `CUDACodegenTarget` takes them.
     """
     plan = write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan))))
     if capability >= HOPPER:  # clusters of blocks
         plan = join_squeeze_excite(plan)
     plan = products_as_convolutions(plan)
-    make = Specializer(frozenset(plan.buffers), capability, shared_memory)
+    make = Specializer(frozenset(plan.buffers), capability, shared_memory, phase_clocks)
     kept = {view.buffer for view in plan.output_views.values()}
     plan = replace(plan, calls=form_resident_kernels(plan, make))
     plan = replace(plan, calls=join_rotary_updates(plan, make))

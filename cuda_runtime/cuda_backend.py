@@ -19,6 +19,7 @@ from cuda_compiler.cuda_program import (
     kernel_launch_of,
     launch_of,
 )
+from cuda_compiler.resident.clocks import has_clocks, intervals
 from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
@@ -39,8 +40,9 @@ from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.background import background_work
 from npu_runtime.cache_folder import cache_folder
-from npu_runtime.hardware import Ceilings
+from npu_runtime.hardware import Ceilings, PhaseTime
 from npu_runtime.packing import storage_name
 
 _ALIGNMENT = 256  # bytes, which kernels may rely on
@@ -199,16 +201,19 @@ class CUDABackend(Backend):
                 raise DeviceError(f"two programs have different kernel sources with the name '{call.source}'")
             if call.source not in self._modules:
                 needed[call.source] = text
-        for name, image in self._cache.images(needed).items():
+        with background_work("compiling kernels for this GPU"):
+            images = self._cache.images(needed)
+        for name, image in images.items():
             module = self._device.cupy.cuda.function.Module()
             with self._device.active(f"kernel source '{name}' does not load"):
                 module.load(image)
             self._modules[name] = module
             self._sources[name] = needed[name]
-        if products:
-            self._products.tune(products)
-        if convolutions:
-            self._convolutions.tune(convolutions)
+        with background_work("measuring which kernels are the fastest here"):
+            if products:
+                self._products.tune(products)
+            if convolutions:
+                self._convolutions.tune(convolutions)
 
     def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> CUDALaunch:
         operands = [*inputs, *outputs]
@@ -384,6 +389,15 @@ class CUDABackend(Backend):
             end.synchronize()
             milliseconds: float = self._device.cupy.cuda.get_elapsed_time(start, end)
         return milliseconds / 1000
+
+    def phases(self, call: KernelCall, memory: Mapping[str, DeviceBuffer]) -> Sequence[PhaseTime]:
+        """The steps of a resident kernel that was compiled with `phase_clocks`, for each multiprocessor."""
+        if not has_clocks(call):
+            return ()
+        return [
+            PhaseTime(f"multiprocessor {found.multiprocessor:3}", found.name, found.start, found.end - found.start)
+            for found in intervals(call, memory[call.outputs[-1].buffer].to_numpy())
+        ]
 
 
 _HOLD = """

@@ -44,10 +44,13 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         What to write to, and to seek in; it takes the path's place at the end, unless there is an error.
 
     Raises:
-        OSError: it cannot be written, or the path names no file ('.', '/').
+        OSError: it cannot be written, or the path names no file ('.', '/') or no regular one, such as a device, which
+            the file would replace.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     remove_leftovers(path.parent)
     temporary, handle = _begin(path.parent, _create_file)
     try:

@@ -126,17 +126,19 @@ class Timeline:
             InputError: the file cannot be written (no such folder, no permission, disk full).
             ValueError: two slices of a track overlap and neither contains the other, or an argument is no JSON value.
         """
-        path = Path(path)
-        self._check_nesting()
+        path, text = Path(path), "".join(self._pieces())
         try:
             with atomic_file(path) as file:
-                for piece in self._pieces():
-                    file.write(piece.encode("utf-8", "replace"))
+                file.write(text.encode("utf-8", "replace"))
         except OSError as error:
             raise InputError(f"cannot write '{path}': {error.strerror or error}") from error
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The trace's events in the Trace Event Format: names first, then all others by time."""
+        """The trace's events in the Trace Event Format: names first, then all others by time.
+
+        Raises:
+            ValueError: two slices of a track overlap and neither contains the other.
+        """
         for order, (named, number) in enumerate(self._ids.items()):
             is_track = isinstance(named, Track)
             process = self._ids[named.process] if isinstance(named, Track) else number
@@ -144,13 +146,13 @@ class Timeline:
             event = {"ph": "M", "pid": process, "tid": number if is_track else 0}
             yield {**event, "name": f"{kind}_name", "args": {"name": name}}
             yield {**event, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
-        timed = [*map(self._slice_event, self.slices), *map(self._instant_event, self.instants)]
+        timed = [self._slice_event(*placed) for placed in self._placed()]
+        timed += map(self._instant_event, self.instants)
         timed += map(self._counter_event, self.counters)
         # Of slices that begin together the longest contains the others.
         yield from sorted(timed, key=lambda event: (event["ts"], -event.get("dur", 0)))
 
-    def _slice_event(self, item: Slice) -> dict[str, Any]:
-        start, end = _nanoseconds(item.start), _nanoseconds(item.end)
+    def _slice_event(self, item: Slice, start: int, end: int) -> dict[str, Any]:
         return {**self._event("X", item), "ts": _microseconds(start), "dur": _microseconds(end - start)}
 
     def _instant_event(self, item: Instant) -> dict[str, Any]:
@@ -169,18 +171,28 @@ class Timeline:
         """From 1 on, and no track's is its process's: a trace viewer would call it the main thread."""
         return self._ids.setdefault(named, len(self._ids) + 1)
 
-    def _check_nesting(self) -> None:
-        open_ends: dict[Track, list[Slice]] = {}
+    def _placed(self) -> Iterator[tuple[Slice, int, int]]:
+        """Each slice with its start and end in nanoseconds; what sticks out by one, of rounding, is cut off.
+
+        Raises:
+            ValueError: two slices of a track overlap and neither contains the other.
+        """
+        under_way: dict[Track, list[tuple[Slice, int, int]]] = {}
         for item in sorted(self.slices, key=lambda item: (_nanoseconds(item.start), -_nanoseconds(item.end))):
-            around = open_ends.setdefault(item.track, [])
-            while around and _nanoseconds(around[-1].end) <= _nanoseconds(item.start):
-                around.pop()
-            if around and _nanoseconds(item.end) > _nanoseconds(around[-1].end):
-                raise ValueError(
-                    f"track '{item.track.thread}' of '{item.track.process}': slice {_interval(item)} overlaps the end "
-                    f"of {_interval(around[-1])}"
-                )
-            around.append(item)
+            start, end = _nanoseconds(item.start), _nanoseconds(item.end)
+            around = under_way.setdefault(item.track, [])
+            while around and (around[-1][2] <= start or around[-1][2] == start + 1 < end):
+                start = max(start, around.pop()[2])
+            if around:
+                outer, begins, ends = around[-1]
+                if end > ends + 1:
+                    raise ValueError(
+                        f"track '{item.track.thread}' of '{item.track.process}': slice {_interval(item)} overlaps the "
+                        f"end of {_interval(outer)}"
+                    )
+                start, end = max(start, begins), min(end, ends)
+            around.append((item, start, max(start, end)))
+            yield around[-1]
 
     def _pieces(self) -> Iterator[str]:
         yield f'{{"displayTimeUnit": "ns", "otherData": {_json(self.facts)}, "traceEvents": [\n'

@@ -9,6 +9,7 @@ bounds until none can be better than the best, so the best of all is found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product as combinations
@@ -97,7 +98,7 @@ class Mapper:
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
         self._known: dict[tuple[Demand, int], Tiling | None] = {}
-        self._pieces: dict[tuple[Product, float, float], tuple[float, float]] = {}
+        self._pieces: dict[tuple[Product, float, float, float], tuple[float, float]] = {}
 
     def tiling(self, demand: Demand, budget: int) -> Tiling | None:
         """The best tiling found with that many bytes of SRAM for tiles; None where not even the smallest tile fits."""
@@ -119,7 +120,9 @@ class Mapper:
         for doubling in range(6):
             tiles = min(rows, least << doubling)
             one = (cycles / tiles, demand.element.constant / tiles, demand.element.changing / tiles)
-            found = self._tiling(f"{tiles} parts", tiles, 0.0, *one, demand.stored / tiles, sram / tiles)
+            found = self._tiling(
+                "whole" if tiles == 1 else f"{tiles} parts", tiles, 0.0, *one, demand.stored / tiles, sram / tiles
+            )
             if best is None or found.estimate < best.estimate:
                 best = found
         return best
@@ -151,25 +154,31 @@ class Mapper:
         if self._chip.matrix is not None and rate is not None:
             cycles = accesses = 0.0
             for piece, count in _pieces(demand, tile):
-                one_cycles, one_bytes = self._array_cost(piece, demand, self._chip.matrix)
-                cycles += count * one_cycles / rate
+                one_cycles, one_bytes = self._array_cost(piece, demand, self._chip.matrix, rate)
+                cycles += count * one_cycles
                 accesses += count * one_bytes
             results.append(self._tiling(shape, tiles, cycles / tiles, vector, *loads, moved + accesses / tiles))
         by_vector = vector + demand.macs / self._chip.vector_rate(demand.dtype) / tiles
-        results.append(self._tiling(f"{shape} by vector lanes", tiles, 0.0, by_vector, *loads, 2 * moved))
+        results.append(self._tiling(f"{shape} on lanes", tiles, 0.0, by_vector, *loads, 2 * moved))
         return min(results, key=lambda result: result.estimate)
 
-    def _array_cost(self, piece: Product, demand: Demand, matrix: Matrix) -> tuple[float, float]:
-        """(cycles without memory stalls, bytes of SRAM that the arrays access) of a tile shared by all arrays."""
-        key = (piece, demand.left_bytes, demand.right_bytes)
+    def _array_cost(self, piece: Product, demand: Demand, matrix: Matrix, rate: float) -> tuple[float, float]:
+        """(cycles without memory stalls, bytes of SRAM that the arrays access) of a tile shared by arrays.
+
+        Each array reads for itself, so where SRAM's ports would hold all of them up, fewer of them may be faster.
+        """
+        key = (piece, rate, demand.left_bytes, demand.right_bytes)
         if key not in self._pieces:
-            self._pieces[key] = min(
-                (
-                    fold_cycles(part, matrix),
-                    copies * _access_bytes(part, matrix, demand.left_bytes, demand.right_bytes),
-                )
-                for part, copies in _shares(piece, matrix.arrays)
-            )
+            best, arrays = (math.inf, 0.0, 0.0), matrix.arrays
+            while arrays:
+                for part, copies in _shares(piece, arrays):
+                    cycles = fold_cycles(part, matrix) / rate
+                    size = copies * _access_bytes(part, matrix, demand.left_bytes, demand.right_bytes)
+                    best = min(best, (max(cycles, size / self._chip.sram.bandwidth), cycles, size))
+                if best[1] == best[0]:
+                    break
+                arrays = 1 << (arrays - 1).bit_length() - 1 if arrays > 1 else 0
+            self._pieces[key] = best[1:]
         return self._pieces[key]
 
     def _tiling(

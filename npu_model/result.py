@@ -75,7 +75,7 @@ class CallResult:
     @property
     def cycles(self) -> float:
         """The part of the program's cycles that is this call's."""
-        return self.progress + sum(self.stalls.values())
+        return self.times.cycles
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class CallTimes:
     stalls: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
 
     @property
+    def cycles(self) -> float:
+        """The part of the program's cycles that is this call's."""
+        return self.progress + sum(self.stalls.values())
+
+    @property
     def spans(self) -> tuple[Span, ...]:
         return self.loading, self.arrays, self.vector, self.storing
 

@@ -92,7 +92,8 @@ class Device:
     """A device by name, or the best one here: Metal on a Mac where it is installed, else the CPU.
 
     Args:
-        name: Where a machine has several of a kind, with a number after a colon: `:1` is the second.
+        name: Where a machine has several of a kind, with a number after a colon: `:1` is the second. A simulated chip
+            is named there too: `npu-model:edge`.
 
     Raises:
         DeviceError: no such device, or it is not usable on this machine.

@@ -71,13 +71,13 @@ class PhaseTime:
 
     Attributes:
         part: Which part, such as "multiprocessor 3".
-        start, seconds: Since the kernel's beginning, and how long.
+        start, duration: Nanoseconds since the kernel's beginning, and how many.
     """
 
     part: str
     name: str
     start: float
-    seconds: float
+    duration: float
 
 
 class Hardware(DeviceMemory, ABC):

@@ -29,7 +29,7 @@ class CallTime:
         plan: The plan whose call number `index` it is.
         ended: When it had ended, by the host's clock (`time.perf_counter`).
         seconds: How long it took, by the device's clock if it has one.
-        phases: What its blocks did meanwhile, where the device measured that.
+        phases: What parts of the device did meanwhile, where it measured that; of the first run only.
     """
 
     plan: ExecutionPlan
@@ -111,7 +111,7 @@ class _Builder:
             self._timeline.counter(process, "bandwidth", free, 0.0, "GB/s")
             for phase in timed.phases:
                 part = self._timeline.track(f"{process}, inside of kernels", phase.part)
-                self._timeline.slice(part, phase.name, start + 1e6 * phase.start, 1e6 * phase.seconds)
+                self._timeline.slice(part, phase.name, start + phase.start / 1000, phase.duration / 1000)
         if calls:
             self._timeline.counter(process, "arena", free, 0.0, "bytes in use")
 

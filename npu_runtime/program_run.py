@@ -322,7 +322,7 @@ class ThreadRun:
             assert launch is not None
             seconds = backend.timed(launch)
             ended = time.perf_counter()
-            phases = backend.phases(call, self.memory)
+            phases = () if profiler.runs else backend.phases(call, self.memory)
             profiler.add_call(CallTime(self._plan, index, backend, ended, seconds, phases))
 
     def results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import calibrate, graphs, keys, models, programs, quantize, simulate, tools
+from npu_sim.commands import (
+    calibrate,
+    graphs,
+    keys,
+    models,
+    profiling,
+    programs,
+    quantize,
+    simulate,
+    tools,
+)
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -23,7 +33,7 @@ for command in (
     programs.run,
     graphs.partition,
     graphs.verify,
-    programs.profile,
+    profiling.profile,
     simulate.simulate,
     calibrate.calibrate,
     keys.sign,

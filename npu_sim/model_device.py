@@ -36,7 +36,8 @@ class ModelBackend(CPUBackend):
         return self.simulated_seconds
 
     def ran(self, program: CompiledProgram) -> None:
-        self.simulated_seconds += self.result(program).seconds
+        if program.kernels:
+            self.simulated_seconds += self.result(program).seconds
 
     def result(self, program: CompiledProgram) -> Result:
         """What a run of the program takes on the chip. Raises `InputError` as `npu_model.simulate`."""

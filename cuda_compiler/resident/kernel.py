@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from cuda_compiler.cuda_program import KernelLaunch, LaunchKind
+from cuda_compiler.resident import clocks
 from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
 from cuda_compiler.resident.mailboxes import connect_mailboxes
@@ -135,13 +136,18 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
     reads = dict.fromkeys(view for phase in phases for view in phase.inputs.values() if view is not None)
     inputs = [view for view in reads if view not in writes]
     outputs = [*writes, memory]
+    params = KernelLaunch((1, 1, 1), (ALL_THREADS, 1, 1), least_shared(phases), LaunchKind.RESIDENT).params()
+    if make.phase_clocks:
+        outputs.append(make.counters(f"{last.node}.clocks", 2 * clocks.words(len(phases))))
+        params |= clocks.labels([f"{phase.function}: {phase.call.node}" for phase in phases])
     place = {view: index for index, view in enumerate((*inputs, *outputs))}
+    source = kernel_source(phases, place, memory, mailbox_size)
     return KernelCall(
         RESIDENT,
-        make.add_source(kernel_source(phases, place, memory, mailbox_size)),
+        make.add_source(clocks.with_clocks(source, len(place) - 1) if make.phase_clocks else source),
         tuple(inputs),
         tuple(outputs),
-        KernelLaunch((1, 1, 1), (ALL_THREADS, 1, 1), least_shared(phases), LaunchKind.RESIDENT).params(),
+        params,
         last.node,
         sum(call.flops for call in run.calls),
         sum(distinct_bytes(view) for view in (*inputs, *writes)),

@@ -27,11 +27,13 @@ class Specializer:
         taken: Names of the program's buffers.
         capability: Compute capability of the target GPU as CUDA writes it: 90 is 9.0.
         shared_memory: Bytes per block there.
+        phase_clocks: Resident kernels note the time of their phases.
     """
 
     taken: frozenset[str] = frozenset()
     capability: int = HOPPER
     shared_memory: int = HOPPER_SHARED_MEMORY
+    phase_clocks: bool = False
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)

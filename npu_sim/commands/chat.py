@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from npu_compiler.errors import NPUError
 from npu_sim.commands.checks import check_text
-from npu_sim.commands.console import note, stop_on_ctrl_c
+from npu_sim.commands.console import note, step, stop_on_ctrl_c
 
 if TYPE_CHECKING:
     from npu_sim.llm import Conversation, GenerationStats
@@ -116,7 +116,7 @@ def _answer(text: str, conversation: Conversation) -> None:
     try:
         check_text(text, "the message")
         with closing(conversation.ask(text)) as pieces, stop_on_ctrl_c() as stopped:
-            for piece in pieces:
+            for piece in after_prefill(pieces):
                 sys.stdout.write(piece)
                 sys.stdout.flush()
                 if stopped():
@@ -130,6 +130,15 @@ def _answer(text: str, conversation: Conversation) -> None:
     note(speed(conversation.stats) + (", stopped" if stopped() else ""))
     if conversation.is_full:
         note("the KV cache is full: /reset forgets the conversation, and a larger --cache-length holds more of it")
+
+
+def after_prefill(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces of a text, with a spinner until the first one is there."""
+    with step("reading the prompt"):
+        first = next(pieces, None)
+    if first is not None:
+        yield first
+        yield from pieces
 
 
 def speed(stats: GenerationStats) -> str:

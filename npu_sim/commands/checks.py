@@ -32,6 +32,8 @@ def check_output(path: Path | None) -> Path | None:
         return None
     if not path.name or path.is_dir():
         code = errno.EISDIR
+    elif path.exists() and not path.is_file():
+        raise InputError(f"cannot write '{path}': it is no regular file")
     elif not path.parent.exists():
         code = errno.ENOENT
     elif not path.parent.is_dir():

@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 # Modules that log what takes a user's time but once on a machine: compiling kernels, or a program for longer prompts.
 _WORTH_A_WORD = ("npu_runtime.cpu.native.build", "npu_sim.llm.session")
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int | None], None]
 
 
 class ErrorReporting(TyperGroup):
@@ -233,10 +233,12 @@ class _StepLine:
         self._message = message
 
     def __rich__(self) -> str:
+        from rich.markup import escape
+
         from npu_runtime.background import current_work
 
         work = current_work()
-        return self._message if work is None else f"{self._message} ({work})"
+        return escape(self._message if work is None else f"{self._message} ({work})")
 
 
 @contextmanager
@@ -253,15 +255,18 @@ def step(message: str) -> Iterator[None]:
 
 @contextmanager
 def progress(message: str) -> Iterator[Progress]:
-    """Show a progress bar on stderr if that is a terminal; yields a function to call with (done, total)."""
+    """Show a progress bar on stderr if that is a terminal; yields a function to call with (done, total or None).
+
+    As `step`, it says what background work this may be waiting for.
+    """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, RenderableColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (RenderableColumn(_StepLine(message)), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(message, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

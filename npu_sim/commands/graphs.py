@@ -170,11 +170,12 @@ def verify(
     if samples is not None and inputs:
         raise InputError("--samples is for random inputs; leave out --input")
     check_device_options(device, cpu_level, fast, no_tune)
-    graph = read_ir(ir)
-    state = weights_for(graph, weights)
+    with step(f"reading {ir}"):
+        graph = read_ir(ir)
+        state = weights_for(graph, weights)
 
-    from npu_sim.verify import input_specs  # it imports torch
-    from npu_sim.verify import verify as compare
+        from npu_sim.verify import input_specs  # it imports torch
+        from npu_sim.verify import verify as compare
 
     specs = input_specs(graph, dtype)
     arrays, used_seed = choose_inputs(inputs or (), specs, seed)

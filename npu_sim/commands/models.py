@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npu_sim.commands.chat import chat_in_terminal, speed
-from npu_sim.commands.checks import check_device_options, check_text, check_weights
+from npu_sim.commands.chat import after_prefill, chat_in_terminal, speed
+from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_text, check_weights
 from npu_sim.commands.completion import language_models, vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import (
@@ -25,8 +25,12 @@ from npu_sim.commands.options import (
     Seed,
     Temperature,
     TopP,
+    Trace,
 )
 from npu_sim.commands.resources import open_device, open_in_background
+
+if TYPE_CHECKING:
+    from npu_sim.llm.chat import TextStream
 
 
 def generate(
@@ -77,10 +81,12 @@ def generate(
     cpu_level: CPULevel = None,
     fast: Fast = False,
     no_tune: NoTune = False,
+    trace: Trace = None,
     json: AsJSON = False,
 ) -> None:
     """Generate text with a language model."""
     from npu_compiler.errors import InputError
+    from npu_runtime import Profiler
     from npu_sim.llm.loading import find_checkpoint
 
     check_device_options(device, cpu_level, fast, no_tune)
@@ -91,8 +97,11 @@ def generate(
     if no_chat and system is not None:
         raise InputError("--system needs the chat template; leave out --no-chat")
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
-    if interactive and (no_chat or json):
-        raise InputError("--no-chat and --json need a prompt: give it with --prompt or on standard input")
+    if interactive and (no_chat or json or trace):
+        raise InputError("--no-chat, --json and --trace need a prompt: give it with --prompt or on standard input")
+    if trace is not None and device is not None and device.startswith("npu-model:"):
+        raise InputError("--trace is of this machine's time; npu-sim simulate --trace is of a chip's")
+    check_not_overwritten(trace, [Path(model)])
     if prompt is None and not interactive:
         prompt = _piped_prompt()
     if prompt == "":
@@ -119,7 +128,8 @@ def generate(
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt or ""})
-    with step(f"opening {model}"):
+    profiler = Profiler()
+    with step(f"opening {model}"), profiler.on_host(f"open {model}"):
         checkpoint = load_checkpoint(model, dtype, quantization)
         tokenizer = checkpoint.tokenizer  # read it now, while the device opens
     with concerning("--cache-length"):
@@ -127,7 +137,8 @@ def generate(
     ids = tokenizer.encode(prompt) if no_chat else encode_chat(checkpoint, messages)
     check_fits(ids, capacity)
     chosen = open_device(device, fast, no_tune) if opening is None else opening.result()
-    with progress(f"preparing {checkpoint.name}") as report:
+    preparing = f"preparing {checkpoint.name}"
+    with progress(preparing) as report, profiler.on_host("prepare the programs and weights"):
         network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
         network.prepare(sampler, *([] if interactive else [len(ids)]))
     if prompt is None:
@@ -138,15 +149,30 @@ def generate(
         stream = complete(network, prompt, max_new_tokens=max_tokens, sampler=sampler)
     else:
         stream = chat(network, messages, max_new_tokens=max_tokens, sampler=sampler)
-    text = "".join(_shown(stream, show=not json))
+    text = _counted(stream, max_tokens) if json else "".join(_shown(stream))
+    if trace is not None:
+        profiler.host_spans += stream.spans
+        profiler.save_trace(trace)
     if json:
-        time = {"chip": chip.chip.name} if (chip := simulated(chosen)) else {}
-        print_json({"model": checkpoint.name, "device": chosen.name, "text": text, **asdict(stream.stats), **time})
+        print_json(
+            {
+                "model": checkpoint.name,
+                "device": chosen.name,
+                "text": text,
+                **asdict(stream.stats),
+                "prefill_tokens_per_second": stream.stats.prefill_tokens_per_second,
+                "decode_tokens_per_second": stream.stats.decode_tokens_per_second,
+                **({"chip": chip.chip.name} if (chip := simulated(chosen)) else {}),
+                "trace": None if trace is None else str(trace),
+            }
+        )
     else:
         note(speed(stream.stats))
         if chip := simulated(chosen):
-            first, rate = 1e3 * stream.stats.prefill_seconds, stream.stats.decode_tokens_per_second
+            first, rate = 1e3 * stream.stats.first_token_seconds, stream.stats.decode_tokens_per_second
             note(f"simulated on chip {chip.chip.name}: first token after {first:.4g} ms, then {rate:.4g} per second")
+        if trace is not None:
+            note(f"trace written to {trace}; ui.perfetto.dev opens it")
         if filled_cache(stream.stats, max_tokens):
             note("the text ends here because the KV cache is full; a larger --cache-length holds more")
 
@@ -165,15 +191,23 @@ def _piped_prompt() -> str:
     return prompt
 
 
-def _shown(pieces: Any, *, show: bool) -> Iterator[str]:
-    """Iterate over the pieces; with `show`, print each one to stdout, and a newline at the end."""
-    for piece in pieces:
-        if show:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+def _shown(pieces: Iterator[str]) -> Iterator[str]:
+    """Iterate over the pieces, and print each one to stdout, and a newline at the end."""
+    for piece in after_prefill(pieces):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
         yield piece
-    if show:
-        sys.stdout.write("\n")
+    sys.stdout.write("\n")
+
+
+def _counted(stream: TextStream, most: int | None) -> str:
+    """The text of a generation, with a bar that counts its tokens."""
+    text = ""
+    with progress("generating") as report:
+        for piece in stream:
+            text += piece
+            report(stream.stats.new_tokens, most)
+    return text
 
 
 def classify(
@@ -217,7 +251,8 @@ def classify(
     with step(f"preparing {model}"):
         chosen = open_device(device, fast, no_tune)
         classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
-    guesses = classifier.classify(picture, top=top)
+    with step(f"classifying {image}"):
+        guesses = classifier.classify(picture, top=top)
     chip = simulated(chosen)
     if json:
         rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]

@@ -142,7 +142,7 @@ DeviceName = Annotated[
         metavar="NAME",
         callback=checks.check_device,
         autocompletion=devices,
-        help="cpu, metal, metal-emulator, cuda or cuda:N. Default: the best one on this machine.",
+        help="cpu, metal, metal-emulator, cuda, cuda:N or npu-model:CHIP. Default: the best one on this machine.",
     ),
 ]
 CPULevel = Annotated[
@@ -183,5 +183,14 @@ TopP = Annotated[
 ]
 Seed = Annotated[
     int | None, typer.Option("--seed", min=0, metavar="INTEGER", help="Random seed. Default: a new one each time.")
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        callback=checks.check_output,
+        help="Also write a trace (JSON), which ui.perfetto.dev shows.",
+    ),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

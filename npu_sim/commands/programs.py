@@ -1,4 +1,4 @@
-"""The commands for compiled programs: `compile`, `describe`, `run` and `profile`."""
+"""The commands for compiled programs: `compile`, `describe` and `run`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import fusions, programs_and_ir, targets
-from npu_sim.commands.console import note, print_json, progress, step
+from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
 from npu_sim.commands.modules import describe_module, run_module
 from npu_sim.commands.options import (
@@ -23,7 +23,6 @@ from npu_sim.commands.options import (
     Inputs,
     IRFile,
     NoTune,
-    ProgramFile,
     RunnableFile,
     Seed,
     WeightFormat,
@@ -60,6 +59,12 @@ def compile(
         list[str] | None,
         typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
     ] = None,
+    phase_clocks: Annotated[
+        bool,
+        typer.Option(
+            "--phase-clocks", help="For cuda_gpu: time the phases inside resident kernels, for profile --trace."
+        ),
+    ] = False,
     stages: Annotated[
         bool, typer.Option("--stages", help="Print what each compiler stage changes in the graph.")
     ] = False,
@@ -80,7 +85,7 @@ def compile(
     if output is None and (json or not stages):
         raise InputError("give an output file (-o FILE.npubin)" + ("" if json else ", --stages, or both"))
     check_not_overwritten(output, [ir])
-    codegen, disabled = find_target(target), disable_fusion or ()
+    codegen, disabled = find_target(target, phase_clocks), disable_fusion or ()
     check_fusion_names(disabled)
     options: dict[str, Any] = {"compute_dtype": dtype, "disabled_fusions": disabled, "quantization": quantization}
     with step(f"reading {ir}"):
@@ -221,7 +226,7 @@ def run(
         return
     program = CompiledProgram.load(program_file, allow_code)
     state = weights_for(program, weights)
-    arrays, used_seed = inputs_for(program, inputs, seed)
+    arrays, used_seed = inputs_for(program.input_specs, inputs, seed)
     chosen = open_device_for(program, device, fast, no_tune)
     loaded = load_onto(chosen, program, state)
     with step(f"running {program.name} on {chosen.name}"):
@@ -267,56 +272,3 @@ def _statistics(value: np.ndarray) -> dict[str, Any]:
         if finite.size:
             facts.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
     return facts
-
-
-def profile(
-    program_file: ProgramFile,
-    weights: Weights = None,
-    inputs: Inputs = None,
-    device: DeviceName = None,
-    cpu_level: CPULevel = None,
-    fast: Fast = False,
-    no_tune: NoTune = False,
-    allow_code: AllowCode = False,
-    runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
-    seed: Seed = None,
-    json: AsJSON = False,
-) -> None:
-    """Measure the time of each kernel of a program."""
-    import time
-
-    from npu_compiler import CompiledProgram
-    from npu_runtime import Executor, Profiler
-
-    check_device_options(device, cpu_level, fast, no_tune)
-    program = CompiledProgram.load(program_file, allow_code)
-    state = weights_for(program, weights)
-    arrays, used_seed = inputs_for(program, inputs, seed)
-    chosen = open_device_for(program, device, fast, no_tune)
-    loaded = load_onto(chosen, program, state)
-    executor, profiler = Executor(program, chosen), Profiler()
-    buffers = {spec.name: chosen.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}
-    with progress("running") as report:
-        executor.run(buffers, loaded)
-        plain = []
-        for index in range(runs):
-            start = time.perf_counter()
-            executor.run(buffers, loaded)
-            chosen.backend.synchronize()
-            plain.append(1e3 * (time.perf_counter() - start))
-            executor.run(buffers, loaded, profiler)
-            report(index + 1, runs)
-    median = sorted(plain)[len(plain) // 2]
-    if json:
-        print_json(
-            {
-                "device": chosen.name,
-                "description": chosen.backend.device,
-                "seed": used_seed,
-                "median_ms": median,
-                **profiler.to_dict(),
-            }
-        )
-    else:
-        typer.echo(profiler.report())
-        typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")

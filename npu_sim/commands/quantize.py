@@ -10,7 +10,7 @@ import typer
 
 from npu_sim.commands.checks import check_dtype, check_file, check_method, check_weight_format
 from npu_sim.commands.completion import dtypes, language_models
-from npu_sim.commands.console import note, print_json, progress
+from npu_sim.commands.console import note, print_json, progress, step
 from npu_sim.commands.options import AsJSON
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _quantize_network(
     find_images(images)
     if output.exists() and (not output.is_dir() or any(output.iterdir())) and not force:
         raise InputError(f"'{output}' exists and is not empty; --force replaces what is in it")
-    with progress(f"quantizing {model}"):
+    with step(f"quantizing {model}"):
         report = quantize_model(model, images, output, keep_worst=keep_worst).report
     if json:
         print_json({"output": str(output), "layers": [asdict(line) for line in report]})

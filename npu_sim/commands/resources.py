@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from npu_sim.commands.options import Inputs
 if TYPE_CHECKING:
     import numpy as np
 
-    from npu_compiler import CompiledProgram, IRGraph
+    from npu_compiler import CompiledProgram, IRGraph, TensorSpec
     from npu_runtime import Device, DeviceBuffer
 
 
@@ -94,11 +94,13 @@ def load_onto(device: Device, program: CompiledProgram, state: Mapping[str, Any]
         return load_weights(state, program, device, progress=report)
 
 
-def inputs_for(program: CompiledProgram, inputs: Inputs, seed: int | None) -> tuple[dict[str, np.ndarray], int | None]:
+def inputs_for(
+    specs: Sequence[TensorSpec], inputs: Inputs, seed: int | None
+) -> tuple[dict[str, np.ndarray], int | None]:
     """The inputs from the user's files and None, or random ones and their seed, which is printed to stderr."""
     from npu_sim.arrays import choose_inputs
 
-    arrays, used_seed = choose_inputs(inputs or (), program.input_specs, seed)
+    arrays, used_seed = choose_inputs(inputs or (), specs, seed)
     if used_seed is not None:
         note(f"random inputs, seed {used_seed}")
     return arrays, used_seed

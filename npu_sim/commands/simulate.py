@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,10 +15,10 @@ from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
-    from npu_model import Chip, Result
+    from npu_model import CallResult, Chip, Result
 
 PROMPT = 512
-_CALLS = 12  # of the table
+_ROWS = 12  # of the table of calls
 
 
 def simulate(
@@ -73,7 +74,7 @@ def simulate(
         Path | None,
         typer.Option("--csv", metavar="FILE.csv", callback=check_output, help="Write the sweep's table."),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show every kernel call.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show every kernel call by itself, in order.")] = False,
     json: AsJSON = False,
 ) -> None:
     """Simulate a model on a chip: latency, utilization, stalls, traffic and energy.
@@ -236,17 +237,27 @@ def _lines(result: Result, full: bool) -> list[str]:
         f"  SRAM     {format_bytes(result.sram_bytes)} read and written; tiles take {format_bytes(result.tile_bytes)}",
         f"  energy   {1e3 * energy.total:.3g} mJ: {parts}",
     ]
-    shown = result.calls if full else sorted(result.calls, key=lambda call: (-call.cycles, call.index))[:_CALLS]
-    lines.append(f"  {'time':>10} {'share':>6}  {'tiles':>6}  {'tile':20} {'DRAM':>10}  kernel, node")
-    for call in shown:
-        share = call.cycles / result.cycles if result.cycles else 0.0
+    lines.append(f"  {'time':>10} {'share':>6}  {'calls':>5} {'tiles':>7}  {'tile':20} {'DRAM':>10}  kernel, node")
+    groups = [[call] for call in result.calls] if full else _alike(result.calls)
+    for calls in groups if full else groups[:_ROWS]:
+        first, cycles = calls[0], sum(call.cycles for call in calls)
         lines.append(
-            f"  {_time(seconds(call.cycles)):>10} {share:6.1%}  {call.tiles:6}  {call.shape:20.20} "
-            f"{format_bytes(call.dram_bytes):>10}  {call.kernel}, {call.node}"
+            f"  {_time(seconds(cycles)):>10} {cycles / result.cycles:6.1%}  {len(calls):5} {first.tiles:7}  "
+            f"{first.shape:20.20} {format_bytes(first.dram_bytes):>10}  {first.kernel}, {first.node}"
         )
-    if not full and len(result.calls) > _CALLS:
-        lines.append(f"  … and {len(result.calls) - _CALLS} more calls (--full)")
+    if not full and len(groups) > _ROWS:
+        rest = sum(len(calls) for calls in groups[_ROWS:])
+        lines.append(f"  … and {rest} more calls (--full)")
     return lines
+
+
+def _alike(calls: Iterable[CallResult]) -> list[list[CallResult]]:
+    """Calls of the same kernel, work and tiles together, those that take the most time in all first."""
+    groups: dict[Hashable, list[CallResult]] = {}
+    for call in calls:
+        key = (call.kernel, call.macs, call.vector_operations, call.tiles, call.shape, call.dram_bytes)
+        groups.setdefault(key, []).append(call)
+    return sorted(groups.values(), key=lambda group: (-sum(call.cycles for call in group), group[0].index))
 
 
 def _time(seconds: float) -> str:

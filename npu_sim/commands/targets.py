@@ -10,14 +10,23 @@ if TYPE_CHECKING:
 TARGETS = ("op_level", "metal_gpu", "cuda_gpu")
 
 
-def find_target(name: str) -> CodegenTarget:
-    """The target of that name; a device's name stands for its target. Raises `InputError` if there is none."""
+def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
+    """The target of that name; a device's name stands for its target.
+
+    Args:
+        phase_clocks: As `CUDACodegenTarget` takes it.
+
+    Raises:
+        InputError: there is none of that name, or it has no phase clocks.
+    """
     from cuda_compiler import CUDACodegenTarget
     from npu_compiler import MetalCodegenTarget, OpLevelTarget
     from npu_compiler.errors import InputError
 
     if name in ("cuda", "cuda_gpu"):
-        return CUDACodegenTarget()
+        return CUDACodegenTarget(phase_clocks=phase_clocks)
+    if phase_clocks:
+        raise InputError(f"--phase-clocks is for --target cuda_gpu only; this is {name}")
     if name in ("metal", "metal_gpu"):
         return MetalCodegenTarget()
     if name not in ("cpu", "op_level"):

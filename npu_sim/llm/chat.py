@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from npu_compiler.errors import InputError
+from npu_runtime.profile_trace import Span
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.sampling import Sampler, greedy
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
@@ -56,6 +57,11 @@ class TextStream(Iterator[str]):
     @property
     def stats(self) -> GenerationStats:
         return self._tokens.stats
+
+    @property
+    def spans(self) -> list[Span]:
+        """What took how long, for a trace; see `Generation`."""
+        return self._tokens.spans
 
     def __next__(self) -> str:
         return next(self._pieces)

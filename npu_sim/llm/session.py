@@ -3,13 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
+from npu_runtime.profile_trace import Span
 from npu_sim.llm.checkpoint import Checkpoint, as_ids
 from npu_sim.llm.graph import (
     compile_decode_loop,
@@ -43,8 +44,10 @@ class GenerationStats:
         prompt_tokens: Tokens of the prompt, of which `reused_tokens` were already in the KV cache.
         new_tokens: Tokens generated, not counting the stop token.
         decode_steps: Runs of the decode program. The first new token comes from the prefill.
-        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code, by the
-            device's clock.
+        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code. All
+            times are by the device's clock.
+        first_token_seconds: From the beginning of the prefill until the first new token was known.
+        token_seconds: For each token after it, a stop token included, how long the caller waited.
         finish_reason: `stop` after a stop token, `length` after the requested number of tokens or when the cache is
             full, None before the end.
     """
@@ -55,6 +58,8 @@ class GenerationStats:
     decode_steps: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    token_seconds: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -214,12 +219,14 @@ class LanguageModel:
         """
         ids = [int(token) for token in token_ids]
         self._check_prompt(ids, len(self.tokens))
-        logits: Logits | None = None
+        *_, logits = self._prefill_runs(ids)
+        return logits
+
+    def _prefill_runs(self, ids: list[int]) -> Iterator[Logits]:
+        """`prefill` one run at a time: the logits after each."""
         for size in self._sizes(len(ids)):
             piece, ids = ids[:size], ids[size:]
-            logits = self.decode(piece[0]) if size == 1 else self._prefill_chunk(piece, size)
-        assert logits is not None
-        return logits
+            yield self.decode(piece[0]) if size == 1 else self._prefill_chunk(piece, size)
 
     def _check_prompt(self, ids: Sequence[int], start: int) -> None:
         if not ids:
@@ -367,7 +374,11 @@ class LanguageModel:
 
 
 class Generation(Iterator[int]):
-    """The token ids of one generation, computed as they are iterated over; `stats` is complete at the end."""
+    """The token ids of one generation, computed as they are iterated over; `stats` and `spans` are complete at the end.
+
+    Attributes:
+        spans: What took how long, for a trace: the prefill and its runs, the decoding and its tokens.
+    """
 
     def __init__(
         self,
@@ -378,6 +389,8 @@ class Generation(Iterator[int]):
         stop: frozenset[int],
     ) -> None:
         self.stats = GenerationStats(prompt_tokens=len(prompt))
+        self.spans: list[Span] = []
+        self._clock = model.device.backend.clock
         self._tokens = self._run(model, prompt, max_new_tokens, sampler, stop)
 
     def __next__(self) -> int:
@@ -386,18 +399,17 @@ class Generation(Iterator[int]):
     def _run(
         self, model: LanguageModel, prompt: list[int], limit: int | None, sampler: Sampler, stop: frozenset[int]
     ) -> Iterator[int]:
-        stats, clock = self.stats, model.device.backend.clock
+        stats, clock = self.stats, self._clock
         stats.reused_tokens = model.rewind(prompt)
         model._prepare_prefill(len(prompt) - stats.reused_tokens)
-        start = clock()
-        logits = model.prefill(prompt[stats.reused_tokens :])
-        stats.prefill_seconds = clock() - start
+        logits = self._prefill(model, prompt[stats.reused_tokens :])
         if limit == 0:
             stats.finish_reason = "length"
             return
         start = clock()
         first = sampler(logits)
-        stats.decode_seconds += clock() - start
+        stats.decode_seconds += self._took("choose the first token", start)
+        stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         following = model.follow(first, model.cache_length if limit is None else limit - 1, sampler)
         token: int | None = first
         while token is not None:
@@ -408,9 +420,29 @@ class Generation(Iterator[int]):
             yield token
             start = clock()
             token = next(following, None)
-            stats.decode_steps += token is not None
-            stats.decode_seconds += clock() - start
+            seconds = clock() - start
+            stats.decode_seconds += seconds
+            if token is not None:
+                stats.decode_steps += 1
+                stats.token_seconds.append(seconds)
+                self._took(f"token {stats.new_tokens + 1}", start, position=len(model.tokens))
         stats.finish_reason = "length"
+
+    def _prefill(self, model: LanguageModel, ids: list[int]) -> Logits:
+        start = before = self._clock()
+        known = len(model.tokens)
+        for result in model._prefill_runs(ids):
+            logits = result
+            self._took(f"prefill {len(model.tokens) - known} tokens", before, position=known)
+            before, known = self._clock(), len(model.tokens)
+        self.stats.prefill_seconds = self._took("prefill", start, tokens=len(ids))
+        return logits
+
+    def _took(self, what: str, start: float, **args: int) -> float:
+        """Seconds since the start, which become a span."""
+        end = self._clock()
+        self.spans.append(Span(what, start, end, args))
+        return end - start
 
 
 def _lengths(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tuple[int, int]:

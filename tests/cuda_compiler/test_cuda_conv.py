@@ -244,6 +244,7 @@ def test_only_a_weight_that_no_call_writes_is_read_ahead_of_time() -> None:
     assert ["bool constant_weight = true;" in text for text in texts] == [True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sources_compile(dtype: str) -> None:
     names = ("three-by-three", "few-pixels-many-terms", "odd-channels", "depthwise-strided", "grouped")

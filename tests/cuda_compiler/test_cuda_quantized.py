@@ -73,6 +73,7 @@ def test_few_rows_read_the_codes_and_many_rows_widened_weights(rows: int, kernel
     assert [call.kernel for call in plan.calls if not call.kernel.startswith("linear_epilogue")] == kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turn", "format"), list(enumerate(FORMATS)))
 def test_the_sources_compile(turn: int, format: QuantizedFormat) -> None:
     sources: dict[str, str] = {}
@@ -105,6 +106,7 @@ def test_weights_stream_whose_groups_are_whole_spans(
     assert [phase.streamed for phase in found] == ([] if streamed is None else [streamed])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [FORMATS[0], FORMATS[1], FORMATS[3], FORMATS[5]])
 @pytest.mark.parametrize(("n", "k"), [(2048, 1536), (1536, 8960), (4096, 14336), (7, 128)])
 def test_a_slot_holds_what_a_unit_streams(format: QuantizedFormat, n: int, k: int) -> None:

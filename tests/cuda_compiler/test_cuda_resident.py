@@ -139,6 +139,7 @@ def test_what_a_phase_prefetches_is_written_by_no_earlier_one() -> None:
     assert [key_cache in call.inputs for call in resident] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "turn"),
     [

@@ -12,6 +12,7 @@ from cuda_toolchain import architectures, compile_in_turn
 SHARE = 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_the_sources_of_a_model_compile(name: str) -> None:
     archs, found = architectures(), sources(name)

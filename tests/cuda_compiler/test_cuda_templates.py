@@ -74,6 +74,7 @@ def test_sources_compile(dtype: str, capability: int) -> None:
     cuda_toolchain.compile_in_turn(sources.values(), start=DTYPES.index(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [QWEN_PRODUCTS[0], QWEN_ATTENTION[0], *QWEN_ATTENTION[3:]], ids=lambda case: case.name)
 def test_registers_suffice(case: Case, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:

@@ -168,11 +168,13 @@ def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: 
     assert text.count("constexpr bool from_mailbox = true;") == text.count("namespace phase") - 1 > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PHASES_IN_16_BITS)
 def test_the_phases_compile(kind: str) -> None:
     cuda_toolchain.compile_sources(resident(PHASES[kind]("float16", 0, 1))[1].sources.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turn", "format"), list(enumerate(FORMATS)))
 def test_the_phases_compile_for_weights_in_few_bits(turn: int, format: QuantizedFormat) -> None:
     rows, dtype = (1, 3)[turn % 2], ("float16", "bfloat16")[turn // 2 % 2]

@@ -10,6 +10,7 @@ FILES = cases_by_file()
 WITHOUT_MUTANTS = {"add_relu.metal", "elementwise.metal", "elementwise_extended.metal"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_barrier_and_guard_is_missed(name: str) -> None:
     verdicts = list(judge(FILES[name]))

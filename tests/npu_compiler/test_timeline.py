@@ -103,7 +103,6 @@ def test_perfetto_reads_neighbours_as_neighbours(nanoseconds: set[int]) -> None:
     timeline = Timeline()
     for start, end in zip(borders, borders[1:], strict=False):
         timeline.slice(Track("p", "t"), "kernel", start / 1000, end / 1000 - start / 1000)
-    timeline._check_nesting()
     read = [(int(e["ts"] * 1000), int(e["dur"] * 1000)) for e in timeline.events() if e["ph"] == "X"]
     assert all(start + duration <= after for (start, duration), (after, _) in zip(read, read[1:], strict=False))
 
@@ -118,6 +117,23 @@ def test_slices_lie_inside_each_other_or_apart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'kernels' of 'device': slice 'late' .* overlaps the end of 'inner'"):
         timeline.save(tmp_path / "other.json")
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+@given(st.floats(0, 1e6), st.lists(st.floats(0.3, 10), min_size=1, max_size=20), st.floats(1, 100))
+def test_rounding_makes_no_overlaps(zero: float, durations: list[float], scale: float) -> None:
+    """Slices that touch, and lie inside another one up to its end, whose ends are sums in another order."""
+    timeline, track = Timeline(), Track("p", "t")
+    edges = [0.0]
+    for duration in durations:
+        edges.append(edges[-1] + duration / scale)
+    timeline.slice(track, "outer", zero, edges[-1])
+    for start, end in zip(edges, edges[1:], strict=False):
+        timeline.slice(track, "inner", zero + start, end - start)
+    placed = [(event["ts"], event["ts"] + event["dur"]) for event in timeline.events() if event["ph"] == "X"]
+    assert len(placed) == len(durations) + 1
+    whole = [(round(1000 * start), round(1000 * end)) for start, end in placed]
+    assert all(whole[0][0] <= start <= end <= whole[0][1] for start, end in whole)
+    assert all(end <= start for (_, end), (start, _) in zip(whole[1:], whole[2:], strict=False))
 
 
 @pytest.mark.parametrize("time", [-1.0, float("nan"), float("inf")])
@@ -150,6 +166,14 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(tmp_path: Path, monkeyp
     with pytest.raises(InputError, match=r"cannot write '.*trace\.json': No space left on device"):
         two_tracks().save(path)
     assert [file.name for file in tmp_path.iterdir()] == ["trace.json"] and path.read_bytes() == b"old"
+
+
+def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match=r"cannot write '.*pipe': it is no regular file"):
+        two_tracks().save(pipe)
+    assert pipe.is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_trace_needs_a_folder_and_a_name(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ir_builder import IRBuilder
 
+import npu_runtime.device
 from npu_compiler import compile as compile_ir
 from npu_compiler.errors import DeviceError
 from npu_model import load_chip, simulate
@@ -23,9 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the entry point does, which an installation that is older than the device lacks."""
-    monkeypatch.setitem(
-        vars(__import__("npu_runtime.device", fromlist=["_FACTORIES"]))["_FACTORIES"], "npu-model", npu_model
-    )
+    monkeypatch.setitem(npu_runtime.device._FACTORIES, "npu-model", npu_model)
 
 
 def test_the_device_is_an_entry_point() -> None:

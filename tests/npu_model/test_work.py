@@ -106,3 +106,20 @@ def test_programs_for_metal_have_the_same_work() -> None:
     assert [w.products for w in works(g)] == [
         call_work(call).products for call in compile_ir(g.ir(), MetalCodegenTarget()).kernels
     ]
+
+
+def test_a_convolution_of_bytes_multiplies_in_int8() -> None:
+    g = IRBuilder()
+    per_tensor = {"scale": 0.1, "zero_point": 128, "quant_min": 0, "quant_max": 255, "dtype": "uint8"}
+    per_channel = {"axis": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+    name = "quantized_decomposed.{}.default"
+    shape = (1, 16, 8, 8)
+    codes = g(name.format("quantize_per_tensor"), g.input("x", *shape), **per_tensor, out=(shape, "uint8"))
+    x = g(name.format("dequantize_per_tensor"), codes, **per_tensor, out=(shape, "float32"))
+    parts = g.weight("w", 32, 16, 3, 3, dtype="int8"), g.weight("scales", 32)
+    w = g(name.format("dequantize_per_channel"), *parts, **per_channel, out=((32, 16, 3, 3), "float32"))
+    g.output(g("aten.conv2d.default", x, w, None, [1, 1], [1, 1]))
+    (work,) = [work for work in works(g) if work.products]
+    assert work.dtype == "int8" and (work.left_bytes, work.right_bytes) == (1.0, 1.0)
+    assert work.products == (Product(64, 32, 144),)
+    assert bytes_of(work, Role.RIGHT) >= 32 * 144

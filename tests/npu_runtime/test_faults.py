@@ -60,6 +60,7 @@ def examine(folder: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_a_failing_call_leaves_the_old_or_the_new_and_says_so(tmp_path: Path) -> None:
     examined = examine(tmp_path)
     assert examined.keys() == set(OPERATIONS)

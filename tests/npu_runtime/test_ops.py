@@ -17,6 +17,7 @@ from cuda_gpu import DEVICES
 from metal_harness import open_metal
 from torch import nn
 from torch.ao.quantization.fx import _decomposed  # noqa: F401 (registers its ops)
+from traces import traced
 from transformers.integrations import moe  # noqa: F401 (registers its ops)
 
 from npu_compiler import ConstraintError, DeviceError, compile, get_supported_ops, is_op_supported, partition, read_ir
@@ -1464,6 +1465,10 @@ def arguments(case: Case, variant: Variant) -> list[torch.Tensor]:
 @functools.cache
 def extract(case: Case, model_dtype: torch.dtype) -> dict[str, Any]:
     """The case's IR, from torch.export on the meta device."""
+    return traced(f"op {case.name} {model_dtype}", lambda: export(case, model_dtype))
+
+
+def export(case: Case, model_dtype: torch.dtype) -> dict[str, Any]:
     drawn = [arg.draw(arg.shape) for arg in case.args]
     meta = [(x.to(model_dtype) if x.is_floating_point() else x).to("meta") for x in drawn]
     weights = {n: x for n, (x, arg) in enumerate(zip(meta, case.args, strict=True)) if arg.weight}

@@ -19,6 +19,7 @@ import toy_device
 from cuda_gpu import cuda_backends
 from ir_builder import IRBuilder
 from metal_harness import open_metal
+from perfetto_trace import PerfettoTrace
 from safetensors.torch import save_file
 from torch import nn
 from torch_ir import extract_ir
@@ -506,6 +507,26 @@ def test_a_plans_profile_knows_transfers_and_cpu_partitions(backend: Backend) ->
     assert {row["name"] for row in data["transfers"]} == {"host → device", "device → host"}
     assert all(row["bytes"] > 0 and row["calls"] > 0 for row in data["transfers"])
     assert data["runs"] == 1 and "host → device" in profiler.report()
+
+
+@EVERY_BACKEND
+def test_perfetto_reads_the_trace_of_a_partitioned_run_on_every_device(backend: Backend, tmp_path: Path) -> None:
+    plan = partition(layers().ir(), lambda op: "softmax" not in op)
+    dag, profiler = DAGExecutor(plan, backend), Profiler()
+    dag.load_weights(state())
+    for _ in range(2):
+        dag.execute({"x": np.ones((2, 8), np.float32), "y": np.ones((2, 8), np.float32)}, profiler)
+    profiler.save_trace(tmp_path / "trace.json")
+    trace = PerfettoTrace(tmp_path / "trace.json")
+    assert trace.problems() == []
+    joined = "slice join thread_track on track_id = thread_track.id join thread using(utid) join process using(upid)"
+    tracks = dict(trace.rows(f"select process.name || ': ' || thread.name, count(*) from {joined} group by 1"))
+    assert tracks == {
+        f"{backend.device}: kernels": len(profiler.calls),
+        "host: runs": len(profiler.host_spans),
+        "host: transfers": len(profiler.transfer_spans),
+    }
+    assert len(profiler.calls) == 2 * sum(len(executor.program.kernels) for executor in dag.executors.values())
 
 
 def test_native_kernels_can_be_switched_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

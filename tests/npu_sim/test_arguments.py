@@ -64,7 +64,6 @@ DEVICE_COMMANDS = {
 }
 DEVICE_OPTIONS = [
     (["--device", "tpu"], "unknown device 'tpu'; choose one of"),
-    (["--device", "npu-model"], "'npu-model' is not a whole device name: write npu-model:CHIP"),
     (["--device", "cpu:1"], "there is only one 'cpu' device"),
     (["--device", "cuda:x"], "write a device number after the colon"),
     (["--fast"], "--fast is for --device metal-emulator only"),
@@ -92,7 +91,9 @@ OUTPUT = [
     (["-o", "."], "cannot write '.': Is a directory"),
     (["-o", ""], "cannot write '.': Is a directory"),
     (["-o", "empty"], "cannot write 'empty': Is a directory"),
+    (["-o", "/dev/null"], "cannot write '/dev/null': it is no regular file"),
 ]
+TRACE = [(["--trace", *given], message) for (_, *given), message in OUTPUT]
 
 
 def options(command: list[str], *cases: tuple[list[str], str]) -> list[tuple[list[str], str]]:
@@ -128,6 +129,7 @@ WRONG = [
         (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
         (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
         (["--full"], "--full is for --stages"),
+        (["--phase-clocks"], "--phase-clocks is for --target cuda_gpu only; this is op_level"),
     ),
     (["compile", "absent.json", "-o", "a.npubin"], "cannot read IR file 'absent.json': No such file"),
     (["compile", "empty", "-o", "a.npubin"], "cannot read IR file 'empty': Is a directory"),
@@ -146,7 +148,12 @@ WRONG = [
     (["profile", "absent.npubin"], "cannot read program 'absent.npubin'"),
     (["verify", "absent.json"], "cannot read IR file 'absent.json'"),
     *options(["run", "tiny.npubin", *W], *INPUTS, *OUTPUT, SEED),
-    *options(["profile", "tiny.npubin", *W], *INPUTS, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    *options(["profile", "tiny.npubin", *W], *INPUTS, *TRACE, SEED, (["--runs", "0"], "Invalid value for '--runs'")),
+    (["profile", "absent.json"], "cannot read IR file 'absent.json'"),
+    (
+        ["profile", "tiny.npubin", "--trace", "tiny.npubin"],
+        "cannot write 'tiny.npubin': it is one of the files to read",
+    ),
     *options(["verify", "tiny.json", *W], *INPUTS, SEED, DTYPE),
     *options(
         ["verify", "tiny.json", *W],
@@ -202,6 +209,7 @@ WRONG = [
     # generate
     *options(
         DEVICE_COMMANDS["generate"],
+        *TRACE,
         DTYPE,
         SEED,
         (["-n", "0"], "Invalid value for '--max-tokens'"),

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from perfetto_trace import PerfettoTrace
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from tiny_llms import save_letters, tokenizers, transformers
@@ -285,6 +286,22 @@ def test_generate_says_when_the_cache_ends_the_text(folder: Path) -> None:
     )
 
 
+def test_generate_says_and_traces_how_long_each_token_took(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    result = generate(folder, "-p", "hello", "-n", "4", "--json", "--trace", str(path))
+    facts = json.loads(result.stdout)
+    assert facts["trace"] == str(path) and facts["new_tokens"] == 4 == len(facts["token_seconds"]) + 1
+    assert facts["prefill_seconds"] < facts["first_token_seconds"]
+    assert sum(facts["token_seconds"]) <= facts["decode_seconds"]
+    assert facts["decode_tokens_per_second"] == pytest.approx(3 / facts["decode_seconds"])
+    trace = PerfettoTrace(path)
+    assert trace.problems() == []
+    found = [name for (name,) in trace.rows("select name from slice order by ts, dur desc")]
+    assert found[:2] == [f"open {folder}", "prepare the programs and weights"] and found[2] == "prefill"
+    assert all(name.startswith("prefill ") for name in found[3:-4])
+    assert found[-4:] == ["choose the first token", "token 2", "token 3", "token 4"]
+
+
 class Terminal:
     """A program in a pseudo terminal."""
 
@@ -347,13 +364,23 @@ def chat_command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "npu_sim.cli", "generate", str(folder), *options]
 
 
+@pytest.mark.parametrize("option", [["--trace", "trace.json"], ["--json"], ["--no-chat"]])
+def test_a_chat_in_a_terminal_has_no_single_result(folder: Path, tmp_path: Path, option: list[str]) -> None:
+    terminal = Terminal(*chat_command(folder), *option, cwd=tmp_path)
+    try:
+        terminal.expect("--no-chat, --json and --trace need a prompt: give it with --prompt or on standard input")
+        assert terminal.wait() == 2
+    finally:
+        terminal.close()
+
+
 def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     terminal = Terminal(*chat_command(folder), cwd=tmp_path)
     try:
         terminal.expect(rf"{folder.name} on cpu \(.+\)\. Type a message; /help lists the commands, /bye or Ctrl-D ends")
         terminal.expect(">")
         terminal.send("hello\r")
-        terminal.expect(r"\n[a-z]{40}")
+        terminal.expect(r"[\r\n][a-z]{40}")
         terminal.send("\x03")
         terminal.expect(r"7 prompt tokens at [\d.]+/s, \d+ new tokens at [\d.]+/s, stopped")
         terminal.expect(">")
@@ -363,7 +390,7 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
         terminal.send("/save chat.json\r")
         terminal.expect("2 messages written to chat.json")
         terminal.send("\x1b[A\x1b[A\r")  # up twice: hello again
-        terminal.expect(r"\n[a-z]{40}")
+        terminal.expect(r"[\r\n][a-z]{40}")
         terminal.send("\x03")
         terminal.expect(r"\d+ prompt tokens at [\d.]+/s, \d+ reused, \d+ new tokens at [\d.]+/s, stopped")
         terminal.expect(">")

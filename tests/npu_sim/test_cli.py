@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import pytest
 from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
 from numerics import MIN_DRAWS
+from perfetto_trace import PerfettoTrace
 from PIL import Image
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
@@ -215,6 +217,65 @@ def test_compile_run_and_profile(folder: Path) -> None:
     assert profiled["runs"] == 2 and {row["name"] for row in profiled["kernels"]} >= {"softmax_kernel"}
     table = invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "1").stdout
     assert "total (with profiling)" in table
+
+
+def test_profile_writes_a_trace_that_perfetto_reads(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = ["-w", "weights.npz", "--runs", "2", "--trace", str(path)]
+    profiled = json.loads(invoke(folder, "profile", "tiny.npubin", *options, "--json").stdout)
+    trace = PerfettoTrace(path)
+    assert profiled["trace"] == str(path) and trace.problems() == []
+    kernels = dict(trace.rows("select name, count(*) from slice group by name"))
+    assert {row["name"]: 2 * row["calls"] for row in profiled["kernels"]}.items() <= kernels.items()
+    assert f"trace written to {path}" in invoke(folder, "profile", "tiny.npubin", *options).stdout
+
+
+def test_a_trace_for_which_there_is_no_room_is_an_error_and_no_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "trace.json"
+    found = invoke(folder, "profile", "tiny.npubin", "-w", "weights.npz", "--runs", "1", "--trace", str(path))
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.splitlines()[-1] == f"error: cannot write '{path}': No space left on device"
+    assert not any(tmp_path.iterdir())
+
+
+def test_keys_as_json(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+    def facts(*args: str) -> Any:
+        return json.loads(invoke(tmp_path, *args, "--json").stdout)
+
+    assert (
+        invoke(folder, "compile", "tiny.json", "-o", str(tmp_path / "tiny.npubin"), "--target", "cuda").exit_code == 0
+    )
+    made = facts("keygen", "key")
+    assert (made["private_key"], made["public_key"]) == ("key", "key.pub")
+    name = made["fingerprint"]
+    assert facts("sign", "tiny.npubin", "--key", "key") == {"program": "tiny.npubin", "fingerprint": name}
+    assert facts("trust", "key.pub") == {"trusted": name}
+    assert [key["fingerprint"] for key in facts("trust")["keys"]] == [name]
+    assert facts("trust", "--remove", name) == {"removed": name}
+    assert facts("trust") == {"keys": []}
+
+
+def test_profile_partitions_ir(tmp_path: Path) -> None:
+    g = IRBuilder("net")
+    g.output(g("aten.relu.default", g("aten.erfinv.default", g("aten.relu.default", g.input("x", 2, 8)))))
+    (tmp_path / "net.json").write_text(json.dumps(g.ir()))
+    options = ["--runs", "1", "--device", "cpu", "--json", "--trace", "trace.json"]
+    found = invoke(tmp_path, "profile", "net.json", *options)
+    assert found.exit_code == 0, found.stderr
+    profiled = json.loads(found.stdout)
+    assert "cpu partition 1" in {row["name"] for row in profiled["kernels"]}
+    assert {row["name"] for row in profiled["transfers"]} == {"host → device", "device → host"}
+    trace = PerfettoTrace(tmp_path / "trace.json")
+    assert trace.problems() == []
+    assert trace.rows("select count(*) from slice where name = 'aten.erfinv.default'") == [(1,)]
 
 
 def test_a_program_for_another_device_is_refused_before_its_weights_are_loaded(

@@ -494,6 +494,7 @@ def test_generation_ends_at_a_stop_token_the_limit_or_a_full_cache(llama: Checkp
     tokens = list(full)
     assert len(tokens) == CACHE - 3 + 1 and full.stats.finish_reason == "length"
     assert full.stats.decode_steps == CACHE - 3 and full.stats.decode_tokens_per_second > 0
+    assert len(full.stats.token_seconds) == CACHE - 3 and full.stats.first_token_seconds > full.stats.prefill_seconds
     few = model.generate([4, 5, 6], 4, stop=frozenset())
     assert list(few) == tokens[:4] and few.stats.finish_reason == "length" and few.stats.reused_tokens == 2
     cut = model.generate([4, 5, 6], stop=frozenset({tokens[3]}))

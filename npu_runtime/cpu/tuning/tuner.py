@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from npu_runtime.background import background_work
 from npu_runtime.cpu.arrays import strides_of
 from npu_runtime.cpu.bound_call import ArrayCall, Candidate
 from npu_runtime.cpu.tuning.table import Choice, ChoiceTable
@@ -61,7 +62,8 @@ class Tuner:
     def _try(self, key: str, call: ArrayCall, candidates: Sequence[Candidate]) -> str | None:
         """The fastest by a trial, which goes into the table if it is certain; None where there is nothing to choose."""
         self.trials += 1
-        times = measure(stand_in(call), candidates)
+        with background_work("measuring which kernels are the fastest here"):
+            times = measure(stand_in(call), candidates)
         if len(times.seconds) < 2:
             return None
         working = {name: seconds for name, seconds in times.seconds.items() if math.isfinite(seconds)}

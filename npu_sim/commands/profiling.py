@@ -1,0 +1,142 @@
+"""The command that measures: `profile`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten
+from npu_sim.commands.completion import programs_and_ir
+from npu_sim.commands.console import print_json, progress, step
+from npu_sim.commands.options import (
+    AllowCode,
+    AsJSON,
+    CPULevel,
+    DeviceName,
+    Fast,
+    Inputs,
+    NoTune,
+    Seed,
+    Trace,
+    Weights,
+)
+from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from npu_compiler import CompiledProgram, PartitionPlan
+    from npu_runtime import Device, Profiler
+
+Run = Callable[["Profiler | None"], object]
+
+
+def _profiled_file(path: Path) -> Path:
+    return check_file(path, "IR file" if path.suffix == ".json" else "program")
+
+
+def profile(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            callback=_profiled_file,
+            autocompletion=programs_and_ir,
+            help="Compiled program (.npubin), or IR file (.json), which is partitioned between the device and the CPU.",
+        ),
+    ],
+    weights: Weights = None,
+    inputs: Inputs = None,
+    device: DeviceName = None,
+    cpu_level: CPULevel = None,
+    fast: Fast = False,
+    no_tune: NoTune = False,
+    allow_code: AllowCode = False,
+    runs: Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")] = 10,
+    trace: Trace = None,
+    seed: Seed = None,
+    json: AsJSON = False,
+) -> None:
+    """Measure the time of each kernel of a program."""
+    from npu_compiler import CompiledProgram
+    from npu_runtime import Profiler
+    from npu_sim.arrays import split_assignment
+
+    check_device_options(device, cpu_level, fast, no_tune)
+    check_not_overwritten(trace, [file, weights, *(split_assignment(text)[1] for text in inputs or ())])
+    model = _partitioned(file) if file.suffix == ".json" else CompiledProgram.load(file, allow_code)
+    if isinstance(model, CompiledProgram):
+        state = weights_for(model, weights)
+        arrays, used_seed = inputs_for(model.input_specs, inputs, seed)
+        chosen = open_device_for(model, device, fast, no_tune)
+        run = _program_run(model, chosen, state, arrays)
+    else:
+        state = weights_for(model.graph, weights)
+        arrays, used_seed = inputs_for([model.graph.tensors[name] for name in model.graph.inputs], inputs, seed)
+        chosen = open_device(device, fast, no_tune)
+        run = _plan_run(model, chosen, state, arrays)
+    profiler, plain = Profiler(), []
+    with progress("running") as report:
+        run(None)
+        for index in range(runs):
+            start = time.perf_counter()
+            run(None)
+            chosen.backend.synchronize()
+            plain.append(1e3 * (time.perf_counter() - start))
+            run(profiler)
+            report(index + 1, runs)
+    if trace is not None:
+        with step(f"writing {trace}"):
+            profiler.save_trace(trace)
+    median = sorted(plain)[len(plain) // 2]
+    if json:
+        print_json(
+            {
+                "device": chosen.name,
+                "description": chosen.backend.device,
+                "seed": used_seed,
+                "median_ms": median,
+                **profiler.to_dict(),
+                "trace": None if trace is None else str(trace),
+            }
+        )
+        return
+    typer.echo(profiler.report())
+    typer.echo(f"{'median run (without profiling)':36} {median:10.3f}")
+    if trace is not None:
+        typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
+
+
+def _partitioned(ir: Path) -> PartitionPlan:
+    from npu_compiler import is_op_supported, partition, read_ir
+
+    with step(f"partitioning {ir}"):
+        return partition(read_ir(ir), is_op_supported)
+
+
+def _program_run(
+    program: CompiledProgram, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+) -> Run:
+    """Runs a program on inputs that are on the device."""
+    from npu_runtime import Executor
+
+    loaded = load_onto(device, program, state)
+    with step(f"preparing {program.name}"):
+        executor = Executor(program, device)
+    buffers = {spec.name: device.backend.allocate_buffer(arrays[spec.name], spec=spec) for spec in program.input_specs}
+    return lambda profiler: executor.run(buffers, loaded, profiler)
+
+
+def _plan_run(plan: PartitionPlan, device: Device, state: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Run:
+    """Runs a plan, whose inputs are uploaded and outputs downloaded in each run."""
+    from npu_runtime import DAGExecutor
+
+    with step(f"compiling {plan.graph.name}"):
+        executor = DAGExecutor(plan, device)
+    with step("loading weights"):
+        executor.load_weights(state)
+    return lambda profiler: executor.execute(arrays, profiler)
