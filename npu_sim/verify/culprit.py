@@ -7,7 +7,7 @@ are therefore not attributed to it, and one run finds the culprit without compil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,11 +24,11 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Culprit:
-    """The first kernel whose result does not follow from its inputs.
+    """A kernel, and how far its result is from what follows from its inputs; it is wrong if the error is above 1.
 
     Attributes:
         node, op: The node of the compiled graph that launched the kernel, and its op.
-        tensor: The output that is wrong.
+        tensor: The output that was compared.
         nodes: The IR nodes that the kernel computes, last first.
         error: The error as a multiple of what rounding explains.
     """
@@ -52,6 +52,16 @@ def find_culprit(
     final: IRGraph, records: Mapping[str, Recorded], inputs: Arrays, exact: Reference, half: Reference, dtype: str
 ) -> Culprit | None:
     """The first wrong kernel of a recorded run, in the order of the compiled graph; None if each one is right.
+
+    Arguments are those of `kernel_errors`.
+    """
+    return next((found for found in kernel_errors(final, records, inputs, exact, half, dtype) if found.error > 1), None)
+
+
+def kernel_errors(
+    final: IRGraph, records: Mapping[str, Recorded], inputs: Arrays, exact: Reference, half: Reference, dtype: str
+) -> Iterator[Culprit]:
+    """Each kernel of a recorded run whose result PyTorch can compute, in the order of the compiled graph.
 
     Args:
         final: The graph from which the program was generated.
@@ -77,11 +87,9 @@ def find_culprit(
                 continue
             wanted = exact.run(known, part)[out]
             error = excess_error(known[out], wanted, half.run(known, half.part(out, before))[out], dtype)
-            if error > 1:
-                blamed, kernel = producer[out]
-                names = tuple(node.name for node in reversed(part.nodes) if node.name not in exact.casts)
-                return Culprit(blamed.name, blamed.op_type, kernel, out, names, error)
-    return None
+            blamed, kernel = producer[out]
+            names = tuple(node.name for node in reversed(part.nodes) if node.name not in exact.casts)
+            yield Culprit(blamed.name, blamed.op_type, kernel, out, names, error)
 
 
 def _follow_alias(graph: IRGraph, node: OpNode, known: Arrays) -> np.ndarray:

@@ -17,7 +17,7 @@ from npu_compiler.graph.reader import read_ir
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype
 from npu_runtime import Device, Executor, load_weights
 from npu_sim.verify.criteria import OutputReport, compare_output, rms, widen
-from npu_sim.verify.culprit import Culprit, find_culprit
+from npu_sim.verify.culprit import Culprit, find_culprit, kernel_errors
 from npu_sim.verify.recording import record
 from npu_sim.verify.reference import original_reference, references
 
@@ -107,6 +107,22 @@ def verify(
     return _Verification(read_ir(ir), weights, inputs, device or Device(), compute_dtype, progress).report()
 
 
+def verify_kernels(
+    ir: Any,
+    weights: Mapping[str, Any],
+    inputs: Arrays,
+    device: Device,
+    *,
+    compute_dtype: str | None = None,
+) -> list[Culprit]:
+    """Compare each kernel of a program with PyTorch, on the device's own inputs of that kernel.
+
+    Arguments and errors are those of `verify`, for one set of inputs. Kernels whose tensors PyTorch's graph does not
+    have, such as those that write a part of a tensor, are left out.
+    """
+    return _Verification(read_ir(ir), weights, [inputs], device, compute_dtype, None).kernels()
+
+
 def _is_same_result(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether two results in float32 differ by rounding only, where both are finite."""
     one, other = widen(left), widen(right)
@@ -171,6 +187,11 @@ class _Verification:
         fusions = self._blame_fusions() if only_fused else ()
         return VerifyReport(self.dtype, outputs, culprit, fusions, only_fused, remark=self.remark)
 
+    def kernels(self) -> list[Culprit]:
+        """Each kernel of the program by itself, on the first set of inputs, in the order of the compiled graph."""
+        records = record(self.program, self._final_graph(()), self.device.backend, self.inputs[0], self.loaded)
+        return list(kernel_errors(self._final_graph(()), records, self.inputs[0], self.exact, self.half, self.dtype))
+
     def _expect(self, arrays: Arrays) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """PyTorch's outputs for these inputs: of the graph as it was read in float32, and in the compute dtype."""
         normal = self.exact.run(arrays)
@@ -230,11 +251,16 @@ class _Verification:
             self._advance(index + 1, len(FUSIONS))
         return tuple(blamed)
 
+    def _final_graph(self, disabled: Collection[str]) -> IRGraph:
+        """The graph from which the program with these fusions disabled is generated."""
+        target = self.device.backend.target
+        *_, (_, final) = trace_stages(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
+        return final
+
     def _locate(self, disabled: Collection[str]) -> Culprit | None:
         """The first wrong kernel over all sets of inputs, in the program compiled with these fusions disabled."""
         program = self._compile(disabled)
-        target = self.device.backend.target
-        *_, (_, final) = trace_stages(self.graph, target, compute_dtype=self.dtype, disabled_fusions=disabled)
+        final = self._final_graph(disabled)
         loaded = load_weights(self.weights, program, self.device, strict=False)
         order = {node.name: index for index, node in enumerate(final.nodes)}
         found = []

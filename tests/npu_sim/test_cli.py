@@ -47,6 +47,8 @@ COMMANDS = [
     "verify",
     "profile",
     "simulate",
+    "report",
+    "diff",
     "sign",
     "keygen",
     "trust",

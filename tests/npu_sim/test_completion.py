@@ -63,6 +63,8 @@ def folder(tmp_path: Path) -> Path:
         ("npu-sim simulate net.npubin --npu e", {"edge"}),
         ("npu-sim run ", {"net.npubin", "sub/"}),
         ("npu-sim run sub/", {"sub/deep.npubin"}),
+        ("npu-sim report net", {"net.npubin", "net.json"}),
+        ("npu-sim diff net.npubin s", set()),
         ("npu-sim describe net", {"net.npubin", "net.json"}),
         ("npu-sim run net.t", set()),
         ("npu-sim run absent/", set()),

@@ -27,9 +27,9 @@ def prose(document: Path) -> str:
 
 
 def anchors(document: Path) -> set[str]:
-    """The names under which a document's headings can be linked to."""
-    headings = re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """The names under which a document's headings can be linked to; a translated heading may give its own."""
+    headings = re.findall(r"^#+ (.+?)(?: \{ #(\S+) \})?$", prose(document), re.MULTILINE)
+    return {name or re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading, name in headings}
 
 
 @DOCUMENT
@@ -48,7 +48,7 @@ def test_links_lead_to_files_and_sections_that_exist(document: Path) -> None:
 @DOCUMENT
 def test_files_that_a_document_names_exist(document: Path) -> None:
     """A path in backticks that starts with a folder of the repository; the walk-throughs' new files aside."""
-    text = re.sub(r"New file\s+`[^`]+`", "", prose(document))
+    text = re.sub(r"(?:New file|새 파일)\s+`[^`]+`", "", prose(document))
     named = {path for path in re.findall(r"`([\w./*-]+)`", text) if path.split("/")[0] in TOP_FOLDERS and "/" in path}
     missing = [path for path in named if not any(ROOT.glob(path.rstrip("/")))]
     assert sorted(missing) == []

@@ -1,4 +1,4 @@
-"""The walk-throughs of CONTRIBUTING.md, done as they stand on a copy of the packages: edits made, code run."""
+"""docs/adding_an_op.md, done as it stands on a copy of the packages: edits made, code run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = (
     "metal_emulator",
     "npu_sim",
 )
-TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "adding_an_op.md").read_text(encoding="utf-8")
 EDIT = re.compile(r"(Append\s+to|New\s+file)\s+`([^`]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Compiled for every architecture by NVRTC, which needs no GPU.
 COMPILE_CUDA = "\nfrom cuda_toolchain import compile_sources\ncompile_sources(program.plan.sources.values())\n"
@@ -39,7 +39,7 @@ def code_to_run() -> str:
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packages with all edits made."""
-    folder = tmp_path_factory.mktemp("contributing")
+    folder = tmp_path_factory.mktemp("packages")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for what, path, text in edits():
@@ -61,7 +61,7 @@ def test_an_op_on_every_device_takes_six_places() -> None:
     }
 
 
-def test_the_walk_throughs_run_on_the_cpu_the_metal_emulator_and_compiled_for_cuda(edited: Path) -> None:
+def test_the_page_runs_on_the_cpu_the_metal_emulator_and_compiled_for_cuda(edited: Path) -> None:
     assert "MetalBackend(api=metal_emulator.api())" in code_to_run()
     code = code_to_run() + COMPILE_CUDA
     paths = os.pathsep.join((str(edited), str(ROOT / "tests" / "support")))

@@ -1,0 +1,359 @@
+"""The commands that show programs: `report`, and `diff` for two of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output, check_weights
+from npu_sim.commands.completion import fusions, models_and_programs, targets
+from npu_sim.commands.console import note, print_json, progress, step
+from npu_sim.commands.options import (
+    AllowCode,
+    AsJSON,
+    CPULevel,
+    DeviceName,
+    Dtype,
+    Fast,
+    Inputs,
+    NoTune,
+    Seed,
+    WeightFormat,
+    Weights,
+)
+from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_device_for, weights_for
+from npu_sim.commands.targets import find_target
+
+if TYPE_CHECKING:
+    from npu_compiler import CompiledProgram, IRGraph, PartitionPlan
+    from npu_runtime import Device
+    from npu_sim.report import Ceilings, Measurement, StageGraphs
+
+PROGRAM, MODULE = ".npubin", ".npumod"
+RUNS = 5
+TARGET = "op_level"
+
+
+def _model_file(path: Path) -> Path:
+    from npu_compiler.errors import InputError
+
+    if path.suffix == MODULE:
+        raise InputError(f"'{path}' is a saved module; give its IR, or one program")
+    return check_file(path, "program" if path.suffix == PROGRAM else "IR file")
+
+
+def _rate(value: float | None) -> float | None:
+    from npu_compiler.errors import InputError
+
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise InputError(f"a peak rate must be a finite number above 0, not {value}")
+    return value
+
+
+ModelFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL|PROGRAM",
+        callback=_model_file,
+        autocompletion=models_and_programs,
+        help="IR file (JSON), or compiled program (.npubin).",
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="NAME",
+        autocompletion=targets,
+        help="Target to compile IR for, as in `compile`. Default: that of --device, else op_level.",
+    ),
+]
+Runs = Annotated[int, typer.Option("--runs", min=1, metavar="INTEGER", help="Number of timed runs.")]
+
+
+def report(
+    model: ModelFile,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", callback=check_output, help="Output file (.html).")
+    ],
+    weights: Weights = None,
+    inputs: Inputs = None,
+    device: DeviceName = None,
+    cpu_level: CPULevel = None,
+    fast: Fast = False,
+    no_tune: NoTune = False,
+    allow_code: AllowCode = False,
+    dtype: Dtype = None,
+    quantization: WeightFormat = None,
+    disable_fusion: Annotated[
+        list[str] | None,
+        typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
+    ] = None,
+    target: Target = None,
+    runs: Runs = RUNS,
+    seed: Seed = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Also compare each kernel with PyTorch.")] = False,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option("--bandwidth", metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
+    ] = None,
+    flops: Annotated[
+        float | None,
+        typer.Option("--flops", metavar="GFLOP/S", callback=_rate, help="Peak rate for the roofline, in GFLOP/s."),
+    ] = None,
+    json: AsJSON = False,
+) -> None:
+    """Write a report on a model or a program as one HTML file that needs no network.
+
+    With --weights or --device, the time of each kernel is measured.
+    """
+    from npu_compiler.errors import InputError
+    from npu_compiler.fusion_patterns import check_fusion_names
+    from npu_sim.arrays import split_assignment
+
+    is_program = model.suffix == PROGRAM
+    is_measured = weights is not None or device is not None
+    compiling = {"--dtype": dtype, "--quantization": quantization, "--disable-fusion": disable_fusion}
+    for option, value in {**compiling, "--target": target}.items():
+        if is_program and value:
+            raise InputError(f"{option} is for an IR file; '{model}' is compiled already")
+    if verify and (is_program or not is_measured or quantization or disable_fusion):
+        raise InputError("--verify is for an IR file with --weights, compiled without other options than --dtype")
+    if (bandwidth is None) != (flops is None):
+        raise InputError("--bandwidth and --flops belong together; give both")
+    if inputs and not is_measured:
+        raise InputError("--input is for measuring; give --weights or --device too")
+    if is_measured and target is not None:
+        raise InputError("--target is for a report without measuring; leave out --target, --weights or --device")
+    check_fusion_names(disable_fusion or ())
+    check_device_options(device, cpu_level, fast, no_tune)
+    codegen = find_target(target or TARGET)
+    read = [model, weights, *(split_assignment(text)[1] for text in inputs or ())]
+    check_not_overwritten(output, read)
+
+    from npu_sim.report import Ceilings
+
+    roof = None if bandwidth is None or flops is None else Ceilings(1e9 * bandwidth, 1e9 * flops)
+    opened = open_device(device, fast, no_tune) if is_measured and not is_program else None
+    options: dict[str, Any] = {"compute_dtype": dtype, "quantization": quantization}
+    if is_program:
+        made = _Made(*_load(model, allow_code))
+    else:
+        made = _compile(model, opened.backend.target if opened else codegen, options, disable_fusion or ())
+    measurement, numerics = None, None
+    if is_measured and made.plan is None:
+        (program,) = made.programs
+        chosen = opened or open_device_for(program, device, fast, no_tune)
+        measurement, numerics = _measure(made, chosen, weights, inputs, runs, seed, verify)
+    elif is_measured:
+        made.notes.append("The model is partitioned, so its kernels were not measured.")
+    _write(made, output, measurement, roof, numerics, json)
+
+
+class _Made:
+    """What a report is about: the programs of a model and, where it was compiled here, how they came about."""
+
+    def __init__(
+        self,
+        programs: list[CompiledProgram],
+        title: str,
+        graph: IRGraph | None = None,
+        stages: StageGraphs | None = None,
+        plan: PartitionPlan | None = None,
+    ) -> None:
+        self.programs, self.title, self.graph, self.stages, self.plan = programs, title, graph, stages, plan
+        self.notes: list[str] = []
+
+
+def _load(path: Path, allow_code: bool) -> tuple[list[CompiledProgram], str]:
+    from npu_compiler import CompiledProgram
+
+    program = CompiledProgram.load(path, allow_code)
+    return [program], program.name
+
+
+def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list[str] | tuple[()]) -> _Made:
+    """The program of an IR file or, where the NPU cannot run all of it, those of its device partitions."""
+    from npu_compiler import compile as compile_ir
+    from npu_compiler import partition, read_ir, trace_stages
+    from npu_compiler.errors import ConstraintError
+    from npu_sim.report import stage_graphs
+
+    with step(f"compiling {path}"):
+        graph = read_ir(path)
+        try:
+            program = compile_ir(graph, target, disabled_fusions=disabled, **options)
+        except ConstraintError:
+            plan = partition(graph, **options)
+            stages = stage_graphs([("read", graph)])
+            stages.add_partitions(plan)
+            parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]
+            if not parts:
+                raise
+            return _Made(parts, graph.name, graph, stages, plan)
+        stages = stage_graphs(trace_stages(graph, target, disabled_fusions=disabled, **options))
+    return _Made([program], graph.name, graph, stages)
+
+
+def _measure(
+    made: _Made, device: Device, weights: Path | None, inputs: Inputs, runs: int, seed: int | None, verify: bool
+) -> tuple[Measurement, dict[str, Any] | None]:
+    from npu_sim.report import measure
+
+    (program,) = made.programs
+    state = weights_for(program, weights)
+    arrays, used_seed = inputs_for(program, inputs, seed)
+    loaded = load_onto(device, program, state)
+    with progress("measuring") as advance:
+        measurement = measure(program, device, arrays, loaded, runs, advance)
+    if not verify:
+        return measurement, None
+
+    from npu_sim.report import numerics_contents
+    from npu_sim.verify import verify as compare
+    from npu_sim.verify import verify_kernels
+
+    dtype = program.compute_dtype
+    with step("verifying"):
+        result = compare(made.graph, state, [arrays], device, compute_dtype=dtype)
+        kernels = verify_kernels(made.graph, state, arrays, device, compute_dtype=dtype)
+    return measurement, numerics_contents(result, kernels, used_seed)
+
+
+def _write(
+    made: _Made,
+    output: Path,
+    measurement: Measurement | None,
+    roof: Ceilings | None,
+    numerics: dict[str, Any] | None,
+    json: bool,
+) -> None:
+    from npu_compiler.program.describe import format_bytes
+    from npu_sim.report import report_contents, write_page
+
+    contents = report_contents(
+        made.title,
+        made.programs,
+        measurement=measurement,
+        stages=made.stages,
+        partitions=made.plan,
+        ceilings=roof,
+        numerics=numerics,
+        notes=made.notes,
+    )
+    with step(f"writing {output}"):
+        size = write_page(output, made.title, contents)
+    for remark in made.notes:
+        note(f"note: {remark}")
+    if json:
+        facts = [
+            {name: program[name] for name in ("name", "target", "dtype", "totals", "measured")}
+            for program in contents["programs"]
+        ]
+        print_json({"report": str(output), "bytes": size, "programs": facts, "notes": made.notes})
+    else:
+        calls = sum(len(program["calls"]) for program in contents["programs"])
+        typer.echo(f"{output}: {calls} kernel launches, {format_bytes(size)}")
+
+
+def diff(
+    a: ModelFile,
+    b: ModelFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=check_output, help="Also write the comparison as HTML."
+        ),
+    ] = None,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--weights", "-w", metavar="FILE", help="Weights, to measure the time; twice if the models' own differ."
+        ),
+    ] = None,
+    device: DeviceName = None,
+    cpu_level: CPULevel = None,
+    fast: Fast = False,
+    no_tune: NoTune = False,
+    allow_code: AllowCode = False,
+    target: Target = None,
+    runs: Runs = RUNS,
+    seed: Seed = None,
+    json: AsJSON = False,
+) -> None:
+    """Compare two programs: kernels, bytes, memory and, with --weights or --device, time."""
+    from npu_compiler.errors import InputError
+
+    given = [path for path in map(check_weights, weights or ()) if path is not None]
+    is_measured = bool(given) or device is not None
+    if len(given) > 2:
+        raise InputError("--weights is given more than twice; there are two programs")
+    if is_measured and target is not None:
+        raise InputError("--target is for a comparison without measuring; leave out --target, --weights or --device")
+    check_device_options(device, cpu_level, fast, no_tune)
+    codegen = find_target(target or TARGET)
+    check_not_overwritten(output, [a, b, *given])
+
+    from npu_sim.report import diff_contents, write_page
+
+    programs, measurements = [], []
+    for index, path in enumerate((a, b)):
+        opened = open_device(device, fast, no_tune) if is_measured and path.suffix != PROGRAM else None
+        made = (
+            _Made(*_load(path, allow_code))
+            if path.suffix == PROGRAM
+            else _compile(path, opened.backend.target if opened else codegen, {}, ())
+        )
+        if made.plan is not None:
+            raise InputError(f"'{path}' needs partitions, and only whole programs can be compared")
+        (program,) = made.programs
+        programs.append(program)
+        chosen = opened or (open_device_for(program, device, fast, no_tune) if is_measured else None)
+        state = given[min(index, len(given) - 1)] if given else None
+        measurements.append(_measure(made, chosen, state, None, runs, seed, False)[0] if chosen else None)
+    labels = (a.name, b.name) if a.name != b.name else (str(a), str(b))
+    contents = diff_contents(labels, programs, measurements)
+    if output is not None:
+        size = write_page(output, contents["title"], contents)
+        note(f"{output}: {size} bytes")
+    if json:
+        print_json({name: contents[name] for name in ("labels", "is_measured", "totals", "kernels", "nodes")})
+    else:
+        typer.echo(_table(contents))
+
+
+def _table(contents: Mapping[str, Any]) -> str:
+    """The comparison as text: totals, kernels, and how many nodes other kernels compute."""
+    from npu_compiler.program.describe import format_bytes, format_flops
+
+    formats: dict[str, Callable[[float], str]] = {
+        "bytes": lambda value: format_bytes(int(value)),
+        "flops": lambda value: format_flops(int(value)),
+        "seconds": lambda value: f"{1e3 * value:.3f} ms",
+        "count": str,
+    }
+    lines = [f"a: {contents['labels'][0]}", f"b: {contents['labels'][1]}", ""]
+    lines.append(f"{'':34} {'a':>14} {'b':>14} {'change':>9}")
+    for row in contents["totals"]:
+        show = formats[row["unit"]]
+        lines.append(f"{row['name']:34} {show(row['a']):>14} {show(row['b']):>14} {_change(row['a'], row['b']):>9}")
+    unit = "seconds" if contents["is_measured"] else "bytes"
+    lines += ["", f"{'kernel':34} {'launches':>14} {'time' if unit == 'seconds' else 'bytes':>24} {'change':>9}"]
+    for row in contents["kernels"]:
+        launches = f"{row['count_a']} → {row['count_b']}"
+        before, after = row[f"{unit}_a"], row[f"{unit}_b"]
+        both = f"{formats[unit](before)} → {formats[unit](after)}"
+        lines.append(f"{row['kernel']:34} {launches:>14} {both:>24} {_change(before, after):>9}")
+    nodes = len(contents["nodes"])
+    lines += ["", f"{nodes} nodes are computed by other kernels" if nodes else "each node has the same kernels in both"]
+    return "\n".join(lines)
+
+
+def _change(before: float, after: float) -> str:
+    if before == after:
+        return "="
+    return f"{after / before - 1:+.1%}" if before else "new"

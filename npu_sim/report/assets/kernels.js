@@ -1,0 +1,47 @@
+// The kernels by what they cost together, and every call.
+
+function kernelsPage(program, reveal) {
+  const { calls } = program;
+  const isMeasured = Boolean(program.measured);
+  const cost = isMeasured ? (call) => call.seconds : (call) => call.bytes;
+  const whole = d3.sum(calls, cost);
+  const rows = d3.groups(calls, (call) => call.kernel).map(([kernel, members]) => ({
+    kernel, family: members[0].family, calls: members.length, flops: d3.sum(members, (c) => c.flops), bytes: d3.sum(members, (c) => c.bytes),
+    seconds: isMeasured ? d3.sum(members, (c) => c.seconds) : null, share: whole ? d3.sum(members, cost) / whole : 0,
+  }));
+  const time = { title: "time", value: (row) => row.seconds, text: (row) => formatTime(row.seconds), number: true };
+  const work = [
+    { title: "FLOP", value: (row) => row.flops, text: (row) => formatFlops(row.flops), number: true },
+    { title: "bytes", value: (row) => row.bytes, text: (row) => formatBytes(row.bytes), number: true },
+  ];
+  const columns = [
+    { title: "kernel", text: (row) => row.kernel },
+    { title: "family", text: (row) => row.family },
+    { title: "launches", value: (row) => row.calls, text: (row) => formatCount(row.calls), number: true },
+    ...work, ...(isMeasured ? [time] : []),
+    { title: isMeasured ? "share of the time" : "share of the bytes", value: (row) => row.share, text: (row) => formatShare(row.share), number: true },
+  ];
+  const each = [
+    { title: "call", value: (row) => row.index, text: (row) => `${row.index} ${row.kernel}` },
+    { title: "node", text: (row) => row.node },
+    { title: "writes", text: (row) => row.out.join("; ") },
+    ...work, ...(isMeasured ? [time] : []),
+  ];
+  const page = [
+    element("p", { class: "note" }, isMeasured ? `Each call was timed by itself on ${program.measured.device}; the sum, ${formatTime(whole)}, is more than the ${formatTime(program.measured.run)} of a whole run, in which the device does not stop after each call.`
+      : "Nothing was measured: kernels are ranked by the bytes that they move."),
+    bars(rows), dataTable(columns, rows, { caption: "By kernel", sort: columns.length - 1 }),
+    dataTable(each, calls.map((call, index) => ({ ...call, index })), { caption: "Every call", filter: true, onrow: (row) => reveal(row.index) }),
+  ];
+  return { page, start() {} };
+}
+
+function bars(rows) {
+  const top = d3.sort(rows, (row) => -row.share).slice(0, 12);
+  return element("ul", { class: "bars", "aria-label": "The most expensive kernels" }, top.map((row) => {
+    const bar = element("span", { class: "bar-fill", "aria-hidden": "true" });
+    bar.style.width = `${(100 * row.share) / (top[0].share || 1)}%`;
+    bar.style.backgroundColor = familyColour(row.family);
+    return element("li", {}, element("span", { class: "bar-name" }, row.kernel), element("span", { class: "bar-space" }, bar), element("span", { class: "bar-value" }, formatShare(row.share)));
+  }));
+}

@@ -1,0 +1,44 @@
+// The first page: what was compiled, for what, and its totals.
+
+function overviewPage(report, program, open) {
+  const totals = program.totals;
+  const measured = program.measured;
+  const arena = program.arena;
+  const tiles = [
+    ["kernel launches", formatCount(program.calls.length), "kernels"],
+    ["work", formatFlops(totals.FLOPs), "roofline"],
+    ["bytes moved", formatBytes(totals["bytes moved"]), "roofline"],
+    ["weights", formatBytes(totals["weight bytes"]), null],
+    ["arena", formatBytes(totals["arena bytes"]), "memory"],
+    ["padding", formatBytes(totals["padding waste bytes"]), "padding"],
+  ];
+  if (measured) tiles.unshift(["measured run", formatTime(measured.run), "timeline"]);
+  const header = [["target", program.target], ["compute dtype", program.dtype], ["compiler", program.compiler]];
+  if (measured) header.push(["measured on", `${measured.device}, median of ${measured.runs} runs`]);
+  if (arena.buffers.length) {
+    header.push(["peak of the arena", `${formatBytes(arena.peak_bytes)} in use at call ${arena.peak}, ${program.calls[arena.peak].kernel}`]);
+  }
+  if (report.partition) {
+    header.push(["partitions", report.partition.map((part) => `${part.device} (${part.nodes} nodes)`).join(", ")]);
+  }
+  const spec = [
+    { title: "name", text: (row) => row.name },
+    { title: "type", text: (row) => row.type },
+    { title: "updated in place", text: (row) => row.donor ?? "" },
+  ];
+  return [
+    element("div", { class: "tiles" }, tiles.map(([name, value, tab]) => element(tab ? "button" : "div",
+      tab ? { type: "button", class: "tile", onclick: () => open(tab) } : { class: "tile" },
+      element("strong", {}, value), element("span", {}, name)))),
+    facts(header),
+    report.notes.map((note) => element("p", { class: "note" }, note)),
+    element("h2", {}, "Inputs"), dataTable(spec.slice(0, 2), program.inputs, { filter: true }),
+    element("h2", {}, "Outputs"), dataTable(spec, program.outputs, { filter: true }),
+    program.weights.length ? [element("h2", {}, "Weights"), dataTable([
+      { title: "name", text: (row) => row.name },
+      { title: "stored as", text: (row) => row.type },
+      { title: "bytes", value: (row) => row.bytes, text: (row) => formatBytes(row.bytes), number: true },
+      { title: "made from", text: (row) => row.recipe },
+    ], program.weights, { filter: true })] : [],
+  ];
+}

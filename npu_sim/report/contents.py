@@ -1,0 +1,137 @@
+"""The data of a whole report, as `assets/app.js` reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from npu_compiler.compiled_program import CompiledProgram
+from npu_compiler.partitioner import PartitionPlan
+from npu_compiler.version import __version__
+from npu_sim.report.compare import compare_programs
+from npu_sim.report.facts import program_facts
+from npu_sim.report.measure import Measurement
+from npu_sim.report.stages import StageGraphs
+
+if TYPE_CHECKING:  # it imports torch
+    from npu_sim.verify import Culprit, VerifyReport
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """A device's peak rates for the roofline: bytes per second and FLOP per second."""
+
+    bandwidth: float
+    flops: float
+
+
+def report_contents(
+    title: str,
+    programs: Sequence[CompiledProgram],
+    *,
+    measurement: Measurement | None = None,
+    stages: StageGraphs | None = None,
+    partitions: PartitionPlan | None = None,
+    ceilings: Ceilings | None = None,
+    numerics: dict[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A report on one program, or on those of a partitioned model.
+
+    Args:
+        measurement: Of the program, if there is one only.
+        partitions: The plan whose device partitions the programs are.
+        numerics: From `numerics_contents`.
+        notes: Sentences for the first page.
+    """
+    plan = {} if partitions is None else partition_contents(partitions)
+    return {
+        "kind": "report",
+        "title": title,
+        "made_by": f"npu-simulation {__version__}",
+        "notes": list(notes),
+        "stages": None if stages is None else stages.to_dict(),
+        "partition": plan.get("partition"),
+        "reasons": plan.get("reasons", {}),
+        "programs": [_measured_facts(program, measurement) for program in programs],
+        "ceilings": None if ceilings is None else asdict(ceilings),
+        "numerics": numerics,
+    }
+
+
+def numerics_contents(report: VerifyReport, kernels: Sequence[Culprit], seed: int | None) -> dict[str, Any]:
+    """A verification as JSON data; an error that is not finite becomes None.
+
+    Args:
+        kernels: From `verify_kernels`, for the same inputs.
+        seed: Of these, if they are random.
+    """
+    return {
+        "passed": report.passed,
+        "dtype": report.compute_dtype,
+        "seed": seed,
+        "outputs": [
+            {
+                "name": output.name,
+                "pearson": _finite(output.pearson),
+                "rms_error": _finite(output.rms_error),
+                "reference_error": _finite(output.reference_error),
+                "problems": output.problems,
+            }
+            for output in report.outputs
+        ],
+        "kernels": [
+            {"kernel": found.kernel, "node": found.node, "nodes": found.nodes, "error": _finite(found.error)}
+            for found in kernels
+        ],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def partition_contents(plan: PartitionPlan) -> dict[str, Any]:
+    """The partitions of a plan, and why nodes are on the CPU."""
+    parts = [
+        {
+            "device": "npu" if part.device == "npu" else "CPU",
+            "nodes": len(part.graph.nodes),
+            "bytes_in": sum(transfer.bytes for transfer in part.transfers),
+        }
+        for part in plan.partitions
+    ]
+    return {"partition": parts, "reasons": dict(plan.reasons)}
+
+
+def diff_contents(
+    labels: Sequence[str], programs: Sequence[CompiledProgram], measurements: Sequence[Measurement | None]
+) -> dict[str, Any]:
+    """A comparison of two programs.
+
+    Args:
+        labels: What to call each.
+        measurements: Of each, or None.
+    """
+    a, b = (_measured_facts(program, found) for program, found in zip(programs, measurements, strict=True))
+    return {
+        "kind": "diff",
+        "title": f"{labels[0]} and {labels[1]}",
+        "made_by": f"npu-simulation {__version__}",
+        "labels": list(labels),
+        "notes": [],
+        "stages": None,
+        "reasons": {},
+        "programs": [a, b],
+        **compare_programs(a, b),
+    }
+
+
+def _measured_facts(program: CompiledProgram, measurement: Measurement | None) -> dict[str, Any]:
+    measured = None
+    if measurement is not None:
+        measured = {"device": measurement.device, "runs": measurement.runs, "run": measurement.run}
+    calls = None if measurement is None else measurement.calls
+    return {**program_facts(program, calls), "measured": measured}

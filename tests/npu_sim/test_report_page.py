@@ -1,0 +1,352 @@
+"""Reports in headless Chromium: every page opens without an error or a request, and shows what the program says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import Opened, chromium
+from ir_builder import IRBuilder
+from safetensors.numpy import save_file
+from traces import qwen_step
+from typer.testing import CliRunner
+
+from npu_compiler import CompiledProgram, compile, trace_stages
+from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.program.describe import padding_by_buffer
+from npu_sim.cli import app
+from npu_sim.report import report_contents, stage_graphs, write_page
+
+LAYERS = 11
+ALERT = "<script>alert(1)</script>"
+HOSTILE = f'"></script><img src=x onerror=alert(2)>{ALERT}'
+
+
+def hostile_network() -> dict[str, Any]:
+    """Convolutions with padded channels and a repeated linear; names that would run if they were taken for markup."""
+    g = IRBuilder(ALERT)
+    x = g.input(HOSTILE, 1, 3, 8, 8)
+    y = g("aten.conv2d.default", x, g.weight("<b>conv</b>", 12, 3, 3, 3), None, [1, 1], [1, 1], name=ALERT)
+    y = g("aten.relu.default", y, name="'\"&amp;")
+    y = g("aten.reshape.default", y, [12, 64], name="constructor")
+    y = g("aten.tanh.default", y, name="__proto__")
+    for index in range(LAYERS):
+        up = g("aten.linear.default", y, g.weight(f"layers.{index}.<i>", 64, 64))
+        y = g("aten.add.Tensor", y, g("aten.mul.Tensor", up, g("aten.sigmoid.default", up)))
+    return g.output(y).ir()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A measured and verified report, a comparison, and their programs."""
+    folder = tmp_path_factory.mktemp("report")
+    ir = hostile_network()
+    (folder / "net.json").write_text(json.dumps(ir))
+    program = compile(ir)
+    program.save(folder / "net.npubin")
+    compile(ir, disabled_fusions=FUSIONS).save(folder / "plain.npubin")
+    rng = np.random.default_rng(3)
+    shapes = {key: shape for spec in program.weight_specs.values() for key, shape in spec.source_shapes.items()}
+    weights = {key: rng.standard_normal(shape).astype(np.float32) / 8 for key, shape in shapes.items()}
+    save_file(weights, folder / "net.safetensors")
+    measuring = ["-w", str(folder / "net.safetensors"), "--device", "cpu", "--no-tune", "--runs", "2", "--verify"]
+    for args in (
+        ["report", str(folder / "net.json"), "-o", str(folder / "net.html"), *measuring],
+        ["diff", str(folder / "net.npubin"), str(folder / "plain.npubin"), "-o", str(folder / "diff.html")],
+    ):
+        done = CliRunner().invoke(app, args, prog_name="npu-sim")
+        assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture
+def opened(browser: Any, folder: Path) -> Iterator[Opened]:
+    """The report; nothing may have gone wrong in it when the test ends."""
+    report = Opened(browser, folder / "net.html")
+    yield report
+    report.context.close()
+    assert report.problems == []
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path) -> CompiledProgram:
+    return CompiledProgram.load(folder / "net.npubin")
+
+
+def test_every_tab_opens(opened: Opened) -> None:
+    tabs = [
+        tab.removeprefix("tab-") for tab in opened.value("[...document.querySelectorAll('[role=tab]')].map(t => t.id)")
+    ]
+    assert tabs == ["overview", "graph", "memory", "roofline", "kernels", "timeline", "padding", "numerics"]
+    for tab in tabs:
+        opened.open(tab)
+        text = opened.page.inner_text(f"#panel-{tab}")
+        assert text.strip() and "undefined" not in text and "NaN" not in text and "[object" not in text, (tab, text)
+
+
+def test_names_from_the_model_are_shown_as_text(opened: Opened) -> None:
+    assert opened.texts("h1") == [ALERT] and opened.page.title() == ALERT
+    assert any(
+        HOSTILE in row[0] for row in opened.value("[...document.querySelectorAll('tr')].map(r => [r.textContent])")
+    )
+    opened.open("graph")
+    opened.page.fill("#search", ALERT)
+    opened.page.press("#search", "Enter")
+    assert opened.page.inner_text("#selected-name") == ALERT
+    assert "<b>conv</b>" in opened.page.inner_text(".details")
+    assert opened.value("document.querySelectorAll('img, b, i').length") == 0
+
+
+def test_kernels_are_those_of_the_program(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("kernels")
+    counts = Counter(call.kernel for call in program.kernels)
+    assert {row[0]: int(row[2]) for row in opened.rows("By kernel")} == counts
+    calls = opened.rows("Every call")
+    assert [(row[0], row[1]) for row in calls] == [(f"{i} {c.kernel}", c.node) for i, c in enumerate(program.kernels)]
+    opened.page.click("#panel-kernels tbody button.link >> nth=2")
+    assert opened.page.inner_text("#selected-name") == f"2 {program.kernels[2].kernel}"
+
+
+def test_tables_sort_and_filter(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("kernels")
+    opened.page.click("#panel-kernels th:has-text('launches') button")
+    launches = [int(row[2]) for row in opened.rows("By kernel")]
+    assert launches == sorted(launches, reverse=True) and len(set(launches)) > 1
+    kernel = program.kernels[0].kernel
+    opened.page.locator("#panel-kernels input[type=search]").last.fill(kernel)
+    assert len(opened.rows("Every call")) == sum(call.kernel == kernel for call in program.kernels)
+
+
+def test_the_graph_after_each_stage_has_its_nodes(opened: Opened) -> None:
+    opened.open("graph")
+    counts = {name: len(graph.nodes) for name, graph in trace_stages(hostile_network())}
+    stages = opened.texts("#stage option")
+    assert stages[-1] == "kernels of the program" and len(stages) > 3
+    for index, title in enumerate(stages[:-1]):
+        opened.page.select_option("#stage", str(index))
+        assert opened.page.inner_text("#node-count") == f"{counts[title.split(' (')[0]]} nodes"
+        opened.page.click("text=Open all")
+        shown = opened.value("reportScene.vertices.filter(v => v.kind === 'node').length")
+        assert shown == counts[title.split(" (")[0]]
+
+
+def test_layers_are_folded_and_open_one_by_one(opened: Opened) -> None:
+    opened.open("graph")
+    groups = "reportScene.vertices.filter(v => v.kind === 'group').map(v => v.label)"
+    assert opened.value(groups) == [f"layers.0 … layers.{LAYERS - 1} × {LAYERS}"]
+    opened.page.fill("#search", "layers.3")
+    opened.page.press("#search", "Enter")
+    assert opened.value(groups) == [f"layers.{index}" for index in range(LAYERS) if index != 3]
+    assert opened.value("reportScene.frames.map(f => f.label)") == ["layers.3"]
+    opened.page.focus("#graph-canvas")
+    opened.page.keyboard.press("Enter")
+    assert opened.value(groups) == [f"layers.{index}" for index in range(LAYERS)]
+    opened.page.click("text=Fold all")
+    assert opened.value(groups) == [f"layers.0 … layers.{LAYERS - 1} × {LAYERS}"]
+
+
+def test_no_two_boxes_of_the_graph_overlap(opened: Opened) -> None:
+    opened.open("graph")
+    for stage in range(len(opened.texts("#stage option"))):
+        opened.page.select_option("#stage", str(stage))
+        opened.page.click("text=Open all")
+        boxes = opened.value("reportScene.vertices.map(v => [v.x, v.y, v.width, v.height])")
+        assert overlapping(boxes) == []
+
+
+def overlapping(boxes: list[list[float]]) -> list[tuple[Any, Any]]:
+    by_top = sorted(boxes, key=lambda box: box[1])
+    found = []
+    for index, (x, y, width, height) in enumerate(by_top):
+        for other in by_top[index + 1 :]:
+            if other[1] >= y + height:
+                break
+            if other[0] < x + width and x < other[0] + other[2]:
+                found.append(((x, y), other))
+    return found
+
+
+def test_a_fused_node_tells_what_it_computes(opened: Opened) -> None:
+    opened.open("graph")
+    opened.page.select_option("#stage", str(len(opened.texts("#stage option")) - 2))
+    opened.page.fill("#search", "npu.")
+    opened.page.press("#search", "Enter")
+    assert len(opened.texts("ul.origins li")) > 1
+    assert "Kernel" in opened.page.inner_text(".details")
+
+
+def test_the_graph_is_used_with_the_keyboard(opened: Opened) -> None:
+    opened.open("graph")
+    opened.page.focus("#graph-canvas")
+    for key in ("Home", "ArrowDown"):
+        opened.page.keyboard.press(key)
+    assert opened.page.inner_text("#selected-name") == ALERT
+    opened.page.keyboard.press("ArrowDown")
+    assert opened.page.inner_text("#selected-name") == "'\"&amp;"
+    for key in ("+", "-", "0", "Escape", "ArrowLeft"):
+        opened.page.keyboard.press(key)
+    assert opened.page.locator("#selected-name").count() == 0
+    opened.page.focus("#tab-graph")
+    opened.page.keyboard.press("ArrowRight")
+    assert opened.value("document.activeElement.id") == "tab-memory"
+    assert opened.page.is_visible("#panel-memory") and not opened.page.is_visible("#panel-graph")
+
+
+def test_the_arena_shows_its_peak(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("memory")
+    arena = opened.value("reportData.programs[0].arena")
+    assert len(opened.rows("The buffers in use during call")) == len(arena["holders"])
+    assert f"during call {arena['peak']}" in opened.page.inner_text("#panel-memory")
+    assert arena["bytes"] == program.plan.arena_bytes
+    is_drawn = """(() => { const canvas = document.querySelector('#arena-map canvas');
+        const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return new Set(new Uint32Array(data.buffer)).size; })()"""
+    assert opened.value(is_drawn) > 10
+
+
+def test_every_kernel_that_computes_is_on_the_roofline(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("roofline")
+    calls = opened.value("[...document.querySelectorAll('circle.kernel')].map(c => Number(c.dataset.calls))")
+    assert sum(calls) == sum(call.flops > 0 and call.bytes_moved > 0 for call in program.kernels)
+    rows = opened.rows("Equal calls are one row")
+    assert sum(int(row[2]) for row in rows) == len(program.kernels)
+    shares = [float(row[-1].split()[0]) for row in rows]
+    assert all(0 < share <= 100.1 for share in shares) and max(shares) > 99.9
+
+
+def test_padding_and_numerics_are_those_of_the_program(opened: Opened, program: CompiledProgram) -> None:
+    opened.open("padding")
+    assert len(opened.value("[...document.querySelectorAll('#panel-padding tbody tr')]")) == len(
+        padding_by_buffer(program.plan)
+    )
+    opened.open("numerics")
+    assert "The device agrees with PyTorch." in opened.page.inner_text("#panel-numerics")
+    nodes = opened.value(
+        "[...document.querySelectorAll('#panel-numerics table:last-of-type tbody td:nth-child(2)')]"
+        ".map(cell => cell.textContent)"
+    )
+    assert {call.node for call in program.kernels} <= set(nodes)
+
+
+def test_dark_mode_follows_the_system_and_the_button(browser: Any, folder: Path) -> None:
+    report = Opened(browser, folder / "net.html", color_scheme="dark")
+    brightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + Number(b), 0)"
+    assert report.value(brightness) < 150
+    report.page.click("#theme")
+    assert report.value(brightness) > 600
+    assert report.problems == []
+    report.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(browser: Any, folder: Path, scheme: str) -> None:
+    report = Opened(browser, folder / "net.html", color_scheme=scheme)
+    for text, ground in (("ink", "ground"), ("ink", "card"), ("soft", "ground"), ("accent", "card"), ("bad", "card")):
+        assert contrast(report.value(f"themeColour('{text}')"), report.value(f"themeColour('{ground}')")) >= 4.5
+    report.context.close()
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours such as `#12ab34` (WCAG 2.2, definition of relative luminance)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_partitions_are_shown_one_program_at_a_time(browser: Any, tmp_path: Path) -> None:
+    g = IRBuilder("mixed")
+    inverse = g("aten.erfinv.default", g("aten.relu.default", g.input("x", 4, 8)), name="toString")
+    (tmp_path / "mixed.json").write_text(json.dumps(g.output(g("aten.tanh.default", inverse)).ir()))
+    args = ["report", str(tmp_path / "mixed.json"), "-o", str(tmp_path / "mixed.html")]
+    assert CliRunner().invoke(app, args, prog_name="npu-sim").exit_code == 0
+    report = Opened(browser, tmp_path / "mixed.html")
+    assert "npu (1 nodes), CPU (1 nodes), npu (1 nodes)" in report.page.inner_text("#panel-overview")
+    report.open("graph")
+    report.page.select_option("#stage", "1")
+    report.page.fill("#search", "toString")
+    report.page.press("#search", "Enter")
+    assert {"partition", "cpu", "why"} <= set(report.texts(".details dt, .details dd"))
+    report.page.select_option("#program", "1")
+    report.open("kernels")
+    assert [row[1] for row in report.rows("Every call")] == ["tanh"]
+    assert report.problems == []
+    report.context.close()
+
+
+def test_a_comparison_opens(browser: Any, folder: Path) -> None:
+    report = Opened(browser, folder / "diff.html")
+    programs = [CompiledProgram.load(folder / f"{name}.npubin") for name in ("net", "plain")]
+    totals = {row[0]: row[1:] for row in report.rows("Totals")}
+    assert totals["kernel launches"][:2] == [str(len(program.kernels)) for program in programs]
+    for index, program in enumerate(programs):
+        report.page.select_option("#program", str(index))
+        report.open("kernels")
+        assert len(report.rows("Every call")) == len(program.kernels)
+    assert report.problems == []
+    report.context.close()
+
+
+@pytest.mark.slow
+def test_a_language_model_fits_in_five_megabytes(browser: Any, tmp_path: Path) -> None:
+    ir = qwen_step(1)
+    stages = stage_graphs(trace_stages(ir))
+    size = write_page(tmp_path / "qwen.html", "Qwen", report_contents("Qwen", [compile(ir)], stages=stages))
+    assert size < 5e6
+    report = Opened(browser, tmp_path / "qwen.html")
+    report.open("graph")
+    assert report.page.inner_text("#node-count") == f"{len(ir['nodes']):,} nodes"
+    labels = report.value("reportScene.vertices.filter(v => v.kind === 'group').map(v => v.label)")
+    assert labels == ["model.layers.0 … model.layers.27 × 28"]
+    assert report.problems == []
+    report.context.close()
+
+
+@pytest.mark.slow
+def test_five_thousand_nodes_that_do_not_repeat(browser: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    g = IRBuilder("large")
+    values = [g.input("x", 2, 4)]
+    ops = ("relu", "sigmoid", "tanh", "neg", "exp")
+    spec = ((2, 4), "float32")
+    for _ in range(5000):
+        near = values[max(0, len(values) - 1 - int(rng.integers(8)))]
+        if rng.random() < 0.4:
+            values.append(g("aten.add.Tensor", values[-1], near, out=spec))
+        else:
+            values.append(g(f"aten.{ops[rng.integers(5)]}.default", near, out=spec))
+    ir = g.output(values[-1]).ir()
+    stages = stage_graphs(trace_stages(ir))
+    write_page(tmp_path / "large.html", "large", report_contents("large", [compile(ir)], stages=stages))
+    report = Opened(browser, tmp_path / "large.html")
+    report.open("graph")
+    assert report.page.inner_text("#node-count") == "5,000 nodes"
+    report.page.click("text=Open all")
+    assert report.value("reportScene.vertices.filter(v => v.kind === 'node').length") == 5000
+    assert overlapping(report.value("reportScene.vertices.map(v => [v.x, v.y, v.width, v.height])")) == []
+    last = ir["nodes"][-1]["name"]
+    report.page.fill("#search", last)
+    report.page.press("#search", "Enter")
+    assert report.page.inner_text("#selected-name") == last
+    report.page.focus("#graph-canvas")
+    for key in ("ArrowUp", "0", "+"):
+        report.page.keyboard.press(key)
+    for tab in ("memory", "roofline", "kernels"):
+        report.open(tab)
+    assert report.problems == []
+    report.context.close()

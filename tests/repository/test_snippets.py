@@ -1,0 +1,114 @@
+"""The code in the pages of the documentation runs as it stands there, and is the same in every language."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import doc_snippets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_llms import TEMPLATE, save_gguf, save_tiny, save_tokenizer
+
+from npu_compiler.fusion_patterns import FUSIONS
+from npu_compiler.program.kernels import KERNELS
+from npu_runtime import device
+from npu_sim.llm import loading
+
+DOCS = Path(__file__).parents[2] / "docs"
+EDITS = "adding_an_op.md"  # changes the packages: `test_adding_an_op.py` runs it on a copy
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not page.name.endswith(".ko.md")]
+WITH_CODE = [
+    page
+    for page in PAGES
+    if page.name != EDITS and any(found.language in ("python", "bash") for found in doc_snippets.snippets(page))
+]
+SLOW = {"from_pytorch.md", "language_models.md", "quantization.md"}
+TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages open: small models under the names of large ones, a text and a photograph."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct"):
+        chat = folder / "Qwen" / name
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512, "vocab_size": 300}
+        save_tiny(chat, "qwen2", "bfloat16", num_hidden_layers=1, **sizes)
+        save_tokenizer(chat, TEMPLATE)
+    llama = save_tiny(
+        folder / "llama", "llama", "float32", num_hidden_layers=1, vocab_size=300, max_position_embeddings=256
+    )
+    save_tokenizer(llama, TEMPLATE)
+    save_gguf(llama, folder / "smollm2.gguf")
+    save_classifier(folder / "distilbert" / "distilbert-base-uncased-finetuned-sst-2-english")
+    (folder / "text.txt").write_text("the cat sat on the mat. Hello, world! " * 100)
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / "photo.jpg")
+    return folder
+
+
+def save_classifier(folder: Path) -> None:
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    config = DistilBertConfig(vocab_size=300, dim=64, n_heads=4, n_layers=1, hidden_dim=128)
+    DistilBertForSequenceClassification(config).save_pretrained(folder)
+    save_tokenizer(folder, TEMPLATE)
+
+
+@pytest.fixture
+def folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with links to the models, in which a page is run."""
+    for item in models.iterdir():
+        (tmp_path / item.name).symlink_to(item)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loading, "_resolve_shorthand", lambda name: models / f"{name}.gguf")
+    return tmp_path
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Forgets the fusions, kernels and devices that a page registers, and what TorchDynamo compiled for it."""
+    tables: tuple[dict[str, Any], ...] = (FUSIONS, KERNELS, device._FACTORIES)
+    before = [(registry, dict(registry)) for registry in tables]
+    yield
+    for registry, entries in before:
+        registry.clear()
+        registry.update(entries)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page.name in SLOW else page for page in WITH_CODE],
+    ids=name_of,
+)
+@pytest.mark.usefixtures("folder", "registries")
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    torch.manual_seed(0)
+    doc_snippets.run(page)
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
+def test_a_translation_has_the_same_code(page: Path) -> None:
+    ours, theirs = (doc_snippets.snippets(found) for found in (page, page.with_suffix(".ko.md")))
+    assert [found.language for found in theirs] == [found.language for found in ours]
+    for there, here in zip(theirs, ours, strict=True):
+        assert doc_snippets.without_comments(there) == doc_snippets.without_comments(here), there.place
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
+def test_the_tables_of_a_translation_have_the_same_names_and_numbers(page: Path) -> None:
+    """Row by row, so that a figure that is measured again cannot stay in one language only."""
+    ours, theirs = (doc_snippets.table_rows(found) for found in (page, page.with_suffix(".ko.md")))
+    assert [row for row in theirs if row not in ours] == []
+    assert theirs == ours
