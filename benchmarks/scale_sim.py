@@ -141,7 +141,7 @@ def _qwen() -> Iterator[tuple[str, Product]]:
     config = qwen(1)
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     head = hidden // heads
-    kv = head * config.num_key_value_heads
+    kv = head * (config.num_key_value_heads or heads)
     yield "q_proj", Product(TOKENS, hidden, hidden)
     yield "k_proj", Product(TOKENS, kv, hidden)
     yield "v_proj", Product(TOKENS, kv, hidden)
@@ -295,8 +295,9 @@ def table(comparisons: list[Comparison]) -> str:
         groups.setdefault(key, []).append(comparison)
     for (model, size, dataflow), members in groups.items():
         cells = []
-        for measure in (lambda counts: counts.cycles, lambda counts: sum(counts.dram)):
-            pairs = [(measure(one.theirs), measure(one.ours), one.layer) for one in members]
+        cycles = [(one.theirs.cycles, one.ours.cycles, one.layer) for one in members]
+        traffic = [(sum(one.theirs.dram), sum(one.ours.dram), one.layer) for one in members]
+        for pairs in (cycles, traffic):
             theirs = sum(pair[0] * pair[2].count for pair in pairs)
             ours = sum(pair[1] * pair[2].count for pair in pairs)
             worst = max(pairs, key=lambda pair: abs(pair[1] / pair[0] - 1))

@@ -10,6 +10,8 @@ from typing import Any
 
 from npu_compiler import CompiledProgram, compile
 
+Key = tuple[str, str, tuple[tuple[str, int], ...]]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -21,7 +23,7 @@ class Case:
     """
 
     chip: str
-    key: tuple[str, str, tuple[tuple[str, int], ...]]
+    key: Key
     dtype: str
     ir: Callable[[], dict[str, Any]]
 
@@ -47,7 +49,7 @@ def cases() -> list[Case]:
         Case("h200", ("decode", "Qwen2.5-1.5B", (("cache", 2048), ("position", 2000))), "bfloat16", partial(_qwen, 1)),
     ]
     for tokens in (128, 512, 2048):
-        key = ("prefill", "Qwen2.5-1.5B", (("tokens", tokens), ("cache", 2048)))
+        key: Key = ("prefill", "Qwen2.5-1.5B", (("tokens", tokens), ("cache", 2048)))
         found.append(Case("h200", key, "bfloat16", partial(_qwen, tokens)))
     for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
         for batch in (1, 64):
