@@ -206,7 +206,7 @@ def _measure(
 
     (program,) = made.programs
     state = weights_for(program, weights)
-    arrays, used_seed = inputs_for(program, inputs, seed)
+    arrays, used_seed = inputs_for(program.input_specs, inputs, seed)
     loaded = load_onto(device, program, state)
     with progress("measuring") as advance:
         measurement = measure(program, device, arrays, loaded, runs, advance)

@@ -26,6 +26,30 @@ WITH_CODE = [
     for page in PAGES
     if page.name != EDITS and any(found.language in ("python", "bash") for found in doc_snippets.snippets(page))
 ]
+# What stands for the reader's own model in pages that are not about making one.
+SETUP = """
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import npu_compiler
+from npu_runtime import Device, load_weights
+from npu_sim.extract import extract_ir
+
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)).eval()
+ir = extract_ir(model, (torch.randn(1, 3, 8, 8),))
+program, device = npu_compiler.compile(ir), Device("cpu")
+for name in ("net", "resnet18", "before", "after"):
+    Path(f"{name}.json").write_text(json.dumps(ir))
+    program.save(f"{name}.npubin")
+    save_file(model.state_dict(), f"{name}.safetensors")
+weights = load_weights(model.state_dict(), program, device)
+inputs = {spec.name: torch.randn(spec.shape).numpy() for spec in program.input_specs}
+"""
+SET_UP = {"profiling.md", "report.md"}
 SLOW = {"from_pytorch.md", "language_models.md", "quantization.md"}
 TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
 
@@ -95,7 +119,10 @@ def registries() -> Iterator[None]:
 @pytest.mark.usefixtures("folder", "registries")
 def test_the_code_of_a_page_runs(page: Path) -> None:
     torch.manual_seed(0)
-    doc_snippets.run(page)
+    names: dict[str, Any] = {}
+    if page.name in SET_UP:
+        exec(SETUP, names)
+    doc_snippets.run(page, names)
 
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=name_of)

@@ -95,9 +95,9 @@ def _unknown(words: list[str]) -> list[str]:
     return [word for word in words[2:] if word.startswith("-") and word not in known]
 
 
-def run(document: Path) -> dict[str, Any]:
-    """Run a document's Python and `npu-sim` commands in order, in this process and folder; returns Python's names."""
-    names: dict[str, Any] = {"__name__": "__main__"}
+def run(document: Path, names: dict[str, Any]) -> None:
+    """Run a document's Python, with those names and its own, and its `npu-sim` commands, in this process and folder."""
+    names["__name__"] = "__main__"
     for snippet in snippets(document):
         check_syntax(snippet)
         if snippet.can_run and snippet.language == "python":
@@ -105,7 +105,6 @@ def run(document: Path) -> dict[str, Any]:
         elif snippet.can_run and snippet.language == "bash":
             for words in _commands(snippet):
                 _run_command(snippet, words)
-    return names
 
 
 def _compiled(snippet: Snippet) -> Any:
