@@ -112,7 +112,7 @@ class Launch:
         overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
             ended, and nothing of it begins before.
         resident_rows: A program whose products all have at most that many rows runs as one kernel that stays on the
-            chip, as a decode step on the CUDA device does; 0 where there is no such thing.
+            chip, as a decode step on some GPUs does; 0 where there is no such thing.
         resident_us: What a call then costs.
     """
 

@@ -36,7 +36,6 @@ for command in (
     graphs.verify,
     profiling.profile,
     simulate.simulate,
-    calibrate.calibrate,
     report.report,
     report.diff,
     keys.sign,
@@ -45,6 +44,7 @@ for command in (
     models.generate,
     models.classify,
     quantize.quantize,
+    calibrate.calibrate,
     tools.bench,
     tools.doctor,
 ):
