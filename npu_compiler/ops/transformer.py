@@ -13,7 +13,7 @@ from npu_compiler.program.products import Product
 from npu_compiler.program.views import View, numel
 
 
-def _attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
+def attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
     """Scores, then results: the rows are the queries of all heads that share keys and values."""
     rows, batch = call.t * (call.h // call.shared), call.b * call.shared
     return (Product(rows, call.keys, call.d, batch), Product(rows, call.e, call.keys, batch))
@@ -66,7 +66,7 @@ declare_kernel(
     source="fused_decode_attention.metal",
     grid=Grid.QUERIES,
     where=lambda call: call.shared > 0 and call.h % call.shared == 0,
-    products=_attention_products,
+    products=attention_products,
     scale="f",
     causal="?",
 )
