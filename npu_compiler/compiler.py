@@ -14,6 +14,7 @@ from npu_compiler.constraint_checker import check_constraints
 from npu_compiler.errors import IRError, ProgramFormatError
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
+from npu_compiler.fusions.quantized_caches import quantize_caches
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.ops.rotary_region import expand_rotary_regions
@@ -61,9 +62,11 @@ def default_stages(
     target: CodegenTarget,
     disabled_fusions: Collection[str] = (),
     quantization: Quantization | None = None,
+    kv_cache: str | None = None,
 ) -> list[Stage]:
     """The graph stages in order, each with its name. `compile(…, stages=…)` reorders them, cuts or extends the list."""
     unavailable = set() if target.config.integer_kernels else {INTEGER_KERNELS}
+    mark = partial(mark_quantized_weights, quantization=quantization, config=target.config)
     return [
         *_NORMALIZE,
         ("check_constraints", check_constraints),
@@ -72,12 +75,13 @@ def default_stages(
         ("fold_padding", fold_padding),
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),
-        ("mark_quantized_weights", partial(mark_quantized_weights, quantization=quantization)),
+        ("mark_quantized_weights", mark),
         ("fuse", partial(fuse, disabled={*disabled_fusions, *unavailable})),
         ("eliminate_noops", eliminate_noops),
         ("eliminate_dead_code", eliminate_dead_code),
         ("assign_storage", partial(assign_storage, compute_dtype=compute_dtype)),
         ("split_quantized_weights", split_quantized_weights),
+        ("quantize_caches", partial(quantize_caches, kv_cache=kv_cache, config=target.config)),
         ("assign_layout", partial(assign_layout, config=target.config)),
     ]
 
@@ -87,9 +91,10 @@ def _stages(
     target: CodegenTarget,
     disabled_fusions: Collection[str],
     quantization: Quantization | None,
+    kv_cache: str | None,
     edit: StageEdit | None,
 ) -> list[Stage]:
-    stages = default_stages(compute_dtype, target, disabled_fusions, quantization)
+    stages = default_stages(compute_dtype, target, disabled_fusions, quantization, kv_cache)
     return stages if edit is None else edit(stages)
 
 
@@ -100,6 +105,7 @@ def compile(
     compute_dtype: str | None = None,
     disabled_fusions: Collection[str] = (),
     quantization: Quantization | None = None,
+    kv_cache: str | None = None,
     stages: StageEdit | None = None,
 ) -> CompiledProgram:
     """Compile IR into a program.
@@ -111,20 +117,23 @@ def compile(
         disabled_fusions: Names from `FUSIONS` to leave out, for bisecting.
         quantization: How to store weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
             layers; or `state_dict` key → format. Weights that are not stored so already are rounded to the nearest
-            when they are loaded.
+            when they are loaded. `int4+int8` and the like also round what these layers multiply, to int8 or fp8 with
+            a scale for each row (on the CPU only).
+        kv_cache: `int8` or `fp8`: store KV caches in a byte an element, with a scale for each token and head, as a
+            further input and output of the program, `<name>.scales` (on the CPU only). Default: in the compute dtype.
         stages: Given the default stages, returns those to run, in order; a stage is (name, `IRGraph → IRGraph`).
 
     Raises:
         IRError: the IR is malformed.
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
-        InputError: the quantization is unknown, or a weight cannot be stored so.
+        InputError: the quantization is unknown, a weight cannot be stored so, or there is no KV cache to quantize.
     """
     target = target or OpLevelTarget()
     graph = read_ir(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
     graph = _with_native_dtype(graph)
-    for _, stage in _stages(dtype, target, disabled_fusions, quantization, stages):
+    for _, stage in _stages(dtype, target, disabled_fusions, quantization, kv_cache, stages):
         graph = stage(graph)
     plan = target.finish(generate_execution_plan(graph, target, source_shapes))
     plan = plan_memory(plan, target.config.buffer_alignment)
@@ -148,6 +157,7 @@ def trace_stages(
     compute_dtype: str | None = None,
     disabled_fusions: Collection[str] = (),
     quantization: Quantization | None = None,
+    kv_cache: str | None = None,
     stages: StageEdit | None = None,
 ) -> Iterator[tuple[str, IRGraph]]:
     """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does.
@@ -157,7 +167,7 @@ def trace_stages(
     graph = _with_native_dtype(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
-    for name, stage in _stages(dtype, target or OpLevelTarget(), disabled_fusions, quantization, stages):
+    for name, stage in _stages(dtype, target or OpLevelTarget(), disabled_fusions, quantization, kv_cache, stages):
         if stage is not check_constraints:
             graph = stage(graph)
             yield name, graph

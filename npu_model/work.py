@@ -87,7 +87,8 @@ def call_work(call: KernelCall) -> Work:
     views = kernel.bind(call)
     left, right = (views[0], views[1]) if products else (None, None)
     codes = call.params.get("codes")
-    left_dtype = _computed_as(left.dtype) if left is not None else ""
+    rounded = call.params.get("activations")  # the kernel rounds the rows of x before it multiplies
+    left_dtype = _computed_as(rounded or left.dtype) if left is not None else ""
     right_dtype = _computed_as(codes or right.dtype) if right is not None else ""
     right_bits = CODES[codes] if codes else 8 * itemsize(right.dtype) if right is not None else 0
     return Work(

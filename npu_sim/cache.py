@@ -33,6 +33,7 @@ def cached_program(
     compute_dtype: str | None = None,
     target: "CodegenTarget | None" = None,
     quantization: "Quantization | None" = None,
+    kv_cache: str | None = None,
 ) -> "CompiledProgram":
     """The compiled program of `make_ir()`, from the cache if it holds one for the same arguments and compiler.
 
@@ -42,13 +43,13 @@ def cached_program(
     Args:
         name: The beginning of the file's name.
         key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
-        compute_dtype, quantization: As for `npu_compiler.compile`.
+        compute_dtype, quantization, kv_cache: As for `npu_compiler.compile`.
         target: Default: `OpLevelTarget`, for the CPU and Metal.
     """
     import npu_compiler
 
     target = target or npu_compiler.OpLevelTarget()
-    path = _program_place(name, key, compute_dtype, target, quantization)
+    path = _program_place(name, key, compute_dtype, target, quantization, kv_cache)
     if path.is_file():
         try:
             program = npu_compiler.CompiledProgram.load(path)
@@ -57,7 +58,8 @@ def cached_program(
             return program
         except NPUError:
             pass  # damaged, written by another version, or code by another user: compile again
-    program = npu_compiler.compile(make_ir(), target, compute_dtype=compute_dtype, quantization=quantization)
+    options: dict[str, Any] = {"compute_dtype": compute_dtype, "quantization": quantization, "kv_cache": kv_cache}
+    program = npu_compiler.compile(make_ir(), target, **options)
     keep_file(path, program.to_bytes())
     return program
 
@@ -83,16 +85,22 @@ def has_program(
     compute_dtype: str | None,
     target: "CodegenTarget",
     quantization: "Quantization | None" = None,
+    kv_cache: str | None = None,
 ) -> bool:
     """Whether the cache holds a program for these arguments of `cached_program`."""
-    return _program_place(name, key, compute_dtype, target, quantization).is_file()
+    return _program_place(name, key, compute_dtype, target, quantization, kv_cache).is_file()
 
 
 def _program_place(
-    name: str, key: Any, compute_dtype: str | None, target: "CodegenTarget", quantization: "Quantization | None"
+    name: str,
+    key: Any,
+    compute_dtype: str | None,
+    target: "CodegenTarget",
+    quantization: "Quantization | None",
+    kv_cache: str | None,
 ) -> Path:
     formats = dict(quantization) if isinstance(quantization, Mapping) else quantization
-    return _place(name, [key, target.key, compute_dtype, formats, _compiler_digest()], "npubin")
+    return _place(name, [key, target.key, compute_dtype, formats, kv_cache, _compiler_digest()], "npubin")
 
 
 def _place(name: str, key: Any, suffix: str) -> Path:

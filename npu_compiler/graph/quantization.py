@@ -15,7 +15,7 @@ two's complement). Every format that checkpoints use for weights maps to these w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ OFFSETS = ("none", "minimum", "zero_point")
 PARTS = ("codes", "scales", "offsets")
 SYMMETRIC_ZERO = {"int4": 8, "int8": 0, "float8_e4m3": 0}  # the code that stands for 0 without offsets
 FLOAT8_MAX = 448.0
+ROW_FORMATS = ("int8", "float8_e4m3")  # to which rows of activations and of KV caches are rounded at run time
 METHODS = ("rtn", "gptq")  # by which weights are rounded to a format
 
 
@@ -40,12 +41,15 @@ class QuantizedFormat:
         group: Number of consecutive elements of a row that share a scale; 0 stands for the whole row.
         scales: Dtype of the scales, and of minimums.
         offsets: `none`, `minimum` or `zero_point`.
+        activations: What products round the rows of their other operand to, as `quantize_rows` does: `int8`,
+            `float8_e4m3`, or `none`. It is no part of how the matrix is stored.
     """
 
     codes: str
     group: int = 0
     scales: str = "float32"
     offsets: str = "none"
+    activations: str = "none"
 
     def __post_init__(self) -> None:
         if self.codes not in CODES:
@@ -56,10 +60,19 @@ class QuantizedFormat:
             raise InputError(f"scales of dtype {self.scales!r:.80}; use float16, bfloat16 or float32")
         if self.offsets not in OFFSETS or (self.codes == "float8_e4m3" and self.offsets != "none"):
             raise InputError(f"offsets {self.offsets!r:.80} of {self.codes}; known are {', '.join(OFFSETS)}")
+        if self.activations not in ("none", *ROW_FORMATS):
+            known = ", ".join(("none", *ROW_FORMATS))
+            raise InputError(f"activations cannot be rounded to {self.activations!r:.80}; choose one of {known}")
 
     def __str__(self) -> str:
         offsets = "" if self.offsets == "none" else f" {self.offsets}"
-        return f"{self.codes} group {self.group or 'row'} {self.scales}{offsets}"
+        activations = "" if self.activations == "none" else f", activations {self.activations}"
+        return f"{self.codes} group {self.group or 'row'} {self.scales}{offsets}{activations}"
+
+    @property
+    def stored(self) -> QuantizedFormat:
+        """The format without what is done to activations."""
+        return replace(self, activations="none")
 
     @property
     def bits(self) -> int:
@@ -99,6 +112,35 @@ NAMED_FORMATS = {
     "int8": QuantizedFormat("int8"),
     "fp8": QuantizedFormat("float8_e4m3"),
 }
+NAMED_ROW_FORMATS = {"int8": "int8", "fp8": "float8_e4m3"}
+
+
+def named_format(name: str) -> QuantizedFormat:
+    """A format by its name, `int4`, `int8` or `fp8`; or with rounded activations, as in `int4+int8`.
+
+    Raises:
+        InputError: there is no such name.
+    """
+    weights, plus, activations = name.partition("+")
+    if weights not in NAMED_FORMATS:
+        raise InputError(f"unknown quantization '{name:.80}'; choose one of {', '.join(NAMED_FORMATS)}")
+    return with_activations(NAMED_FORMATS[weights], activations) if plus else NAMED_FORMATS[weights]
+
+
+def with_activations(format: QuantizedFormat, name: str) -> QuantizedFormat:
+    """The format with activations rounded to `int8` or `fp8`, or with `none`.
+
+    Raises:
+        InputError: there is no such name.
+    """
+    return replace(format, activations="none" if name == "none" else row_format(name, "activations"))
+
+
+def row_format(name: str, what: str) -> str:
+    """Which of `ROW_FORMATS` a name stands for; `what` is rounded to it, for the message of the InputError."""
+    if name not in NAMED_ROW_FORMATS:
+        raise InputError(f"{what} cannot be rounded to '{name:.80}'; choose one of {', '.join(NAMED_ROW_FORMATS)}")
+    return NAMED_ROW_FORMATS[name]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +148,7 @@ class QuantizedArray:
     """A matrix [n, k] that is stored in few bits; what the parts are is at the top of this file.
 
     Raises:
-        InputError: the parts do not have the shapes and dtypes that the format asks for.
+        InputError: the parts do not have the shapes and dtypes that the format asks for, or it names activations.
     """
 
     format: QuantizedFormat
@@ -118,6 +160,8 @@ class QuantizedArray:
     def __post_init__(self) -> None:
         if problem := self.format.problem(self.shape):
             raise InputError(f"a matrix cannot be quantized as {self.format}: {problem}")
+        if self.format.activations != "none":
+            raise InputError(f"a stored matrix has no activations, as {self.format} says; use `format.stored`")
         wanted = self.format.parts(self.shape)
         for name in PARTS:
             part = getattr(self, name)
@@ -203,7 +247,7 @@ def pack_codes(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
-    """Round each element of a matrix [n, k] to the nearest that the format can hold.
+    """Round each element of a matrix [n, k] to the nearest that the format can hold, activations aside.
 
     Scales are those of each group's largest magnitude, or of its range where the format has offsets, rounded to their
     dtype before the codes are chosen.
@@ -218,7 +262,34 @@ def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
     if not np.isfinite(grouped).all():
         raise InputError("a matrix with values that are not finite cannot be quantized")
     scales, offsets = _fit(grouped, format)
-    return with_scales(matrix, format, scales, offsets)
+    return with_scales(matrix, format.stored, scales, offsets)
+
+
+def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]:
+    """Round each row to codes with a scale of its own: `quantize` for activations and KV caches, at run time.
+
+    The scale is the largest magnitude divided by 127 (`int8`) or 448 (`float8_e4m3`), in float32; a code is the nearest
+    to element / scale. A row with an element that is not finite has the scale NaN and codes of 0.
+
+    Args:
+        rows: Floats [..., k].
+        codes: One of `ROW_FORMATS`.
+
+    Returns:
+        Codes, uint8 [..., k], and scales, float32 [...].
+    """
+    wide = np.asarray(rows, np.float32).reshape(-1, rows.shape[-1])
+    finite = np.isfinite(wide).all(axis=1, keepdims=True)
+    found = quantize(np.where(finite, wide, np.float32(0)), QuantizedFormat(codes))
+    scales = np.where(finite, found.scales, np.float32(np.nan))
+    return found.codes.reshape(rows.shape), scales.reshape(rows.shape[:-1])
+
+
+def dequantize_rows(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:
+    """The rows [..., k] that `quantize_rows` made codes and scales of, in float32."""
+    dtype = np.int8 if kind == "int8" else ml_dtypes.float8_e4m3fn
+    rows: np.ndarray = codes.view(dtype).astype(np.float32) * scales[..., None].astype(np.float32)
+    return rows
 
 
 def with_scales(

@@ -12,6 +12,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import PARTS, QuantizedArray, QuantizedFormat, quantize
 
 Shape = tuple[int, ...]
+_STORED_FIELDS = ("codes", "group", "scales", "offsets")  # of a format
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class WeightTransformRecipe:
     def format(self) -> QuantizedFormat:
         """Of op `quantized`. Raises InputError if the parameters are not those of a format."""
         fields = self.params.get("format")
-        if not isinstance(fields, Mapping) or fields.keys() != {"codes", "group", "scales", "offsets"}:
+        if not isinstance(fields, Mapping) or fields.keys() != set(_STORED_FIELDS):
             raise InputError(f"{fields!r:.80} is not a quantized format")
         return QuantizedFormat(**fields)
 
@@ -74,7 +75,8 @@ def from_key(key: str) -> WeightTransformRecipe:
 def part_recipe(weight: WeightTransformRecipe, format: QuantizedFormat, part: str) -> WeightTransformRecipe | None:
     """The recipe of one part of a weight in few bits; None for a weight that is neither a tensor nor several joined."""
     if weight.op == "key":
-        return WeightTransformRecipe("quantized", params={**weight.params, "part": part, "format": vars(format)})
+        fields = {name: getattr(format, name) for name in _STORED_FIELDS}
+        return WeightTransformRecipe("quantized", params={**weight.params, "part": part, "format": fields})
     parts = [part_recipe(arg, format, part) for arg in weight.args]
     if weight.op != "concat" or weight.params["axis"] != 0 or None in parts:
         return None

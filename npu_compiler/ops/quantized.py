@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from npu_compiler.graph.model import OpNode
-from npu_compiler.graph.quantization import CODES, OFFSETS, QuantizedFormat
+from npu_compiler.graph.quantization import CODES, OFFSETS, ROW_FORMATS, QuantizedFormat
 from npu_compiler.ops.indexing import is_checked_index
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.matmul import packed_rows
@@ -33,6 +33,19 @@ def _holds_rows(call: SimpleNamespace) -> bool:
     return bool(divides and dtype == wanted and call.bytes * 8 == call.k * CODES[call.codes])
 
 
+def _holds_gated_rows(call: SimpleNamespace) -> bool:
+    """Whether they are those of a gate and of what it multiplies, for one row of x."""
+    return call.m == 1 and call.rows == 2 * call.n and _holds_rows(call)
+
+
+def _products(call: SimpleNamespace) -> tuple[Product, ...]:
+    return (Product(call.m, call.n, call.k),)
+
+
+def _gated_products(call: SimpleNamespace) -> tuple[Product, ...]:
+    return (Product(call.m, call.rows, call.k),)
+
+
 for _name, _grid, _rows_of_x in (
     ("quantized_matmul_kernel", Grid.TILES, "m"),
     ("quantized_matmul_vec_kernel", Grid.CODE_COLUMNS, "1"),
@@ -44,7 +57,7 @@ for _name, _grid, _rows_of_x in (
         source="quantized.metal",
         grid=_grid,
         where=_holds_rows,
-        products=lambda call: (Product(call.m, call.n, call.k),),
+        products=_products,
         m="I",
         n="I",
         **_FIELDS,
@@ -56,13 +69,31 @@ declare_kernel(
     f"x:f[1,.k] {_WEIGHT.format(rows='rows')} bias?:f[.rows] -> out:f[m,n]",
     source="quantized.metal",
     grid=Grid.CODE_COLUMNS,
-    where=lambda call: call.m == 1 and call.rows == 2 * call.n and _holds_rows(call),
-    products=lambda call: (Product(1, call.rows, call.k),),
+    where=_holds_gated_rows,
+    products=_gated_products,
     m="I",
     n="I",
     **_FIELDS,
     activation=ACTIVATION,
 )
+# The same products with the rows of x rounded first (`quantize_rows`); the sums of integers within a group are exact.
+for _name, _sizes, _operands in (
+    ("dynamic_quantized_matmul_kernel", "m", f"{_WEIGHT.format(rows='n')} bias?:f[.n] residual?:f[m,.n]"),
+    ("dynamic_quantized_gated_matmul_vec_kernel", "1", f"{_WEIGHT.format(rows='rows')} bias?:f[.rows]"),
+):
+    declare_kernel(
+        _name,
+        Family.MATMUL,
+        f"x:f[{_sizes},.k] {_operands} -> out:f[m,n]",
+        source="",
+        where=_holds_rows if _sizes == "m" else _holds_gated_rows,
+        products=_products if _sizes == "m" else _gated_products,
+        m="I",
+        n="I",
+        **_FIELDS,
+        activation=ACTIVATION,
+        activations=f"s {' '.join(ROW_FORMATS)}",
+    )
 declare_kernel(
     "quantized_embedding_kernel",
     Family.INDEXING,
@@ -118,6 +149,9 @@ def lower_quantized_linear(ctx: Lowering, node: OpNode) -> None:
     }
     inputs = [rows, *weight, *(view for view in (bias, residual) if view is not None)]
     kernel = "quantized_matmul_vec_kernel" if m == 1 else "quantized_matmul_kernel"
+    if (activations := node.attrs["format"].activations) != "none":
+        kernel = "dynamic_quantized_matmul_kernel"
+        params["activations"] = activations
     ctx.emit(kernel, inputs, [out_rows], params, flops=2 * m * n * rows.shape[1])
 
 
@@ -130,7 +164,11 @@ def lower_quantized_gated_linear(ctx: Lowering, node: OpNode) -> None:
     assert out_row is not None
     params |= {"m": 1, "n": out.numel, "has_bias": int(bool(bias)), "activation": node.attrs["activation"]}
     flops = 4 * out.numel * row.shape[1]
-    ctx.emit("quantized_gated_matmul_vec_kernel", [row, *weight, *bias], [out_row], params, flops=flops)
+    kernel = "quantized_gated_matmul_vec_kernel"
+    if (activations := node.attrs["format"].activations) != "none":
+        kernel = "dynamic_quantized_gated_matmul_vec_kernel"
+        params["activations"] = activations
+    ctx.emit(kernel, [row, *weight, *bias], [out_row], params, flops=flops)
 
 
 @register_op("npu.quantized_embedding", tensors=("codes", "scales", "offsets", "indices"))

@@ -13,7 +13,7 @@ from npu_compiler.program.products import Product
 from npu_compiler.program.views import View, numel
 
 
-def _attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
+def attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
     """Scores, then results: the rows are the queries of all heads that share keys and values."""
     rows, batch = call.t * (call.h // call.shared), call.b * call.shared
     return (Product(rows, call.keys, call.d, batch), Product(rows, call.e, call.keys, batch))
@@ -66,7 +66,7 @@ declare_kernel(
     source="fused_decode_attention.metal",
     grid=Grid.QUERIES,
     where=lambda call: call.shared > 0 and call.h % call.shared == 0,
-    products=_attention_products,
+    products=attention_products,
     scale="f",
     causal="?",
 )
@@ -244,11 +244,15 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
         while mask.rank < 4:
             mask = mask.unsqueeze(0)
         inputs.append(mask.expand((*q.shape[:3], k.shape[2])))
-    scale = node.attrs.get("scale")
-    params = {
-        "scale": 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        "causal": int(bool(node.attrs.get("is_causal"))),
-        "has_mask": int(mask is not None),
-    }
     flops = 2 * spec.numel * k.shape[2] + 2 * q.numel * k.shape[2]
-    ctx.emit("attention_kernel", inputs, [out], params, flops=flops)
+    ctx.emit("attention_kernel", inputs, [out], attention_params(node, q, mask is not None), flops=flops)
+
+
+def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, float | int]:
+    """The parameters of an attention kernel."""
+    scale = node.attrs.get("scale")
+    return {
+        "scale": 1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
+        "causal": int(bool(node.attrs.get("is_causal"))),
+        "has_mask": int(has_mask),
+    }

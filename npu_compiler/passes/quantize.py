@@ -15,13 +15,14 @@ from typing import TypeAlias
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.graph.quantization import NAMED_FORMATS, PARTS, QuantizedFormat
+from npu_compiler.graph.quantization import NAMED_FORMATS, PARTS, QuantizedFormat, named_format
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe, part_recipe
 from npu_compiler.ops.registry import QuantizedRule, find_op
+from npu_compiler.target_config import TargetConfig
 
 Quantization: TypeAlias = str | QuantizedFormat | Mapping[str, QuantizedFormat]
-"""How to store weights: one of `NAMED_FORMATS` or a format, for the weights of all linear layers; or a format for each
-of some `state_dict` keys."""
+"""How to store weights: a name that `named_format` knows or a format, for the weights of all linear layers; or a format
+for each of some `state_dict` keys."""
 
 _GROUPS = (128, 64, 32)  # tried in this order where the rows of a weight are not a whole number of the first
 
@@ -42,9 +43,7 @@ def find_formats(graph: IRGraph, quantization: Quantization) -> dict[str, Quanti
             if key in quantization and (problem := quantization[key].problem(graph.tensors[name].shape)):
                 raise InputError(f"'{key}' cannot be stored as {quantization[key]}: {problem}")
         return dict(quantization)
-    if isinstance(quantization, str) and quantization not in NAMED_FORMATS:
-        raise InputError(f"unknown quantization '{quantization}'; choose one of {', '.join(NAMED_FORMATS)}")
-    wanted = NAMED_FORMATS[quantization] if isinstance(quantization, str) else quantization
+    wanted = named_format(quantization) if isinstance(quantization, str) else quantization
     formats = {}
     for name, role in _roles(graph).items():
         if "linear" not in role or name not in keys:
@@ -53,7 +52,8 @@ def find_formats(graph: IRGraph, quantization: Quantization) -> dict[str, Quanti
         candidates = [wanted]
         if isinstance(quantization, str) and wanted.group:
             sizes = _GROUPS if role == {"linear"} else ()
-            candidates = [*(replace(wanted, group=size) for size in sizes), NAMED_FORMATS["int8"]]
+            bytes_each = replace(NAMED_FORMATS["int8"], activations=wanted.activations)
+            candidates = [*(replace(wanted, group=size) for size in sizes), bytes_each]
         found = next((format for format in candidates if format.problem(shape) is None), None)
         if found is None:
             raise InputError(f"'{keys[name]}' cannot be stored as {wanted}: {wanted.problem(shape)}")
@@ -61,14 +61,23 @@ def find_formats(graph: IRGraph, quantization: Quantization) -> dict[str, Quanti
     return formats
 
 
-def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None) -> IRGraph:
+def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None, config: TargetConfig) -> IRGraph:
     """Note on each weight how it is stored, where all nodes that read it can read it so.
 
     A weight that other nodes read too is there twice: for them it is dequantized when it is loaded.
+
+    Raises:
+        InputError: a format does not fit its weight, or rounds activations, which the target does not.
     """
     if not quantization:
         return graph
     formats = find_formats(graph, quantization)
+    rounded = next((key for key, format in formats.items() if format.activations != "none"), None)
+    if rounded is not None and not config.integer_kernels:
+        raise InputError(
+            f"the target {config.name} does not round activations, as the format of '{rounded}' asks for; only "
+            "programs for the CPU do. Choose activations 'none' to keep them in the compute dtype"
+        )
     tensors, weights = dict(graph.tensors), dict(graph.weights)
     renames: dict[str, str] = {}
     for name, roles in _roles(graph).items():

@@ -15,7 +15,7 @@ import numpy as np
 
 from npu_compiler.graph.dtypes import itemsize, numpy_dtype
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.target import MetalCodegenTarget
+from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.dispatch import Size3
@@ -159,6 +159,11 @@ class MetalBackend(Backend):
     @property
     def device(self) -> str:
         return f"Metal, {self._device.name}"
+
+    @property
+    def target(self) -> CodegenTarget:
+        """Not the op-level target, whose integer kernels and rounded rows are the CPU's."""
+        return self._target
 
     @property
     def counters(self) -> Counter[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_sim.checkpoints.layouts import Layout
 from npu_sim.checkpoints.schemes import read_schemes
 
-# What only activations and caches in few bits need: here they stay in 16 bits.
+# What only activations and caches with scales that are known beforehand need: here they stay in 16 bits.
 _OF_ACTIVATIONS = (
     *("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "activation_scale_inv"),
     *("output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "kv_scale"),
@@ -36,7 +37,8 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
         config: The `quantization_config` of config.json.
 
     Attributes:
-        formats: Parameter name → format, of those in few bits.
+        formats: Parameter name → format, of those in few bits; with what activations are rounded to by row, if the
+            config says so.
 
     Raises:
         InputError: the method or a setting of it is not supported.
@@ -50,17 +52,19 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
         schemes = read_schemes(config)
         marked = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in _OF_WEIGHTS}
         self._layouts: dict[str, Layout] = {}
+        activations: dict[str, str] = {}
         for module in sorted(marked):
-            layout = schemes.layout(module)
-            if layout is None or schemes.keeps(module):
+            scheme = schemes.scheme(module)
+            if scheme is None or schemes.keeps(module):
                 raise WeightError(f"'{module}' is quantized, although the quantization_config says that it is not")
-            self._layouts[module] = layout
+            self._layouts[module], activations[module] = scheme.layout, scheme.activations
         self.formats: dict[str, QuantizedFormat] = {}
         self._dense = dict.fromkeys(key for key in state if self._is_dense(key))
         for module, layout in self._layouts.items():
             self._check_names(module, layout)
             with _concerning(module):
-                self.formats[f"{module}.weight"] = layout.format(self._parts(module))
+                format = layout.format(self._parts(module))
+                self.formats[f"{module}.weight"] = replace(format, activations=activations[module])
 
     def _is_dense(self, key: str) -> bool:
         """Whether a tensor is a parameter as it is. Raises WeightError for a float8 matrix without scales."""

@@ -19,11 +19,13 @@ class Scheme:
     """A layout and the modules that have it.
 
     Attributes:
+        activations: What the modules' inputs are rounded to, as in `QuantizedFormat`.
         targets: Module names, regular expressions after "re:", or "Linear" and "Embedding" for all of a class.
     """
 
     layout: Layout
     targets: tuple[str, ...]
+    activations: str = "none"
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class Schemes:
             return True
         return self.kept_parts and any(f".{target.strip('.')}." in f".{module}." for target in self.kept)
 
-    def layout(self, module: str) -> Layout | None:
-        """How a module's weight is stored: by the target that is most specific (a name, an expression, a class)."""
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of a module: by the target that is most specific (a name, an expression, a class)."""
         matches = [
             (_rank(target), place)
             for place, scheme in enumerate(self.schemes)
             for target in scheme.targets
             if _matches(module, target)
         ]
-        return self.schemes[min(matches)[1]].layout if matches else None
+        return self.schemes[min(matches)[1]] if matches else None
 
 
 _CLASSES = ("Linear", "Embedding")
@@ -125,7 +127,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
             raise InputError(f"its scheme {name!r:.80} is a preset; only schemes that are written out are supported")
         if group.get("weights") is not None:
             layout = _compressed_layout(group.get("format") or whole, group["weights"])
-            schemes.append(Scheme(layout, _names(group, "targets")))
+            activations = _dynamic_activations(group.get("input_activations") or {})
+            schemes.append(Scheme(layout, _names(group, "targets"), activations))
     return Schemes(tuple(schemes), _names(config, "ignore"))
 
 
@@ -143,6 +146,14 @@ def _compressed_layout(format: Any, weights: Mapping[str, Any]) -> Layout:
         return Plain("weight_scale", _block(block), symmetric)
     supported = ", ".join(("pack-quantized", *_PLAIN_FORMATS))
     raise InputError(f"its weights are {strategy} {kind} in the format {format!r:.80}; supported are {supported}")
+
+
+def _dynamic_activations(settings: Mapping[str, Any]) -> str:
+    """What rows are rounded to while the model runs; "none" for other settings, which are not used."""
+    by_row = settings.get("dynamic") is True and settings.get("strategy") == "token" and settings.get("num_bits") == 8
+    if not by_row or not settings.get("symmetric", True):
+        return "none"
+    return {"int": "int8", "float": "float8_e4m3"}.get(str(settings.get("type", "int")), "none")
 
 
 def _strategy(weights: Mapping[str, Any]) -> str:

@@ -77,6 +77,27 @@ def check_quantization(name: str) -> str:
     return _known(name, "quantization", QUANTIZATIONS)
 
 
+def check_activations(name: str) -> str:
+    """The name, if activations of a language model can be rounded so."""
+    from npu_sim.llm.loading import ACTIVATIONS
+
+    return _known(name, "format of activations", ACTIVATIONS)
+
+
+def check_kv_cache(name: str) -> str:
+    """The name, if a KV cache can be stored so."""
+    from npu_sim.llm.loading import KV_CACHES
+
+    return _known(name, "format of a KV cache", KV_CACHES)
+
+
+def check_activation_format(name: str | None) -> str | None:
+    """The name of a format for activations, if there is one of that name."""
+    from npu_compiler.graph.quantization import NAMED_ROW_FORMATS
+
+    return None if name is None else _known(name, "format of activations", NAMED_ROW_FORMATS)
+
+
 def check_weight_format(name: str | None) -> str | None:
     """The name of a format for weights, if there is one of that name."""
     from npu_compiler.graph.quantization import NAMED_FORMATS

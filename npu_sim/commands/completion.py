@@ -25,6 +25,24 @@ def quantizations(incomplete: str) -> list[str]:
     return beginning(incomplete, QUANTIZATIONS)
 
 
+def activation_formats(incomplete: str) -> list[str]:
+    from npu_sim.llm.loading import ACTIVATIONS
+
+    return beginning(incomplete, ACTIVATIONS)
+
+
+def kv_caches(incomplete: str) -> list[str]:
+    from npu_sim.llm.loading import KV_CACHES
+
+    return beginning(incomplete, KV_CACHES)
+
+
+def row_formats(incomplete: str) -> list[str]:
+    from npu_compiler.graph.quantization import NAMED_ROW_FORMATS
+
+    return beginning(incomplete, NAMED_ROW_FORMATS)
+
+
 def weight_formats(incomplete: str) -> list[str]:
     from npu_compiler.graph.quantization import NAMED_FORMATS
 

@@ -15,11 +15,13 @@ from npu_sim.commands.checks import check_device_options, check_not_overwritten,
 from npu_sim.commands.completion import language_models, vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import (
+    Activations,
     AsJSON,
     CPULevel,
     DeviceName,
     Dtype,
     Fast,
+    KVCache,
     NoTune,
     Quantization,
     Seed,
@@ -77,6 +79,8 @@ def generate(
     ] = False,
     dtype: Dtype = None,
     quantization: Quantization = "checkpoint",
+    activations: Activations = "checkpoint",
+    kv_cache: KVCache = "none",
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
@@ -130,7 +134,7 @@ def generate(
     messages.append({"role": "user", "content": prompt or ""})
     profiler = Profiler()
     with step(f"opening {model}"), profiler.on_host(f"open {model}"):
-        checkpoint = load_checkpoint(model, dtype, quantization)
+        checkpoint = load_checkpoint(model, dtype, quantization, activations, kv_cache)
         tokenizer = checkpoint.tokenizer  # read it now, while the device opens
     with concerning("--cache-length"):
         capacity = cache_capacity(checkpoint, cache_length)

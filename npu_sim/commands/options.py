@@ -11,13 +11,16 @@ import typer
 
 from npu_sim.commands import checks
 from npu_sim.commands.completion import (
+    activation_formats,
     cpu_levels,
     devices,
     dtypes,
     ir_files,
+    kv_caches,
     programs,
     programs_and_modules,
     quantizations,
+    row_formats,
     weight_formats,
 )
 
@@ -103,6 +106,38 @@ Quantization = Annotated[
         autocompletion=quantizations,
         help="How weights are stored: checkpoint (as the file stores them), none (widened to the compute dtype), or "
         "int4, int8 or fp8 (rounded when loaded).",
+    ),
+]
+Activations = Annotated[
+    str,
+    typer.Option(
+        "--activations",
+        metavar="FORMAT",
+        callback=checks.check_activations,
+        autocompletion=activation_formats,
+        help="What inputs of layers with quantized weights are rounded to, by row: int8, fp8, none, or checkpoint (as "
+        "its config says). CPU only.",
+    ),
+]
+KVCache = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache",
+        metavar="FORMAT",
+        callback=checks.check_kv_cache,
+        autocompletion=kv_caches,
+        help="Store the KV cache as int8 or fp8, with a scale for each token and head, or none: in the compute dtype. "
+        "CPU only.",
+    ),
+]
+ActivationFormat = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        metavar="FORMAT",
+        callback=checks.check_activation_format,
+        autocompletion=row_formats,
+        help="With --quantization: round the inputs of these layers to int8 or fp8, by row. CPU only.",
     ),
 ]
 WeightFormat = Annotated[

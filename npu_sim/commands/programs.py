@@ -14,6 +14,7 @@ from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
 from npu_sim.commands.modules import describe_module, run_module
 from npu_sim.commands.options import (
+    ActivationFormat,
     AllowCode,
     AsJSON,
     CPULevel,
@@ -55,6 +56,7 @@ def compile(
     ] = "op_level",
     dtype: Dtype = None,
     quantization: WeightFormat = None,
+    activations: ActivationFormat = None,
     disable_fusion: Annotated[
         list[str] | None,
         typer.Option("--disable-fusion", metavar="NAME", autocompletion=fusions, help="Disable a fusion; repeatable."),
@@ -82,6 +84,10 @@ def compile(
 
     if full and not stages:
         raise InputError("--full is for --stages")
+    if activations is not None:
+        if quantization is None:
+            raise InputError("--activations is for layers with quantized weights: give their --quantization too")
+        quantization = f"{quantization}+{activations}"
     if output is None and (json or not stages):
         raise InputError("give an output file (-o FILE.npubin)" + ("" if json else ", --stages, or both"))
     check_not_overwritten(output, [ir])

@@ -77,8 +77,9 @@ class Checkpoint:
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
             None without such scaling.
         quantization: How the programs store weights: parameter name → format, for those that the checkpoint stores so
-            itself; or a name of a format, to which the checkpoint's weights are rounded when they are loaded. None:
-            in the compute dtype.
+            itself; or a name that `named_format` knows, to which the checkpoint's weights are rounded when they are
+            loaded. None: in the compute dtype.
+        kv_cache: `int8` or `fp8`, what the KV cache is rounded to by token and head. None: it is in the compute dtype.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Checkpoint:
     eos_ids: frozenset[int] = frozenset()
     inv_freq_divisors: np.ndarray | None = None
     quantization: str | Mapping[str, QuantizedFormat] | None = None
+    kv_cache: str | None = None
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -141,7 +141,7 @@ def has_prefill(checkpoint: Checkpoint, tokens: int, cache_length: int, target: 
     """Whether the cache holds what `compile_prefill` returns for these arguments."""
     key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-prefill"
-    return has_program(name, key, checkpoint.dtype, target, _quantization(checkpoint))
+    return has_program(name, key, checkpoint.dtype, target, program_formats(checkpoint), checkpoint.kv_cache)
 
 
 def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
@@ -168,7 +168,8 @@ def _compiled(
     key = [kind, sizes, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-{kind}"
     try:
-        return cached_program(name, key, make_ir, checkpoint.dtype, target, _quantization(checkpoint))
+        formats = program_formats(checkpoint)
+        return cached_program(name, key, make_ir, checkpoint.dtype, target, formats, checkpoint.kv_cache)
     except InputError:
         raise
     except NPUError as error:
@@ -186,7 +187,7 @@ def _model_key(checkpoint: Checkpoint) -> list[Any]:
     return [config, checkpoint.dtype, versions, source_digest("npu_sim.llm", "npu_sim.module")]
 
 
-def _quantization(checkpoint: Checkpoint) -> "Quantization | None":
+def program_formats(checkpoint: Checkpoint) -> "Quantization | None":
     """How the checkpoint's weights are stored, tied parameters under both of their names."""
     formats = checkpoint.quantization
     if not isinstance(formats, Mapping):

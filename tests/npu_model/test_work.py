@@ -61,6 +61,11 @@ def test_codes_of_4_bits_count_half_a_byte() -> None:
     assert narrow.dtype == "float16", "the wider of the two sides is multiplied"
 
 
+def test_rows_that_are_rounded_first_are_multiplied_as_integers() -> None:
+    (work,) = works(linear(4, 64, 32), compute_dtype="float16", quantization="int8+int8")
+    assert work.dtype == "int8" and work.products == (Product(4, 32, 64),)
+
+
 @pytest.mark.parametrize(("groups", "batch", "n", "k"), [(1, 1, 16, 72), (8, 8, 2, 9)])
 def test_a_convolution_is_the_product_of_its_windows_with_its_weight(groups: int, batch: int, n: int, k: int) -> None:
     g = IRBuilder()

@@ -129,6 +129,11 @@ WRONG = [
         DTYPE,
         (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
         (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
+        (["--activations", "int8"], "--activations is for layers with quantized weights: give their --quantization"),
+        (
+            ["--quantization", "int8", "--activations", "int4"],
+            "unknown format of activations 'int4'; choose one of int8",
+        ),
         (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
         (["--full"], "--full is for --stages"),
         (["--phase-clocks"], "--phase-clocks is for --target cuda_gpu only; this is op_level"),
@@ -270,6 +275,14 @@ WRONG = [
     (
         ["generate", "model", "-p", "Hi", "--quantization", "int3"],
         "unknown quantization 'int3'; choose one of checkpoint",
+    ),
+    (
+        ["generate", "model", "-p", "Hi", "--activations", "int4"],
+        "unknown format of activations 'int4'; choose one of checkpoint, none, int8, fp8",
+    ),
+    (
+        ["generate", "model", "-p", "Hi", "--kv-cache", "int4"],
+        "unknown format of a KV cache 'int4'; choose one of none, int8, fp8",
     ),
     # quantize
     *options(

@@ -152,6 +152,47 @@ def compressed(format: str, **weights: Any) -> tuple[dict[str, Any], Compress, C
     return config, compress, decompress
 
 
+@pytest.mark.parametrize(
+    ("activations", "wanted"),
+    [
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, "int8"),
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "float8_e4m3"),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}, "none"),
+        ({"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}, "none"),
+        ({"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": True}, "none"),
+        (None, "none"),
+    ],
+)
+def test_dynamic_activations_of_compressed_tensors(
+    folder: Path, activations: dict[str, Any] | None, wanted: str
+) -> None:
+    config, compress, _ = compressed("int-quantized", num_bits=8, strategy="channel")
+    if activations is not None:
+        from compressed_tensors.quantization import QuantizationArgs
+
+        settings = QuantizationArgs(**activations).model_dump(mode="json")
+        config["config_groups"]["group_0"]["input_activations"] = settings
+    quantize_folder(folder, config, compress)
+
+    def found(**settings: str) -> set[str]:
+        formats = load_checkpoint(folder, **settings).quantization
+        assert isinstance(formats, dict)
+        return {format.activations for format in formats.values()}
+
+    assert found() == {wanted}
+    assert found(activations="none") == {"none"} and found(activations="fp8") == {"float8_e4m3"}
+
+
+def test_activations_are_rounded_for_weights_in_few_bits_only(folder: Path) -> None:
+    with pytest.raises(InputError, match="has no weights in few bits, whose products could round activations to int8"):
+        load_checkpoint(folder, activations="int8")
+    assert load_checkpoint(folder, activations="none").quantization is None
+    assert load_checkpoint(folder, quantization="int4", activations="int8").quantization == "int4+int8"
+    for settings in ({"activations": "int4"}, {"kv_cache": "int4"}):
+        with pytest.raises(InputError, match="unknown format of a.* 'int4'; choose one of .*none, int8, fp8"):
+            load_checkpoint(folder, **settings)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scales", [{"strategy": "group", "group_size": 32}, {"strategy": "channel"}])

@@ -11,8 +11,11 @@ constexpr int64_t kFewQueries = 4;
 void attention(const AttentionArgs& a) {
   with_type(a.q.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (a.queries() <= kFewQueries) attention_by_rows<T>(a);
-    else attention_by_tiles<T>(a);
+    with_codes<T>(a.format, [&](auto* stored) {
+      using K = std::remove_pointer_t<decltype(stored)>;
+      if (a.queries() <= kFewQueries) attention_by_rows<T, K>(a);
+      else attention_by_tiles<T, K>(a);
+    });
   });
 }
 

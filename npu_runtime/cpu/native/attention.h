@@ -1,7 +1,7 @@
 // What the two attention kernels share: the operands, what a mask means, and the state of an online softmax.
 #pragma once
 
-#include "gemm.h"
+#include "codes.h"
 
 namespace npu {
 
@@ -16,6 +16,10 @@ struct AttentionArgs {
   // mask is at or below this floor. A row of nothing but such keys is computed with what the mask says, as softmax
   // defines it; only -inf then means no weight, and a row without any weight is zero, as in torch.
   float mask_floor;
+  // Keys and values may be codes, with a scale for each of them: [1, B, KV, S]. The types T and K below are those of the
+  // queries and of what is stored.
+  RowFormat format;
+  View k_scales, v_scales;
 
   int64_t batch() const { return q.size[0]; }
   int64_t heads() const { return q.size[1]; }
@@ -38,6 +42,14 @@ struct QueryRow {
   const char* mask;
   int64_t keys;
 };
+
+// The scales of codes [key, key + kLanes) of a key head, zeros beyond the last; 1 where the keys are no codes.
+template <class K>
+NPU_INLINE Vec scales_of(const AttentionArgs& a, const View& scales, int64_t batch, int64_t kv_head, int64_t key) {
+  if constexpr (!kIsCode<K>) return splat(1.0f);
+  const float* first = reinterpret_cast<const float*>(scales.data) + offset(scales, 0, batch, kv_head);
+  return load_n(first + key, a.keys() - key);
+}
 
 inline int64_t mask_item_size(const AttentionArgs& a) {
   return a.mask_kind == MaskKind::boolean ? 1 : item_size(a.mask.dtype);
@@ -62,10 +74,9 @@ NPU_INLINE Vec score_bias(const AttentionArgs& a, const QueryRow<T>& row, int64_
   if (count > 0) {
     const bool repeats = a.mask.stride[3] == 0;  // one element stands for all keys
     if (a.mask_kind == MaskKind::boolean) {
-      Bytes bytes{};
-      if (repeats) bytes += static_cast<uint8_t>(*row.mask);
-      else std::memcpy(&bytes, row.mask + key, std::min<int64_t>(count, kLanes));
-      bias = __builtin_convertvector(bytes, IVec) != 0 ? Vec{} : splat(kNoWeight);
+      const uint8_t* mask = reinterpret_cast<const uint8_t*>(row.mask);
+      const IVec seen = repeats ? splat_bits(*mask) : load_bytes(mask + key, count);
+      bias = seen != 0 ? Vec{} : splat(kNoWeight);
     } else if (a.mask_kind == MaskKind::additive) {
       bias = repeats ? splat(load_any(row.mask, a.mask.dtype, 0, 1)[0]) : load_any(row.mask, a.mask.dtype, key, count);
       bias = bias <= floor ? splat(kNoWeight) : bias;

@@ -1,14 +1,15 @@
-"""Scaled dot-product attention on fixed arrays."""
+"""Scaled dot-product attention on fixed arrays, and the update of a KV cache whose rows are rounded."""
 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import numpy as np
 
 from npu_compiler.graph.dtypes import FLOAT_MAX
-from npu_runtime.cpu.arrays import expand, strides_of
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
+from npu_runtime.cpu.arrays import address, expand, strides_of
+from npu_runtime.cpu.native.bindings import DTYPES, ROUNDING, NativeLaunch, View, available, launch, operand
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 _NO_MASK, _BOOLEAN, _ADDITIVE = range(3)
@@ -26,7 +27,31 @@ class _AttentionArgs(ctypes.Structure):
         ("causal", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("mask_floor", ctypes.c_float),
+        ("format", ctypes.c_int64),
+        ("k_scales", View),
+        ("v_scales", View),
     ]
+
+
+@dataclass(frozen=True)
+class RoundedCache:
+    """Keys and values as `quantize_rows` rounds them.
+
+    Attributes:
+        format: One of `ROW_FORMATS`.
+        k_scales, v_scales: float32 [B, KV, S].
+    """
+
+    format: str
+    k_scales: np.ndarray
+    v_scales: np.ndarray
+
+    def fits(self, k: np.ndarray, v: np.ndarray) -> bool:
+        """Whether these are the codes of keys and values."""
+        return all(
+            codes.dtype == np.uint8 and scales.dtype == np.float32 and scales.shape == codes.shape[:3]
+            for codes, scales in ((k, self.k_scales), (v, self.v_scales))
+        ) and all(scales.shape[-1] == 1 or strides_of(scales)[-1] == 1 for scales in (self.k_scales, self.v_scales))
 
 
 def attention(
@@ -37,16 +62,21 @@ def attention(
     causal: bool,
     scale: float,
     out: np.ndarray,
+    rounded: RoundedCache | None = None,
 ) -> NativeLaunch | None:
     """out[B, H, M, Dv] = softmax(scale * q[B, H, M, D] · k[B, KV, S, D]ᵀ + mask) · v[B, KV, S, Dv].
 
     H is a multiple of KV. The mask broadcasts to [B, H, M, S]; True in a boolean one means "attend". `causal` lets
     query i attend keys up to i. A row that attends nothing is zero.
+
+    Args:
+        rounded: What k and v stand for, where they are codes.
     """
-    arrays = (q, k, v, out)
-    if not available() or any(t.ndim != 4 or t.dtype not in DTYPES or t.size == 0 for t in arrays):
+    if not available() or any(t.ndim != 4 or t.size == 0 or not has_contiguous_rows(t) for t in (q, k, v, out)):
         return None
-    if any(not has_contiguous_rows(t) for t in arrays) or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in DTYPES or out.dtype not in DTYPES:
+        return None
+    if not (q.dtype == k.dtype == v.dtype if rounded is None else rounded.fits(k, v)):
         return None
     batch, heads, queries, width = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -66,6 +96,52 @@ def attention(
         # A float32 mask often holds the lowest bfloat16; adding a score to either changes neither.
         floor = -FLOAT_MAX["float16" if mask.dtype == np.float16 else "bfloat16"]
     args = _AttentionArgs(
-        operand(q), operand(k), operand(v), operand(full_mask), operand(out), kind, causal, scale, floor
+        operand(q),
+        operand(k),
+        operand(v),
+        operand(full_mask),
+        operand(out),
+        kind,
+        causal,
+        scale,
+        floor,
+        ROUNDING["none" if rounded is None else rounded.format],
+        operand(None if rounded is None else rounded.k_scales),
+        operand(None if rounded is None else rounded.v_scales),
     )
-    return launch("attention", args, q, k, v, mask, out)
+    return launch("attention", args, q, k, v, mask, out, rounded)
+
+
+class _IndexCopyArgs(ctypes.Structure):
+    _fields_ = [
+        ("source", View),
+        ("codes", View),
+        ("scales", View),
+        ("index", ctypes.c_void_p),
+        ("index_size", ctypes.c_int64),
+        ("format", ctypes.c_int64),
+    ]
+
+
+def quantized_index_copy(
+    codes: np.ndarray, scales: np.ndarray, index: np.ndarray, source: np.ndarray, format: str
+) -> NativeLaunch | None:
+    """codes[:, :, index], scales[:, :, index] = quantize_rows(source, format); indices out of range are left out.
+
+    Codes are uint8 [B, H, S, D], scales float32 [B, H, S], the source [B, H, N, D]. Rows and the last dimension of the
+    scales must be contiguous.
+    """
+    if not available() or source.ndim != 4 or source.dtype not in DTYPES or source.size == 0:
+        return None
+    if codes.dtype != np.uint8 or scales.dtype != np.float32 or codes.ndim != 4 or scales.shape != codes.shape[:3]:
+        return None
+    if (*codes.shape[:2], codes.shape[3]) != (*source.shape[:2], source.shape[3]) or index.shape != source.shape[2:3]:
+        return None
+    if index.dtype not in (np.int32, np.int64) or not index.flags.c_contiguous or strides_of(scales)[-1] != 1:
+        return None
+    if not (has_contiguous_rows(codes) and has_contiguous_rows(source)):
+        return None
+    args = _IndexCopyArgs(
+        operand(source), operand(codes), operand(scales), address(index), index.itemsize, ROUNDING[format]
+    )
+    return launch("quantized_index_copy", args, source, codes, scales, index)

@@ -87,11 +87,11 @@ void add_all_values(float* sums, int64_t sums_stride, const float* weights, cons
 
 // Attends rows [row, row + rows) of a key head to keys [key_begin, key_end) and writes one partial per row. `floor` as
 // in AttentionArgs.
-template <class T>
+template <class T, class K>
 void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row, int64_t rows, int64_t key_begin,
                  int64_t key_end, float floor, float* partials) {
-  using X = typename Step<T>::X;
-  const int64_t q_size = round_up(a.width(), kDotWidth<T>), size = partial_size(a);
+  using X = typename Step<K>::X;
+  const int64_t q_size = round_up(a.width(), kDotWidth<K>), size = partial_size(a);
   alignas(64) X q[kRowChunk * kMaxWidth];
   QueryRow<T> query[kRowChunk];
   int64_t furthest = 0;
@@ -106,8 +106,8 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
     furthest = std::max(furthest, query[r].keys);
   }
   key_end = std::min(key_end, furthest);
-  const T* keys = reinterpret_cast<const T*>(a.k.data) + offset(a.k, batch, kv_head, 0);
-  const T* values = reinterpret_cast<const T*>(a.v.data) + offset(a.v, batch, kv_head, 0);
+  const K* keys = reinterpret_cast<const K*>(a.k.data) + offset(a.k, batch, kv_head, 0);
+  const K* values = reinterpret_cast<const K*>(a.v.data) + offset(a.v, batch, kv_head, 0);
 
   alignas(64) float scores[kRowChunk][kKeyBlock];
   for (int64_t block = key_begin; block < key_end; block += kKeyBlock) {
@@ -136,9 +136,10 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
       for (int g = 0; g < kGroups; ++g) {
         if (!alive[g]) continue;
         const int64_t key = block + g * kLanes;
-        const Vec dots = dot_keys<T>(q + r * q_size, keys + key * a.k.stride[2], a.k.stride[2],
+        const Vec dots = dot_keys<K>(q + r * q_size, keys + key * a.k.stride[2], a.k.stride[2],
                                      std::min<int64_t>(kLanes, end - key), a.width());
-        const Vec score = dots * a.scale + load(scores[r] + g * kLanes);
+        const Vec factor = a.scale * scales_of<K>(a, a.k_scales, batch, kv_head, key);
+        const Vec score = dots * factor + load(scores[r] + g * kLanes);
         store(scores[r] + g * kLanes, score);
         highest = max(score, highest);
       }
@@ -155,7 +156,7 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
       for (int g = 0; g < kGroups; ++g) {
         if (!alive[g]) continue;
         const Vec weight = exp(load(scores[r] + g * kLanes) - shift);
-        store(scores[r] + g * kLanes, weight);
+        store(scores[r] + g * kLanes, weight * scales_of<K>(a, a.v_scales, batch, kv_head, block + g * kLanes));
         total += weight;
       }
       partial[1] += sum_lanes(total);
@@ -165,7 +166,7 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
     for (int g = 0; g < kGroups; ++g) {
       if (!alive[g]) continue;
       const int64_t key = block + g * kLanes, count = std::min<int64_t>(kLanes, end - key);
-      const T* value = values + key * a.v.stride[2];
+      const K* value = values + key * a.v.stride[2];
       for (int64_t r = 0; r < rows;) {
         float* sums = partials + r * size + kPartialHead;
         const auto add = [&](auto together) {
@@ -185,13 +186,13 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
 }
 
 // Stores a row from its partials over `splits` ranges of keys, `stride` floats apart.
-template <class T>
+template <class T, class K>
 void combine_and_store(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row, float* partials,
                        int64_t splits, int64_t stride) {
   float highest = kNoWeight;
   for (int64_t s = 0; s < splits; ++s) highest = std::max(highest, partials[s * stride]);
   if (highest == kNoWeight && a.mask_kind == MaskKind::additive)
-    attend_rows<T>(a, batch, kv_head, row, 1, 0, a.keys(), kNoWeight, partials);
+    attend_rows<T, K>(a, batch, kv_head, row, 1, 0, a.keys(), kNoWeight, partials);
   else if (splits > 1 && highest > kNoWeight) {
     const int64_t size = partial_size(a);
     for (int64_t s = 0; s < splits; ++s) {
@@ -204,7 +205,7 @@ void combine_and_store(const AttentionArgs& a, int64_t batch, int64_t kv_head, i
 }
 
 // All rows: a task is a key head, a chunk of rows and a range of keys.
-template <class T>
+template <class T, class K>
 void attention_by_rows(const AttentionArgs& a) {
   const int64_t rows = a.rows(), chunks = divide_up(rows, kRowChunk), heads = a.batch() * a.kv_heads();
   const int64_t wanted = divide_up(4 * num_threads(), heads * chunks);
@@ -220,17 +221,17 @@ void attention_by_rows(const AttentionArgs& a) {
       const int64_t head = task / (chunks * splits), row = task / splits % chunks * kRowChunk, split = task % splits;
       const int64_t count = std::min(kRowChunk, rows - row), batch = head / a.kv_heads(), kv_head = head % a.kv_heads();
       float* first = partials + split * stride + (head * rows + row) * size;
-      attend_rows<T>(a, batch, kv_head, row, count, split * range, std::min(a.keys(), (split + 1) * range),
+      attend_rows<T, K>(a, batch, kv_head, row, count, split * range, std::min(a.keys(), (split + 1) * range),
                      a.mask_floor, first);
       if (splits > 1) continue;
       for (int64_t r = 0; r < count; ++r)
-        combine_and_store<T>(a, batch, kv_head, row + r, first + r * size, 1, stride);
+        combine_and_store<T, K>(a, batch, kv_head, row + r, first + r * size, 1, stride);
     }
   });
   if (splits == 1) return;
   for (int64_t head = 0; head < heads; ++head)
     for (int64_t r = 0; r < rows; ++r)
-      combine_and_store<T>(a, head / a.kv_heads(), head % a.kv_heads(), r, partials + (head * rows + r) * size, splits,
+      combine_and_store<T, K>(a, head / a.kv_heads(), head % a.kv_heads(), r, partials + (head * rows + r) * size, splits,
                            stride);
 }
 

@@ -25,19 +25,38 @@ struct PanelLayout {
   int64_t size() const { return values_at() + value_panels * value_panel_size; }
 };
 
+// Rows of a panel as X, `pitch` values apart: codes become the numbers that they stand for, in the thread's memory.
+template <class X, class K>
+auto widened_rows(const K* rows, int64_t count, int64_t width, int64_t* pitch) {
+  if constexpr (!kIsCode<K>) {
+    return rows;
+  } else {
+    const int64_t stride = *pitch;
+    *pitch = round_up(width, kLanes);
+    X* numbers = thread_scratch().get<X>(kPanel * *pitch * sizeof(X));
+    for (int64_t c = 0; c < count; ++c)
+      for (int64_t d = 0; d < width; d += kLanes)
+        store(numbers + c * *pitch + d, load_n(rows + c * stride + d, width - d));
+    return static_cast<const X*>(numbers);
+  }
+}
+
 // Packs one panel of keys and their values.
-template <class T, class X>
+template <class K, class X>
 void pack_keys(const AttentionArgs& a, const PanelLayout& layout, int64_t batch, int64_t kv_head, int64_t panel,
                X* packed) {
   const int64_t key = panel * kPanel, count = std::min(kPanel, a.keys() - key);
-  const T* keys = reinterpret_cast<const T*>(a.k.data) + offset(a.k, batch, kv_head, key);
-  pack_panel(keys, a.k.stride[2], 1, count, a.width(), packed + panel * layout.key_panel_size);
-  const T* values = reinterpret_cast<const T*>(a.v.data) + offset(a.v, batch, kv_head, key);
+  int64_t k_pitch = a.k.stride[2], v_pitch = a.v.stride[2];
+  const auto* keys =
+      widened_rows<X>(reinterpret_cast<const K*>(a.k.data) + offset(a.k, batch, kv_head, key), count, a.width(), &k_pitch);
+  pack_panel(keys, k_pitch, 1, count, a.width(), packed + panel * layout.key_panel_size);
+  const auto* values = widened_rows<X>(reinterpret_cast<const K*>(a.v.data) + offset(a.v, batch, kv_head, key), count,
+                                       a.value_width(), &v_pitch);
   for (int64_t p = 0; p < layout.value_panels; ++p) {
     X* out = packed + layout.values_at() + p * layout.value_panel_size + key * kPanel;
     // Weights of keys beyond the last are zero, and so must the values be: zero times leftovers could be NaN.
     if (count < kPanel) std::fill(out, out + kPanel * kPanel, X{});
-    pack_panel(values + p * kPanel, 1, a.v.stride[2], std::min(kPanel, a.value_width() - p * kPanel), count,
+    pack_panel(values + p * kPanel, 1, v_pitch, std::min(kPanel, a.value_width() - p * kPanel), count,
                           out);
   }
 }
@@ -46,6 +65,7 @@ void pack_keys(const AttentionArgs& a, const PanelLayout& layout, int64_t batch,
 template <class T>
 struct RowBlock {
   using X = typename Step<T>::X;
+  int64_t batch, kv_head;
   int64_t first, rows;
   int64_t keys, shared_keys;  // a causal mask hides keys from the first on for all rows, from the second on for some
   QueryRow<T> query[kMaxRows];
@@ -71,6 +91,8 @@ template <class T>
 void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch, int64_t kv_head, RowBlock<T>& block,
                  int64_t value_panels) {
   const T* row[kMaxRows];
+  block.batch = batch;
+  block.kv_head = kv_head;
   block.keys = 0;
   block.shared_keys = a.keys();
   for (int64_t r = 0; r < block.rows; ++r) {
@@ -88,7 +110,7 @@ void begin_block(const AttentionArgs& a, const MaskSummary& mask, int64_t batch,
 }
 
 // Attends a block to what it sees of one tile of keys, [key, key + kTileKeys).
-template <class T>
+template <class T, class K>
 void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typename Step<T>::X* packed, int64_t key,
                  RowBlock<T>& block, float* scores, typename Step<T>::X* weights) {
   using X = typename Step<T>::X;
@@ -108,9 +130,12 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
     const int64_t first = panels[c] * kPanel;
     const bool biased = visible.biased >> (panels[c] % kTilePanels) & 1;
     multiply<X>(rows, block.q, packed + panels[c] * layout.key_panel_size, divide_up(a.width(), kWidth), {tile}, {});
+    Vec factor[2];
+    for (int v = 0; v < 2; ++v)
+      factor[v] = a.scale * scales_of<K>(a, a.k_scales, block.batch, block.kv_head, first + v * kLanes);
     for (int64_t r = 0; r < rows; ++r)
       for (int v = 0; v < 2; ++v) {
-        Vec score = load(tile + r * kPanel + v * kLanes) * a.scale;
+        Vec score = load(tile + r * kPanel + v * kLanes) * factor[v];
         if (biased) score += score_bias(a, block.query[r], first + v * kLanes, a.mask_floor);
         store(scores + r * kTileKeys + c * kPanel + v * kLanes, score);
         highest[r] = max(score, highest[r]);
@@ -134,6 +159,10 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
       X* weight = weights + r * kTileKeys + j;
       store(weight, exp(load(scores + r * kTileKeys + j) - shift));
       total += load(weight);
+      if constexpr (kIsCode<K>) {
+        const int64_t at = panels[j / kPanel] * kPanel + j % kPanel;
+        store(weight, load(weight) * scales_of<K>(a, a.v_scales, block.batch, block.kv_head, at));
+      }
     }
     block.total[r] += sum_lanes(total);
   }
@@ -148,18 +177,18 @@ void attend_tile(const AttentionArgs& a, const PanelLayout& layout, const typena
   }
 }
 
-template <class T>
+template <class T, class K>
 void finish_block(const AttentionArgs& a, int64_t batch, int64_t kv_head, const RowBlock<T>& block, float* partial) {
   for (int64_t r = 0; r < block.rows; ++r) {
     partial[0] = block.highest[r];
     partial[1] = block.total[r];
     for (int64_t d = 0; d < a.value_width(); d += kLanes)
       store(partial + kPartialHead + d, load(block.sums + (d / kPanel * block.rows + r) * kPanel + d % kPanel));
-    combine_and_store<T>(a, batch, kv_head, block.first + r, partial, 1, 0);
+    combine_and_store<T, K>(a, batch, kv_head, block.first + r, partial, 1, 0);
   }
 }
 
-template <class T>
+template <class T, class K>
 void attention_by_tiles(const AttentionArgs& a) {
   using X = typename Step<T>::X;
   const PanelLayout layout(a, Step<T>::kWidth);
@@ -174,7 +203,7 @@ void attention_by_tiles(const AttentionArgs& a) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i / panels, panel = i % panels, batch = head / a.kv_heads(), kv_head = head % a.kv_heads();
       if (mask.seen(batch, kv_head * group, group, panel / kTilePanels) >> (panel % kTilePanels) & 1)
-        pack_keys<T>(a, layout, batch, kv_head, panel, packed + head * layout.size());
+        pack_keys<K>(a, layout, batch, kv_head, panel, packed + head * layout.size());
     }
   });
 
@@ -209,8 +238,8 @@ void attention_by_tiles(const AttentionArgs& a) {
       const X* head_packed = packed + head * layout.size();
       for (int64_t key = 0; key < keys; key += kTileKeys)
         for (int64_t b = 0; b < count; ++b)
-          if (key < block[b].keys) attend_tile(a, layout, head_packed, key, block[b], scores, weights);
-      for (int64_t b = 0; b < count; ++b) finish_block(a, batch, kv_head, block[b], partial);
+          if (key < block[b].keys) attend_tile<T, K>(a, layout, head_packed, key, block[b], scores, weights);
+      for (int64_t b = 0; b < count; ++b) finish_block<T, K>(a, batch, kv_head, block[b], partial);
     }
   });
 }

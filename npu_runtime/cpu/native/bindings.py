@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import DeviceError
+from npu_compiler.graph.quantization import ROW_FORMATS
 from npu_runtime.cpu.arrays import BFLOAT16, address, strides_of
 from npu_runtime.cpu.native.build import library_path
 from npu_runtime.cpu.native.threads import usable_threads
 
 DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
+ROUNDING = {name: number for number, name in enumerate(("none", *ROW_FORMATS))}  # RowFormat in row_rounding.h
 
 
 class View(ctypes.Structure):

@@ -64,10 +64,10 @@ _UNITS = (
     ("pool2d", "conv_depthwise", "pointwise"),
     ("conv_winograd", "gemm", "pool", "runtime"),
     ("linear", "norm", "conv", "conv_epilogue", "matmul"),
-    ("attention", "rope", "movement"),
+    ("attention", "rope", "movement", "kv_cache"),
     ("conv_integer", "conv_integer_depthwise", "integer_finish", "integer_maps"),
     ("conv_integer_winograd", "integer_gemm"),
-    ("quantized", "quantized_panels"),
+    ("quantized", "quantized_panels", "quantized_bytes"),
 )
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
 _one_at_a_time = threading.Lock()

@@ -64,23 +64,24 @@ def _gated_linear(call: ArrayCall) -> NativeLaunch | None:
     return native.gated_linear(call.inputs[0], weight, call.at(bias), call.params["activation"], call.out)
 
 
-@_accelerates("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+@_accelerates("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
 def _quantized_linear(call: ArrayCall) -> NativeLaunch | None:
     bias, residual = call.optional(("has_bias", "has_residual"), 3 + call.params["has_offset"])
     weight = _packed_quantized(call, bias)
     if weight is None or call.out.shape[0] == 0:
         return None
-    x, activation = call.inputs[0], call.params["activation"]
-    return native.quantized_linear(x, weight, call.at(bias), call.at(residual), activation, call.out)
+    x, activation, activations = call.inputs[0], call.params["activation"], call.params.get("activations", "none")
+    return native.quantized_linear(x, weight, call.at(bias), call.at(residual), activation, call.out, activations)
 
 
-@_accelerates("quantized_gated_matmul_vec_kernel")
+@_accelerates("quantized_gated_matmul_vec_kernel", "dynamic_quantized_gated_matmul_vec_kernel")
 def _quantized_gated_linear(call: ArrayCall) -> NativeLaunch | None:
     (bias,) = call.optional(("has_bias",), 3 + call.params["has_offset"])
     weight = _packed_quantized(call, bias)
     if weight is None:
         return None
-    return native.quantized_gated_linear(call.inputs[0], weight, call.at(bias), call.params["activation"], call.out)
+    x, activation, activations = call.inputs[0], call.params["activation"], call.params.get("activations", "none")
+    return native.quantized_gated_linear(x, weight, call.at(bias), activation, call.out, activations)
 
 
 def _packed_quantized(call: ArrayCall, bias: int | None) -> native.PackedQuantized | None:
@@ -112,6 +113,22 @@ def _attention(call: ArrayCall) -> NativeLaunch | None:
     return native.attention(
         q, k, v, mask[0] if mask else None, bool(call.params["causal"]), call.params["scale"], call.out
     )
+
+
+@_accelerates("quantized_attention_kernel")
+def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
+    q, k, k_scales, v, v_scales, *mask = call.inputs
+    rounded = native.RoundedCache(call.params["format"], k_scales, v_scales)
+    causal, scale = bool(call.params["causal"]), call.params["scale"]
+    return native.attention(q, k, v, mask[0] if mask else None, causal, scale, call.out, rounded)
+
+
+@_accelerates("quantized_index_copy_kernel")
+def _quantized_index_copy(call: ArrayCall) -> NativeLaunch | None:
+    if not call.params["checked"]:
+        return None
+    (index, source), (codes, scales) = call.inputs, call.outputs
+    return native.quantized_index_copy(codes, scales, index, source, call.params["format"])
 
 
 @_accelerates("rmsnorm_kernel")

@@ -15,10 +15,11 @@ void finish(const LinearArgs& a, const float* tile, int64_t row, int64_t rows, i
   const float* bias = reinterpret_cast<const float*>(a.bias.data);
   for (int64_t r = row; r < row + rows; ++r, tile += kPanel) {
     Out* out = reinterpret_cast<Out*>(a.out.data) + r * a.out.stride[2];
+    const float scale = a.row_scales ? a.row_scales[r] : 1.0f;
     for (int v = 0; v < 2; ++v) {
       const int64_t c = column + v * kLanes, count = a.n - c;
       if (count <= 0) break;
-      Vec sum = load(tile + v * kLanes);
+      Vec sum = load(tile + v * kLanes) * scale;
       if (bias) sum += load_n(bias + c, count);
       sum = activate<activation>(sum);
       if (a.residual.data) sum += load_any(a.residual.data, a.residual.dtype, r * a.residual.stride[2] + c, count);

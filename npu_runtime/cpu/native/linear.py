@@ -53,6 +53,7 @@ class LinearArgs(ctypes.Structure):
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
         ("activation", ctypes.c_int64),
+        ("row_scales", ctypes.c_void_p),  # the kernels' own
     ]
 
 

@@ -13,13 +13,14 @@ struct LinearArgs {
   const void* weight;
   int64_t n, k;
   Activation activation;
+  const float* row_scales;  // what the sums of each row are multiplied with first; null stands for 1
 };
 
 // Bounds a task's accumulators, which wait in L2 from one slice of K to the next, and its part of the output, which is
 // written a panel at a time.
 inline constexpr int64_t kMaxTaskRows = 96;
 
-// out = act(sums + bias) + residual for `rows` rows from `row` on and the panel that begins at `column`.
+// out = act(sums * row scale + bias) + residual for `rows` rows from `row` on and the panel that begins at `column`.
 using Finish = void (*)(const LinearArgs&, const float* sums, int64_t row, int64_t rows, int64_t column);
 Finish finish_for(const LinearArgs& a);
 

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "linear_args.h"
-#include "quantized.h"
+#include "quantized_bytes.h"
 #include "rows.h"
 
 namespace npu {
@@ -12,6 +12,7 @@ namespace {
 struct QuantizedLinearArgs {
   LinearArgs linear;
   QuantizedFormat format;
+  RowFormat activations;
 };
 
 // The blocks of a slice of K whose panel, `bytes` for each block, fills the half of kSliceBytes at most.
@@ -20,8 +21,8 @@ int64_t slice_blocks(const QuantizedFormat& f, int64_t block_bytes) {
 }
 
 // A task is a panel and a range of row blocks. For each slice of K, [first, first + count) in blocks, it calls
-// unpack(panel, first, count, memory) and then, for each row block, multiply(row block, first, count, memory, sums),
-// which adds to sums; `unpacked_bytes` of memory are the task's own.
+// unpack(panel, first, count, memory) and then, for each row block, multiply(row block, first, count, unpacked, sums) with
+// what that returned, which adds to sums; `unpacked_bytes` of memory are the task's own.
 template <class Unpack, class Multiply>
 void run_panels(const QuantizedLinearArgs& q, const RowBlocks& rows, int64_t slice, int64_t unpacked_bytes,
                 const Unpack& unpack, const Multiply& multiply) {
@@ -43,10 +44,10 @@ void run_panels(const QuantizedLinearArgs& q, const RowBlocks& rows, int64_t sli
       std::fill(sums, sums + (rows.begin(last) - first_row) * kPanel, 0.0f);
       for (int64_t b0 = 0; b0 < f.blocks(); b0 += slice) {
         const int64_t count = std::min(slice, f.blocks() - b0);
-        unpack(panel, b0, count, memory);
+        auto* unpacked = unpack(panel, b0, count, memory);
         for (int64_t b = first; b < last; ++b) {
           float* tile = sums + (rows.begin(b) - first_row) * kPanel;
-          multiply(b, b0, count, memory, tile);
+          multiply(b, b0, count, unpacked, tile);
           if (b0 + count == f.blocks()) finish(a, tile, rows.begin(b), rows.size(b), p * kPanel);
         }
       }
@@ -54,21 +55,27 @@ void run_panels(const QuantizedLinearArgs& q, const RowBlocks& rows, int64_t sli
   });
 }
 
-// A single row: every panel is read exactly once, from memory, and its codes stay in registers.
-void run_stream(const QuantizedLinearArgs& q) {
-  const LinearArgs& a = q.linear;
-  const QuantizedFormat& f = q.format;
-  IntegerRows x(f, 1, shared_scratch().get<char>(IntegerRows::bytes(f, 1)));
-  make_integers(f, a.x.data, a.x.dtype, 1, 0, x);
+// A single row: every panel is read exactly once, from memory, and its codes stay in registers. multiply(panel, sums) is
+// the row's product with a panel.
+template <class Multiply>
+void run_stream(const LinearArgs& a, const QuantizedFormat& f, const Multiply& multiply) {
   const int64_t panels = divide_up(a.n, kPanel), panel_bytes = f.panel_bytes();
   const Finish finish = finish_for(a);
   parallel_for(panels, stream_grain(panels, panel_bytes), [&](int64_t begin, int64_t end, int) {
     alignas(64) float sums[kPanel];
     for (int64_t p = begin; p < end; ++p) {
-      multiply_row(f, x, static_cast<const char*>(a.weight) + p * panel_bytes, sums);
+      multiply(static_cast<const char*>(a.weight) + p * panel_bytes, sums);
       finish(a, sums, 0, 1, p * kPanel);
     }
   });
+}
+
+void run_integer_row(const QuantizedLinearArgs& q) {
+  const LinearArgs& a = q.linear;
+  const QuantizedFormat& f = q.format;
+  IntegerRows x(f, 1, shared_scratch().get<char>(IntegerRows::bytes(f, 1)));
+  make_integers(f, a.x.data, a.x.dtype, 1, 0, x);
+  run_stream(a, f, [&](const char* panel, float* sums) { multiply_row(f, x, panel, sums); });
 }
 
 void run_integers(const QuantizedLinearArgs& q) {
@@ -89,6 +96,7 @@ void run_integers(const QuantizedLinearArgs& q) {
       [&](const char* panel, int64_t first, int64_t count, char* memory) {
         IntegerPanel unpacked(f, count, memory);
         unpack_blocks(f, panel, first, count, unpacked);
+        return memory;
       },
       [&](int64_t b, int64_t first, int64_t count, char* memory, float* sums) {
         const IntegerRows block = x.from(f, rows.begin(b));
@@ -116,6 +124,7 @@ void run_floats(const QuantizedLinearArgs& q, const RowBlocks& rows) {
       q, rows, slice, slice * f.block * kPanel * sizeof(W),
       [&](const char* panel, int64_t first, int64_t count, char* memory) {
         dequantize_blocks(f, panel, first, count, reinterpret_cast<W*>(memory));
+        return memory;
       },
       [&](int64_t b, int64_t first, int64_t count, char* memory, float* sums) {
         const int64_t last = first + count - 1;
@@ -136,7 +145,68 @@ void run_quantized_tiles(const QuantizedLinearArgs& q) {
   });
 }
 
+// Rows of x rounded to bytes, times codes as bytes.
+void run_bytes(const QuantizedLinearArgs& q) {
+  const QuantizedFormat& f = q.format;
+  LinearArgs a = q.linear;
+  const RowBlocks rows(a.x.size[2], kMaxByteRows);
+  const int64_t scale_bytes = round_up(rows.rows * sizeof(float), 64);
+  char* memory = shared_scratch().get<char>(scale_bytes + ByteRows::bytes(f, rows.rows));
+  float* scales = reinterpret_cast<float*>(memory);
+  const ByteRows x(f, rows.rows, memory + scale_bytes);
+  const int64_t row_bytes = a.x.stride[2] * item_size(a.x.dtype);
+  for_rows(rows.count, kMaxByteRows * a.k, [&](int64_t b) {
+    for (int64_t r = 0, row = rows.begin(b); r < rows.size(b); ++r, ++row)
+      scales[row] = make_bytes(f, a.x.data + row * row_bytes, a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
+  });
+  a.row_scales = scales;
+  if (rows.rows == 1)
+    return run_stream(a, f, [&](const char* panel, float* sums) { multiply_bytes(f, 1, x, panel, sums); });
+  run_panels(
+      {a, f, q.activations}, rows, f.blocks(), 0,
+      [](const char* panel, int64_t, int64_t, char*) { return panel; },
+      [&](int64_t b, int64_t, int64_t, const char* panel, float* sums) {
+        multiply_bytes(f, rows.size(b), x.from(f, rows.begin(b)), panel, sums);
+      });
+}
+
+void exact_linear(const QuantizedLinearArgs& q);
+
+// Rows of x rounded, as the numbers that their codes stand for, times anything.
+template <class Number>
+void run_rounded(const QuantizedLinearArgs& q) {
+  LinearArgs a = q.linear;
+  const int64_t rows = a.x.size[2], pitch = round_up(a.k, kLanes);
+  const int64_t scale_bytes = round_up(rows * sizeof(float), 64), row_bytes = a.x.stride[2] * item_size(a.x.dtype);
+  char* memory = operand_scratch().get<char>(scale_bytes + rows * pitch * sizeof(Number));
+  float* scales = reinterpret_cast<float*>(memory);
+  Number* numbers = reinterpret_cast<Number*>(memory + scale_bytes);
+  for_rows(rows, a.k, [&](int64_t row) {
+    with_type(a.x.dtype, [&](auto* type) {
+      const auto* x = reinterpret_cast<decltype(type)>(a.x.data + row * row_bytes);
+      const RowScale found = row_scale(x, a.k, q.activations);
+      scales[row] = found.scale;
+      for (int64_t k = 0; k < a.k; k += kLanes)
+        store(numbers + row * pitch + k, rounded_numbers(x, k, a.k, found, q.activations));
+    });
+  });
+  a.row_scales = scales;
+  a.x.data = reinterpret_cast<char*>(numbers);
+  a.x.dtype = std::is_same_v<Number, float> ? Dtype::f32 : Dtype::bf16;
+  a.x.stride[2] = pitch;
+  exact_linear({a, q.format, RowFormat::none});
+}
+
 void quantized_linear(const QuantizedLinearArgs& q) {
+  const bool bytes = q.format.codes != Codes::float8_e4m3 && q.format.group <= kMaxByteGroup;
+  if (q.activations == RowFormat::none) exact_linear(q);
+  else if (q.activations == RowFormat::int8 && bytes) run_bytes(q);
+  else if (q.linear.x.dtype == Dtype::f32) run_rounded<float>(q);
+  else run_rounded<bf16>(q);
+}
+
+// Without rounding rows to bytes.
+void exact_linear(const QuantizedLinearArgs& q) {
   const LinearArgs& a = q.linear;
   const QuantizedFormat& f = q.format;
   const RowBlocks rows(a.x.size[2]);
@@ -145,7 +215,7 @@ void quantized_linear(const QuantizedLinearArgs& q) {
     if (fits && f.group % 2 == 0 && tiles_allowed()) return run_quantized_tiles(q);
   }
   const bool integers = f.codes != Codes::float8_e4m3 && a.x.dtype != Dtype::f32;
-  if (integers && rows.rows == 1) return run_stream(q);
+  if (integers && rows.rows == 1) return run_integer_row(q);
   if (integers && kHasIntegerPairs) return run_integers(q);
   with_type(a.x.dtype, [&](auto* type) {
     using From = std::remove_pointer_t<decltype(type)>;
@@ -157,7 +227,7 @@ void quantized_linear(const QuantizedLinearArgs& q) {
 }
 
 void quantized_gated_linear(const QuantizedLinearArgs& q) {
-  run_gated(q.linear, [&](const LinearArgs& product) { quantized_linear({product, q.format}); });
+  run_gated(q.linear, [&](const LinearArgs& product) { quantized_linear({product, q.format, q.activations}); });
 }
 
 struct QuantizedPackArgs {

@@ -10,7 +10,7 @@ import numpy as np
 
 from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import address
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, launch, layout
+from npu_runtime.cpu.native.bindings import DTYPES, ROUNDING, NativeLaunch, available, launch, layout
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
 from npu_runtime.cpu.native.memory import weight_memory
 
@@ -34,7 +34,7 @@ class _PackArgs(ctypes.Structure):
 
 
 class _LinearArgs(ctypes.Structure):
-    _fields_ = [("linear", LinearArgs), ("format", _Format)]
+    _fields_ = [("linear", LinearArgs), ("format", _Format), ("activations", ctypes.c_int64)]
 
 
 class _EmbeddingArgs(ctypes.Structure):
@@ -89,31 +89,42 @@ def quantized_linear(
     residual: np.ndarray | None,
     activation: str,
     out: np.ndarray,
+    activations: str = "none",
 ) -> NativeLaunch | None:
     """out[M, N] = activation(x[M, K] · weightᵀ + bias) + residual, rounded once.
 
     Rows of x, residual and out may be any distance apart, and their dtypes any of ours. The bias is read now, not when
     the launch runs.
+
+    Args:
+        activations: What rows of x are rounded to first (`QuantizedFormat.activations`).
     """
     bias = float_vector(bias)
     args = linear_args(x, weight, bias, residual, activation, out)
     if args is None:
         return None
-    return launch("quantized_linear", _LinearArgs(args, weight.format), x, weight, bias, residual, out)
+    block = _LinearArgs(args, weight.format, ROUNDING[activations])
+    return launch("quantized_linear", block, x, weight, bias, residual, out)
 
 
 def quantized_gated_linear(
-    x: np.ndarray, weight: PackedQuantized, bias: np.ndarray | None, activation: str, out: np.ndarray
+    x: np.ndarray,
+    weight: PackedQuantized,
+    bias: np.ndarray | None,
+    activation: str,
+    out: np.ndarray,
+    activations: str = "none",
 ) -> NativeLaunch | None:
     """out[1, N] = activation(gate) * up, rounded once, where [gate, up] = x[1, K] · weight[2N, K]ᵀ + bias.
 
-    The bias is read now, not when the launch runs.
+    The bias is read now, not when the launch runs; `activations` as for `quantized_linear`.
     """
     bias = float_vector(bias)
     args = gated_linear_args(x, weight, bias, activation, out)
     if args is None:
         return None
-    return launch("quantized_gated_linear", _LinearArgs(args, weight.format), x, weight, bias, out)
+    block = _LinearArgs(args, weight.format, ROUNDING[activations])
+    return launch("quantized_gated_linear", block, x, weight, bias, out)
 
 
 def quantized_embedding(

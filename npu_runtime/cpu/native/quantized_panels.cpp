@@ -1,52 +1,8 @@
 // What products with packed weights in few bits are made of (see quantized.h for the layout).
-#include "quantized.h"
+#include "quantized_groups.h"
 
 namespace npu {
 namespace {
-
-// What turns the codes of a group into numbers, for the outputs of a panel.
-template <Codes kCodes, Offsets kOffsets>
-struct GroupScales {
-  // Without a minimum, and where all outputs have the same zero point, that is a constant for the compiler.
-  Vec scale[2], minimum[2] = {};
-  IVec zero[2] = {};
-
-  NPU_INLINE GroupScales(const QuantizedFormat& f, const char* group) {
-    const char* offsets = group + kPanel * item_size(f.scales);
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
-      scale[v] = load_any(group, f.scales, v * kLanes, kLanes);
-      if constexpr (kOffsets == Offsets::minimum) {
-        minimum[v] = load_any(offsets, f.scales, v * kLanes, kLanes);
-      } else if constexpr (kOffsets == Offsets::zero_point) {
-        zero[v] = __builtin_convertvector(load_bits<Bytes>(offsets + v * kLanes), IVec);
-        if constexpr (kCodes == Codes::int8) zero[v] = zero[v] << 24 >> 24;
-      } else if constexpr (kCodes == Codes::int4) {
-        zero[v] += 8;
-      }
-    }
-  }
-};
-
-// Calls body with compile-time counterparts of a format's codes and offsets.
-template <class F>
-void with_format(const QuantizedFormat& f, const F& body) {
-  const auto with_offsets = [&](auto codes) {
-    switch (f.offsets) {
-      case Offsets::none: return body(codes, std::integral_constant<Offsets, Offsets::none>());
-      case Offsets::minimum: return body(codes, std::integral_constant<Offsets, Offsets::minimum>());
-      case Offsets::zero_point: return body(codes, std::integral_constant<Offsets, Offsets::zero_point>());
-    }
-  };
-  if (f.codes == Codes::int4) return with_offsets(std::integral_constant<Codes, Codes::int4>());
-  if (f.codes == Codes::int8) return with_offsets(std::integral_constant<Codes, Codes::int8>());
-  body(std::integral_constant<Codes, Codes::float8_e4m3>(), std::integral_constant<Offsets, Offsets::none>());
-}
-
-constexpr int64_t kUnitBytes = 4 * kPanel;
-
-template <Codes kCodes>
-constexpr int kUnit = kCodes == Codes::int4 ? 8 : 4;
 
 // The codes of k = 2 * pair and 2 * pair + 1 within a unit.
 template <Codes kCodes>

@@ -68,6 +68,12 @@ inline Scratch& result_scratch() {
   return scratch;
 }
 
+// For an operand that a kernel makes of its own before it calls another.
+inline Scratch& operand_scratch() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
 // For what each thread needs inside a parallel_for body.
 inline Scratch& thread_scratch() {
   static thread_local Scratch scratch;

@@ -93,7 +93,6 @@ typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t HalfBits __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 template <class To, class From>
 NPU_INLINE To bit_cast(From value) {
@@ -340,6 +339,73 @@ NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
 
 NPU_INLINE IVec splat_bits(int32_t value) { return IVec{} + value; }
 
+// Quads of bytes, one in each quarter of a lane, and the sums of their four products.
+typedef int8_t ByteVec __attribute__((vector_size(4 * kLanes)));
+NPU_INLINE IVec quad_products(ByteVec a, ByteVec b) {
+  const IVec x = bit_cast<IVec>(a), y = bit_cast<IVec>(b);
+  return (x << 24 >> 24) * (y << 24 >> 24) + (x << 16 >> 24) * (y << 16 >> 24) + (x << 8 >> 24) * (y << 8 >> 24) +
+         (x >> 24) * (y >> 24);
+}
+
+// sum + (a + kQuadBias) * b over quads; no byte of b is -128.
+#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+inline constexpr int32_t kQuadBias = 128;  // the instruction wants a as unsigned
+NPU_INLINE IVec add_quads(IVec sum, ByteVec a, ByteVec b) {
+  const UVec biased = bit_cast<UVec>(a) ^ 0x80808080u;
+  return bit_cast<IVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(biased), bit_cast<__m512i>(b)));
+}
+#else
+inline constexpr int32_t kQuadBias = 0;
+NPU_INLINE IVec add_quads(IVec sum, ByteVec a, ByteVec b) {
+#if defined(NPU_AVX512)
+  const __m512i x = bit_cast<__m512i>(a), y = bit_cast<__m512i>(b);
+  const __m512i signed_b = _mm512_mask_sub_epi8(y, _mm512_movepi8_mask(x), _mm512_setzero_si512(), y);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(x), signed_b);
+  return in_register(sum + bit_cast<IVec>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
+#elif defined(NPU_AVX2)
+  const __m256i x = bit_cast<__m256i>(a), y = bit_cast<__m256i>(b);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(y, x));
+  return in_register(sum + bit_cast<IVec>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+#elif defined(NPU_X86)
+  const __m128i x = bit_cast<__m128i>(a), y = bit_cast<__m128i>(b);
+  const __m128i pairs = _mm_maddubs_epi16(_mm_abs_epi8(x), _mm_sign_epi8(y, x));
+  return in_register(sum + bit_cast<IVec>(_mm_madd_epi16(pairs, _mm_set1_epi16(1))));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(sum, bit_cast<int8x16_t>(a), bit_cast<int8x16_t>(b));
+#else
+  return sum + quad_products(a, b);
+#endif
+}
+#endif
+
+// sum + a * b over quads, for a from 0 to 15. Where sums of 16 bits are faster, kSmallSteps of them fit before
+// whole_sums() has to make sums of quads of them.
+#if defined(NPU_X86) && !(defined(NPU_AVX512) && defined(__AVX512VNNI__))
+typedef ShortVec SmallSums;
+inline constexpr int64_t kSmallSteps = 8;  // 8 * 2 * 15 * 127 is below 2^15
+NPU_INLINE SmallSums add_small_quads(SmallSums sum, ByteVec a, ByteVec b) {
+#if defined(NPU_AVX512)
+  return in_register(sum + bit_cast<ShortVec>(_mm512_maddubs_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b))));
+#elif defined(NPU_AVX2)
+  return in_register(sum + bit_cast<ShortVec>(_mm256_maddubs_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b))));
+#else
+  return in_register(sum + bit_cast<ShortVec>(_mm_maddubs_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b))));
+#endif
+}
+NPU_INLINE IVec whole_sums(SmallSums sums) { return add_integer_pairs(IVec{}, sums, ShortVec{} + int16_t(1)); }
+#else
+typedef IVec SmallSums;
+inline constexpr int64_t kSmallSteps = 1 << 20;
+NPU_INLINE SmallSums add_small_quads(SmallSums sum, ByteVec a, ByteVec b) {
+#if defined(NPU_AVX512)
+  return bit_cast<IVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#else
+  return add_quads(sum, a, b);
+#endif
+}
+NPU_INLINE IVec whole_sums(SmallSums sums) { return sums; }
+#endif
+
 template <class Whole, class Pairs, int... i>
 NPU_INLINE ShortVec pair_bytes(Whole first, Whole second, std::integer_sequence<int, i...>) {
   const Pairs pairs =
@@ -400,12 +466,27 @@ NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {
   else copy_bytes(&bytes, p, count);
 }
 template <class T>
-NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
+NPU_INLINE IVec load_bytes(const T* p) {
+#if defined(NPU_AVX512)
+  const __m128i bytes = load_bits<__m128i>(p);
+#elif defined(NPU_AVX2)
+  const __m128i bytes = _mm_cvtsi64_si128(load_bits<int64_t>(p));
+#elif defined(NPU_X86)
+  const __m128i bytes = _mm_cvtsi32_si128(load_bits<int32_t>(p));
+#endif
+#if defined(NPU_X86)
+  return bit_cast<IVec>(std::is_signed_v<T> ? NPU_X86(cvtepi8_epi32)(bytes) : NPU_X86(cvtepu8_epi32)(bytes));
+#else
   typedef T Narrow __attribute__((vector_size(kLanes)));
-  Narrow bytes{};
-  if (count >= kLanes) std::memcpy(&bytes, p, kLanes);
-  else copy_bytes(p, &bytes, count);
-  return __builtin_convertvector(bytes, IVec);
+  return __builtin_convertvector(load_bits<Narrow>(p), IVec);
+#endif
+}
+template <class T>
+NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
+  if (count >= kLanes) return load_bytes(p);
+  T bytes[kLanes] = {};
+  copy_bytes(p, bytes, count);
+  return load_bytes(bytes);
 }
 
 NPU_INLINE Vec to_floats(IVec v) { return __builtin_convertvector(v, Vec); }

@@ -1,23 +1,24 @@
-"""Products and lookups with weights in few bits, in NumPy: those of the dequantized weight."""
+"""Products and lookups with weights in few bits, and KV caches, in NumPy: those of what is dequantized."""
 
 from __future__ import annotations
 
+from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.products import gated_linear, linear
+from npu_runtime.cpu.numpy_kernels.products import attention, gated_linear, linear
 from npu_runtime.cpu.numpy_kernels.registry import Arrays, in_range, numpy_kernel
-from npu_runtime.cpu.quantized_weights import stored_weight, weight_parts
+from npu_runtime.cpu.quantized_weights import rounded_rows, stored_weight, weight_parts
 
 
-@numpy_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel")
+@numpy_kernel("quantized_matmul_kernel", "quantized_matmul_vec_kernel", "dynamic_quantized_matmul_kernel")
 def quantized_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
-    linear([x, stored_weight(parts, params).dequantize(), *rest], outputs, params)
+    linear([rounded_rows(x, params), stored_weight(parts, params).dequantize(), *rest], outputs, params)
 
 
-@numpy_kernel("quantized_gated_matmul_vec_kernel")
+@numpy_kernel("quantized_gated_matmul_vec_kernel", "dynamic_quantized_gated_matmul_vec_kernel")
 def quantized_gated_linear(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     parts, (x, *rest) = weight_parts(inputs, params, 1)
-    gated_linear([x, stored_weight(parts, params).dequantize(), *rest], outputs, params)
+    gated_linear([rounded_rows(x, params), stored_weight(parts, params).dequantize(), *rest], outputs, params)
 
 
 @numpy_kernel("quantized_embedding_kernel")
@@ -26,3 +27,23 @@ def quantized_embedding(inputs: Arrays, outputs: Arrays, params: Params) -> None
     rows = in_range(ids, len(parts[0])).reshape(-1)
     found = stored_weight([part[rows] for part in parts], params)
     outputs[0][...] = found.dequantize().reshape(outputs[0].shape)
+
+
+@numpy_kernel("quantized_index_copy_kernel")
+def quantized_index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """out[:, :, index[i]] = source[:, :, i], rounded by row to codes and scales, in place."""
+    index, source = inputs
+    places = in_range(index, outputs[0].shape[2])
+    for out, rows in zip(outputs, quantize_rows(source, params["format"]), strict=True):
+        out[:, :, places] = rows
+
+
+@numpy_kernel("quantized_attention_kernel")
+def quantized_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """`attention` with keys and values that are rounded by row."""
+    q, keys, key_scales, values, value_scales, *mask = inputs
+    k, v = (
+        dequantize_rows(codes, scales, params["format"])
+        for codes, scales in ((keys, key_scales), (values, value_scales))
+    )
+    attention([q, k, v, *mask], outputs, params)

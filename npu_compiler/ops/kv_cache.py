@@ -1,0 +1,83 @@
+"""A KV cache of a byte an element: its update, which rounds the new rows, and the attention that reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from npu_compiler.graph.model import OpNode
+from npu_compiler.graph.quantization import ROW_FORMATS
+from npu_compiler.ops.indexing import is_checked_index
+from npu_compiler.ops.lowering import Lowering
+from npu_compiler.ops.registry import Args, register_op
+from npu_compiler.ops.transformer import attention_params, attention_products
+from npu_compiler.program.kernels import Family, declare_kernel, distinct_bytes
+from npu_compiler.program.views import View
+
+_FORMAT: dict[str, Any] = {"format": f"s {' '.join(ROW_FORMATS)}"}
+
+declare_kernel(
+    "quantized_index_copy_kernel",
+    Family.INDEXING,
+    "index:i[n] source:f[b,h,n,.d] -> codes:u[b,h,rows,.d] scales:f[b,h,.rows]",
+    source="",
+    where=lambda call: call.d > 0 and call.scales.dtype == "float32",
+    index_limit=lambda call: call.rows,
+    **_FORMAT,
+    checked="?",
+)
+declare_kernel(
+    "quantized_attention_kernel",
+    Family.ATTENTION,
+    "q:f[b,h,t,.d] k:u[b,shared,keys,.d] k_scales:f[b,shared,.keys] v:u[b,shared,keys,.e] v_scales:f[b,shared,.keys]"
+    " mask?:fb[b,h,t,keys] -> out:f[b,h,t,e]",
+    source="",
+    where=lambda call: (
+        call.shared > 0 and call.h % call.shared == 0 and call.k_scales.dtype == call.v_scales.dtype == "float32"
+    ),
+    products=attention_products,
+    **_FORMAT,
+    scale="f",
+    causal="?",
+)
+
+
+@register_op("npu.quantized_index_copy", tensors=("codes", "index", "source", "scales"), bytes="only")
+def lower_quantized_index_copy(ctx: Lowering, node: OpNode) -> None:
+    """Rows of `source` [B, H, N, D], rounded as `quantize_rows` does, replace rows of codes [B, H, S, D] and scales."""
+    codes, index, source, scales = node.inputs
+    outputs: list[View] = []
+    for position, name in enumerate((codes, scales)):
+        if ctx.donate(name, node.outputs[position]):
+            outputs.append(ctx.view(name))
+        else:
+            outputs.append(ctx.output(position))
+            ctx.copy(ctx.view(name), outputs[-1])
+    rows = ctx.inner_contiguous(ctx.view(source))
+    written = rows.numel + 4 * rows.numel // rows.shape[-1]
+    ctx.emit(
+        "quantized_index_copy_kernel",
+        [ctx.view(index), rows],
+        outputs,
+        {"format": node.attrs["format"], "checked": is_checked_index(ctx, index)},
+        bytes_moved=distinct_bytes(ctx.view(index)) + distinct_bytes(rows) + written,
+    )
+
+
+@register_op(
+    "npu.quantized_attention",
+    tensors=("query", "key", "key_scales", "value", "value_scales", "attn_mask"),
+    bytes="only",
+)
+def lower_quantized_attention(ctx: Lowering, node: OpNode) -> None:
+    """`lower_attention` over [B, H, T, D] with keys and values that `quantize_rows` has rounded."""
+    q, *cache = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:5])
+    mask_name = Args(node).tensor("attn_mask")
+    masks = [] if mask_name is None else [ctx.view(mask_name)]
+    while masks and masks[0].rank < 4:
+        masks = [masks[0].unsqueeze(0)]
+    keys = cache[0].shape[2]
+    out = ctx.output(order=[0, 2, 1, 3])
+    params = {"format": node.attrs["format"], **attention_params(node, q, bool(masks))}
+    flops = 2 * (out.numel + q.numel) * keys
+    inputs = [q, *cache, *(mask.expand((*q.shape[:3], keys)) for mask in masks)]
+    ctx.emit("quantized_attention_kernel", inputs, [out], params, flops=flops)
