@@ -5,7 +5,7 @@ KERNEL_TESTS := $(addprefix tests/npu_runtime/test_native,.py _conv.py _quantize
 FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
-TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime metal_emulator npu_sim benchmarks examples docs/hooks.py
+TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
 .PHONY: venv demo screenshots test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize \
     bench docs clean

@@ -36,10 +36,10 @@ def profile(task: str, batch: int, dtype: str, threads: int) -> str:
             network = NetworkContenders(NETWORKS[task].build(), NETWORKS[task].inputs(batch), threads, Path(folder))
             program, state = network.program(dtype), network.state()
             values = {program.input_specs[0].name: network.x.numpy()}
-        return _report(program, _seconds(program, state, values))
+        return _report(program, call_seconds(program, state, values))
 
 
-def _seconds(program: CompiledProgram, state: Mapping[str, Any], values: Mapping[str, Any]) -> list[float]:
+def call_seconds(program: CompiledProgram, state: Mapping[str, Any], values: Mapping[str, Any]) -> list[float]:
     """The median seconds of each call; inputs that are not among the values are zeros."""
     device = Device("cpu")
     executor, weights = Executor(program, device), load_weights(state, program, device, strict=False)

@@ -8,7 +8,6 @@ A decode step of Qwen2.5-1.5B as it was traced, without weights; a ResNet-18 wit
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import shutil
 import tempfile
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 from typer.testing import CliRunner
 
@@ -25,7 +23,6 @@ from npu_sim.cli import app
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
 WIDTH = 1280
-COLOURS = 256  # of a palette, which takes a third of the space
 # A picture's name → the report, the height in pixels, the colour scheme, and what to do before taking it.
 PICTURES: dict[str, tuple[str, int, Literal["light", "dark"], Callable[[Page], Any]]] = {
     "overview": ("resnet", 780, "light", lambda page: page.click("#tab-overview")),
@@ -60,10 +57,7 @@ def main() -> None:
                 page.wait_for_selector("#report[aria-busy=false]")
                 prepare(page)
                 page.wait_for_timeout(500)
-                picture = (
-                    Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-                )
-                picture.save(folder / f"report-{name}.png", optimize=True)
+                page.screenshot(path=folder / f"report-{name}.png")
                 page.close()
             browser.close()
 

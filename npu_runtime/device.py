@@ -41,7 +41,8 @@ def register_device(name: str, factory: Callable[..., Backend]) -> None:
     """Make a device available to `Device(name)` and to `npu-sim --device name`.
 
     Args:
-        factory: Called without arguments; if it has a parameter, also with a number, for `name:number`.
+        factory: Called without arguments; if it has a parameter, also with a number, for `name:number`. If that is
+            annotated `str`, always with the text after the colon.
     """
     _FACTORIES[name] = factory
 
@@ -63,11 +64,16 @@ def find_device(name: str) -> Callable[[], Backend]:
     Raises:
         DeviceError: there is no such device.
     """
-    kind, colon, number = name.partition(":")
+    kind, colon, detail = name.partition(":")
     factory = _FACTORIES.get(kind) or _plugin(kind)
     if factory is None:
         raise DeviceError(f"unknown device '{name}'; choose one of {', '.join(available_devices())}")
-    return _numbered(factory, name, number) if colon else factory
+    parameter = next(iter(inspect.signature(factory).parameters.values()), None)
+    if parameter is not None and parameter.annotation in (str, "str"):
+        if not detail:
+            raise DeviceError(f"'{name}' is not a whole device name: write {kind}:{parameter.name.upper()}")
+        return partial(factory, detail)
+    return _numbered(factory, name, detail) if colon else factory
 
 
 def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Callable[[], Backend]:
@@ -86,7 +92,8 @@ class Device:
     """A device by name, or the best one here: Metal on a Mac where it is installed, else the CPU.
 
     Args:
-        name: Where a machine has several of a kind, with a number after a colon: `:1` is the second.
+        name: Where a machine has several of a kind, with a number after a colon: `:1` is the second. A simulated chip
+            is named there too: `npu-model:edge`.
 
     Raises:
         DeviceError: no such device, or it is not usable on this machine.

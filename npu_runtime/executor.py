@@ -152,6 +152,7 @@ class Executor:
                     run.launch()
                 else:
                     run.launch_profiled(profiler)
+                self.backend.ran(self.program)
                 results = run.results(bound)
         if self.check_outputs:
             specs = self.program.output_specs

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.views import View
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory
+
+if TYPE_CHECKING:
+    from npu_compiler.compiled_program import CompiledProgram
 
 Launch: TypeAlias = Callable[[], None]
 
@@ -157,6 +160,13 @@ class Hardware(DeviceMemory, ABC):
 
     def synchronize(self) -> None:
         """Wait until everything launched has finished."""
+
+    def clock(self) -> float:
+        """Seconds since some moment: the wall clock's or, on a device that simulates another, those of that one."""
+        return time.perf_counter()
+
+    def ran(self, program: CompiledProgram) -> None:
+        """Told by an executor that a run of this program is launched, while the lock is held."""
 
     def timed(self, launch: Launch) -> float:
         """Run one launch to its end; returns the seconds it took, by the device's own clock if it has one."""

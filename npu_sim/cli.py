@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from npu_sim.commands import graphs, keys, models, profiling, programs, quantize, report, tools
+from npu_sim.commands import (
+    calibrate,
+    graphs,
+    keys,
+    models,
+    profiling,
+    programs,
+    quantize,
+    report,
+    simulate,
+    tools,
+)
 from npu_sim.commands.console import ErrorReporting
 
 app = typer.Typer(
@@ -24,6 +35,7 @@ for command in (
     graphs.partition,
     graphs.verify,
     profiling.profile,
+    simulate.simulate,
     report.report,
     report.diff,
     keys.sign,
@@ -32,6 +44,7 @@ for command in (
     models.generate,
     models.classify,
     quantize.quantize,
+    calibrate.calibrate,
     tools.bench,
     tools.doctor,
 ):

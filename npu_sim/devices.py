@@ -28,6 +28,25 @@ def _emulated(checks: bool) -> Backend:
     return MetalBackend(metal_emulator.api(checks=checks))
 
 
+def npu_model(chip: str) -> Backend:
+    """The CPU backend with the clock of a simulated chip.
+
+    Args:
+        chip: A .toml file, or the name of a chip that comes with `npu_model`.
+
+    Raises:
+        DeviceError: there is no such chip, or its file is malformed.
+    """
+    from npu_compiler.errors import InputError
+    from npu_model import load_chip
+    from npu_sim.model_device import ModelBackend
+
+    try:
+        return ModelBackend(load_chip(chip))
+    except InputError as error:
+        raise DeviceError(str(error)) from error
+
+
 def cuda(device_id: int = 0) -> Backend:
     """The backend for one NVIDIA GPU.
 

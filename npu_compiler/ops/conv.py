@@ -10,9 +10,16 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
-from npu_compiler.ops.windows import fits_convolution, fits_pooling, fits_resampling, fits_transposed_convolution
+from npu_compiler.ops.windows import (
+    convolution_products,
+    fits_convolution,
+    fits_pooling,
+    fits_resampling,
+    fits_transposed_convolution,
+)
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import View
 
 declare_kernel(
@@ -24,6 +31,7 @@ declare_kernel(
     where=lambda call: (
         call.groups > 0 and call.c == call.i * call.groups and call.o % call.groups == 0 and fits_convolution(call)
     ),
+    products=convolution_products,
     stride="2I",
     padding="4i",
     dilation="2I",
@@ -41,6 +49,9 @@ declare_kernel(
         and call.o == call.i * call.groups
         and call.c % call.groups == 0
         and fits_transposed_convolution(call)
+    ),
+    products=lambda call: (
+        Product(call.n * call.h * call.w, call.i * call.kh * call.kw, call.c // call.groups, call.groups),
     ),
     stride="2I",
     padding="2i",

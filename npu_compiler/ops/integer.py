@@ -17,9 +17,10 @@ from npu_compiler.graph.model import OpNode
 from npu_compiler.ops.conv import MAX_POOL, conv_window, max_pool_window
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.ops.windows import fits_convolution, fits_pooling
+from npu_compiler.ops.windows import convolution_products, fits_convolution, fits_pooling
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, declare_kernel
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import View
 
 MOST_TERMS = 2**31 // 255**2  # of a sum that is certain to fit in int32
@@ -67,6 +68,7 @@ declare_kernel(
         and fits_convolution(call)
         and _fits_bytes(call)
     ),
+    products=convolution_products,
     stride="2I",
     padding="4i",
     dilation="2I",
@@ -79,6 +81,7 @@ declare_kernel(
     "x:cu[m,.k] weight:c[.n,k] scales:f[.n] weight_zeros?:i[.n] bias?:f[.n] residual?:fcu[m,n] -> out:fcu[m,n]",
     source="",
     where=lambda call: call.k <= MOST_TERMS and _fits_bytes(call),
+    products=lambda call: (Product(call.m, call.n, call.k),),
     **_PRODUCT,
 )
 declare_kernel(

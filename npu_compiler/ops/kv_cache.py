@@ -9,7 +9,7 @@ from npu_compiler.graph.quantization import ROW_FORMATS
 from npu_compiler.ops.indexing import is_checked_index
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, register_op
-from npu_compiler.ops.transformer import attention_params
+from npu_compiler.ops.transformer import attention_params, attention_products
 from npu_compiler.program.kernels import Family, declare_kernel, distinct_bytes
 from npu_compiler.program.views import View
 
@@ -34,6 +34,7 @@ declare_kernel(
     where=lambda call: (
         call.shared > 0 and call.h % call.shared == 0 and call.k_scales.dtype == call.v_scales.dtype == "float32"
     ),
+    products=attention_products,
     **_FORMAT,
     scale="f",
     causal="?",

@@ -14,6 +14,7 @@ from npu_compiler.ops.ranges import by_operands
 from npu_compiler.ops.registry import Args, QuantizedRule, Range, register_op
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import Shape, View, numel
 
 for _name, _grid, _rows_of_x, _packed in (
@@ -29,6 +30,7 @@ for _name, _grid, _rows_of_x, _packed in (
         source="matmul.metal",
         grid=_grid,
         where=lambda call, dim=_packed: call.weight.strides[dim] == 1 or call.weight.shape[dim] == 1,  # type: ignore[misc]
+        products=lambda call: (Product(call.m, call.n, call.k),),
         m="I",
         n="I",
         k="I",
@@ -49,6 +51,7 @@ declare_kernel(
     source="matmul.metal",
     grid=Grid.COLUMNS,
     where=lambda call: call.m == 1 and call.rows == 2 * call.n,
+    products=lambda call: (Product(1, call.rows, call.k),),
     m="I",
     n="I",
     k="I",
@@ -61,6 +64,7 @@ declare_kernel(
     source="matmul.metal",
     grid=Grid.TILES,
     where=lambda call: call.batch == numel(call.lead),
+    products=lambda call: (Product(call.m, call.n, call.k, call.batch),),
     m="I",
     n="I",
     k="I",

@@ -13,6 +13,7 @@ from npu_compiler.ops.matmul import packed_rows
 from npu_compiler.ops.registry import register_op
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, KernelCall, declare_kernel, distinct_bytes
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import View
 
 _FIELDS: dict[str, Any] = {
@@ -37,6 +38,14 @@ def _holds_gated_rows(call: SimpleNamespace) -> bool:
     return call.m == 1 and call.rows == 2 * call.n and _holds_rows(call)
 
 
+def _products(call: SimpleNamespace) -> tuple[Product, ...]:
+    return (Product(call.m, call.n, call.k),)
+
+
+def _gated_products(call: SimpleNamespace) -> tuple[Product, ...]:
+    return (Product(call.m, call.rows, call.k),)
+
+
 for _name, _grid, _rows_of_x in (
     ("quantized_matmul_kernel", Grid.TILES, "m"),
     ("quantized_matmul_vec_kernel", Grid.CODE_COLUMNS, "1"),
@@ -48,6 +57,7 @@ for _name, _grid, _rows_of_x in (
         source="quantized.metal",
         grid=_grid,
         where=_holds_rows,
+        products=_products,
         m="I",
         n="I",
         **_FIELDS,
@@ -60,6 +70,7 @@ declare_kernel(
     source="quantized.metal",
     grid=Grid.CODE_COLUMNS,
     where=_holds_gated_rows,
+    products=_gated_products,
     m="I",
     n="I",
     **_FIELDS,
@@ -76,6 +87,7 @@ for _name, _sizes, _operands in (
         f"x:f[{_sizes},.k] {_operands} -> out:f[m,n]",
         source="",
         where=_holds_rows if _sizes == "m" else _holds_gated_rows,
+        products=_products if _sizes == "m" else _gated_products,
         m="I",
         n="I",
         **_FIELDS,

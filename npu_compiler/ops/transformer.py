@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import View, numel
+
+
+def attention_products(call: SimpleNamespace) -> tuple[Product, ...]:
+    """Scores, then results: the rows are the queries of all heads that share keys and values."""
+    rows, batch = call.t * (call.h // call.shared), call.b * call.shared
+    return (Product(rows, call.keys, call.d, batch), Product(rows, call.e, call.keys, batch))
+
 
 declare_kernel(
     "rmsnorm_kernel",
@@ -57,6 +66,7 @@ declare_kernel(
     source="fused_decode_attention.metal",
     grid=Grid.QUERIES,
     where=lambda call: call.shared > 0 and call.h % call.shared == 0,
+    products=attention_products,
     scale="f",
     causal="?",
 )

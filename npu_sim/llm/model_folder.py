@@ -24,11 +24,7 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         InputError: the folder is incomplete, cannot be read, or is quantized in a way that is not supported.
         WeightError: its tensors do not fit its quantization.
     """
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
-    key = _facts_key(folder, ("config.json", "generation_config.json"))
-    facts = cached_facts("config", key, lambda: _find_facts(folder))
-    config = StoredConfig(facts["config"], lambda: _read_config(folder))
+    config, eos_ids = _config(folder)
     tensors = _mapped_tensors(folder)
     state: Mapping[str, Any] = tensors
     formats = None
@@ -38,17 +34,49 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         except (InputError, WeightError) as error:
             raise type(error)(f"cannot use the quantized model {name}: {error}") from error
         state, formats = quantized, quantized.formats
-    stored = str(config.dtype or _first_dtype(tensors)).removeprefix("torch.")
-    own = stored if stored in ("bfloat16", "float16") else "float16"
     return Checkpoint(
         name=name,
         config=config,
         state=state,
-        dtype=dtype or own,
+        dtype=dtype or _compute_dtype(config.dtype or _first_dtype(tensors)),
         load_tokenizer=lambda: load_tokenizer(folder),
-        eos_ids=frozenset(facts["eos_ids"]),
+        eos_ids=eos_ids,
         quantization=formats,
     )
+
+
+def load_config(folder: Path, name: str, dtype: str | None) -> Checkpoint:
+    """A model folder without its weights. Arguments as in `load_folder`.
+
+    Raises:
+        InputError: there is no config, it cannot be read, or what it is quantized to stands in the weights.
+    """
+    config, eos_ids = _config(folder)
+    if config.quantization_config:
+        raise InputError(f"{folder} is quantized, which cannot be read without its *.safetensors files")
+    return Checkpoint(
+        name=name,
+        config=config,
+        state={},
+        dtype=dtype or _compute_dtype(config.dtype),
+        load_tokenizer=lambda: load_tokenizer(folder),
+        eos_ids=eos_ids,
+    )
+
+
+def _config(folder: Path) -> tuple[StoredConfig, frozenset[int]]:
+    """A folder's config and its end-of-sequence token ids."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
+    key = _facts_key(folder, ("config.json", "generation_config.json"))
+    facts = cached_facts("config", key, lambda: _find_facts(folder))
+    return StoredConfig(facts["config"], lambda: _read_config(folder)), frozenset(facts["eos_ids"])
+
+
+def _compute_dtype(stored: object) -> str:
+    """The dtype of a checkpoint if it has 16 bits, else float16."""
+    name = str(stored).removeprefix("torch.")
+    return name if name in ("bfloat16", "float16") else "float16"
 
 
 def _first_dtype(tensors: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """`LanguageModel`: a compiled language model with its KV cache on a device, and the token generation loop."""
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,8 @@ class GenerationStats:
         prompt_tokens: Tokens of the prompt, of which `reused_tokens` were already in the KV cache.
         new_tokens: Tokens generated, not counting the stop token.
         decode_steps: Runs of the decode program. The first new token comes from the prefill.
-        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code.
+        prefill_seconds, decode_seconds: Time spent in those programs and in sampling, not in the caller's code. All
+            times are by the device's clock.
         first_token_seconds: From the beginning of the prefill until the first new token was known.
         token_seconds: For each token after it, a stop token included, how long the caller waited.
         finish_reason: `stop` after a stop token, `length` after the requested number of tokens or when the cache is
@@ -390,6 +390,7 @@ class Generation(Iterator[int]):
     ) -> None:
         self.stats = GenerationStats(prompt_tokens=len(prompt))
         self.spans: list[Span] = []
+        self._clock = model.device.backend.clock
         self._tokens = self._run(model, prompt, max_new_tokens, sampler, stop)
 
     def __next__(self) -> int:
@@ -398,14 +399,14 @@ class Generation(Iterator[int]):
     def _run(
         self, model: LanguageModel, prompt: list[int], limit: int | None, sampler: Sampler, stop: frozenset[int]
     ) -> Iterator[int]:
-        stats = self.stats
+        stats, clock = self.stats, self._clock
         stats.reused_tokens = model.rewind(prompt)
         model._prepare_prefill(len(prompt) - stats.reused_tokens)
         logits = self._prefill(model, prompt[stats.reused_tokens :])
         if limit == 0:
             stats.finish_reason = "length"
             return
-        start = time.perf_counter()
+        start = clock()
         first = sampler(logits)
         stats.decode_seconds += self._took("choose the first token", start)
         stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
@@ -417,9 +418,9 @@ class Generation(Iterator[int]):
                 return
             stats.new_tokens += 1
             yield token
-            start = time.perf_counter()
+            start = clock()
             token = next(following, None)
-            seconds = time.perf_counter() - start
+            seconds = clock() - start
             stats.decode_seconds += seconds
             if token is not None:
                 stats.decode_steps += 1
@@ -428,18 +429,18 @@ class Generation(Iterator[int]):
         stats.finish_reason = "length"
 
     def _prefill(self, model: LanguageModel, ids: list[int]) -> Logits:
-        start = before = time.perf_counter()
+        start = before = self._clock()
         known = len(model.tokens)
         for result in model._prefill_runs(ids):
             logits = result
             self._took(f"prefill {len(model.tokens) - known} tokens", before, position=known)
-            before, known = time.perf_counter(), len(model.tokens)
+            before, known = self._clock(), len(model.tokens)
         self.stats.prefill_seconds = self._took("prefill", start, tokens=len(ids))
         return logits
 
     def _took(self, what: str, start: float, **args: int) -> float:
         """Seconds since the start, which become a span."""
-        end = time.perf_counter()
+        end = self._clock()
         self.spans.append(Span(what, start, end, args))
         return end - start
 

@@ -216,6 +216,42 @@ WRONG = [
         (["-o", "tiny.npubin"], "cannot write 'tiny.npubin': it is one of the files to read"),
         (["-o", "x.npy"], "cannot write 'x.npy': it is one of the files to read"),
     ),
+    # simulate
+    *options(
+        ["simulate", "tiny.npubin", "--npu", "edge"],
+        (["--dtype", "float16"], "--dtype and --quantization are chosen when a program is compiled"),
+        (["--quantization", "int4"], "--dtype and --quantization are chosen when a program is compiled"),
+        (["--tokens", "8"], "--tokens and --cache-length are for language models"),
+        (["--cache-length", "8"], "--tokens and --cache-length are for language models"),
+        (["--tokens", "1"], "Invalid value for '--tokens'"),
+        (["--cache-length", "0"], "Invalid value for '--cache-length'"),
+        (["--trace", "no/such.json"], "cannot write 'no/such.json'"),
+        (["--trace", "tiny.npubin"], "cannot write 'tiny.npubin': it is one of the files to read"),
+        (["--picture", "no/such.png"], "cannot write 'no/such.png'"),
+        (["--picture", "a.bmp"], "cannot draw 'a.bmp': choose a name that ends in"),
+        (["--csv", "a.csv"], "--csv is for --sweep"),
+        (["--sweep", "speed=1..2"], "'speed=1..2' is no range of a sweep"),
+        (["--sweep", "arrays=1..2", "--csv", "no/such.csv"], "cannot write 'no/such.csv'"),
+        (["--sweep", "arrays=1..2", "--trace", "a.json"], "--trace and --full are for one chip; leave out --sweep"),
+    ),
+    *options(["simulate", "tiny.json", "--npu", "edge"], DTYPE, (["--quantization", "int3"], "unknown quantization")),
+    (["simulate", "tiny.npubin"], "Missing option '--npu'"),
+    (["simulate", "tiny.npubin", "--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
+    (["simulate", "tiny.npubin", "--npu", "absent.toml"], "cannot read chip 'absent.toml': No such file"),
+    (["simulate", "tiny.npubin", "--npu", "x.toml"], "chip 'x.toml' lacks the table [chip]"),
+    (["simulate", "absent.npubin", "--npu", "edge"], "cannot read program 'absent.npubin'"),
+    (["simulate", "absent.json", "--npu", "edge"], "cannot read IR file 'absent.json'"),
+    (["simulate", "empty", "--npu", "edge"], "has no config.json"),
+    # calibrate
+    *options(["calibrate"], *OUTPUT),
+    *options(
+        ["calibrate", "-o", "chip.toml"],
+        (["--device", "tpu"], "unknown device 'tpu'; choose one of"),
+        (["--device", "cuda", "--cpu-level", "PRESENT"], "--cpu-level is for --device cpu only"),
+        (["--arrays", "0"], "Invalid value for '--arrays'"),
+        (["--sram", "1023"], "Invalid value for '--sram'"),
+    ),
+    (["calibrate", "-o", "chip.json"], "'chip.json' is no chip file: its name must end in .toml"),
     # generate
     *options(
         DEVICE_COMMANDS["generate"],
@@ -314,6 +350,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     save_file({"w": np.ones((8, 8), np.float32)}, folder / "tiny.safetensors")
     np.save(folder / "x.npy", np.ones((2, 8), np.float32))
     (folder / "model.py").write_text("def make(): ...")
+    (folder / "x.toml").touch()
     (folder / "empty").mkdir()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")

@@ -46,6 +46,7 @@ COMMANDS = [
     "partition",
     "verify",
     "profile",
+    "simulate",
     "report",
     "diff",
     "sign",
@@ -54,6 +55,7 @@ COMMANDS = [
     "generate",
     "classify",
     "quantize",
+    "calibrate",
     "bench",
     "doctor",
 ]

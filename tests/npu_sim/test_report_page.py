@@ -276,7 +276,7 @@ def test_partitions_are_shown_one_program_at_a_time(browser: Any, tmp_path: Path
     args = ["report", str(tmp_path / "mixed.json"), "-o", str(tmp_path / "mixed.html")]
     assert CliRunner().invoke(app, args, prog_name="npu-sim").exit_code == 0
     report = Opened(browser, tmp_path / "mixed.html")
-    assert "npu (1 nodes), CPU (1 nodes), npu (1 nodes)" in report.page.inner_text("#panel-overview")
+    assert "npu (1 node), CPU (1 node), npu (1 node)" in report.page.inner_text("#panel-overview")
     report.open("graph")
     report.page.select_option("#stage", "1")
     report.page.fill("#search", "toString")

@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "cuda_runtime": {"npu_compiler", "npu_runtime", "cuda_compiler"},
     "metal_kernels": set(),
     "metal_emulator": {"metal_kernels", "npu_compiler"},
+    "npu_model": {"npu_compiler"},
 }
 ALLOWED["npu_sim"] = set(ALLOWED)
 PRESENT = [name for name in ALLOWED if (ROOT / name).is_dir()]
@@ -40,6 +41,7 @@ SLOW_TO_IMPORT = {
 }
 STARTS_WITHOUT_TORCH = [
     "npu_compiler",
+    "npu_model",
     "npu_runtime",
     "cuda_runtime",
     "npu_sim.cli",

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("npu_compiler", "cuda_compiler", "npu_runtime", "cuda_runtime", "metal_emulator", "npu_sim")
-# The op table, the patterns that fusions look for, and what hands ops to PyTorch.
-NAME_OPS = ("npu_compiler/ops/", "npu_compiler/fusions/", "npu_runtime/cpu_fallback.py")
+# The op table, the patterns that fusions look for, what hands ops to PyTorch, and what builds graphs to be measured.
+NAME_OPS = ("npu_compiler/ops/", "npu_compiler/fusions/", "npu_runtime/cpu_fallback.py", "npu_sim/calibration.py")
 
 
 def spelled_ops(path: Path) -> Iterator[str]:

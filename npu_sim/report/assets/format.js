@@ -11,6 +11,7 @@ const formatFlops = (count) => scaled(count, 1000, ["FLOP", "kFLOP", "MFLOP", "G
 const formatRate = (rate) => scaled(rate, 1000, ["FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s"]);
 const formatBandwidth = (rate) => scaled(rate, 1000, ["B/s", "kB/s", "MB/s", "GB/s", "TB/s"]);
 const formatCount = (count) => count.toLocaleString("en");
+const counted = (count, what) => `${formatCount(count)} ${what}${count === 1 ? "" : "s"}`;
 const formatShare = (share) => `${(100 * share).toFixed(1)} %`;
 
 function formatTime(seconds) {

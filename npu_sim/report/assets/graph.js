@@ -39,7 +39,7 @@ function graphPage(report, program) {
     state.expanded = new Set();
     state.marks = stageMarks(report, state.view.index, state.model);
     stage.value = index;
-    count.textContent = `${formatCount(state.model.nodes.length)} nodes`;
+    count.textContent = counted(state.model.nodes.length, "node");
     relayout();
     const same = anchor === null ? -1 : state.model.nodes.findIndex((node) => node.name === anchor);
     if (same >= 0) reveal(same); else { select(null); home(); }
@@ -162,7 +162,7 @@ function graphPage(report, program) {
     });
     found.replaceChildren(...hits.slice(0, 100).map((index) => element("li", {},
       element("button", { type: "button", class: "link", onclick: () => reveal(index) }, `${state.model.nodes[index].name}: ${state.model.nodes[index].op}`))),
-    element("li", { class: "note" }, hits.length > 100 ? `100 of ${formatCount(hits.length)} nodes` : `${hits.length} nodes`));
+    element("li", { class: "note" }, hits.length > 100 ? `100 of ${formatCount(hits.length)} nodes` : counted(hits.length, "node")));
   }
   search.addEventListener("keydown", (event) => { if (event.key === "Enter") found.querySelector("button")?.click(); });
 
@@ -267,7 +267,7 @@ function nodeDetails(report, state, vertex, { reveal, callsOf }) {
   if (view.index) {
     const origins = originsOf(report, view.index, node.name);
     if (origins.length > 1 || origins[0] !== node.name) {
-      parts.push(element("h4", {}, `Computes ${origins.length} nodes of the model`), element("ul", { class: "origins" }, origins.map((name) => element("li", {}, name))));
+      parts.push(element("h4", {}, `Computes ${counted(origins.length, "node")} of the model`), element("ul", { class: "origins" }, origins.map((name) => element("li", {}, name))));
     }
   }
   const calls = view.index === null ? [node.call] : callsOf.get(node.name) ?? [];

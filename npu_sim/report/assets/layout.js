@@ -52,7 +52,7 @@ function foldModel(model, expanded) {
   };
   const putNodes = (start, stop) => { for (let i = start; i < stop; i += 1) put({ kind: "node", node: i }, [i]); };
   const range = (start, stop) => d3.range(start, stop);
-  if (model.inputs.length > 6) put({ kind: "inputs", label: `${model.inputs.length} inputs` }, model.inputs.map((_, i) => -1 - i));
+  if (model.inputs.length > 6) put({ kind: "inputs", label: counted(model.inputs.length, "input") }, model.inputs.map((_, i) => -1 - i));
   else model.inputs.forEach((name, i) => put({ kind: "inputs", label: name }, [-1 - i]));
   let at = 0;
   for (const [start, period, count, labels] of model.runs) {
@@ -60,7 +60,7 @@ function foldModel(model, expanded) {
     at = start + period * count;
     const title = labels.length ? `${labels[0]} … ${labels[count - 1]}` : "repeated";
     if (!expanded.has(`run:${start}`)) {
-      put({ kind: "group", id: `run:${start}`, label: `${title} × ${count}`, detail: `${period} nodes each`, start, stop: at }, range(start, at));
+      put({ kind: "group", id: `run:${start}`, label: `${title} × ${count}`, detail: `${counted(period, "node")} each`, start, stop: at }, range(start, at));
       continue;
     }
     for (let part = start; part < at; part += period) {
@@ -71,7 +71,7 @@ function foldModel(model, expanded) {
         putNodes(part, part + period);
         block = null;
       } else {
-        put({ kind: "group", id: `part:${part}`, run: `run:${start}`, label: name, detail: `${period} nodes`, start: part, stop: part + period }, range(part, part + period));
+        put({ kind: "group", id: `part:${part}`, run: `run:${start}`, label: name, detail: counted(period, "node"), start: part, stop: part + period }, range(part, part + period));
       }
     }
   }

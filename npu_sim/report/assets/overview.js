@@ -19,7 +19,7 @@ function overviewPage(report, program, open) {
     header.push(["peak of the arena", `${formatBytes(arena.peak_bytes)} in use at call ${arena.peak}, ${program.calls[arena.peak].kernel}`]);
   }
   if (report.partition) {
-    header.push(["partitions", report.partition.map((part) => `${part.device} (${part.nodes} nodes)`).join(", ")]);
+    header.push(["partitions", report.partition.map((part) => `${part.device} (${counted(part.nodes, "node")})`).join(", ")]);
   }
   const spec = [
     { title: "name", text: (row) => row.name },

@@ -73,7 +73,7 @@ function drawRoofline(box, points, roof, time) {
   }
   const tip = tooltip(box);
   const most = d3.max(points, (p) => p.total ?? p.bytes * p.calls.length), radius = d3.scaleSqrt([0, most], [3.5, 18]);
-  const lines = (p) => [p.kernel, `${formatCount(p.calls.length)} calls`, `${formatFlops(p.flops)}, ${formatBytes(p.bytes)} each`, `${p.intensity.toFixed(2)} FLOP per byte`, ...(p.seconds === null ? [] : [`${formatTime(p.seconds)} each, ${formatRate(p.flops / p.seconds)}`])];
+  const lines = (p) => [p.kernel, counted(p.calls.length, "call"), `${formatFlops(p.flops)}, ${formatBytes(p.bytes)} each`, `${p.intensity.toFixed(2)} FLOP per byte`, ...(p.seconds === null ? [] : [`${formatTime(p.seconds)} each, ${formatRate(p.flops / p.seconds)}`])];
   plot.selectAll("circle").data(d3.sort(points, (p) => -(p.total ?? p.bytes * p.calls.length))).join("circle").attr("class", "kernel").attr("cx", (p) => x(across(p))).attr("cy", (p) => y(up(p)))
     .attr("r", (p) => radius(p.total ?? p.bytes * p.calls.length)).attr("fill", (p) => familyColour(p.family)).attr("data-calls", (p) => p.calls.length)
     .on("pointermove", (event, p) => tip.show(event, lines(p))).on("pointerleave", tip.hide).append("title").text((p) => lines(p).join("\n"));

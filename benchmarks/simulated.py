@@ -1,0 +1,194 @@
+"""What `npu_model` predicts for the H200 and for a CPU against what was measured on them.
+
+    python -m benchmarks.simulated [--chip h200] [--chip-file chip.toml] [--json docs/simulated.json]
+    python -m benchmarks.simulated --profile resnet50,efficientnet-lite0 [--chip-file chip.toml]
+
+The measured times are those of the other benchmarks: docs/cuda.json, docs/cpu-avx2.json, and a table of
+docs/figures.md. Per kernel, the H200's accounts in docs/cuda.json are compared by kind of kernel, since the CUDA
+device fuses other calls than the op-level program has. `--profile` runs programs on this machine's CPU device, call
+by call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import correlation
+
+from benchmarks.figures import OURS, load_run
+from benchmarks.simulated_programs import Case, cases
+from npu_compiler.files import write_atomically
+from npu_model.chip import Chip, load_chip
+from npu_model.result import Result
+from npu_model.simulation import simulate
+
+DOCS = Path(__file__).parents[1] / "docs"
+FILES = {"h200": DOCS / "cuda.json", "cpu": DOCS / "cpu-avx2.json"}
+PROGRAMS = Path.home() / ".cache" / "npu-simulation" / "simulated"
+# Kinds of the kernels in docs/cuda.json → families of our declarations.
+KINDS = (
+    (r"nvjet|matvec|splitKreduce", ("matmul",)),
+    (r"conv|fprop", ("conv",)),
+    (r"attention", ("attention",)),
+    (r"rmsnorm", ("norm",)),
+    (r"pool", ("pool",)),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A program on a chip: milliseconds predicted and measured, and the roofline's."""
+
+    chip: str
+    title: str
+    dtype: str
+    predicted_ms: float
+    measured_ms: float
+    roofline_ms: float
+    source: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def measured(case: Case) -> tuple[float, str]:
+    """(milliseconds, the document that says so)."""
+    task, model, parameters = case.key
+    if task == "models":
+        return _of_figures_page(model, dict(parameters)["batch"]), "figures.md"
+    path = FILES[case.chip]
+    for figure in load_run(path).figures:
+        if (figure.task, figure.model, figure.case) == (task, model, dict(parameters)):
+            return figure.ms.get(OURS) or figure.ms[f"{OURS} {case.dtype}"], path.name
+    raise LookupError(f"{path} has no {case.title}")
+
+
+def _of_figures_page(model: str, batch: int) -> float:
+    """Ours at batch 1, or at the larger batch, in the table of vision, language and diffusion models."""
+    text = (DOCS / "figures.md").read_text("utf-8")
+    section = text[text.index("*Vision, language and diffusion models*") :]
+    found = re.search(rf"^\| {re.escape(model)}, .*$", section, re.MULTILINE)
+    if found is None:
+        raise LookupError(f"figures.md has no {model}")
+    cells = [cell.strip(" *") for cell in found.group().split("|")]
+    return float(cells[2 if batch == 1 else 5])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The rank correlation of two series."""
+    return correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Ranks; equal values share the middle of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def by_kind(result: Result) -> dict[str, float]:
+    """Predicted milliseconds by kind of kernel; of what is no kind by itself, nothing."""
+    found: dict[str, float] = defaultdict(float)
+    for call in result.calls:
+        for _, families in KINDS:
+            if call.family.startswith(families):
+                found[families[0]] += 1e3 * result.chip.seconds(call.cycles)
+    return found
+
+
+def accounted(case: Case) -> dict[str, float]:
+    """Measured milliseconds by kind of kernel; empty where the step was not taken apart."""
+    found: dict[str, float] = defaultdict(float)
+    task, model, parameters = case.key
+    for account in load_run(DOCS / "cuda.json").accounts:
+        if (account.task, account.model, account.case) == (task, model, dict(parameters)):
+            for name, ms, _ in account.rows:
+                kind = next((families[0] for pattern, families in KINDS if re.search(pattern, name)), None)
+                if kind is not None:
+                    found[kind] += ms
+    return found
+
+
+def table(rows: Iterable[Row]) -> str:
+    """A Markdown table."""
+    lines = ["| chip | program | dtype | predicted, ms | measured, ms | error | roofline, ms | measured in |"]
+    lines.append("|---|---|---|--:|--:|--:|--:|---|")
+    for row in rows:
+        times = f"{row.predicted_ms:.3g} | {row.measured_ms:.3g} | {row.error:+.0%} | {row.roofline_ms:.3g}"
+        lines.append(f"| {row.chip} | {row.title} | {row.dtype} | {times} | {row.source} |")
+    return "\n".join(lines) + "\n"
+
+
+def rows_of_file(path: Path) -> list[Row]:
+    """The rows that this benchmark wrote."""
+    return [Row(**row) for row in json.loads(path.read_text("utf-8"))["rows"]]
+
+
+def rank_of(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The rank correlation of (predicted, measured); None of fewer than two pairs."""
+    return spearman(*zip(*pairs, strict=True)) if len(pairs) > 1 else None
+
+
+def save(path: Path, rows: Sequence[Row], pairs: Sequence[tuple[float, float]]) -> None:
+    """Write what there is so far as JSON."""
+    data = {"rows": [asdict(row) for row in rows], "rank_correlation": rank_of(pairs), "kinds": len(pairs)}
+    write_atomically(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def profile(name: str, chip: Chip) -> float:
+    """Run a network of the CPU benchmark call by call; the rank correlation of predicted and measured calls."""
+    from benchmarks.cpu_measure import start_libraries
+    from benchmarks.cpu_models import NETWORKS
+    from benchmarks.cpu_network import NetworkContenders
+    from benchmarks.cpu_profile import call_seconds
+    from npu_runtime.cpu.native.threads import usable_threads
+
+    threads = usable_threads()
+    start_libraries(threads)
+    network = NetworkContenders(NETWORKS[name].build(), NETWORKS[name].inputs(1), threads, Path())
+    program = network.program("float32")
+    seconds = call_seconds(program, network.state(), {program.input_specs[0].name: network.x.numpy()})
+    predicted = [chip.seconds(call.cycles) for call in simulate(program, chip).calls]
+    return spearman(predicted, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=list(FILES), nargs="*", default=list(FILES))
+    parser.add_argument("--chip-file", type=Path, help="use this chip instead of the shipped one")
+    parser.add_argument("--programs", type=Path, default=PROGRAMS, help="where compiled programs are kept")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", help="networks of the CPU benchmark to run call by call")
+    arguments = parser.parse_args()
+    if arguments.profile:
+        chip = load_chip(arguments.chip_file or "cpu")
+        for name in arguments.profile.split(","):
+            print(f"{name}: rank correlation over calls {profile(name, chip):.3f}")
+        return 0
+    rows: list[Row] = []
+    pairs: list[tuple[float, float]] = []
+    for case in cases():
+        if case.chip not in arguments.chip:
+            continue
+        result = simulate(case.program(arguments.programs), load_chip(arguments.chip_file or case.chip))
+        roofline = 1e3 * result.chip.seconds(result.roofline_cycles)
+        rows.append(
+            Row(case.chip, case.title, case.dtype, 1e3 * result.seconds, measured(case)[0], roofline, measured(case)[1])
+        )
+        predicted = by_kind(result)
+        pairs += [(predicted[kind], ms) for kind, ms in accounted(case).items() if kind in predicted]
+        if arguments.json:
+            save(arguments.json, rows, pairs)
+    print(table(rows), end="")
+    print(f"rank correlation over kinds of kernels: {rank_of(pairs)} ({len(pairs)} pairs)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

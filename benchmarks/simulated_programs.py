@@ -1,0 +1,121 @@
+"""The programs of `benchmarks.simulated`: real models at their published sizes, compiled for the op-level target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from npu_compiler import CompiledProgram, compile
+
+Key = tuple[str, str, tuple[tuple[str, int], ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, and where the time that a device took for it is written down.
+
+    Attributes:
+        chip: The shipped chip that stands for the device.
+        key: Task, model and parameters, as the benchmark that measured it names them.
+    """
+
+    chip: str
+    key: Key
+    dtype: str
+    ir: Callable[[], dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        task, model, parameters = self.key
+        listed = ", ".join(f"{name} {value:,}" for name, value in parameters)
+        return f"{model} {task if task in ('decode', 'prefill') else ''} {listed}".replace("  ", " ")
+
+    def program(self, folder: Path) -> CompiledProgram:
+        """The program, kept in a folder between runs."""
+        name = f"{self.chip} {self.title} {self.dtype}".replace("/", "-").replace(" ", "_").replace(",", "")
+        path = folder / f"{name}.npubin"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            compile(self.ir(), compute_dtype=self.dtype).save(path)
+        return CompiledProgram.load(path)
+
+
+def cases() -> list[Case]:
+    """All programs: those of the H200, then those of the CPU."""
+    found = [
+        Case("h200", ("decode", "Qwen2.5-1.5B", (("cache", 2048), ("position", 2000))), "bfloat16", partial(_qwen, 1)),
+    ]
+    for tokens in (128, 512, 2048):
+        key: Key = ("prefill", "Qwen2.5-1.5B", (("tokens", tokens), ("cache", 2048)))
+        found.append(Case("h200", key, "bfloat16", partial(_qwen, tokens)))
+    for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
+        for batch in (1, 64):
+            found.append(Case("h200", ("vision", title, (("batch", batch),)), "float16", partial(_resnet, name, batch)))
+    for entry, title, many in (
+        ("bert", "BERT-base, 128 tokens", 16),
+        ("efficientnet", "EfficientNet-B0", 32),
+        ("mobilenet", "MobileNetV2", 32),
+        ("convnext", "ConvNeXt-T", 32),
+    ):
+        for batch in (1, many):
+            key = ("models", title, (("batch", batch),))
+            found.append(Case("h200", key, "float16", partial(_zoo, entry, batch)))
+    for task, parameters in (("decode", {"cache": 512, "position": 128}), ("prefill", {"tokens": 128})):
+        for dtype in ("float32", "bfloat16"):
+            key = (task, "SmolLM2-135M", tuple(parameters.items()))
+            found.append(Case("cpu", key, dtype, partial(_smollm2, parameters.get("tokens", 1))))
+    for name, title in (
+        ("resnet50", "ResNet-50"),
+        ("bert", "BERT-base, 128 tokens"),
+        ("vit", "ViT-B/16"),
+        ("mobilenet-v2", "MobileNetV2"),
+        ("efficientnet-lite0", "EfficientNet-Lite0"),
+        ("convnext", "ConvNeXt-T"),
+    ):
+        for batch in (1, 8):
+            key = (name, title, (("batch", batch),))
+            found.append(Case("cpu", key, "float32", partial(_network, name, batch)))
+    return found
+
+
+def _qwen(tokens: int) -> dict[str, Any]:
+    from benchmarks.dispatches import step_graph
+
+    return step_graph(tokens)
+
+
+def _resnet(name: str, batch: int) -> dict[str, Any]:
+    import torch
+
+    from npu_sim.extract import extract_ir
+    from npu_sim.vision import resnet
+
+    with torch.device("meta"):
+        module = getattr(resnet, name)().eval()
+        return extract_ir(module, (torch.empty(batch, 3, 224, 224),))
+
+
+def _zoo(entry: str, batch: int) -> dict[str, Any]:
+    from benchmarks.cuda_zoo import ENTRIES
+    from npu_sim.extract import extract_ir
+
+    found = ENTRIES[entry]
+    return extract_ir(found.make().eval(), found.inputs(batch, 0))
+
+
+def _network(name: str, batch: int) -> dict[str, Any]:
+    from benchmarks.cpu_models import NETWORKS
+    from npu_sim.extract import extract_ir
+
+    network = NETWORKS[name]
+    return extract_ir(network.build(), (network.inputs(batch),))
+
+
+def _smollm2(tokens: int) -> dict[str, Any]:
+    from benchmarks.cpu_llm import CACHE_LENGTH
+    from npu_sim.llm import extract_graph, load_checkpoint
+
+    return extract_graph(load_checkpoint("smollm2", "bfloat16", "none"), tokens, CACHE_LENGTH)

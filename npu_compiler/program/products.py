@@ -1,0 +1,29 @@
+"""`Product`: the matrix products that a kernel computes, as its declaration says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from npu_compiler.errors import InputError
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` independent matrix products `[m, k] × [k, n]`: m rows of inputs, k summed, n columns of weights.
+
+    A convolution is the product of its windows (a row for each pixel of the output) with its weight.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.m, self.n, self.k, self.batch) < 1:
+            raise InputError(f"a product needs sizes of at least 1, not m={self.m} n={self.n} k={self.k} ×{self.batch}")
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of all the products."""
+        return self.m * self.n * self.k * self.batch

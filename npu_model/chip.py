@@ -1,0 +1,311 @@
+"""`Chip`: hardware as numbers, read from a TOML file (docs/npu_model.md lists its keys)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.errors import InputError
+from npu_model.systolic import Dataflow
+
+DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
+# A dtype without a rate of its own is computed as the first of these that has one: they hold its values.
+WIDER = {
+    "int4": ("int8", "float16", "bfloat16", "float32"),
+    "int8": ("float16", "bfloat16", "float32"),
+    "float8": ("float16", "bfloat16", "float32"),
+    "float16": ("float32", "bfloat16"),
+    "bfloat16": ("float32", "float16"),
+    "float32": (),
+}
+_MOST = 1e18  # no number of a chip is larger
+
+
+def _above(least: float = 0.0, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
+    """A field whose value, or each value of whose table, is above `least` and at most `most`."""
+    return field(default=default, metadata={"above": least, "most": most})
+
+
+def _from(least: float, most: float = _MOST, *, default: Any = dataclasses.MISSING) -> Any:
+    """A field whose value, or each value of whose table, is at least `least` and at most `most`."""
+    return field(default=default, metadata={"from": least, "most": most})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """The systolic arrays, all alike.
+
+    Attributes:
+        arrays: How many there are.
+        rows, columns: Processing elements of one of them.
+        rates: Dtype → multiply-accumulates of a processing element per cycle.
+        overlapped_folds: Whether what stays in the array is loaded while the fold before is computed, and a fold begins
+            to stream while the last one leaves. Without it every fold waits for the one before, as in SCALE-Sim.
+        held_folds: Folds whose sums, or whose operand that stays, an array holds in its registers at a time, so that
+            what streams is read from SRAM once for all of them; in SCALE-Sim one.
+    """
+
+    arrays: int = _from(1, 65536)
+    rows: int = _from(1, 65536)
+    columns: int = _from(1, 65536)
+    dataflow: Dataflow
+    rates: Mapping[str, float] = _above(0, 4096)
+    overlapped_folds: bool = False
+    held_folds: int = _from(1, 4096, default=1)
+
+
+@dataclass(frozen=True)
+class Vector:
+    """The vector unit.
+
+    Attributes:
+        lanes: Operations per cycle of a dtype whose rate is 1.
+        rates: Dtype → operations of a lane per cycle; a multiply-accumulate is one operation.
+    """
+
+    lanes: int = _from(1, 2**24)
+    rates: Mapping[str, float] = _above(0, 4096)
+
+
+@dataclass(frozen=True)
+class Sram:
+    """The memory on the chip: `banks` × `ports` × `bytes_per_cycle` is the most that it moves in a cycle."""
+
+    size: int = _from(1024, 2**40)
+    banks: int = _from(1, 65536)
+    ports: int = _from(1, 1024)
+    bytes_per_cycle: int = _from(1, 2**20)
+
+    @property
+    def bandwidth(self) -> int:
+        """Bytes per cycle."""
+        return self.banks * self.ports * self.bytes_per_cycle
+
+
+@dataclass(frozen=True)
+class Dram:
+    """The memory beside the chip: 10^9 bytes per second, and nanoseconds from a request to its first byte."""
+
+    bandwidth_gb_s: float = _above(0, 1e9)
+    latency_ns: float = _from(0, 1e9)
+
+
+@dataclass(frozen=True)
+class Dma:
+    """Transfers that may be under way at the same time; they share the bandwidth and hide each other's latency."""
+
+    channels: int = _from(1, 65536)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What it costs to start a kernel call.
+
+    Attributes:
+        overlapped: Whether calls are prepared while others run. Otherwise a call is launched when the one before has
+            ended, and nothing of it begins before.
+        resident_rows: A program whose products all have at most that many rows runs as one kernel that stays on the
+            chip, as a decode step on some GPUs does; 0 where there is no such thing.
+        resident_us: What a call then costs.
+    """
+
+    cost_us: float = _from(0, 1e9, default=0.0)
+    overlapped: bool = True
+    resident_rows: int = _from(0, 65536, default=0)
+    resident_us: float = _from(0, 1e9, default=0.0)
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Picojoules, and watts that flow whatever the chip does.
+
+    Attributes:
+        pj_per_mac: Dtype → energy of a multiply-accumulate.
+        pj_per_vector_operation: Of any dtype.
+    """
+
+    pj_per_mac: Mapping[str, float] = _from(0, 1e9)
+    pj_per_sram_byte: float = _from(0, 1e9)
+    pj_per_dram_byte: float = _from(0, 1e9)
+    pj_per_vector_operation: float = _from(0, 1e9, default=0.0)
+    static_watts: float = _from(0, 1e6, default=0.0)
+
+
+_NO_ENERGY = Energy({}, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A chip.
+
+    Attributes:
+        clock_ghz: The clock of all its parts.
+        matrix: None for a chip that has a vector unit only.
+        energy: All zeros where the file says nothing of it.
+    """
+
+    name: str
+    clock_ghz: float = _above(0, 1000)
+    vector: Vector
+    sram: Sram
+    dram: Dram
+    dma: Dma
+    matrix: Matrix | None = None
+    launch: Launch = Launch()
+    energy: Energy = _NO_ENERGY
+
+    @property
+    def dram_bytes_per_cycle(self) -> float:
+        return self.dram.bandwidth_gb_s / self.clock_ghz
+
+    @property
+    def dram_latency_cycles(self) -> float:
+        return self.dram.latency_ns * self.clock_ghz
+
+    def seconds(self, cycles: float) -> float:
+        return cycles / (self.clock_ghz * 1e9)
+
+    def matrix_rate(self, dtype: str) -> float | None:
+        """Multiply-accumulates of a processing element per cycle; None where the arrays cannot multiply that dtype."""
+        return None if self.matrix is None else _rate(self.matrix.rates, dtype)
+
+    def vector_rate(self, dtype: str) -> float:
+        """Operations of the vector unit per cycle; of a dtype that it lacks, those of its slowest."""
+        return self.vector.lanes * (_rate(self.vector.rates, dtype) or min(self.vector.rates.values()))
+
+    def peak_macs(self, dtype: str) -> float:
+        """The most multiply-accumulates per cycle, by the arrays or by the vector unit, whichever is faster."""
+        rate, matrix = self.matrix_rate(dtype), self.matrix
+        arrays = 0.0 if rate is None or matrix is None else rate * matrix.arrays * matrix.rows * matrix.columns
+        return max(arrays, self.vector_rate(dtype))
+
+    def mac_energy(self, dtype: str) -> float:
+        """Picojoules of a multiply-accumulate; of a dtype that the file lacks, the energy of what it is computed as."""
+        known = self.energy.pj_per_mac
+        return _rate(known, dtype) or max(known.values(), default=0.0)
+
+
+def _rate(rates: Mapping[str, float], dtype: str) -> float | None:
+    return next((rates[name] for name in (dtype, *WIDER[dtype]) if name in rates), None)
+
+
+def shipped_chips() -> list[str]:
+    """The names of the chips that come with this package."""
+    folder = files("npu_model") / "chips"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_chip(source: str | Path) -> Chip:
+    """Read a chip from a TOML file, or the one of that name that comes with this package.
+
+    Raises:
+        InputError: there is no such chip, or its file is malformed; the message names the file and the key.
+    """
+    text = str(source)
+    if "/" not in text and not text.endswith(".toml"):
+        if text not in shipped_chips():
+            listed = ", ".join(shipped_chips())
+            raise InputError(f"unknown chip '{text}'; give a .toml file or one of {listed}")
+        return parse_chip((files("npu_model") / "chips" / f"{text}.toml").read_text("utf-8"), text)
+    try:
+        content = Path(source).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read chip '{text}': {error.strerror or error}") from error
+    try:
+        return parse_chip(content.decode("utf-8"), text)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"chip '{text}' is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
+        ) from None
+
+
+def parse_chip(text: str, origin: str) -> Chip:
+    """A chip from TOML text; `origin` is named in errors. Raises `InputError` where it is malformed."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"chip '{origin}' is not TOML: {error}") from error
+    where = f"chip '{origin}'"
+    general = _table(tables.pop("chip", None), "chip", where)
+    if duplicate := general.keys() & tables.keys():
+        raise InputError(f"{where}: unknown key 'chip.{min(duplicate)}'")
+    chip = _fields(Chip, {**tables, **general}, "", where)
+    assert isinstance(chip, Chip)
+    return chip
+
+
+def _table(value: Any, name: str, where: str) -> dict[str, Any]:
+    if value is None:
+        raise InputError(f"{where} lacks the table [{name}]")
+    if not isinstance(value, dict):
+        raise InputError(f"{where}: '{name}' is no table; write [{name}]")
+    return value
+
+
+def _fields(kind: type, given: Mapping[str, Any], path: str, where: str) -> Any:
+    """A dataclass from a table of a chip file, each value checked."""
+    hints = typing.get_type_hints(kind)
+    known = {item.name: item for item in dataclasses.fields(kind)}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise InputError(f"{where}: unknown key '{path}{unknown[0]}'; known are {', '.join(known)}")
+    values = {}
+    for name, item in known.items():
+        if name in given:
+            values[name] = _value(hints[name], item, given[name], f"{path}{name}", where)
+        elif item.default is dataclasses.MISSING:
+            is_table = dataclasses.is_dataclass(hints[name])
+            in_general = kind is Chip and not is_table
+            lacking = f"the table [{name}]" if is_table else f"the key '{'chip.' if in_general else path}{name}'"
+            raise InputError(f"{where} lacks {lacking}")
+    return kind(**values)
+
+
+def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
+    kind = next((part for part in typing.get_args(hint) if dataclasses.is_dataclass(part)), hint)
+    if dataclasses.is_dataclass(kind):
+        assert isinstance(kind, type)
+        return _fields(kind, _table(value, path, where), f"{path}.", where)
+    if kind is Dataflow:
+        names = [dataflow.value for dataflow in Dataflow]
+        if value not in names:
+            raise InputError(f"{where}: '{path}' is {value!r:.80}; choose one of {', '.join(names)}")
+        return Dataflow(value)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise InputError(f"{where}: '{path}' is {value!r:.80}; write true or false")
+        return value
+    if kind is str:
+        if not isinstance(value, str) or not value.strip():
+            raise InputError(f"{where}: '{path}' is {value!r:.80}; write a name in quotes")
+        return value
+    if typing.get_origin(kind) is Mapping:
+        return _rates(item, value, path, where)
+    return _number(kind is int, item, value, path, where)
+
+
+def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Mapping[str, float]:
+    table = _table(value, path, where)
+    if unknown := sorted(table.keys() - set(DTYPES)):
+        raise InputError(f"{where}: '{path}' has no dtype '{unknown[0]}'; known are {', '.join(DTYPES)}")
+    if not table:
+        raise InputError(f"{where}: '{path}' is empty; give a number for at least one of {', '.join(DTYPES)}")
+    return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
+
+
+def _number(whole: bool, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
+    limits = item.metadata
+    least, most = limits.get("above", limits.get("from")), limits["most"]
+    fits_kind = isinstance(value, int) if whole else isinstance(value, (int, float))
+    wanted = f"{'a whole number' if whole else 'a number'} {'above' if 'above' in limits else 'of at least'} {least:g}"
+    if not fits_kind or isinstance(value, bool) or math.isnan(value):
+        raise InputError(f"{where}: '{path}' is {value!r:.80}; write {wanted}")
+    if value < least or ("above" in limits and value == least) or value > most:
+        raise InputError(f"{where}: '{path}' is {value!r:.80}; it must be {wanted} and at most {most:g}")
+    return value if whole else float(value)

@@ -1,0 +1,56 @@
+"""The command `calibrate`: a chip file fitted to a device."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from npu_sim.commands.checks import check_device_options, check_output
+from npu_sim.commands.console import print_json, step
+from npu_sim.commands.options import AsJSON, CPULevel, DeviceName
+from npu_sim.commands.resources import open_device
+
+
+def calibrate(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE.toml", callback=check_output, help="Chip file to write.")
+    ],
+    device: DeviceName = None,
+    cpu_level: CPULevel = None,
+    arrays: Annotated[
+        int | None,
+        typer.Option("--arrays", min=1, metavar="INTEGER", help="Cores or multiprocessors. Default: CPU threads."),
+    ] = None,
+    sram: Annotated[
+        int | None,
+        typer.Option("--sram", min=1024, metavar="BYTES", help="Cache. Default: the CPU's share of its largest cache."),
+    ] = None,
+    json: AsJSON = False,
+) -> None:
+    """Measure a device with its own kernels and write it as a chip file for `npu-sim simulate`."""
+    from npu_compiler.errors import InputError
+
+    check_device_options(device, cpu_level, fast=False, no_tune=False)
+    if output.suffix != ".toml":
+        raise InputError(f"'{output}' is no chip file: its name must end in .toml")
+    from npu_compiler.files import write_atomically
+    from npu_model.chip import parse_chip
+    from npu_sim.calibration import chip_text, measure, shape_of
+
+    opened = open_device(device)
+    shape = shape_of(opened, arrays, sram)
+    with step(f"measuring {opened.name}, about a minute"):
+        measured = measure(opened)
+    text = chip_text(measured, shape, output.stem)
+    parse_chip(text, str(output))
+    write_atomically(output, text.encode())
+    if json:
+        print_json({"chip": str(output), **asdict(measured), **asdict(shape)})
+    else:
+        typer.echo(
+            f"{output}: {measured.read_gb_s:.1f} GB/s, {max(measured.gmac_s.values()):.1f} GMAC/s, "
+            f"{measured.element_gop_s:.1f} G element operations/s, {measured.launch_us:.2f} µs a kernel call"
+        )
