@@ -48,13 +48,16 @@ def rounded(rows: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(dequantize_rows(*quantize_rows(rows.float().numpy(), kind), kind))
 
 
-class _RoundedCache(DynamicCache):  # type: ignore[misc]  # transformers has no types here
+class _RoundedCache(DynamicCache):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().update(rounded(key, self._kind), rounded(value, self._kind), *args, **kwargs)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (rounded(states, self._kind) for states in (key_states, value_states))
+        return super().update(keys, values, layer_idx, *args, **kwargs)
 
 
 @contextmanager
