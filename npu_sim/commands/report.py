@@ -32,7 +32,7 @@ from npu_sim.commands.targets import find_target
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram, IRGraph, PartitionPlan
     from npu_runtime import Device
-    from npu_sim.report import Ceilings, Measurement, StageGraphs
+    from npu_sim.report import Measurement, Roof, StageGraphs
 
 PROGRAM, MODULE = ".npubin", ".npumod"
 RUNS = 5
@@ -136,9 +136,9 @@ def report(
     read = [model, weights, *(split_assignment(text)[1] for text in inputs or ())]
     check_not_overwritten(output, read)
 
-    from npu_sim.report import Ceilings
+    from npu_sim.report import Roof
 
-    roof = None if bandwidth is None or flops is None else Ceilings(1e9 * bandwidth, 1e9 * flops)
+    roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
     opened = open_device(device, fast, no_tune) if is_measured and not is_program else None
     options: dict[str, Any] = {"compute_dtype": dtype, "quantization": quantization}
     if is_program:
@@ -226,7 +226,7 @@ def _write(
     made: _Made,
     output: Path,
     measurement: Measurement | None,
-    roof: Ceilings | None,
+    roof: Roof | None,
     numerics: dict[str, Any] | None,
     json: bool,
 ) -> None:
@@ -239,7 +239,7 @@ def _write(
         measurement=measurement,
         stages=made.stages,
         partitions=made.plan,
-        ceilings=roof,
+        roof=roof,
         numerics=numerics,
         notes=made.notes,
     )

@@ -2,15 +2,15 @@
 
 from npu_sim.report.arena import arena_map
 from npu_sim.report.compare import compare_programs
-from npu_sim.report.contents import Ceilings, diff_contents, numerics_contents, partition_contents, report_contents
+from npu_sim.report.contents import diff_contents, numerics_contents, partition_contents, report_contents
 from npu_sim.report.facts import program_facts
-from npu_sim.report.measure import Measurement, measure
+from npu_sim.report.measure import Measurement, Roof, measure
 from npu_sim.report.page import render_page, write_page
 from npu_sim.report.stages import StageGraphs, stage_graphs
 
 __all__ = [
-    "Ceilings",
     "Measurement",
+    "Roof",
     "StageGraphs",
     "arena_map",
     "compare_programs",

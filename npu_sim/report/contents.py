@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from npu_compiler.compiled_program import CompiledProgram
@@ -12,19 +12,11 @@ from npu_compiler.partitioner import PartitionPlan
 from npu_compiler.version import __version__
 from npu_sim.report.compare import compare_programs
 from npu_sim.report.facts import program_facts
-from npu_sim.report.measure import Measurement
+from npu_sim.report.measure import Measurement, Roof
 from npu_sim.report.stages import StageGraphs
 
 if TYPE_CHECKING:  # it imports torch
     from npu_sim.verify import Culprit, VerifyReport
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """A device's peak rates for the roofline: bytes per second and FLOP per second."""
-
-    bandwidth: float
-    flops: float
 
 
 def report_contents(
@@ -34,7 +26,7 @@ def report_contents(
     measurement: Measurement | None = None,
     stages: StageGraphs | None = None,
     partitions: PartitionPlan | None = None,
-    ceilings: Ceilings | None = None,
+    roof: Roof | None = None,
     numerics: dict[str, Any] | None = None,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -43,10 +35,13 @@ def report_contents(
     Args:
         measurement: Of the program, if there is one only.
         partitions: The plan whose device partitions the programs are.
+        roof: Without it, that of the measuring device, or else the highest rates that were measured.
         numerics: From `numerics_contents`.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
+    if roof is None and measurement is not None:
+        roof = measurement.roof(programs[0].compute_dtype)
     return {
         "kind": "report",
         "title": title,
@@ -56,7 +51,7 @@ def report_contents(
         "partition": plan.get("partition"),
         "reasons": plan.get("reasons", {}),
         "programs": [_measured_facts(program, measurement) for program in programs],
-        "ceilings": None if ceilings is None else asdict(ceilings),
+        "roof": None if roof is None else asdict(roof),
         "numerics": numerics,
     }
 

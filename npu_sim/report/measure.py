@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
 from npu_runtime import Device, DeviceBuffer, Executor, Profiler
+from npu_runtime.hardware import Ceilings
 
 
-@dataclass
-class CallProfiler(Profiler):
-    """A profiler that keeps the seconds of each call of a run, in the order of the program's calls."""
+@dataclass(frozen=True)
+class Roof:
+    """Peak rates for the roofline.
 
-    seconds_of_calls: list[float] = field(default_factory=list)
+    Attributes:
+        bandwidth: Bytes per second.
+        flops: FLOP per second.
+        of_device: Whether they are what the measuring device says of itself, rather than given.
+    """
 
-    def add_kernel(self, name: str, seconds: float) -> None:
-        super().add_kernel(name, seconds)
-        self.seconds_of_calls.append(seconds)
+    bandwidth: float
+    flops: float
+    of_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,19 @@ class Measurement:
         device: What it ran on, in words.
         calls: Of each call by itself, in order, with the device synchronized after each.
         run: Of a whole run without profiling.
+        ceilings: What the device reaches at most.
     """
 
     device: str
     runs: int
     calls: tuple[float, ...]
     run: float
+    ceilings: Ceilings = Ceilings()
+
+    def roof(self, dtype: str) -> Roof | None:
+        """The device's roof for operands of a dtype; None where it does not know its rates."""
+        bandwidth, flops = self.ceilings.bandwidth, self.ceilings.flops.get(dtype)
+        return Roof(bandwidth, flops, of_device=True) if bandwidth and flops else None
 
 
 def measure(
@@ -63,9 +75,9 @@ def measure(
         executor.run(buffers, weights)
         backend.synchronize()
         whole.append(time.perf_counter() - start)
-        profiler = CallProfiler()
+        profiler = Profiler()
         executor.run(buffers, weights, profiler)
-        calls.append(profiler.seconds_of_calls)
+        calls.append([timed.seconds for timed in profiler.calls])
         progress(index + 1, runs)
     medians = np.median(calls, axis=0)
-    return Measurement(backend.device, runs, tuple(map(float, medians)), float(np.median(whole)))
+    return Measurement(backend.device, runs, tuple(map(float, medians)), float(np.median(whole)), backend.ceilings)

@@ -19,9 +19,11 @@ from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.graph.printer import tensor_type
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.program.describe import padding_by_buffer, summary
+from npu_runtime.hardware import Ceilings
 from npu_sim.cli import app
 from npu_sim.report import (
-    Ceilings,
+    Measurement,
+    Roof,
     StageGraphs,
     arena_map,
     compare_programs,
@@ -291,6 +293,13 @@ def held(path: str) -> dict[str, Any]:
     return contents
 
 
+def test_the_roof_is_given_or_that_of_the_device() -> None:
+    measured = Measurement("a device", 1, (1.0,), 1.0, Ceilings(3e10, {"float32": 1e11}))
+    assert measured.roof("float32") == Roof(3e10, 1e11, of_device=True)
+    assert measured.roof("float16") is None, "whose rate the device does not know"
+    assert Measurement("another", 1, (1.0,), 1.0).roof("float32") is None
+
+
 @pytest.mark.parametrize("source", ["net.json", "net.npubin"])
 def test_report_writes_one_file(folder: Path, source: str) -> None:
     done = npu_sim("report", source, "-o", "out.html", "--bandwidth", "100", "--flops", "2000", "--json")
@@ -298,7 +307,7 @@ def test_report_writes_one_file(folder: Path, source: str) -> None:
     told = json.loads(done.stdout)
     assert told["bytes"] == Path("out.html").stat().st_size and told["programs"][0]["measured"] is None
     contents = held("out.html")
-    assert contents["ceilings"] == {"bandwidth": Ceilings(1e11, 2e12).bandwidth, "flops": 2e12}
+    assert contents["roof"] == {"bandwidth": 1e11, "flops": 2e12, "of_device": False}
     assert len(contents["programs"][0]["calls"]) == len(CompiledProgram.load("net.npubin").kernels)
     assert (contents["stages"] is None) == (source == "net.npubin")
 

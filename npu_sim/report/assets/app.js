@@ -1,6 +1,6 @@
 // The page: tabs over one report, whose data is compressed in the element `data`.
 //
-// A report is {kind: "report", title, made_by, notes, stages, partition, reasons, programs, ceilings, numerics}; its
+// A report is {kind: "report", title, made_by, notes, stages, partition, reasons, programs, roof, numerics}; its
 // programs are what `npu_sim/report/facts.py` makes. A comparison is {kind: "diff", labels, totals, kernels, nodes,
 // is_measured, programs}.
 
@@ -13,7 +13,7 @@ async function readData() {
 function tabsOf(report, program, open) {
   const graph = graphPage(report, program);
   const reveal = (index) => { open("graph"); graph.reveal(index); };
-  const tabs = [["graph", "Graph", () => graph], ["memory", "Memory", () => memoryPage(program)], ["roofline", "Roofline", () => rooflinePage(program, report.ceilings ?? null)],
+  const tabs = [["graph", "Graph", () => graph], ["memory", "Memory", () => memoryPage(program)], ["roofline", "Roofline", () => rooflinePage(program, report.roof ?? null)],
     ["kernels", "Kernels", () => kernelsPage(program, reveal)]];
   if (program.measured) tabs.push(["timeline", "Timeline", () => timelinePage(program, reveal)]);
   tabs.push(["padding", "Padding", () => paddingPage(program)]);

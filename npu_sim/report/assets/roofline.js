@@ -11,15 +11,16 @@ function rooflinePoints(calls) {
   }));
 }
 
-function rooflinePage(program, ceilings) {
+function rooflinePage(program, given) {
   const points = rooflinePoints(program.calls);
   const working = points.filter((point) => point.flops > 0 && point.bytes > 0);
   const isMeasured = Boolean(program.measured);
   const timed = working.filter((point) => point.seconds > 0);
   const seen = { bandwidth: d3.max(points, (p) => (p.seconds > 0 ? p.bytes / p.seconds : 0)), flops: d3.max(timed, (p) => p.flops / p.seconds) };
-  const roof = ceilings ?? (isMeasured && timed.length ? seen : null);
+  const roof = given ?? (isMeasured && timed.length ? seen : null);
   const bound = (point) => (roof ? Math.max(point.bytes / roof.bandwidth, point.flops / roof.flops) : null);
-  const says = ceilings ? `The roof is what was given with --bandwidth and --flops.${isMeasured ? "" : " Nothing was measured, so each kernel is on it."}` : roof
+  const says = given?.of_device ? "The roof is what the device says of itself. Data that its caches hold may be above it."
+    : given ? `The roof is what was given with --bandwidth and --flops.${isMeasured ? "" : " Nothing was measured, so each kernel is on it."}` : roof
     ? "The roof is the highest rate that a kernel of this program reached; give the device's own with --bandwidth and --flops."
     : "Nothing was measured, so the chart shows work over bytes; the lines are equal intensity. Give --weights to measure.";
   const page = [element("p", { class: "note" }, says), legend(new Set(working.map((point) => point.family)))];
