@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import InputError, IRError
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_compiler.passes.quantize import Quantization
+from npu_runtime.device import Device
 from npu_sim.checkpoints.torchao_tensors import dense_stand_ins, quantized_parameters
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.buckets import Bucketing, Buckets
@@ -38,7 +39,7 @@ def compile(
     args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    device: str | None = None,
+    device: Device | str | None = None,
     dtype: str | torch.dtype | None = None,
     dynamic_shapes: Any = None,
     buckets: Mapping[str, Buckets] | None = None,
@@ -56,7 +57,7 @@ def compile(
         args: Example positional arguments (a tensor stands for a tuple of one). Other values than tensors become a part
             of the compiled graph. Not for an `ExportedProgram`, which has its own.
         kwargs: Example keyword arguments.
-        device: A device's name, as for `npu_runtime.Device`. Default: the GPU for CUDA tensors, else the CPU.
+        device: An `npu_runtime.Device`, or the name of one. Default: the GPU for CUDA tensors, else the CPU.
         dtype: Compute dtype: `float16`, `bfloat16` or `float32`. Default: the module's own.
         dynamic_shapes: Which sizes may change between calls, as `torch.export.export` takes it. There is one program
             for each combination of sizes, made at its first call.
@@ -130,7 +131,7 @@ class CompiledModule:
         self,
         traced: Trace,
         module: nn.Module | None,
-        device: str | None,
+        device: Device | str | None,
         dtype: str | torch.dtype | None,
         dims: Sequence[Any] = (),
         buckets: Mapping[str, Buckets] | None = None,

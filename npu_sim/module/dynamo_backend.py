@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from npu_compiler.errors import ConstraintError, InputError, IRError
 from npu_compiler.graph.symbolic import KEY, evaluate, is_symbolic
 from npu_compiler.passes.quantize import Quantization
+from npu_runtime.device import Device
 from npu_sim.module.capture import Captured, capture
 from npu_sim.module.hardware import device_name, dtype_name, open_backend
 from npu_sim.module.plans import PROGRAMS
@@ -37,7 +38,7 @@ _CHANGES = 3  # of a buffer between calls, until it is an argument
 class Options:
     """What `torch.compile(..., options=...)` may say; see `npu_sim.compile`."""
 
-    device: str | None = None
+    device: Device | str | None = None
     dtype: str | torch.dtype | None = None
     programs: int = PROGRAMS
     quantization: Quantization | None = None

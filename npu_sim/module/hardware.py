@@ -12,9 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def open_backend(device: Device | str | None) -> Hardware:
+    """The device, or the one of that name, or the best one; all modules of the process share one that is named."""
+    return device.backend if isinstance(device, Device) else _named(device)
+
+
 @cache
-def open_backend(name: str | None) -> Hardware:
-    """The device of that name, or the best one; all modules of the process share it."""
+def _named(name: str | None) -> Hardware:
     return Device(name).backend
 
 

@@ -17,6 +17,7 @@ from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, Wei
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_runtime.buffer import DeviceBuffer
+from npu_runtime.device import Device
 from npu_runtime.hardware import Hardware
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import INSTALL, find_torch
@@ -43,7 +44,7 @@ class ArrayLike(metaclass=_HasArray):
 
 def load(
     path: str | Path,
-    device: str | None = None,
+    device: Device | str | None = None,
     *,
     allow_code: bool = False,
     dlpack: bool = False,
@@ -57,7 +58,7 @@ def load(
 
     Args:
         path: A `.npumod` file.
-        device: A device's name, as for `npu_runtime.Device`. Default: the best one on this machine.
+        device: An `npu_runtime.Device`, or the name of one. Default: the best one on this machine.
         allow_code: Run code in the file, whoever made it, instead of compiling the graph again.
         dlpack: Return device buffers, which speak DLPack, in the dtypes that the device stores; by default, NumPy
             arrays in PyTorch's dtypes.
