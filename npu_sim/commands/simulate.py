@@ -42,7 +42,10 @@ def simulate(
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens", min=2, metavar="INTEGER", help=f"Prompt length of a language model. Default: {PROMPT}."
+            "--tokens",
+            min=2,
+            metavar="INTEGER",
+            help=f"Prompt length of a language model. Default: {PROMPT}, or less if the cache is small.",
         ),
     ] = None,
     cache_length: Annotated[
@@ -102,7 +105,7 @@ def simulate(
 
         check_picture(picture)
     with step(f"preparing {model}"):
-        programs = _programs(kind, model, dtype, quantization, tokens or PROMPT, cache_length)
+        programs, count = _programs(kind, model, dtype, quantization, tokens, cache_length)
     if swept is not None:
         _sweep(programs[-1], swept, picture, csv, json)
         return
@@ -121,7 +124,6 @@ def simulate(
         from npu_model.picture import draw_run
 
         draw_run(results[-1], picture)
-    count = (tokens or PROMPT) if kind == "language" else None
     if json:
         print_json(_as_json(results, chip, count))
         return
@@ -165,29 +167,29 @@ def _check_model(
 
 
 def _programs(
-    kind: str, model: str, dtype: str | None, quantization: str | None, tokens: int, cache_length: int | None
-) -> list[CompiledProgram]:
-    """The model's programs; of a language model, prefill and decode."""
+    kind: str, model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
+) -> tuple[list[CompiledProgram], int | None]:
+    """The model's programs; of a language model, prefill and decode, and the length of the prompt."""
     from npu_compiler import CompiledProgram, OpLevelTarget, read_ir
     from npu_compiler import compile as compile_ir
 
     if kind == "program":
-        return [CompiledProgram.load(model)]
+        return [CompiledProgram.load(model)], None
     if kind == "language":
         return _language_programs(model, dtype, quantization, tokens, cache_length)
     if kind == "ir":
         graph = read_ir(Path(model))
-        return [compile_ir(graph, OpLevelTarget(), compute_dtype=dtype, quantization=quantization)]
+        return [compile_ir(graph, OpLevelTarget(), compute_dtype=dtype, quantization=quantization)], None
     from npu_sim.vision.models import extract_model_ir, find_model, quantized_files
 
     quantized = quantized_files(Path(model)) if kind == "quantized" else None
     ir = extract_model_ir(find_model(model)) if quantized is None else quantized[0]
-    return [compile_ir(ir, OpLevelTarget(), compute_dtype=dtype, quantization=quantization)]
+    return [compile_ir(ir, OpLevelTarget(), compute_dtype=dtype, quantization=quantization)], None
 
 
 def _language_programs(
-    model: str, dtype: str | None, quantization: str | None, tokens: int, cache_length: int | None
-) -> list[CompiledProgram]:
+    model: str, dtype: str | None, quantization: str | None, tokens: int | None, cache_length: int | None
+) -> tuple[list[CompiledProgram], int]:
     from npu_compiler import OpLevelTarget
     from npu_compiler.errors import InputError
     from npu_sim.llm import cache_capacity, compile_decode_loop, compile_prefill, load_architecture
@@ -196,13 +198,15 @@ def _language_programs(
     checkpoint = load_architecture(model, dtype, quantization or STORED)
     with concerning("--cache-length"):
         capacity = cache_capacity(checkpoint, cache_length)
+    tokens = min(PROMPT, capacity) if tokens is None else tokens
     if tokens > capacity:
         raise InputError(f"a prompt of {tokens} tokens (--tokens) does not fit a KV cache of {capacity}")
     target = OpLevelTarget()
-    return [
+    programs = [
         compile_prefill(checkpoint, tokens, capacity, target),
         compile_decode_loop(checkpoint, capacity, target),
     ]
+    return programs, tokens
 
 
 def _as_json(results: list[Result], chip: Chip, tokens: int | None) -> dict[str, Any]:

@@ -518,7 +518,16 @@ def test_damaged_npz_weights_are_a_weight_error(tmp_path: Path, damage: str) -> 
 def test_generate_streams_and_reports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from npu_sim import llm
 
-    class Stream(list[str]):
+    class Stream:
+        def __init__(self, pieces: str) -> None:
+            self.pieces = iter(pieces)
+
+        def __iter__(self) -> Stream:
+            return self
+
+        def __next__(self) -> str:
+            return next(self.pieces)
+
         stats = llm.GenerationStats(prompt_tokens=3, new_tokens=2, finish_reason="stop")
 
     class Network:

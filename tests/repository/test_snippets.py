@@ -49,7 +49,7 @@ for name in ("net", "resnet18", "before", "after"):
 weights = load_weights(model.state_dict(), program, device)
 inputs = {spec.name: torch.randn(spec.shape).numpy() for spec in program.input_specs}
 """
-SET_UP = {"profiling.md", "report.md"}
+SET_UP = {"npu_model.md", "profiling.md", "report.md"}
 SLOW = {"from_pytorch.md", "language_models.md", "quantization.md"}
 TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
 
