@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import math
+import os
 import resource
 import warnings
 from collections.abc import Callable, Iterator
