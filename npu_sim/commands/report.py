@@ -150,6 +150,7 @@ def report(
         (program,) = made.programs
         chosen = opened or open_device_for(program, device, fast, no_tune)
         measurement, numerics = _measure(made, chosen, weights, inputs, runs, seed, verify)
+        roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
         made.notes.append("The model is partitioned, so its kernels were not measured.")
     _write(made, output, measurement, roof, numerics, json)

@@ -35,13 +35,11 @@ def report_contents(
     Args:
         measurement: Of the program, if there is one only.
         partitions: The plan whose device partitions the programs are.
-        roof: Without it, that of the measuring device, or else the highest rates that were measured.
+        roof: Default: the highest rates that were measured, if any were.
         numerics: From `numerics_contents`.
         notes: Sentences for the first page.
     """
     plan = {} if partitions is None else partition_contents(partitions)
-    if roof is None and measurement is not None:
-        roof = measurement.roof(programs[0].compute_dtype)
     return {
         "kind": "report",
         "title": title,

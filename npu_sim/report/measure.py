@@ -27,6 +27,12 @@ class Roof:
     flops: float
     of_device: bool = False
 
+    @classmethod
+    def of(cls, ceilings: Ceilings, dtype: str) -> Roof | None:
+        """A device's roof for operands of a dtype; None where it does not know its rates."""
+        bandwidth, flops = ceilings.bandwidth, ceilings.flops.get(dtype)
+        return cls(bandwidth, flops, of_device=True) if bandwidth and flops else None
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -36,19 +42,12 @@ class Measurement:
         device: What it ran on, in words.
         calls: Of each call by itself, in order, with the device synchronized after each.
         run: Of a whole run without profiling.
-        ceilings: What the device reaches at most.
     """
 
     device: str
     runs: int
     calls: tuple[float, ...]
     run: float
-    ceilings: Ceilings = Ceilings()
-
-    def roof(self, dtype: str) -> Roof | None:
-        """The device's roof for operands of a dtype; None where it does not know its rates."""
-        bandwidth, flops = self.ceilings.bandwidth, self.ceilings.flops.get(dtype)
-        return Roof(bandwidth, flops, of_device=True) if bandwidth and flops else None
 
 
 def measure(
@@ -80,4 +79,4 @@ def measure(
         calls.append([timed.seconds for timed in profiler.calls])
         progress(index + 1, runs)
     medians = np.median(calls, axis=0)
-    return Measurement(backend.device, runs, tuple(map(float, medians)), float(np.median(whole)), backend.ceilings)
+    return Measurement(backend.device, runs, tuple(map(float, medians)), float(np.median(whole)))

@@ -22,7 +22,6 @@ from npu_compiler.program.describe import padding_by_buffer, summary
 from npu_runtime.hardware import Ceilings
 from npu_sim.cli import app
 from npu_sim.report import (
-    Measurement,
     Roof,
     StageGraphs,
     arena_map,
@@ -293,11 +292,11 @@ def held(path: str) -> dict[str, Any]:
     return contents
 
 
-def test_the_roof_is_given_or_that_of_the_device() -> None:
-    measured = Measurement("a device", 1, (1.0,), 1.0, Ceilings(3e10, {"float32": 1e11}))
-    assert measured.roof("float32") == Roof(3e10, 1e11, of_device=True)
-    assert measured.roof("float16") is None, "whose rate the device does not know"
-    assert Measurement("another", 1, (1.0,), 1.0).roof("float32") is None
+def test_a_device_has_a_roof_where_it_knows_its_rates() -> None:
+    ceilings = Ceilings(3e10, {"float32": 1e11})
+    assert Roof.of(ceilings, "float32") == Roof(3e10, 1e11, of_device=True)
+    assert Roof.of(ceilings, "float16") is None, "whose rate the device does not know"
+    assert Roof.of(Ceilings(), "float32") is None
 
 
 @pytest.mark.parametrize("source", ["net.json", "net.npubin"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.program.describe import padding_by_buffer
 from npu_sim.cli import app
 from npu_sim.report import report_contents, stage_graphs, write_page
+from npu_sim.report.page import unpack
 
 LAYERS = 11
 ALERT = "<script>alert(1)</script>"
@@ -215,13 +217,34 @@ def test_the_arena_shows_its_peak(opened: Opened, program: CompiledProgram) -> N
     assert opened.value(is_drawn) > 10
 
 
-def test_every_kernel_that_computes_is_on_the_roofline(opened: Opened, program: CompiledProgram) -> None:
+def test_every_kernel_that_computes_is_on_the_roofline(opened: Opened, program: CompiledProgram, folder: Path) -> None:
     opened.open("roofline")
     calls = opened.value("[...document.querySelectorAll('circle.kernel')].map(c => Number(c.dataset.calls))")
     assert sum(calls) == sum(call.flops > 0 and call.bytes_moved > 0 for call in program.kernels)
     rows = opened.rows("Equal calls are one row")
     assert sum(int(row[2]) for row in rows) == len(program.kernels)
-    assert all(float(row[-1].split()[0]) > 0 for row in rows), "the share of the roof"
+    assert sorted(float(row[-1].split()[0]) for row in rows) == pytest.approx(
+        roof_shares(folder / "net.html"), abs=0.06
+    )
+
+
+def roof_shares(page: Path) -> list[float]:
+    """The shares of the roof that a report's rows show, in percent and in order, from its data."""
+    packed = re.search(r'id="data">([^<]*)<', page.read_text("utf-8"))
+    assert packed
+    contents = unpack(packed[1])
+    groups = defaultdict(list)
+    for call in contents["programs"][0]["calls"]:
+        groups[call["kernel"], call["flops"], call["bytes"], call["family"]].append(call["seconds"])
+    times = {key: float(np.median(seconds)) for key, seconds in groups.items()}
+    roof = contents["roof"] or {
+        "bandwidth": max(moved / time for (_, _, moved, _), time in times.items()),
+        "flops": max(flops / time for (_, flops, _, _), time in times.items()),
+    }
+    return sorted(
+        100 * max(moved / roof["bandwidth"], flops / roof["flops"]) / time
+        for (_, flops, moved, _), time in times.items()
+    )
 
 
 def test_padding_and_numerics_are_those_of_the_program(opened: Opened, program: CompiledProgram) -> None:
