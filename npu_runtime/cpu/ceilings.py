@@ -16,11 +16,8 @@ _READ = 2**24  # 8-byte words, more than caches hold
 _PIECE = 2**19  # of these, for one thread at a time
 _EDGE = 1024  # of the square matrices
 _ROUNDS = 4
-_MULTIPLIES_16_BITS = {
-    "avx512_bf16",
-    "amx_bf16",
-    "bf16",
-}  # features with which a product in 16 bits has a rate of its own
+# Features with which a product in 16 bits has a rate of its own.
+_MULTIPLIES_16_BITS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 @functools.cache
