@@ -56,6 +56,11 @@ def read_arrays(assignments: Sequence[str], known: Sequence[str]) -> dict[str, n
     return arrays
 
 
+def assigned_files(assignments: list[str] | None) -> list[Path]:
+    """The files of `name=file.npy` or `file.npz` assignments."""
+    return [split_assignment(assignment)[1] for assignment in assignments or ()]
+
+
 def split_assignment(assignment: str) -> tuple[str | None, Path]:
     """(name, path) of `name=file.npy`, (None, path) of `file.npz`. Raises `InputError` for any other text."""
     name, separator, path = assignment.partition("=")

@@ -26,6 +26,11 @@ def check_file(path: Path, what: str) -> Path:
     raise InputError(f"cannot read {what} '{path}': {os.strerror(code)}")
 
 
+def check_program_or_ir(path: Path) -> Path:
+    """The path, if it is a file that can be read: IR by its suffix, else a program."""
+    return check_file(path, "IR file" if path.suffix == ".json" else "program")
+
+
 def check_output(path: Path | None) -> Path | None:
     """The path, if a file can be written there; its folder must exist."""
     if path is None:
@@ -155,8 +160,8 @@ def check_weights(path: Path | None) -> Path | None:
 
 def check_inputs(assignments: list[str] | None) -> list[str] | None:
     """The `name=file.npy` or `file.npz` assignments, if their files can be read."""
-    from npu_sim.arrays import split_assignment
+    from npu_sim.arrays import assigned_files
 
-    for assignment in assignments or ():
-        check_file(split_assignment(assignment)[1], "input")
+    for path in assigned_files(assignments):
+        check_file(path, "input")
     return assignments

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten
+from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_program_or_ir
 from npu_sim.commands.completion import programs_and_ir
 from npu_sim.commands.console import print_json, progress, step
 from npu_sim.commands.options import (
@@ -35,16 +35,12 @@ if TYPE_CHECKING:
 Run = Callable[["Profiler | None"], object]
 
 
-def _profiled_file(path: Path) -> Path:
-    return check_file(path, "IR file" if path.suffix == ".json" else "program")
-
-
 def profile(
     file: Annotated[
         Path,
         typer.Argument(
             metavar="FILE",
-            callback=_profiled_file,
+            callback=check_program_or_ir,
             autocompletion=programs_and_ir,
             help="Compiled program (.npubin), or IR file (.json), which is partitioned between the device and the CPU.",
         ),
@@ -64,10 +60,10 @@ def profile(
     """Measure the time of each kernel of a program."""
     from npu_compiler import CompiledProgram
     from npu_runtime import Profiler
-    from npu_sim.arrays import split_assignment
+    from npu_sim.arrays import assigned_files
 
     check_device_options(device, cpu_level, fast, no_tune)
-    check_not_overwritten(trace, [file, weights, *(split_assignment(text)[1] for text in inputs or ())])
+    check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
     model = _partitioned(file) if file.suffix == ".json" else CompiledProgram.load(file, allow_code)
     if isinstance(model, CompiledProgram):
         state = weights_for(model, weights)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output
+from npu_sim.commands.checks import (
+    check_device_options,
+    check_not_overwritten,
+    check_output,
+    check_program_or_ir,
+)
 from npu_sim.commands.completion import fusions, programs_and_ir, targets
 from npu_sim.commands.console import note, print_json, step
 from npu_sim.commands.modules import SUFFIX as MODULE
@@ -115,16 +120,12 @@ def compile(
         )
 
 
-def _described_file(path: Path) -> Path:
-    return check_file(path, "IR file" if path.suffix == ".json" else "program")
-
-
 def describe(
     file: Annotated[
         Path,
         typer.Argument(
             metavar="FILE",
-            callback=_described_file,
+            callback=check_program_or_ir,
             autocompletion=programs_and_ir,
             help="Compiled program (.npubin), saved module (.npumod) or IR file (.json).",
         ),
@@ -219,9 +220,9 @@ def run(
     from npu_compiler.errors import InputError
     from npu_runtime import Executor
     from npu_runtime.numerics import doubtful_values
-    from npu_sim.arrays import split_assignment
+    from npu_sim.arrays import assigned_files
 
-    check_not_overwritten(output, [program_file, weights, *(split_assignment(text)[1] for text in inputs or ())])
+    check_not_overwritten(output, [program_file, weights, *assigned_files(inputs)])
     check_device_options(device, cpu_level, fast, no_tune)
     if program_file.suffix == MODULE:
         if weights is not None:

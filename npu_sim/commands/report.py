@@ -114,7 +114,7 @@ def report(
     """
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
-    from npu_sim.arrays import split_assignment
+    from npu_sim.arrays import assigned_files
 
     is_program = model.suffix == PROGRAM
     is_measured = weights is not None or device is not None
@@ -133,7 +133,7 @@ def report(
     check_fusion_names(disable_fusion or ())
     check_device_options(device, cpu_level, fast, no_tune)
     codegen = find_target(target or TARGET)
-    read = [model, weights, *(split_assignment(text)[1] for text in inputs or ())]
+    read = [model, weights, *assigned_files(inputs)]
     check_not_overwritten(output, read)
 
     from npu_sim.report import Roof

@@ -11,7 +11,7 @@ import typer
 from npu_sim.commands.checks import check_file, check_not_overwritten, check_output
 from npu_sim.commands.completion import chips, models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
-from npu_sim.commands.options import AsJSON, Dtype, WeightFormat
+from npu_sim.commands.options import AsJSON, Dtype, Trace, WeightFormat
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
@@ -54,10 +54,7 @@ def simulate(
             "--cache-length", min=1, metavar="INTEGER", help="Capacity of its KV cache in tokens. Default: 2048."
         ),
     ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE.json", callback=check_output, help="Write a trace that Perfetto opens."),
-    ] = None,
+    trace: Trace = None,
     picture: Annotated[
         Path | None,
         typer.Option(
