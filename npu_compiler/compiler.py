@@ -15,6 +15,7 @@ from npu_compiler.errors import IRError, ProgramFormatError
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.fusions.quantized_caches import quantize_caches
+from npu_compiler.graph.mesh import Mesh
 from npu_compiler.graph.model import IRGraph
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.ops.rotary_region import expand_rotary_regions
@@ -27,6 +28,7 @@ from npu_compiler.passes.layout import assign_layout
 from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, mark_quantized_weights, split_quantized_weights
+from npu_compiler.passes.shard import shard
 from npu_compiler.program.check import check_calls, check_program
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
@@ -63,6 +65,7 @@ def default_stages(
     disabled_fusions: Collection[str] = (),
     quantization: Quantization | None = None,
     kv_cache: str | None = None,
+    mesh: Mesh | None = None,
 ) -> list[Stage]:
     """The graph stages in order, each with its name. `compile(…, stages=…)` reorders them, cuts or extends the list."""
     unavailable = set() if target.config.integer_kernels else {INTEGER_KERNELS}
@@ -76,6 +79,7 @@ def default_stages(
         ("fold_batch_norm", fold_batch_norm),
         ("lower_batch_norm", lower_batch_norm),
         ("mark_quantized_weights", mark),
+        *([] if mesh is None else [("shard", partial(shard, mesh=mesh))]),
         ("fuse", partial(fuse, disabled={*disabled_fusions, *unavailable})),
         ("eliminate_noops", eliminate_noops),
         ("eliminate_dead_code", eliminate_dead_code),
@@ -92,9 +96,10 @@ def _stages(
     disabled_fusions: Collection[str],
     quantization: Quantization | None,
     kv_cache: str | None,
+    mesh: Mesh | None,
     edit: StageEdit | None,
 ) -> list[Stage]:
-    stages = default_stages(compute_dtype, target, disabled_fusions, quantization, kv_cache)
+    stages = default_stages(compute_dtype, target, disabled_fusions, quantization, kv_cache, mesh)
     return stages if edit is None else edit(stages)
 
 
@@ -106,6 +111,7 @@ def compile(
     disabled_fusions: Collection[str] = (),
     quantization: Quantization | None = None,
     kv_cache: str | None = None,
+    mesh: Mesh | None = None,
     stages: StageEdit | None = None,
 ) -> CompiledProgram:
     """Compile IR into a program.
@@ -118,22 +124,25 @@ def compile(
         quantization: How to store weights in few bits: `int4`, `int8` or `fp8`, or a `QuantizedFormat`, for all linear
             layers; or `state_dict` key → format. Weights that are not stored so already are rounded to the nearest
             when they are loaded. `int4+int8` and the like also round what these layers multiply, to int8 or fp8 with
-            a scale for each row (on the CPU only).
+            a scale for each row (not on Metal).
         kv_cache: `int8` or `fp8`: store KV caches in a byte an element, with a scale for each token and head, as a
             further input and output of the program, `<name>.scales` (on the CPU only). Default: in the compute dtype.
+        mesh: Divide the graph among several devices, each of which runs the program with its part of the weights. The
+            program has what `npu_compiler.passes.shard` makes of the graph. Default: one device.
         stages: Given the default stages, returns those to run, in order; a stage is (name, `IRGraph → IRGraph`).
 
     Raises:
         IRError: the IR is malformed.
         ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
-        InputError: the quantization is unknown, a weight cannot be stored so, or there is no KV cache to quantize.
+        InputError: the quantization is unknown, a weight cannot be stored so, there is no KV cache to quantize, or the
+            graph does not divide evenly among the devices.
     """
     target = target or OpLevelTarget()
     graph = read_ir(ir)
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
     graph = _with_native_dtype(graph)
-    for _, stage in _stages(dtype, target, disabled_fusions, quantization, kv_cache, stages):
+    for _, stage in _stages(dtype, target, disabled_fusions, quantization, kv_cache, mesh, stages):
         graph = stage(graph)
     plan = target.finish(generate_execution_plan(graph, target, source_shapes))
     plan = plan_memory(plan, target.config.buffer_alignment)
@@ -158,6 +167,7 @@ def trace_stages(
     disabled_fusions: Collection[str] = (),
     quantization: Quantization | None = None,
     kv_cache: str | None = None,
+    mesh: Mesh | None = None,
     stages: StageEdit | None = None,
 ) -> Iterator[tuple[str, IRGraph]]:
     """Yield (stage name, graph after it), starting with the graph as read; for looking at what each stage does.
@@ -167,7 +177,9 @@ def trace_stages(
     graph = _with_native_dtype(read_ir(ir))
     dtype = choose_compute_dtype(graph, compute_dtype)
     yield "read", graph
-    for name, stage in _stages(dtype, target or OpLevelTarget(), disabled_fusions, quantization, kv_cache, stages):
+    for name, stage in _stages(
+        dtype, target or OpLevelTarget(), disabled_fusions, quantization, kv_cache, mesh, stages
+    ):
         if stage is not check_constraints:
             graph = stage(graph)
             yield name, graph

@@ -21,6 +21,8 @@ class TargetConfig:
         programs_are_code: A program brings what the device executes, as source text and launches, so only programs that
             the user trusts are run. Otherwise a program only names kernels that the device has.
         integer_kernels: Whether convolutions and products of quantized tensors are computed in integers.
+        rounds_activations: Whether products with weights in few bits can round the rows of their other operand.
+        rounds_caches: Whether KV caches can be stored in a byte an element.
     """
 
     name: str
@@ -35,8 +37,10 @@ class TargetConfig:
     buffer_alignment: int = 256
     programs_are_code: bool = False
     integer_kernels: bool = False
+    rounds_activations: bool = False
+    rounds_caches: bool = False
 
 
 # The kernels of the op table, for any device that has them.
-OP_LEVEL = TargetConfig(name="op_level", integer_kernels=True)
+OP_LEVEL = TargetConfig(name="op_level", integer_kernels=True, rounds_activations=True, rounds_caches=True)
 METAL_GPU = TargetConfig(name="metal_gpu")

@@ -88,6 +88,16 @@ def _numbered(factory: Callable[..., Backend], name: str, number: str) -> Callab
     return partial(factory, int(number))
 
 
+def neighbour(name: str, distance: int) -> str:
+    """The device so many after another of its kind: `gpu:3` of `gpu:1` and 2; of a kind without numbers, the same."""
+    kind, _, detail = name.partition(":")
+    factory = _FACTORIES.get(kind) or _plugin(kind)
+    parameter = None if factory is None else next(iter(inspect.signature(factory).parameters.values()), None)
+    if parameter is None or parameter.annotation in (str, "str"):
+        return name
+    return f"{kind}:{int(detail or 0) + distance}"
+
+
 class Device:
     """A device by name, or the best one here: Metal on a Mac where it is installed, else the CPU.
 

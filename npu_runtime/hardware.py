@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
+from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.views import View
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory
+from npu_runtime.collectives import Collectives, Share
 
 if TYPE_CHECKING:
     from npu_compiler.compiled_program import CompiledProgram
@@ -85,9 +87,11 @@ class Hardware(DeviceMemory, ABC):
 
     Attributes:
         lock: Held by the thread that binds and launches a program, so that runs do not mix.
+        collectives: The group that the device has joined, for programs that are divided among several.
     """
 
     lock: AbstractContextManager[bool]
+    collectives: Collectives | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -97,6 +101,9 @@ class Hardware(DeviceMemory, ABC):
     config: TargetConfig
     runs_ahead = 1
     """How many runs to launch before reading the first one's result; 1 where launching a run also completes it."""
+
+    joins_groups = False
+    """Whether the device exchanges tensors with others, so that a model can be divided among them."""
 
     @property
     def runs_targets(self) -> tuple[str, ...]:
@@ -127,6 +134,14 @@ class Hardware(DeviceMemory, ABC):
         A device whose `create_executor` returns an executor of its own does not need it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no prepare(), which makes a kernel call ready to run")
+
+    def join(self, rank: int, size: int, share: Share) -> None:
+        """Join a group of devices, one a process, that run a program together; all its ranks call this.
+
+        Raises:
+            DeviceError: the device exchanges nothing with others (see `joins_groups`), or they cannot be reached.
+        """
+        raise DeviceError(f"{self.device} cannot share a model with other devices")
 
     def sequence(self, launches: Sequence[Launch]) -> Launch:
         """One callable that runs the launches in order; a device may batch them."""

@@ -20,7 +20,7 @@ from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError, ProgramFormatError, WeightError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN, misfit, numpy_dtype, saturating_cast
 from npu_compiler.graph.quantization import QuantizedArray, quantize
-from npu_compiler.graph.weight_recipe import WeightTransformRecipe, apply_recipe
+from npu_compiler.graph.weight_recipe import Piece, WeightTransformRecipe, apply_recipe, pieces_read
 from npu_compiler.program.codec import decoder
 from npu_compiler.program.plan import WeightSpec
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory, Opened, as_backend
@@ -38,6 +38,7 @@ def load_weights(
     strict: bool = True,
     progress: Progress | None = None,
     cache: MutableMapping[str, DeviceBuffer] | None = None,
+    rank: int = 0,
 ) -> dict[str, DeviceBuffer]:
     """Load a program's weights onto a device.
 
@@ -47,6 +48,7 @@ def load_weights(
         strict: Refuse keys that the model does not know.
         progress: Called with (weights done, weights in all) after each.
         cache: Shared between programs over the same checkpoint: a weight that they store alike is uploaded once.
+        rank: Whose part of the weights to load, of a program for several devices; only that part is read.
 
     Raises:
         WeightError: lists every weight that is missing, unknown or misshapen, holds NaN, does not fit its dtype, or is
@@ -64,7 +66,7 @@ def load_weights(
                 known[keys[name]] = adopted
     wanted = {keys[name]: weight for name, weight in program.weight_specs.items() if keys[name] not in known}
     together = [list(weights) for _, weights in groupby(wanted.values(), _keys)]
-    made = chain.from_iterable(ahead(lambda weights: _made(weights, with_state), together))
+    made = chain.from_iterable(ahead(lambda weights: _made(weights, with_state, rank), together))
     for done, key in enumerate(keys.values(), 1):
         weight = wanted.pop(key, None)
         if weight is not None:
@@ -105,21 +107,25 @@ def _keys(weight: WeightSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(weight.recipe.keys()))
 
 
-def _made(weights: Sequence[WeightSpec], source: Mapping[str, Any]) -> list[tuple[list[str], list[np.ndarray]]]:
+def _made(
+    weights: Sequence[WeightSpec], source: Mapping[str, Any], rank: int
+) -> list[tuple[list[str], list[np.ndarray]]]:
     """For each of some weights of the same tensors: its problems, and its parts as they are stored, if it has none."""
     shapes = weights[0].source_shapes
     state = {key: _as_stored(source[key]) for key in shapes if key in source}
-    problems = [p for key, array in state.items() for p in check_weight(key, array, shapes[key])]
+    read = {piece for weight in weights for piece in pieces_read(weight.recipe, shapes, rank) if piece[0] in state}
+    problems = [p for key, piece in sorted(read, key=str) for p in check_weight(key, state[key], shapes[key], piece)]
     if problems or len(state) < len(shapes):
         return [(problems, []) for _ in weights]
     rounded: dict[str, QuantizedArray] = {}  # what several weights are parts of is quantized once
-    return [_made_of(weight, state, rounded) for weight in weights]
+    return [_made_of(weight, state, rounded, rank) for weight in weights]
 
 
 def _made_of(
     weight: WeightSpec,
     state: Mapping[str, np.ndarray | QuantizedArray],
     rounded: dict[str, QuantizedArray],
+    rank: int,
 ) -> tuple[list[str], list[np.ndarray]]:
     if weight.spec.bounds is not None:
         arrays = ((key, array) for key, array in state.items() if isinstance(array, np.ndarray) and array.size)
@@ -134,7 +140,7 @@ def _made_of(
                 if key not in rounded:
                     rounded[key] = quantize(value, leaf.format)
                 sources[key] = rounded[key]
-        parts = _parts(weight.recipe, sources)
+        parts = _parts(weight.recipe, sources, rank)
     except InputError as error:
         return [f"'{weight.recipe}': {error}"], []
     misfits = (find_misfit(part, weight.spec.storage) for part in parts)
@@ -156,10 +162,12 @@ def _as_stored(value: Any) -> np.ndarray | QuantizedArray:
     return value if isinstance(value, QuantizedArray) else to_numpy(value)
 
 
-def _parts(recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray | QuantizedArray]) -> list[np.ndarray]:
+def _parts(
+    recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray | QuantizedArray], rank: int
+) -> list[np.ndarray]:
     """The arrays that follow each other along the weight's first dimension."""
     joined = recipe.op == "concat" and recipe.params["axis"] == 0
-    return [apply_recipe(part, state) for part in (recipe.args if joined else (recipe,))]
+    return [apply_recipe(part, state, rank) for part in (recipe.args if joined else (recipe,))]
 
 
 def weight_error(model: str, problems: list[str]) -> WeightError:
@@ -184,13 +192,22 @@ def _suggest(key: str, state: Mapping[str, Any]) -> str:
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
-def check_weight(key: str, array: np.ndarray | QuantizedArray, shape: tuple[int, ...]) -> Iterator[str]:
-    """The problems of one tensor of a checkpoint, in words."""
+def check_weight(
+    key: str, array: np.ndarray | QuantizedArray, shape: tuple[int, ...], piece: Piece = ()
+) -> Iterator[str]:
+    """The problems of one tensor of a checkpoint, in words.
+
+    Args:
+        piece: The part of it that is looked at, as `pieces_read` has it.
+    """
     if tuple(array.shape) != shape:
         yield f"wrong shape: '{key}' is {list(array.shape)}, the model expects {list(shape)}"
-    elif isinstance(array, QuantizedArray):
-        yield from (f"not a number: '{key}': {problem}" for problem in array.problems())
-    elif holds_nan(array):
+        return
+    if isinstance(array, QuantizedArray):
+        yield from (f"not a number: '{key}': {problem}" for problem in array.rows(*piece[:1]).problems())
+        return
+    array = array[tuple(slice(*bounds) for bounds in piece)]
+    if holds_nan(array):
         yield f"not a number: '{key}' contains NaN"
     elif _is_wide_int(array) and array.size and (array.min() < INT32_MIN or array.max() > INT32_MAX):
         yield f"too large: '{key}' contains integers that do not fit in 32 bits"

@@ -33,7 +33,7 @@ def quantize_caches(graph: IRGraph, kv_cache: str | None, config: TargetConfig) 
     if kv_cache is None:
         return graph
     format = row_format(kv_cache, "a KV cache")
-    if not config.integer_kernels:
+    if not config.rounds_caches:
         raise InputError(
             f"the target {config.name} has no kernels for a KV cache in {kv_cache}; only programs for the CPU have"
         )

@@ -133,10 +133,10 @@ class IRGraph:
 
 @cache
 def base_op(op_type: str) -> str:
-    """`aten.add` of `aten.add.Tensor`; other names unchanged, but for the built-in `getitem`."""
+    """`aten.add` of `aten.add.Tensor`; names outside of `aten` and `npu` unchanged, but for the built-in `getitem`."""
     if op_type == "<built-in function getitem>":
         return "getitem"
-    if op_type.startswith("aten."):
+    if op_type.startswith(("aten.", "npu.")):
         return ".".join(op_type.split(".")[:2])
     return op_type
 

@@ -174,6 +174,15 @@ class QuantizedArray:
         part: np.ndarray = getattr(self, name)
         return part
 
+    def rows(self, bounds: tuple[int, int] | None = None) -> QuantizedArray:
+        """The rows from one up to another; by default all."""
+        if bounds is None or bounds == (0, self.shape[0]):
+            return self
+        own = slice(*bounds)
+        offsets = None if self.offsets is None else self.offsets[own]
+        codes = self.codes[own]
+        return QuantizedArray(self.format, (len(codes), self.shape[1]), codes, self.scales[own], offsets)
+
     @property
     def size_bytes(self) -> int:
         return self.format.size_bytes(self.shape)

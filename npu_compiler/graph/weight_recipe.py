@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import INT32_MAX
 from npu_compiler.graph.quantization import PARTS, QuantizedArray, QuantizedFormat, quantize
 
 Shape = tuple[int, ...]
+Piece = tuple[tuple[int, int], ...]
+"""The part of a tensor between two indices along each of its first dimensions; the others are whole."""
 _STORED_FIELDS = ("codes", "group", "scales", "offsets")  # of a format
 
 
@@ -21,7 +24,8 @@ class WeightTransformRecipe:
 
     Attributes:
         op: `key` reads `state_dict[params["key"]]`; `quantized` one part of such a tensor in few bits, which it names
-            and whose format it gives; the others (see `apply_recipe`) combine `args`.
+            and whose format it gives; `shard`, `on_first_rank` and `rank_start` depend on the rank that loads it; the
+            others (see `apply_recipe`) combine `args`.
     """
 
     op: str
@@ -29,7 +33,7 @@ class WeightTransformRecipe:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.op not in ("key", "quantized", *_TRANSFORMS):
+        if self.op not in ("key", "quantized", *_SHAPES):
             raise ValueError(f"unknown weight transform '{self.op}'")
         if self.op in ("key", "quantized") and not isinstance(self.params.get("key"), str):
             raise ValueError(f"a weight recipe of op '{self.op}' does not name its key")
@@ -72,11 +76,32 @@ def from_key(key: str) -> WeightTransformRecipe:
     return WeightTransformRecipe("key", params={"key": key})
 
 
+def shard_recipe(weight: WeightTransformRecipe, axis: int, parts: int, ranks: int) -> WeightTransformRecipe:
+    """A rank's part of a weight: of `parts` equal ones along an axis, on `ranks` ranks (see `mesh.Split`).
+
+    The last is filled up with zeros where the axis does not divide evenly. Only that part is read from the checkpoint.
+    """
+    return WeightTransformRecipe("shard", (weight,), {"axis": axis, "parts": parts, "ranks": ranks})
+
+
+def on_first_rank(weight: WeightTransformRecipe) -> WeightTransformRecipe:
+    """The weight on rank 0, and zeros on the others: a summand that is to count once."""
+    return WeightTransformRecipe("on_first_rank", (weight,))
+
+
+def rank_start(size: int) -> WeightTransformRecipe:
+    """An integer [1]: where the rank's rows begin, if each rank has `size`."""
+    return WeightTransformRecipe("rank_start", (), {"size": size})
+
+
 def part_recipe(weight: WeightTransformRecipe, format: QuantizedFormat, part: str) -> WeightTransformRecipe | None:
     """The recipe of one part of a weight in few bits; None for a weight that is neither a tensor nor several joined."""
     if weight.op == "key":
         fields = {name: getattr(format, name) for name in _STORED_FIELDS}
         return WeightTransformRecipe("quantized", params={**weight.params, "part": part, "format": fields})
+    if weight.op == "shard" and (inner := part_recipe(weight.args[0], format, part)) is not None:
+        is_whole_row = weight.params["axis"] == 1 and part != "codes" and not format.group
+        return inner if is_whole_row else WeightTransformRecipe("shard", (inner,), weight.params)
     parts = [part_recipe(arg, format, part) for arg in weight.args]
     if weight.op != "concat" or weight.params["axis"] != 0 or None in parts:
         return None
@@ -84,11 +109,16 @@ def part_recipe(weight: WeightTransformRecipe, format: QuantizedFormat, part: st
 
 
 def apply_recipe(
-    recipe: WeightTransformRecipe, state: Mapping[str, np.ndarray] | Mapping[str, np.ndarray | QuantizedArray]
+    recipe: WeightTransformRecipe,
+    state: Mapping[str, np.ndarray] | Mapping[str, np.ndarray | QuantizedArray],
+    rank: int = 0,
 ) -> np.ndarray:
     """Evaluate a recipe over a checkpoint; transforms compute in float32.
 
     A tensor in few bits that is read whole is dequantized; one that is not, but is asked for a part, is quantized.
+
+    Args:
+        rank: The rank that loads the weight, of a program for several.
 
     Raises:
         InputError: a tensor is stored in another format than the one that a part is asked in; nothing is requantized.
@@ -103,7 +133,13 @@ def apply_recipe(
         if value.format != format:
             raise InputError(f"'{recipe.params['key']}' is stored as {value.format}; the program expects {format}")
         return value.part(recipe.params["part"])
-    args = [apply_recipe(arg, state) for arg in recipe.args]
+    if recipe.op == "rank_start":
+        return np.array([rank * recipe.params["size"]], np.int64)
+    args = [apply_recipe(arg, state, rank) for arg in recipe.args]
+    if recipe.op == "shard":
+        return _part_of(args[0], rank, **recipe.params)
+    if recipe.op == "on_first_rank":
+        return args[0] if rank == 0 else np.zeros_like(args[0])
     return _TRANSFORMS[recipe.op](*args, **recipe.params)
 
 
@@ -138,6 +174,43 @@ def _part_shape(recipe: WeightTransformRecipe, source: Shape) -> Shape:
     if part is None:
         raise ValueError(f"{format} has no {recipe.params['part']}")
     return part[0]
+
+
+def pieces_read(
+    recipe: WeightTransformRecipe, source_shapes: Mapping[str, Shape], rank: int
+) -> Iterator[tuple[str, Piece]]:
+    """The keys that a rank reads, each with the part of it."""
+    if recipe.op == "shard" and not recipe.args[0].args and "key" in recipe.args[0].params:
+        key, axis = recipe.args[0].params["key"], recipe.params["axis"]
+        whole = tuple((0, size) for size in source_shapes[key])
+        own = _own(source_shapes[key][axis], rank, recipe.params["parts"], recipe.params["ranks"])
+        yield key, (*whole[:axis], own)
+    elif "key" in recipe.params:
+        yield recipe.params["key"], ()
+    for arg in recipe.args if recipe.op != "shard" or recipe.args[0].args else ():
+        yield from pieces_read(arg, source_shapes, rank)
+
+
+def _own(size: int, rank: int, parts: int, ranks: int) -> tuple[int, int]:
+    """The indices along an axis of `size` that a rank's part holds, which may be fewer than a whole part's."""
+    step, index = -(-size // parts), rank * parts // ranks
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def _part_of(whole: np.ndarray, rank: int, axis: int, parts: int, ranks: int) -> np.ndarray:
+    size = whole.shape[axis]
+    part = np.ascontiguousarray(whole[(*[slice(None)] * axis, slice(*_own(size, rank, parts, ranks)))])
+    missing = -(-size // parts) - part.shape[axis]
+    if not missing:
+        return part
+    return np.concatenate([part, np.zeros((*part.shape[:axis], missing, *part.shape[axis + 1 :]), part.dtype)], axis)
+
+
+def _sharded_shape(whole: Shape, axis: int, parts: int, ranks: int) -> Shape | None:
+    counts = all(type(count) is int for count in (axis, parts, ranks))
+    if not counts or not 0 <= axis < len(whole) or not 1 <= parts <= ranks or ranks % parts:
+        return None
+    return (*whole[:axis], -(-whole[axis] // parts), *whole[axis + 1 :])
 
 
 def _f32(array: np.ndarray) -> np.ndarray:
@@ -208,6 +281,9 @@ _SHAPES: dict[str, Callable[..., Shape | None]] = {
     "multiply_add": lambda bias, scale, shift: _vectors(bias, scale, shift, eps=0.0),
     "concat": _joined_shape,
     "fill": _filled_shape,
+    "shard": _sharded_shape,
+    "on_first_rank": lambda whole: whole,
+    "rank_start": lambda size: (1,) if type(size) is int and 0 <= size <= INT32_MAX else None,
 }
 _TRANSFORMS: dict[str, Callable[..., np.ndarray]] = {
     "bn_scale": _bn_scale,

@@ -3,6 +3,7 @@
 from npu_compiler.ops import (
     affine,
     aliases,
+    collectives,
     comparing,
     conv,
     conv3d,
@@ -31,6 +32,7 @@ __all__ = [
     "Op",
     "affine",
     "aliases",
+    "collectives",
     "comparing",
     "conv",
     "conv3d",

@@ -24,6 +24,7 @@ from npu_compiler.ops.registry import (
     register_op,
     supported,
 )
+from npu_compiler.ops.sharding import shard_view
 from npu_compiler.program.views import View
 
 
@@ -102,7 +103,14 @@ def view_op(
     def add(function: ViewFn) -> ViewFn:
         rule = ViewRule(function, may_copy, None, write_back)
         register_op(
-            names, tensors=tensors, unsupported=unsupported, view=rule, moves=True, identity=identity, is_pure=is_pure
+            names,
+            tensors=tensors,
+            unsupported=unsupported,
+            view=rule,
+            moves=True,
+            identity=identity,
+            is_pure=is_pure,
+            shard=shard_view,
         )(lower)
         return function
 
@@ -272,7 +280,9 @@ def _parts_op(
 ) -> None:
     """Add rows of ops of several outputs, each of which another op makes alone."""
     rule = ViewRule(_same, part=part)
-    register_op(names, tensors=tensors, view=rule, moves=True, integer_range=integer_range)(lower_view)
+    register_op(names, tensors=tensors, view=rule, moves=True, integer_range=integer_range, shard=shard_view)(
+        lower_view
+    )
 
 
 def _slice_of(node: OpNode, graph: IRGraph, index: int) -> OpNode:

@@ -386,7 +386,8 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
         "count_include_pad": int(True if include is None else bool(include)),
         "divisor": node.attrs.get("divisor_override") or 0,
     }
-    ctx.emit("avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * kernel[0] * kernel[1])
+    covered = math.prod(min(sizes) for sizes in zip(kernel, x.shape[-2:], strict=True))
+    ctx.emit("avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], params, flops=out.numel * covered)
 
 
 @register_op(

@@ -15,6 +15,7 @@ from npu_compiler.ops.aliases import write_whole
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.ranges import by_operands, of_scalar
 from npu_compiler.ops.registry import Args, Layout, Range, ViewRule, always, operand, register_op
+from npu_compiler.ops.sharding import shard_elementwise
 from npu_compiler.program.elementwise import ACTIVATIONS, Elementwise, activation_rule, add_elementwise
 from npu_compiler.program.views import View
 
@@ -68,6 +69,7 @@ def elementwise(
         one_dtype=one_dtype,
         activation=activation_rule(name),
         integer_range=by_operands(integer_range, *attrs) if integer_range is not None else None,
+        shard=shard_elementwise,
     )(lower)
     return op
 
@@ -310,7 +312,7 @@ def _gelu(attrs: Mapping[str, Any]) -> str:
     return "gelu_tanh" if attrs.get("approximate") == "tanh" else "gelu"
 
 
-@register_op("aten.gelu", layout=Layout.ELEMENTWISE, activation=_gelu)
+@register_op("aten.gelu", layout=Layout.ELEMENTWISE, activation=_gelu, shard=shard_elementwise)
 def lower_gelu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise(ACTIVATIONS[_gelu(node.attrs)], [ctx.view(node.inputs[0])], ctx.output())
 
@@ -352,6 +354,7 @@ def _quotient_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) ->
     layout=Layout.ELEMENTWISE,
     identity=lambda node: _scalar_is(1)(node) and not node.attrs.get("rounding_mode"),
     integer_range=_quotient_range,
+    shard=shard_elementwise,
 )
 def lower_div(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -375,6 +378,7 @@ def unclear_bound(node: OpNode) -> str | None:
     layout=Layout.ELEMENTWISE,
     by_name=True,
     integer_range=by_operands(ranges.clamp),
+    shard=shard_elementwise,
 )
 def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -399,6 +403,7 @@ def lower_clamp(ctx: Lowering, node: OpNode) -> None:
     tensors=("self", "mask", "value"),
     layout=Layout.ELEMENTWISE,
     integer_range=by_operands(ranges.masked_fill),
+    shard=shard_elementwise,
 )
 def lower_masked_fill(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
@@ -441,7 +446,12 @@ def _same_dtype(node: OpNode, source: View, out: TensorSpec) -> View | None:
     return source if source.dtype == out.dtype and not node.attrs.get("copy") else None
 
 
-_CAST: dict[str, Any] = {"tensors": ("self", "other"), "moves": True, "identity": always}
+_CAST: dict[str, Any] = {
+    "tensors": ("self", "other"),
+    "moves": True,
+    "identity": always,
+    "shard": shard_elementwise,
+}
 
 
 def lower_cast(ctx: Lowering, node: OpNode) -> None:

@@ -8,6 +8,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import QuantizedRule, register_op
+from npu_compiler.ops.sharding import shard_embedding, shard_rows_update
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.views import MAX_RANK, Shape, View, broadcast_shapes, numel
 
@@ -109,6 +110,7 @@ def _rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
     selects=True,
     index_bound=lambda node, graph: graph.tensors[node.inputs[0]].shape[0],
     quantized=QuantizedRule(0, "npu.quantized_embedding", is_table=True),
+    shard_table=shard_embedding,
 )
 def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     table, ids = (ctx.view(name) for name in node.inputs)
@@ -177,6 +179,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     index_bound=_rows_along_dim,
     one_dtype=True,
     integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], known[node.inputs[2]]),
+    shard=shard_rows_update,
 )
 def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
     """Rows of `source` replace rows of `self`."""

@@ -12,6 +12,7 @@ from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.ranges import by_operands
 from npu_compiler.ops.registry import Args, QuantizedRule, Range, register_op
+from npu_compiler.ops.sharding import shard_linear
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.products import Product
@@ -182,6 +183,7 @@ def _product_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> 
     channel_axis=lambda node: 0,
     one_dtype=True,
     quantized=QuantizedRule(1, "npu.quantized_linear"),
+    shard=shard_linear,
 )
 def lower_linear(ctx: Lowering, node: OpNode) -> None:
     x, weight, *bias = (ctx.view(name) for name in node.inputs)
@@ -200,6 +202,7 @@ def lower_linear(ctx: Lowering, node: OpNode) -> None:
     "npu.linear",
     tensors=("input", "weight", "bias", "residual"),
     quantized=QuantizedRule(1, "npu.quantized_linear"),
+    shard=shard_linear,
 )
 def lower_fused_linear(ctx: Lowering, node: OpNode) -> None:
     """A linear with its epilogue; `attrs` say which of bias and residual are there."""

@@ -9,6 +9,7 @@ from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Range, register_op
+from npu_compiler.ops.sharding import shard_along_others
 from npu_compiler.program.kernels import Family, Grid, declare_kernel
 from npu_compiler.program.views import View
 
@@ -92,6 +93,7 @@ def _running_sum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range])
     "aten.min.default aten.logsumexp",
     unsupported=_empty_unsupported,
     integer_range=_reduction_range,
+    shard=shard_along_others,
 )
 def lower_reduction(ctx: Lowering, node: OpNode) -> None:
     name = node.base.removeprefix("aten.")

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from npu_compiler.errors import IRError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN
+from npu_compiler.graph.mesh import Split
 from npu_compiler.graph.model import Attrs, IRGraph, OpNode, TensorSpec, base_op
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.program.views import MAX_RANK, View
@@ -67,6 +68,27 @@ class ViewRule:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """How a node's tensors are divided among ranks; those that are not named are whole.
+
+    Attributes:
+        is_sum: Whether the output is a sum of which each rank has a summand.
+        once: Inputs that only the first rank may add to that sum.
+    """
+
+    splits: Mapping[str, Split]
+    is_sum: bool = False
+    once: frozenset[str] = frozenset()
+
+
+TableFn: TypeAlias = Callable[
+    [OpNode, IRGraph, str, int, Mapping[str, TensorSpec]], tuple[list[OpNode], dict[str, TensorSpec]]
+]
+ShardFn: TypeAlias = Callable[[OpNode, IRGraph, str, Split], Shards | None]
+"""Given a node, one of its tensors and how that is divided: how the others must be, None where it cannot be so."""
+
+
+@dataclass(frozen=True)
 class QuantizedRule:
     """How an op reads a weight in few bits.
 
@@ -110,6 +132,8 @@ class Op:
         quantized: For an op that may read a weight in few bits.
         bytes: Whether it reads and makes int8 and uint8 tensors that are stored in a byte an element: `only` such, or
             such `too`; empty if it does not.
+        shard: How it goes on over tensors that are divided among ranks; None for an op that needs them whole.
+        shard_table: For an op that picks rows of a table: itself over some of the rows (see `shard_embedding`).
         saturates: Whether its results in a narrow integer dtype never pass that dtype's range.
     """
 
@@ -134,6 +158,8 @@ class Op:
     quantized: QuantizedRule | None = None
     bytes: str = ""
     saturates: bool = False
+    shard: ShardFn | None = None
+    shard_table: TableFn | None = None
 
 
 OPS: dict[str, Op] = {}

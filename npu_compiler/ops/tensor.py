@@ -13,6 +13,7 @@ from npu_compiler.ops.aliases import diagonal_view, slice_bounds
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.ranges import by_operands
 from npu_compiler.ops.registry import Args, Range, register_op
+from npu_compiler.ops.sharding import shard_along_others
 from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.views import Shape, View
 
@@ -69,7 +70,7 @@ declare_kernel(
 )
 
 
-@register_op("aten.cat aten.concat aten.concatenate", tensors=("*tensors",), moves=True)
+@register_op("aten.cat aten.concat aten.concatenate", tensors=("*tensors",), moves=True, shard=shard_along_others)
 def lower_cat(ctx: Lowering, node: OpNode) -> None:
     out = ctx.output()
     attrs = node.attrs

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+from npu_compiler.graph.dtypes import is_int
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
-from npu_compiler.program.kernels import Family, Grid, declare_kernel
+from npu_compiler.ops.sharding import shard_attention
+from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.products import Product
 from npu_compiler.program.views import View, numel
 
@@ -69,6 +71,32 @@ declare_kernel(
     products=attention_products,
     scale="f",
     causal="?",
+)
+
+
+def _paged_products(call: SimpleNamespace) -> tuple[Product, ...]:
+    """As `attention_products`, for tokens that each attend to a whole table of rows."""
+    rows, keys, batch = call.h // call.shared, call.t * call.block_size, call.n * call.shared
+    return (Product(rows, keys, call.d, batch), Product(rows, call.e, keys, batch))
+
+
+declare_kernel(
+    "paged_attention_kernel",
+    Family.ATTENTION,
+    "q:f[n,h,.d] k:f[rows,shared,.d] v:f[rows,shared,.e] tables:i[s,.t] sequences:i[.n] positions:i[.n]"
+    " -> out:f[n,h,.e]",
+    source="paged_attention.metal",
+    grid=Grid.TOKENS,
+    where=lambda call: (
+        min(call.shared, call.s, call.t, call.d) > 0
+        and call.h % call.shared == 0
+        and 0 < call.block_size <= call.rows
+        and call.rows % call.block_size == 0
+        and call.k.dtype == call.v.dtype
+    ),
+    products=_paged_products,
+    scale="f",
+    block_size="I",
 )
 
 
@@ -222,6 +250,7 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     tensors=("query", "key", "value", "attn_mask"),
     unsupported=_attention_unsupported,
     one_dtype=True,
+    shard=shard_attention,
 )
 def lower_attention(ctx: Lowering, node: OpNode) -> None:
     """softmax(scale · q·kᵀ + mask) · v over [B, H, T, D]; fewer KV heads than query heads are shared in order.
@@ -256,3 +285,53 @@ def attention_params(node: OpNode, query: View, has_mask: bool) -> dict[str, flo
         "causal": int(bool(node.attrs.get("is_causal"))),
         "has_mask": int(has_mask),
     }
+
+
+def _paged_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    shapes = [graph.tensors[name].shape for name in node.inputs]
+    (query, keys, values, tables, sequences, positions), block = shapes, node.attrs["block_size"]
+    if [len(shape) for shape in shapes] != [3, 3, 3, 2, 1, 1]:
+        return f"paged attention over shapes {[list(shape) for shape in shapes]}"
+    if keys[:2] != values[:2] or keys[2] != query[2] or keys[1] == 0 or query[1] % keys[1]:
+        return f"paged attention of queries {list(query)} over keys {list(keys)} and values {list(values)}"
+    if not sequences == positions == query[:1] or 0 in (*tables, query[2]):
+        return f"paged attention of queries {list(query)} over tables {list(tables)}"
+    if block < 1 or keys[0] < block or keys[0] % block:
+        return f"paged attention over {keys[0]} rows in blocks of {block}"
+    if graph.tensors[node.inputs[1]].storage != graph.tensors[node.inputs[2]].storage:
+        return "paged attention whose keys and values are stored in different dtypes"
+    if not all(is_int(graph.tensors[name].dtype) for name in node.inputs[3:]):
+        return "paged attention whose tables, sequences or positions are not integers"
+    return None
+
+
+@register_op(
+    "npu.paged_attention",
+    tensors=("query", "keys", "values", "tables", "sequences", "positions"),
+    unsupported=_paged_unsupported,
+    one_dtype=True,
+)
+def lower_paged_attention(ctx: Lowering, node: OpNode) -> None:
+    """softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.
+
+    Query [N, H, D], keys and values [rows, KV, D], tables [S, T], sequences and positions [N] → [N, H, D]. Token n
+    attends to positions 0..positions[n] of sequence sequences[n]; that at position p lies in row
+    tables[sequence, p // block_size] * block_size + p % block_size. Whatever is out of range counts as the nearest that
+    exists: a sequence among S, a position among T * block_size, a block among rows / block_size.
+    """
+    q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
+    tables, sequences, positions = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[3:])
+    out = ctx.output()
+    block = int(node.attrs["block_size"])
+    keys = tables.shape[1] * block
+    pool_rows = min(k.shape[0], tables.shape[0] * keys)
+    read = sum(distinct_bytes(view) * pool_rows // view.shape[0] for view in (k, v))
+    params = {"scale": float(node.attrs["scale"]), "block_size": block}
+    ctx.emit(
+        "paged_attention_kernel",
+        [q, k, v, tables, sequences, positions],
+        [out],
+        params,
+        flops=2 * (q.numel + out.numel) * keys,
+        bytes_moved=read + sum(distinct_bytes(view) for view in (q, tables, sequences, positions, out)),
+    )

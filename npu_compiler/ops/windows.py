@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
-from npu_compiler.program.products import Product
+from npu_compiler.program.products import Product, Window
 
 _SLACK = 2**16  # elements that a padded plane may have, however small the image is
 
@@ -23,8 +23,9 @@ def fits_convolution(call: SimpleNamespace) -> bool:
 
 def convolution_products(call: SimpleNamespace) -> tuple[Product, ...]:
     """Of a group: its windows, a row for each pixel of the output, with its part of the weight."""
-    terms = call.i * call.kh * call.kw
-    return (Product(call.n * call.p * call.q, call.o // call.groups, terms, call.groups),)
+    taps = call.kh * call.kw
+    window = Window(taps, call.stride[1], call.q)
+    return (Product(call.n * call.p * call.q, call.o // call.groups, call.i * taps, call.groups, window),)
 
 
 def fits_transposed_convolution(call: SimpleNamespace) -> bool:

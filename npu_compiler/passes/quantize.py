@@ -73,10 +73,10 @@ def mark_quantized_weights(graph: IRGraph, quantization: Quantization | None, co
         return graph
     formats = find_formats(graph, quantization)
     rounded = next((key for key, format in formats.items() if format.activations != "none"), None)
-    if rounded is not None and not config.integer_kernels:
+    if rounded is not None and not config.rounds_activations:
         raise InputError(
-            f"the target {config.name} does not round activations, as the format of '{rounded}' asks for; only "
-            "programs for the CPU do. Choose activations 'none' to keep them in the compute dtype"
+            f"the target {config.name} does not round activations, as the format of '{rounded}' asks for; choose "
+            "activations 'none' to keep them in the compute dtype, or another device"
         )
     tensors, weights = dict(graph.tensors), dict(graph.weights)
     renames: dict[str, str] = {}
@@ -143,16 +143,19 @@ def _split(
     tensors: dict[str, TensorSpec],
     weights: dict[str, WeightTransformRecipe],
 ) -> list[str]:
-    assert spec.quantized is not None
+    format = spec.quantized
+    assert format is not None
     names = []
-    shapes = spec.quantized.parts((spec.shape[0], spec.shape[1]))
+    shapes = format.parts((spec.shape[0], spec.shape[1]))
     for part in PARTS:
         if part in shapes:
-            made = part_recipe(recipe, spec.quantized, part)
+            made = part_recipe(recipe, format, part)
             assert made is not None, "only joined tensors are marked"
             name = unique_name(f"{spec.name}.{part}", tensors)
             shape, dtype = shapes[part]
-            tensors[name], weights[name] = TensorSpec(name, shape, dtype, dtype), made
+            # A scale for each row costs little; in float32, products of codes take it as it is.
+            by_row = part == "scales" and shape[1] == 1 and format.activations != "none" and format.offsets == "none"
+            tensors[name], weights[name] = TensorSpec(name, shape, dtype, "float32" if by_row else dtype), made
             names.append(name)
     return names
 

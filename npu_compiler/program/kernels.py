@@ -33,6 +33,7 @@ class Family(Enum):
     TENSOR = "tensor"
     CONV = "conv"
     POOL = "pool"
+    COLLECTIVE = "collective"
 
 
 class Grid(Enum):
@@ -55,6 +56,7 @@ class Grid(Enum):
     PIXELS = "pixels along x, channels along y, images along z"
     ROTATIONS = "a thread per four pairs of a rotated row along x; rows along y"
     QUERIES = "queries along x, heads along y, batches along z"
+    TOKENS = "tokens along x, heads along y"
 
 
 Condition: TypeAlias = Callable[[SimpleNamespace], bool]

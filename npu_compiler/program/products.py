@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from npu_compiler.errors import InputError
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a convolution.
+
+    Attributes:
+        taps: Its pixels, each of which is multiplied with an element of the weight.
+        stride: By how many columns it moves.
+        width: Columns of the output.
+    """
+
+    taps: int
+    stride: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -12,12 +27,16 @@ class Product:
     """`batch` independent matrix products `[m, k] × [k, n]`: m rows of inputs, k summed, n columns of weights.
 
     A convolution is the product of its windows (a row for each pixel of the output) with its weight.
+
+    Attributes:
+        window: None where nothing is convolved.
     """
 
     m: int
     n: int
     k: int
     batch: int = 1
+    window: Window | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if min(self.m, self.n, self.k, self.batch) < 1:

@@ -19,9 +19,11 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
+from npu_runtime.collectives import Share
 from npu_runtime.cpu.arrays import host_memory
 from npu_runtime.cpu.bound_call import ArrayCall, BoundCall, Candidate
 from npu_runtime.cpu.ceilings import measured_ceilings
+from npu_runtime.cpu.exchange import COLLECTIVE_KERNELS, collective_launch
 from npu_runtime.cpu.levels import forced_level
 from npu_runtime.cpu.native import NativeLaunch, NativeSequence, failure_reason
 from npu_runtime.cpu.native import available as native_available
@@ -108,6 +110,7 @@ class CPUBackend(Backend):
 
     config: TargetConfig = OP_LEVEL
     runs_targets = (OP_LEVEL.name, METAL_GPU.name)
+    joins_groups = True
 
     def __init__(self, native: bool | None = None, tune: bool | None = None, pytorch: bool = True) -> None:
         self._wants_native = os.environ.get("NPU_SIM_NATIVE", "1") != "0" if native is None else native
@@ -160,10 +163,17 @@ class CPUBackend(Backend):
         if self._wants_native and not self.native:
             _warn_of_missing_kernels(self.pytorch)
         bound = BoundCall(call, [bind(x) for x in inputs], [bind(x) for x in outputs], inputs)
+        if call.kernel in COLLECTIVE_KERNELS:
+            return collective_launch(bound, self.collectives)
         implementations = candidates(bound, self.native, self.pytorch)
         choose = self._tuner.launch if self.tune else default_launch
         launch = choose(bound, implementations)
         return launch or reference(bound, self.native, self.pytorch)
+
+    def join(self, rank: int, size: int, share: Share) -> None:
+        from npu_runtime.cpu.gloo import GlooCollectives
+
+        self.collectives = GlooCollectives(rank, size, share)
 
     @contextlib.contextmanager
     def without_trials(self) -> Iterator[None]:

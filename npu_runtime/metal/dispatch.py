@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from npu_compiler.ops import declaration
 from npu_compiler.program.elementwise import ElementwiseKernel
-from npu_compiler.program.kernels import Family, Grid, KernelCall
+from npu_compiler.program.kernels import Grid, KernelCall
 from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.dispatch import DispatchStrategy, Size3
@@ -39,8 +39,10 @@ class MetalDispatchStrategy(DispatchStrategy):
     def function(self, call: KernelCall) -> str:
         """The Metal function that runs a call: one kernel may have several, for different shapes."""
         decl = declaration(call)
-        if decl.family is Family.ATTENTION:
+        if decl.grid is Grid.QUERIES:
             return _attention_form(call)
+        if decl.grid is Grid.TOKENS:
+            return "paged_attention_wide_kernel" if _is_wide(call) else decl.name
         return decl.function if isinstance(decl, ElementwiseKernel) else decl.name
 
 
@@ -177,12 +179,18 @@ def _rope(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
 def _attention_form(call: KernelCall) -> str:
     """Tiles of queries where there are enough of them, else single queries."""
     q, k, v = call.inputs[:3]
-    if max(q.shape[-1], v.shape[-1]) > ATTENTION_WIDTH:
+    if _is_wide(call):
         return "attention_wide_kernel"
     if q.shape[2] < PREFILL_QUERIES:
         return "attention_kernel"
     in_float = "float32" in (q.dtype, k.dtype, v.dtype)
     return "attention_prefill_float_kernel" if in_float else "attention_prefill_kernel"
+
+
+def _is_wide(call: KernelCall) -> bool:
+    """Whether a head of queries or values exceeds what is held in registers."""
+    q, _, v = call.inputs[:3]
+    return max(q.shape[-1], v.shape[-1]) > ATTENTION_WIDTH
 
 
 def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
@@ -195,6 +203,15 @@ def _attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
     threads = _whole_simdgroups(keys * ATTENTION_KEY_LANES, config.max_threadgroup_1d)
     slices = _groups(width, ATTENTION_SLICE) if form == "attention_wide_kernel" else 1
     return (slices * queries, heads, batch), (threads, 1, 1)
+
+
+def _paged_attention(call: KernelCall, config: TargetConfig) -> tuple[Size3, Size3]:
+    """Tokens along x (for wide heads, slices of each one's result), heads along y."""
+    tokens, heads, width = call.outputs[0].shape
+    keys = call.inputs[3].shape[1] * call.params["block_size"]
+    threads = _whole_simdgroups(keys * ATTENTION_KEY_LANES, config.max_threadgroup_1d)
+    slices = _groups(width, ATTENTION_SLICE) if _is_wide(call) else 1
+    return (slices * tokens, heads, 1), (threads, 1, 1)
 
 
 _SHAPES: dict[Grid, Shape] = {
@@ -215,4 +232,5 @@ _SHAPES: dict[Grid, Shape] = {
     Grid.PIXELS: _conv,
     Grid.ROTATIONS: _rope,
     Grid.QUERIES: _attention,
+    Grid.TOKENS: _paged_attention,
 }

@@ -406,6 +406,7 @@ KNOWN_GAPS = {
     "aten.bucketize.Tensor": "no gap: boundaries that are not sorted have no promised answer",
     "aten.flip.default": "a scalar",
     "aten.hardtanh.default": "a least value above the largest",
+    "aten.index_copy.default": "no gap: which of the rows with equal indices stays is not promised",
     "aten.lerp.Tensor": "integers with a weight of fractions",
     "aten.max.dim": "indices of booleans",
     "aten.min.dim": "indices of booleans",

@@ -78,12 +78,14 @@ def test_a_name_that_is_no_format_is_refused(name: str, message: str) -> None:
         compile(linear(1, 4, 32), quantization=name)
 
 
+def test_a_target_that_rounds_no_activations_says_so() -> None:
+    with pytest.raises(InputError, match="the target metal_gpu does not round activations, as the format of 'w' asks"):
+        compile(linear(1, 4, 32), MetalCodegenTarget(), quantization="int8+int8")
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.config.name)
-def test_targets_that_round_no_rows_say_so(target: CodegenTarget) -> None:
-    name = target.config.name
-    with pytest.raises(InputError, match=f"the target {name} does not round activations, as the format of 'w' asks"):
-        compile(linear(1, 4, 32), target, quantization="int8+int8")
-    with pytest.raises(InputError, match=f"the target {name} has no kernels for a KV cache in int8"):
+def test_targets_that_round_no_caches_say_so(target: CodegenTarget) -> None:
+    with pytest.raises(InputError, match=f"the target {target.config.name} has no kernels for a KV cache in int8"):
         compile(cached_attention(), target, kv_cache="int8")
 
 

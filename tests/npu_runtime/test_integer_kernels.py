@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,68 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ir_builder import IRBuilder, Tensor
+from quantized_networks import BACKENDS, DEQUANTIZE, LIMITS, QUANTIZE, Network
 
-from npu_compiler import compile, trace_stages
-from npu_runtime import CPUBackend, Executor, load_weights
+from npu_compiler import compile
+from npu_runtime import Executor, load_weights
 from npu_runtime.cpu.native import available as native_available
 from npu_runtime.cpu.native import integer
-
-BACKENDS = {
-    "native": CPUBackend(native=True, tune=False),
-    "torch": CPUBackend(native=False, tune=False),
-    "numpy": CPUBackend(native=False, pytorch=False),
-}
-QUANTIZE = "quantized_decomposed.quantize_per_tensor.default"
-DEQUANTIZE = "quantized_decomposed.dequantize_per_tensor.default"
-DEQUANTIZE_CHANNELS = "quantized_decomposed.dequantize_per_channel.default"
-LIMITS = {"int8": (-128, 127), "uint8": (0, 255)}
-
-
-@dataclass
-class Network:
-    """An IR that quantizes, and the weights for it."""
-
-    g: IRBuilder = field(default_factory=IRBuilder)
-    state: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def rounded(self, x: Tensor, scale: float, zero: int, dtype: str = "uint8") -> Tensor:
-        """x quantized and dequantized."""
-        shape, (low, high) = self.g.shape(x), LIMITS[dtype]
-        attrs = {"scale": scale, "zero_point": zero, "quant_min": low, "quant_max": high, "dtype": dtype}
-        codes = self.g(QUANTIZE, x, **attrs, out=(shape, dtype))
-        found: Tensor = self.g(DEQUANTIZE, codes, **attrs, out=(shape, "float32"))
-        return found
-
-    def weight(self, key: str, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> Tensor:
-        self.state |= {key: codes, f"{key}.scales": scales.astype(np.float32)}
-        parts = [self.g.weight(key, *codes.shape, dtype="int8"), self.g.weight(f"{key}.scales", len(codes))]
-        if zeros is not None:
-            self.state[f"{key}.zeros"] = zeros
-            parts.append(self.g.weight(f"{key}.zeros", len(codes), dtype="int64"))
-        attrs = {"axis": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
-        found: Tensor = self.g(DEQUANTIZE_CHANNELS, *parts, **attrs, out=(codes.shape, "float32"))
-        return found
-
-    def run(
-        self, inputs: dict[str, np.ndarray], compute_dtype: str = "float32", only: str = ""
-    ) -> dict[str, np.ndarray]:
-        """Backend's name → the output."""
-        program = compile(self.g.ir(), compute_dtype=compute_dtype)
-        (spec,) = program.output_specs
-        found = {}
-        for name, backend in BACKENDS.items():
-            if only not in ("", name):
-                continue
-            weights = load_weights(self.state, program, backend)
-            found[name] = Executor(program, backend).run(inputs, weights)[spec.name].to_numpy(spec).copy()
-        return found
-
-    @property
-    def ops(self) -> list[str]:
-        """Of the graph that kernels are generated from."""
-        *_, (_, graph) = trace_stages(self.g.ir(), compute_dtype="float32")
-        return [node.op_type for node in graph]
 
 
 def loops(x: np.ndarray, w: np.ndarray, stride: int, padding: int, dilation: int, groups: int) -> np.ndarray:

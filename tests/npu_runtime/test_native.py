@@ -439,6 +439,9 @@ def test_index_copy() -> None:
     cache, new = torch.zeros(1, 3, 16, 8), torch.randn(1, 2, 3, 8).transpose(1, 2)
     run(native.index_copy(cache, 2, torch.tensor([5, 16], dtype=torch.int32), new))
     assert torch.equal(cache[:, :, 5], new[:, :, 0]) and cache.count_nonzero() == 24
+    pool, new = torch.zeros(16, 3, 8), torch.randn(3, 2, 8).transpose(0, 1)
+    run(native.index_copy(pool, 0, torch.tensor([5, 2], dtype=torch.int32), new))
+    assert torch.equal(pool[[5, 2]], new) and pool.count_nonzero() == 48
 
 
 def test_index_copy_pair() -> None:

@@ -28,6 +28,7 @@ COMPILER_LIBRARIES = {"cryptography", "ml_dtypes", "msgpack", "numpy"}
 SLOW_TO_IMPORT = {
     "cryptography",
     "cupy",
+    "fastapi",
     "gguf",
     "hypothesis",
     "matplotlib",
@@ -38,6 +39,7 @@ SLOW_TO_IMPORT = {
     "torch",
     "torch_ir",
     "transformers",
+    "uvicorn",
 }
 STARTS_WITHOUT_TORCH = [
     "npu_compiler",

@@ -187,7 +187,8 @@ def _prepare(call: KernelCall, backend: Backend, memory: dict[str, DeviceBuffer]
         for buffer in plan.buffers.values()
         if buffer.kind == "persistent"
     }
-    memory = {**memory, **persistent}
+    constants = {name: backend.allocate_buffer(value) for name, value in plan.constants.items()}
+    memory = {**memory, **persistent, **constants}
 
     def operand(view: View) -> Operand:
         return Operand(memory.get(view.buffer, arena), view, plan.buffers[view.buffer].offset, False)

@@ -61,3 +61,40 @@ def attention(inputs: Tensors, outputs: Tensors, params: Params) -> None:
         enable_gqa=k.shape[1] != q.shape[1],
     )
     outputs[0].copy_(result)
+
+
+@cpu_kernel("paged_attention_kernel")
+def paged_attention_kernel(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    q, k, v, tables, sequences, positions = inputs
+    outputs[0].copy_(paged_attention(q, k, v, tables, sequences, positions, params["block_size"], params["scale"]))
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """What `npu_compiler.ops.transformer.lower_paged_attention` says, in float32: [N, H, D]."""
+    sequences = sequences.long().clamp(0, len(tables) - 1)
+    positions = positions.long().clamp(0, tables.shape[1] * block_size - 1)
+    tables = tables.long().clamp(0, len(keys) // block_size - 1)
+    result = query.new_empty(*query.shape[:2], values.shape[2], dtype=torch.float32)
+    for sequence in sequences.unique():
+        tokens = (sequences == sequence).nonzero().flatten()
+        places = torch.arange(int(positions[tokens].max()) + 1)
+        rows = tables[sequence, places // block_size] * block_size + places % block_size
+        attended = F.scaled_dot_product_attention(
+            query[tokens].float().transpose(0, 1),
+            keys[rows].float().transpose(0, 1),
+            values[rows].float().transpose(0, 1),
+            places <= positions[tokens, None],
+            scale=scale,
+            enable_gqa=True,
+        )
+        result[tokens] = attended.transpose(0, 1)
+    return result

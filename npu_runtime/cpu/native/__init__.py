@@ -1,6 +1,6 @@
 """Native CPU kernels: prepared once on fixed arrays, then run at the cost of a function call."""
 
-from npu_runtime.cpu.native.attention import RoundedCache, attention, quantized_index_copy
+from npu_runtime.cpu.native.attention import RoundedCache, attention, paged_attention, quantized_index_copy
 from npu_runtime.cpu.native.bindings import NativeLaunch, NativeSequence, available
 from npu_runtime.cpu.native.build import failure_reason
 from npu_runtime.cpu.native.linear import PackedWeight, gated_linear, linear, pack_linear_weight
@@ -41,6 +41,7 @@ __all__ = [
     "mul",
     "pack_linear_weight",
     "pack_quantized",
+    "paged_attention",
     "quantized_embedding",
     "quantized_gated_linear",
     "quantized_index_copy",

@@ -1,14 +1,11 @@
 // softmax(scale · q kᵀ + mask) v with shared key heads, without a [M, S] matrix in memory.
-#include "attention_rows.h"
-#include "attention_tiles.h"
+#include "attention_paged.h"
 
 namespace npu {
 namespace {
 
-// Up to this many queries per head reading keys where they lie beats packing them first.
-constexpr int64_t kFewQueries = 4;
-
-void attention(const AttentionArgs& a) {
+void attention(const AttentionOperands& operands) {
+  const AttentionArgs a{operands};
   with_type(a.q.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     with_codes<T>(a.format, [&](auto* stored) {
@@ -19,7 +16,12 @@ void attention(const AttentionArgs& a) {
   });
 }
 
+void attention_over_pages(const PagedArgs& a) {
+  with_type(a.q.dtype, [&](auto* type) { paged_attention<std::remove_pointer_t<decltype(type)>>(a); });
+}
+
 }  // namespace
 }  // namespace npu
 
-NPU_KERNEL(attention, npu::AttentionArgs, npu::attention)
+NPU_KERNEL(attention, npu::AttentionOperands, npu::attention)
+NPU_KERNEL(paged_attention, npu::PagedArgs, npu::attention_over_pages)

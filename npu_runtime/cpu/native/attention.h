@@ -7,7 +7,7 @@ namespace npu {
 
 enum class MaskKind : int64_t { none = 0, boolean = 1, additive = 2 };
 
-struct AttentionArgs {
+struct AttentionOperands {
   View q, k, v, mask, out;  // [B, H, M, D], [B, KV, S, D], [B, KV, S, Dv], [B, H, M, S], [B, H, M, Dv]
   MaskKind mask_kind;
   int64_t causal;
@@ -20,6 +20,14 @@ struct AttentionArgs {
   // queries and of what is stored.
   RowFormat format;
   View k_scales, v_scales;
+};
+
+// What attention reads besides: keys and values may lie in blocks of a pool, in an order that a table gives, and the
+// first query may stand behind others that a causal mask lets it see.
+struct AttentionArgs : AttentionOperands {
+  int64_t first_query = 0;         // the key beside which query 0 stands
+  const int32_t* table = nullptr;  // key i is row i % block_size of block table[i / block_size]
+  int64_t block_size = 0, blocks = 0;
 
   int64_t batch() const { return q.size[0]; }
   int64_t heads() const { return q.size[1]; }
@@ -43,6 +51,16 @@ struct QueryRow {
   int64_t keys;
 };
 
+// Where the row of a key begins in keys or values. The kLanes keys from a multiple of kLanes on follow each other.
+template <class K>
+const K* row_of(const AttentionArgs& a, const View& rows, int64_t batch, int64_t kv_head, int64_t key) {
+  if (a.table) {
+    const int64_t block = std::clamp<int64_t>(a.table[key / a.block_size], 0, a.blocks - 1);
+    key = block * a.block_size + key % a.block_size;
+  }
+  return reinterpret_cast<const K*>(rows.data) + offset(rows, batch, kv_head, key);
+}
+
 // The scales of codes [key, key + kLanes) of a key head, zeros beyond the last; 1 where the keys are no codes.
 template <class K>
 NPU_INLINE Vec scales_of(const AttentionArgs& a, const View& scales, int64_t batch, int64_t kv_head, int64_t key) {
@@ -62,7 +80,7 @@ QueryRow<T> query_row(const AttentionArgs& a, int64_t batch, int64_t kv_head, in
       reinterpret_cast<const T*>(a.q.data) + offset(a.q, batch, head, i),
       a.out.data + offset(a.out, batch, head, i) * item_size(a.out.dtype),
       a.mask.data ? a.mask.data + offset(a.mask, batch, head, i) * mask_item_size(a) : nullptr,
-      a.causal ? std::min(a.keys(), i + 1) : a.keys(),
+      a.causal ? std::min(a.keys(), a.first_query + i + 1) : a.keys(),
   };
 }
 

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention on fixed arrays, and the update of a KV cache whose rows are rounded."""
+"""Attention on fixed arrays, also over a paged KV cache, and the update of a KV cache whose rows are rounded."""
 
 from __future__ import annotations
 
@@ -110,6 +110,53 @@ def attention(
         operand(None if rounded is None else rounded.v_scales),
     )
     return launch("attention", args, q, k, v, mask, out, rounded)
+
+
+class _PagedArgs(ctypes.Structure):
+    _fields_ = [
+        ("q", View),
+        ("k", View),
+        ("v", View),
+        ("out", View),
+        ("tables", ctypes.c_void_p),
+        ("sequences", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("sequence_count", ctypes.c_int64),
+        ("table_size", ctypes.c_int64),
+        ("table_stride", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def paged_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    tables: np.ndarray,
+    sequences: np.ndarray,
+    positions: np.ndarray,
+    block_size: int,
+    scale: float,
+    out: np.ndarray,
+) -> NativeLaunch | None:
+    """Attention of q [N, H, D] over pools k [rows, KV, D] and v [rows, KV, Dv] into out [N, H, Dv].
+
+    Tables [S, T], sequences and positions [N] are int32; see `npu_compiler.ops.transformer.lower_paged_attention`. The
+    pools must be contiguous.
+    """
+    floats, integers = (q, k, v, out), (tables, sequences, positions)
+    if not available() or any(t.ndim != 3 or t.size == 0 or not has_contiguous_rows(t) for t in floats):
+        return None
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES or out.dtype not in DTYPES:
+        return None
+    if not (k.flags.c_contiguous and v.flags.c_contiguous) or q.shape[2] > _MAX_WIDTH:
+        return None
+    if any(t.dtype != np.int32 or t.size == 0 or strides_of(t)[-1] != 1 for t in integers):
+        return None
+    places = map(address, integers)
+    args = _PagedArgs(*map(operand, floats), *places, *tables.shape, strides_of(tables)[0], block_size, scale)
+    return launch("paged_attention", args, *floats, *integers)
 
 
 class _IndexCopyArgs(ctypes.Structure):

@@ -54,6 +54,49 @@ Vec dot_keys(const typename Step<T>::X* q, const T* keys, int64_t stride, int64_
   return dot_keys<T, 0>(q, keys, stride, count, width);
 }
 
+inline constexpr int kSharingRows = 3;  // queries that share the keys that a pass loads and widens
+
+// dot_keys of kSharingRows queries, q_size apart, with kLanes keys of whole vectors.
+template <class T>
+void dot_shared_keys(const typename Step<T>::X* q, int64_t q_size, const T* keys, int64_t stride, int64_t width,
+                     Vec* dots) {
+  using S = Step<T>;
+  using Q = Step<typename S::X>;
+  // As many sums as leave registers for a vector of each query and one of a key.
+  constexpr int kTogether = std::min(kLanes, kRegisters == 32 ? 8 : 4);
+  Vec sums[kSharingRows][kLanes];
+#pragma GCC unroll 4
+  for (int first = 0; first < kLanes; first += kTogether) {
+    Vec sum[kSharingRows][kTogether] = {};
+    const T* key = keys + first * stride;
+    for (int64_t i = 0; i < width; i += kDotWidth<T>) {
+      Vec query[kSharingRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kSharingRows; ++r) query[r] = Q::load_panel(q + r * q_size + i);
+#pragma GCC unroll 8
+      for (int j = 0; j < kTogether; ++j) {
+        const Vec loaded = S::load_panel(key + j * stride + i);
+#pragma GCC unroll 4
+        for (int r = 0; r < kSharingRows; ++r) sum[r][j] = S::multiply_add(sum[r][j], query[r], loaded);
+      }
+    }
+    for (int r = 0; r < kSharingRows; ++r)
+      for (int j = 0; j < kTogether; ++j) sums[r][first + j] = sum[r][j];
+  }
+  for (int r = 0; r < kSharingRows; ++r) dots[r] = sum_rows(sums[r]);
+}
+
+// The dot products of `rows` queries, q_size apart, with `count` keys, as dot_keys has them.
+template <class T>
+void dot_rows(const typename Step<T>::X* q, int64_t q_size, int64_t rows, const T* keys, int64_t stride, int64_t count,
+              int64_t width, Vec* dots) {
+  int64_t r = 0;
+  if (count == kLanes && width % kDotWidth<T> == 0)
+    for (; r + kSharingRows <= rows; r += kSharingRows)
+      dot_shared_keys<T>(q + r * q_size, q_size, keys, stride, width, dots + r);
+  for (; r < rows; ++r) dots[r] = dot_keys<T>(q + r * q_size, keys, stride, count, width);
+}
+
 // For kRows rows, sums[0, 16 kVecs) += weights · values over `count` rows of values. Weights and sums of different rows
 // are their strides apart; a single vector may have fewer than 16 `columns` in use.
 template <int kRows, int kVecs, class T>
@@ -85,11 +128,23 @@ void add_all_values(float* sums, int64_t sums_stride, const float* weights, cons
     add_values<kRows, 1>(sums + d, sums_stride, weights, values + d, stride, count, width - d);
 }
 
-// Attends rows [row, row + rows) of a key head to keys [key_begin, key_end) and writes one partial per row. `floor` as
-// in AttentionArgs.
+// Asks for kLanes keys and values of a pool, up to `end`: the hardware does not see the next page coming.
+template <class K>
+void prefetch_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t key, int64_t end) {
+  if (a.table == nullptr || key >= end) return;
+  for (const View* rows : {&a.k, &a.v}) {
+    const char* first = reinterpret_cast<const char*>(row_of<K>(a, *rows, batch, kv_head, key));
+    for (int64_t j = 0; j < std::min<int64_t>(kLanes, end - key); ++j)
+      for (int64_t byte = 0; byte < rows->size[3] * int64_t(sizeof(K)); byte += 64)
+        __builtin_prefetch(first + j * rows->stride[2] * sizeof(K) + byte);
+  }
+}
+
+// Attends rows [row, row + rows) of a key head to keys [key_begin, key_end) and writes one partial per row, or adds to
+// those of a pass that ended where this one begins. `floor` as in AttentionArgs; the next pass will end at `next_end`.
 template <class T, class K>
 void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t row, int64_t rows, int64_t key_begin,
-                 int64_t key_end, float floor, float* partials) {
+                 int64_t key_end, float floor, float* partials, bool continues = false, int64_t next_end = 0) {
   using X = typename Step<K>::X;
   const int64_t q_size = round_up(a.width(), kDotWidth<K>), size = partial_size(a);
   alignas(64) X q[kRowChunk * kMaxWidth];
@@ -101,14 +156,17 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
     for (int64_t d = 0; d < a.width(); d += kLanes)
       store_n(q + r * q_size + d, load_n(query[r].q + d, a.width() - d), a.width() - d);
     float* partial = partials + r * size;
-    std::fill(partial, partial + size, 0.0f);
-    partial[0] = kNoWeight;
+    if (!continues) {
+      std::fill(partial, partial + size, 0.0f);
+      partial[0] = kNoWeight;
+    }
     furthest = std::max(furthest, query[r].keys);
   }
   key_end = std::min(key_end, furthest);
-  const K* keys = reinterpret_cast<const K*>(a.k.data) + offset(a.k, batch, kv_head, 0);
-  const K* values = reinterpret_cast<const K*>(a.v.data) + offset(a.v, batch, kv_head, 0);
 
+  next_end = std::max(key_end, std::min(next_end, furthest));
+  for (int64_t key = key_begin; !continues && key < std::min(key_end, key_begin + kKeyBlock); key += kLanes)
+    prefetch_rows<K>(a, batch, kv_head, key, key_end);
   alignas(64) float scores[kRowChunk][kKeyBlock];
   for (int64_t block = key_begin; block < key_end; block += kKeyBlock) {
     constexpr int kGroups = kKeyBlock / kLanes;
@@ -130,20 +188,25 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
       }
     if (!any) continue;
 
+    Vec highest[kRowChunk];
+    std::fill(highest, highest + rows, splat(kNoWeight));
+    for (int g = 0; g < kGroups; ++g) {
+      if (!alive[g]) continue;
+      const int64_t key = block + g * kLanes;
+      prefetch_rows<K>(a, batch, kv_head, key + kKeyBlock, next_end);
+      Vec dots[kRowChunk];
+      dot_rows<K>(q, q_size, rows, row_of<K>(a, a.k, batch, kv_head, key), a.k.stride[2],
+                  std::min<int64_t>(kLanes, end - key), a.width(), dots);
+      const Vec factor = a.scale * scales_of<K>(a, a.k_scales, batch, kv_head, key);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Vec score = dots[r] * factor + load(scores[r] + g * kLanes);
+        store(scores[r] + g * kLanes, score);
+        highest[r] = max(score, highest[r]);
+      }
+    }
     for (int64_t r = 0; r < rows; ++r) {
       float *partial = partials + r * size, *sums = partial + kPartialHead;
-      Vec highest = splat(kNoWeight);
-      for (int g = 0; g < kGroups; ++g) {
-        if (!alive[g]) continue;
-        const int64_t key = block + g * kLanes;
-        const Vec dots = dot_keys<K>(q + r * q_size, keys + key * a.k.stride[2], a.k.stride[2],
-                                     std::min<int64_t>(kLanes, end - key), a.width());
-        const Vec factor = a.scale * scales_of<K>(a, a.k_scales, batch, kv_head, key);
-        const Vec score = dots * factor + load(scores[r] + g * kLanes);
-        store(scores[r] + g * kLanes, score);
-        highest = max(score, highest);
-      }
-      const float before = partial[0], now = std::max(before, max_lanes(highest));
+      const float before = partial[0], now = std::max(before, max_lanes(highest[r]));
       if (now > before) {
         const float shrink = std::exp(before - now);
         partial[1] *= shrink;
@@ -166,7 +229,7 @@ void attend_rows(const AttentionArgs& a, int64_t batch, int64_t kv_head, int64_t
     for (int g = 0; g < kGroups; ++g) {
       if (!alive[g]) continue;
       const int64_t key = block + g * kLanes, count = std::min<int64_t>(kLanes, end - key);
-      const K* value = values + key * a.v.stride[2];
+      const K* value = row_of<K>(a, a.v, batch, kv_head, key);
       for (int64_t r = 0; r < rows;) {
         float* sums = partials + r * size + kPartialHead;
         const auto add = [&](auto together) {

@@ -198,7 +198,7 @@ void attention_by_tiles(const AttentionArgs& a) {
   mask.fill<T>(a, memory);
   X* packed = reinterpret_cast<X*>(memory + mask.bytes());
   const int64_t group = a.heads() / a.kv_heads();
-  const int64_t panels = divide_up(a.causal ? std::min(a.keys(), a.queries()) : a.keys(), kPanel);
+  const int64_t panels = divide_up(a.causal ? std::min(a.keys(), a.first_query + a.queries()) : a.keys(), kPanel);
   parallel_for(heads * panels, 4, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t head = i / panels, panel = i % panels, batch = head / a.kv_heads(), kv_head = head % a.kv_heads();

@@ -115,6 +115,13 @@ def _attention(call: ArrayCall) -> NativeLaunch | None:
     )
 
 
+@_accelerates("paged_attention_kernel")
+def _paged_attention(call: ArrayCall) -> NativeLaunch | None:
+    q, k, v, tables, sequences, positions = call.inputs
+    block_size, scale = call.params["block_size"], call.params["scale"]
+    return native.paged_attention(q, k, v, tables, sequences, positions, block_size, scale, call.out)
+
+
 @_accelerates("quantized_attention_kernel")
 def _quantized_attention(call: ArrayCall) -> NativeLaunch | None:
     q, k, k_scales, v, v_scales, *mask = call.inputs

@@ -93,7 +93,7 @@ def embedding(ids: np.ndarray, table: np.ndarray, out: np.ndarray) -> NativeLaun
 def index_copy(target: np.ndarray, dim: int, index: np.ndarray, source: np.ndarray) -> NativeLaunch | None:
     """target.index_copy_(dim, index, source) for an int32 or int64 index; entries out of range are left out.
 
-    The dimensions behind `dim` must be contiguous in both arrays.
+    The last dimension must be contiguous in both arrays, or `dim` be the last.
     """
     args = _index_copy_args(target, dim, index, source)
     return None if args is None else launch("copy_indexed", args, index, target, source)
@@ -118,9 +118,14 @@ def _index_copy_args(target: np.ndarray, dim: int, index: np.ndarray, source: np
         return None
     to_strides, from_strides = strides_of(target), strides_of(source)
     inner, strides = collapse(target.shape[dim + 1 :], to_strides[dim + 1 :], from_strides[dim + 1 :])
-    if len(inner) > 1 or any(stride and stride[-1] != 1 for stride in strides):
+    if any(stride and stride[-1] != 1 for stride in strides):
         return None
     outer, (to_stride, from_stride) = collapse(target.shape[:dim], to_strides[:dim], from_strides[:dim])
+    # Of the dimensions behind `dim` the last is copied whole, the others are walked like those before it.
+    outer = [*outer, *inner[:-1]]
+    to_stride, from_stride = (
+        [*first, *rest[:-1]] for first, rest in zip((to_stride, from_stride), strides, strict=True)
+    )
     missing = 2 - len(outer)
     if missing < 0:
         return None
@@ -131,7 +136,7 @@ def _index_copy_args(target: np.ndarray, dim: int, index: np.ndarray, source: np
         source,
         True,
         target.shape[dim],
-        inner[0] if inner else 1,
+        inner[-1] if inner else 1,
         [1] * missing + [*outer, count],
         padding + [*from_stride, from_strides[dim]],
         padding + [*to_stride, to_strides[dim]],

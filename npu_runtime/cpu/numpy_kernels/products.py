@@ -70,3 +70,21 @@ def attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     sees_none = np.isneginf(scores).all(-1, keepdims=True)
     weights = np.where(sees_none, np.float32(0), softmax_of(scores))
     outputs[0][...] = (weights.reshape(batch, -1, shared, queries, keys) @ v[:, :, None]).reshape(outputs[0].shape)
+
+
+@numpy_kernel("paged_attention_kernel")
+def paged_attention(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Attention of the tokens of each sequence to the rows of the pool that its table names."""
+    q, k, v, tables, sequences, positions = inputs
+    block = params["block_size"]
+    sequences = np.clip(sequences, 0, len(tables) - 1)
+    positions = np.clip(positions, 0, tables.shape[1] * block - 1)
+    for sequence in np.unique(sequences):
+        tokens = np.flatnonzero(sequences == sequence)
+        places = np.arange(positions[tokens].max() + 1)
+        rows = np.clip(tables[sequence, places // block], 0, len(k) // block - 1) * block + places % block
+        operands = [x.swapaxes(0, 1)[None] for x in (q[tokens], k[rows], v[rows])]
+        mask = np.broadcast_to(places <= positions[tokens, None], (1, q.shape[1], len(tokens), len(places)))
+        attended = np.empty((1, q.shape[1], len(tokens), v.shape[2]), np.float32)
+        attention([*operands, mask], [attended], {"scale": params["scale"], "causal": 0})
+        outputs[0][tokens] = attended[0].swapaxes(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 
@@ -96,7 +97,77 @@ def with_special_rows(queries: int, width: int) -> np.ndarray:
     return rows
 
 
+def paged(
+    name: str,
+    lengths: Sequence[tuple[int, int]],
+    width: int,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    block_size: int = 16,
+    value_width: int | None = None,
+    spare: int = 0,
+    dtype: str = "compute",
+    value_dtype: str | None = None,
+    atol: float = 1e-4,
+) -> Case:
+    """Tokens of some sequences, whose blocks lie in a pool in any order; rows that nobody attends to are NaN.
+
+    Args:
+        lengths: For each sequence, the tokens that are in the cache and those of this step.
+        spare: Tokens at the end that are padding: position 0 of sequence 0.
+    """
+    random = np.random.default_rng(len(lengths) + width)
+    counts = [-(-(known + new) // block_size) for known, new in lengths]
+    blocks = random.permutation(sum(counts) + 2)
+    own, shared = heads
+    pools = [np.full((len(blocks) * block_size, shared, size), np.nan) for size in (width, value_width or width)]
+    tables = random.integers(-(2**31), 2**31, (len(lengths) + 1, max(counts) + 1))
+    sequences: list[int] = []
+    positions: list[int] = []
+    for sequence, (known, new) in enumerate(lengths):
+        tables[sequence, : counts[sequence]], blocks = np.split(blocks, [counts[sequence]])
+        places = np.arange(known + new)
+        rows = tables[sequence, places // block_size] * block_size + places % block_size
+        for pool in pools:
+            pool[rows] = random.standard_normal((len(rows), *pool.shape[1:]))
+        sequences += [sequence] * new
+        positions += range(known, known + new)
+    sequences += [0] * spare
+    positions += [0] * spare
+    tokens = len(positions)
+    return Case(
+        "paged_attention_kernel",
+        name,
+        [
+            T((tokens, own, width), dtype),
+            T(pools[0].shape, dtype, values=pools[0]),
+            T(pools[1].shape, value_dtype or dtype, values=pools[1]),
+            T(tables.shape, "int32", values=tables),
+            T((tokens,), "int32", values=np.array(sequences)),
+            T((tokens,), "int32", values=np.array(positions)),
+        ],
+        [T((tokens, own, value_width or width), dtype)],
+        {"scale": width**-0.5, "block_size": block_size},
+        atol=atol,
+    )
+
+
+PAGED = [
+    paged("one-token", [(0, 1)], 16),
+    paged("decode", [(5, 1), (40, 1), (16, 1)], 64, heads=(6, 2)),
+    paged("mixed", [(33, 1), (0, 19), (7, 5), (15, 1)], 64),
+    paged("blocks-of-four", [(9, 3), (0, 1)], 32, block_size=4),
+    paged("blocks-of-one", [(3, 2)], 8, block_size=1),
+    paged("padding", [(20, 1), (3, 2)], 128, heads=(3, 1), spare=3),
+    paged("odd-width", [(6, 2), (18, 1)], 13, value_width=9),
+    paged("wide", [(4, 2)], 160, heads=(2, 1)),
+    paged("one-head-each", [(12, 2)], 32, heads=(3, 3)),
+    paged("float32", [(6, 2), (18, 1)], 32, dtype="float32"),
+]
+
+
 CASES = [
+    *PAGED,
     attention("one-key", 1, 1, 8),
     attention("keys-of-one-stream", 1, 3, 64),
     attention("several-groups", 1, 37, 64, heads=(4, 2)),

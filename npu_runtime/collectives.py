@@ -1,0 +1,75 @@
+"""What ranks exchange while they run a program together: the interface that a backend uses, and its form on the host.
+
+Every rank of a group runs the same program, so all of them come to the same calls in the same order. A backend joins a
+group once (`Hardware.join`); kernels of the family `Family.COLLECTIVE` then use `Hardware.collectives`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from npu_compiler.errors import DeviceError
+from npu_compiler.program.kernels import KernelCall
+
+Share: TypeAlias = Callable[[bytes | None], bytes]
+"""Hands all ranks the bytes that rank 0 gives; the others give None."""
+
+
+class Collectives(ABC):
+    """A rank's side of a group.
+
+    Attributes:
+        rank: This rank, from 0.
+        size: How many there are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def check(self, call: KernelCall) -> None:
+        """Refuse a call that was compiled for another number of ranks. Raises DeviceError."""
+        if call.params["ranks"] != self.size:
+            raise DeviceError(
+                f"the program was divided among {call.params['ranks']} devices, but this group has {self.size}"
+            )
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End what is under way on this rank with an error: another rank is gone. Callable from any thread."""
+
+
+class HostCollectives(Collectives):
+    """Collectives over arrays in host memory. A group defines `all_gather`; sums are made of that."""
+
+    @abstractmethod
+    def all_gather(self, part: np.ndarray, whole: np.ndarray) -> None:
+        """Copy all ranks' bytes.
+
+        Args:
+            part: uint8 [n], this rank's.
+            whole: uint8 [ranks, n], written.
+
+        Raises:
+            RuntimeError: another rank did not take part.
+        """
+
+    def all_reduce(self, summand: np.ndarray, total: np.ndarray) -> None:
+        """`total` = the sum of all ranks' summands [n], added in float32 in the order of the ranks and rounded once.
+
+        So all ranks have the same bits. It costs each rank n · ranks elements: it is meant for few ranks.
+        """
+        whole = np.empty((self.size, summand.nbytes), np.uint8)
+        self.all_gather(np.ascontiguousarray(summand).view(np.uint8), whole)
+        total[...] = whole.view(summand.dtype).astype(np.float32).sum(axis=0)
+
+
+def no_group(call: KernelCall) -> DeviceError:
+    """What a device says that is asked to run a part of a program alone."""
+    return DeviceError(
+        f"the program was divided among {call.params['ranks']} devices; run it with that many, as "
+        "LanguageModel(…, tensor_parallel=…) does"
+    )

@@ -1,0 +1,185 @@
+"""Attention over a paged KV cache: each implementation against float64 NumPy, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ir_builder import IRBuilder
+
+from npu_compiler import compile
+from npu_compiler.errors import ConstraintError
+from npu_runtime import Device, Executor, NPUBuffer
+from npu_runtime.cpu import native
+from npu_runtime.cpu.arrays import BFLOAT16
+from npu_runtime.cpu.kernels import CPU_KERNELS
+from npu_runtime.cpu.numpy_kernels import NUMPY_KERNELS
+from npu_runtime.torch_arrays import numpy_to_tensor
+
+DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16]
+SCALE = 0.3
+LIBRARIES = (
+    "torch",
+    "numpy",
+    pytest.param(
+        "native", marks=pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.failure_reason()}")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Operands of the kernel, in order, and its block size."""
+
+    operands: tuple[np.ndarray, ...]
+    block_size: int
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"scale": SCALE, "block_size": self.block_size}
+
+    def expected(self) -> np.ndarray:
+        """[N, H, E], float64."""
+        q, k, v, tables, sequences, positions = self.operands
+        shared = q.shape[1] // k.shape[1]
+        out = np.empty((*q.shape[:2], v.shape[2]))
+        for n in range(len(q)):
+            places = np.arange(positions[n] + 1)
+            rows = tables[sequences[n], places // self.block_size] * self.block_size + places % self.block_size
+            for head in range(q.shape[1]):
+                keys, values = (x[rows, head // shared].astype(np.float64) for x in (k, v))
+                weights = np.exp((scores := SCALE * keys @ q[n, head].astype(np.float64)) - scores.max())
+                out[n, head] = weights @ values / weights.sum()
+        return out
+
+
+def make_pool(
+    seed: int,
+    lengths: list[tuple[int, int]],
+    *,
+    block_size: int = 4,
+    heads: tuple[int, int] = (4, 2),
+    width: int = 16,
+    dtype: np.dtype = DTYPES[0],
+) -> Pool:
+    """Sequences whose blocks lie in the pool in any order; all rows that no token may attend to are NaN.
+
+    Args:
+        lengths: For each sequence, the tokens that are in the cache and those of this step.
+        heads: Of queries, of keys.
+    """
+    random = np.random.default_rng(seed)
+    counts = [-(-(known + new) // block_size) for known, new in lengths]
+    blocks = random.permutation(sum(counts) + 2).astype(np.int32)
+    k, v = (np.full((len(blocks) * block_size, heads[1], width), np.nan, np.float32) for _ in "kv")
+    tables = random.integers(-(2**31), 2**31, (len(lengths) + 1, max(counts) + 1)).astype(np.int32)
+    sequences: list[int] = []
+    positions: list[int] = []
+    for sequence, (known, new) in enumerate(lengths):
+        tables[sequence, : counts[sequence]], blocks = np.split(blocks, [counts[sequence]])
+        places = np.arange(known + new)
+        rows = tables[sequence, places // block_size] * block_size + places % block_size
+        for pool in (k, v):
+            pool[rows] = random.standard_normal((len(rows), *pool.shape[1:]))
+        sequences += [sequence] * new
+        positions += range(known, known + new)
+    q = random.standard_normal((len(positions), heads[0], width))
+    floats = (x.astype(dtype) for x in (q, k, v))
+    return Pool((*floats, tables, np.array(sequences, np.int32), np.array(positions, np.int32)), block_size)
+
+
+def check(library: str, pool: Pool) -> None:
+    out = np.empty(pool.operands[0].shape, np.float32)
+    run(library, pool, out)
+    # Where the machine multiplies bfloat16 in pairs, the weights of larger groups are rounded to it.
+    rounding = 2**-8 if library == "native" and pool.operands[0].dtype == BFLOAT16 else 1e-5
+    np.testing.assert_allclose(out, pool.expected(), rtol=1e-4, atol=4 * rounding)
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=5)
+
+
+def run(library: str, pool: Pool, out: np.ndarray) -> None:
+    if library == "native":
+        launch = native.paged_attention(*pool.operands, pool.block_size, SCALE, out)
+        assert launch is not None
+        launch()
+    elif library == "numpy":
+        NUMPY_KERNELS["paged_attention_kernel"](pool.operands, [out], pool.params)
+    else:
+        tensors = [numpy_to_tensor(x) for x in pool.operands]
+        CPU_KERNELS["paged_attention_kernel"](tensors, [numpy_to_tensor(out)], pool.params)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    lengths=LENGTHS,
+    block_size=st.sampled_from([1, 4, 16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_every_token_attends_to_its_own_sequence_up_to_itself(
+    library: str, seed: int, lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], dtype: np.dtype
+) -> None:
+    pool = make_pool(seed, lengths, block_size=block_size, heads=heads, dtype=dtype)
+    check(library, pool)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("width", (24, 64, 128))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_contexts_and_long_pieces(library: str, width: int, dtype: np.dtype, seed: int) -> None:
+    """Contexts that several threads divide, pieces of prompts of many tiles, and more rows than pass together."""
+    lengths = [(700, 1), (1, 3), (0, 150), (350, 2), (300, 70), (1600, 4)]
+    check(library, make_pool(seed, lengths, block_size=16, heads=(6, 1), width=width, dtype=dtype))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_is_out_of_range_is_the_nearest_that_exists(library: str) -> None:
+    pool = make_pool(3, [(0, 1), (30, 9)], block_size=8)
+    q, k, v, tables, sequences, positions = pool.operands
+    k, v = (np.nan_to_num(x) for x in (k, v))
+    near = tables.clip(0, len(k) // 8 - 1)
+    wide = tables.astype(np.int64)
+    wild = np.where(near == 0, -7, np.where(near == near.max(), 2**30, wide)).astype(np.int32)
+    last = tables.shape[1] * 8 - 1
+    for sequence, position, nearest in ((-1, 3, (0, 3)), (9, 3, (2, 3)), (1, -5, (1, 0)), (1, 2**31 - 1, (1, last))):
+        places = [np.full(len(q), number, np.int32) for number in (sequence, position, *nearest)]
+        found, wanted = np.empty(q.shape, np.float32), Pool((q, k, v, near, places[2], places[3]), 8).expected()
+        run(library, Pool((q, k, v, wild, places[0], places[1]), 8), found)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def graph(pool: Pool, **changed: Any) -> IRBuilder:
+    """A graph that attends over a pool's shapes, with other attributes if some are given."""
+    g = IRBuilder()
+    names = ("query", "keys", "values", "tables", "sequences", "positions")
+    kinds = ["float32"] * 3 + ["int64"] * 3
+    inputs = [g.input(n, *x.shape, dtype=kind) for n, x, kind in zip(names, pool.operands, kinds, strict=True)]
+    shape = (*pool.operands[0].shape[:2], pool.operands[2].shape[2])
+    g.output(g("npu.paged_attention.default", *inputs, out=(shape, "float32"), **{**pool.params, **changed}))
+    return g
+
+
+def test_a_program_attends_over_a_pool() -> None:
+    pool = make_pool(3, [(5, 1), (0, 7), (30, 2)])
+    program, device = compile(graph(pool).ir(), compute_dtype="float32"), Device("cpu")
+    names = [spec.name for spec in program.input_specs]
+    buffers = {
+        name: NPUBuffer.from_numpy(x, device, spec)
+        for name, x, spec in zip(names, pool.operands, program.input_specs, strict=True)
+    }
+    (out,) = Executor(program, device).run(buffers, {}).values()
+    np.testing.assert_allclose(out.to_numpy(), pool.expected(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("block_size", "wrong"), [(3, "in blocks of 3"), (0, "in blocks of 0")])
+def test_a_pool_that_blocks_do_not_fill_is_refused(block_size: int, wrong: str) -> None:
+    with pytest.raises(ConstraintError, match=wrong):
+        compile(graph(make_pool(3, [(5, 1)]), block_size=block_size).ir())
