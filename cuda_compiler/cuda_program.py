@@ -1,7 +1,8 @@
 """`CUDAProgram`: a compiled program in which each call carries its launch.
 
 Most calls launch kernels whose sources the program contains. Two kinds leave a choice to the runtime, since it depends
-on the GPU: matrix products go to cuBLASLt, and convolutions to cuDNN or to one of several kernels in the program.
+on the GPU: matrix products go to cuBLASLt, and convolutions to cuDNN or to one of several kernels in the program. What
+GPUs exchange goes to NCCL.
 
 In a program's file all of this is plain data among a call's parameters. It is written by the `params` methods here and
 read by `launch_of`, and nowhere else.
@@ -35,6 +36,8 @@ class LaunchKind(StrEnum):
     """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
     CUBLAS_GEMM = "cublas_gemm"
     """A matrix product of cuBLASLt."""
+    COLLECTIVE = "collective"
+    """An exchange with other GPUs, by NCCL."""
     CONVOLUTION = "convolution"
     """A plan of cuDNN, or whichever of several kernels is the fastest."""
 
@@ -67,6 +70,10 @@ class GemmLaunch:
         trans_b: B's memory is [n, k].
         lda, ldb, ldr, ldc: Elements from one row of the memory to the next, of A, B, the residual and the result.
         stride_a, stride_b, stride_r, stride_c: Elements from one matrix of a batch to the next.
+        codes: What the bytes of A and B are, `int8` or `float8_e4m3`; nothing where they are of a dtype that says it.
+            The sums of products of int8 are an int32 result, without addends.
+        fast_sums: Sums of products of float8 may stay in the tensor cores, whose own are exact to about 14 bits.
+        has_scales: A · B is multiplied with float32 scales for its rows [m] and its columns [n], the last two inputs.
     """
 
     m: int
@@ -87,9 +94,30 @@ class GemmLaunch:
     activation: str = "none"
     has_bias: bool = False
     has_residual: bool = False
+    codes: str = ""
+    has_scales: bool = False
+    fast_sums: bool = False
 
     def params(self) -> dict[str, Any]:
         return {_KIND: LaunchKind.CUBLAS_GEMM.value, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class CollectiveLaunch:
+    """An exchange of contiguous operands with the other ranks.
+
+    Attributes:
+        operation: `all_reduce` or `all_gather`.
+        elements: Of this rank's operand.
+        ranks: How many take part.
+    """
+
+    operation: str
+    elements: int
+    ranks: int
+
+    def params(self) -> dict[str, Any]:
+        return {_KIND: LaunchKind.COLLECTIVE.value, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -148,7 +176,7 @@ class ConvolutionLaunch:
         }
 
 
-Launch: TypeAlias = KernelLaunch | GemmLaunch | ConvolutionLaunch
+Launch: TypeAlias = KernelLaunch | GemmLaunch | ConvolutionLaunch | CollectiveLaunch
 
 
 def launch_of(call: KernelCall) -> Launch:
@@ -162,6 +190,8 @@ def launch_of(call: KernelCall) -> Launch:
         kind = LaunchKind(params[_KIND])
         if kind is LaunchKind.CUBLAS_GEMM:
             return GemmLaunch(**{each.name: params[each.name] for each in fields(GemmLaunch)})
+        if kind is LaunchKind.COLLECTIVE:
+            return CollectiveLaunch(str(params["operation"]), int(params["elements"]), int(params["ranks"]))
         if kind is not LaunchKind.CONVOLUTION:
             return _kernel_launch(params["grid"], params["block"], params["shared"], kind)
         described: dict[str, Any] = {

@@ -10,9 +10,12 @@ from cuda_compiler.elementwise.kernel_source import generate_elementwise
 from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
+from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
+from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_compiler.resident.kernel import form_resident_kernels
+from cuda_compiler.rules.matmul import CUBLAS_GEMM
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.rules.table import expand
 from cuda_compiler.specialization.gpu import HOPPER
@@ -23,7 +26,12 @@ from npu_compiler.program.plan import ExecutionPlan
 
 
 def generate_kernels(
-    plan: ExecutionPlan, shared_memory: int, capability: int, phase_clocks: bool = False
+    plan: ExecutionPlan,
+    shared_memory: int,
+    capability: int,
+    phase_clocks: bool = False,
+    scales_products: bool = True,
+    reaches_peers: bool = False,
 ) -> ExecutionPlan:
     """Replace every op-level call by calls of generated kernels.
 
@@ -33,21 +41,22 @@ def generate_kernels(
     Buffers that were only read inside one fused kernel disappear.
 
     Args:
-        shared_memory, capability, phase_clocks: As `CUDACodegenTarget` takes them.
+        shared_memory, capability, phase_clocks, scales_products, reaches_peers: As `CUDACodegenTarget` has them.
     """
     plan = write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan))))
     if capability >= HOPPER:  # clusters of blocks
         plan = join_squeeze_excite(plan)
-    plan = products_as_convolutions(plan)
-    make = Specializer(frozenset(plan.buffers), capability, shared_memory, phase_clocks)
+    plan = lay_integers(products_as_convolutions(plan))
+    taken = frozenset(plan.buffers)
+    make = Specializer(taken, capability, shared_memory, phase_clocks, scales_products, reaches_peers)
     kept = {view.buffer for view in plan.output_views.values()}
     plan = replace(plan, calls=form_resident_kernels(plan, make))
     plan = replace(plan, calls=join_rotary_updates(plan, make))
-    prologue_groups, groups = find_groups(plan.prologue), find_groups(plan.calls)
     read_later = kept | {view.buffer for call in plan.calls for view in call.inputs}
-    prologue = _generate(prologue_groups, plan, make, read_later)
+    prologue = _generate(find_groups(plan.prologue), plan, make, read_later)
     make.invalidate(plan.buffers)  # the prologue's results in the arena are overwritten by every run
-    calls = _generate(groups, plan, make, kept)
+    plan = replace(plan, calls=join_rounding(plan, make))
+    calls = _generate(find_groups(plan.calls), plan, make, kept)
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {
         name: buffer
@@ -74,7 +83,8 @@ def _generate(
         make.invalidate(group.written_buffers)
         if not group.is_elementwise:
             call = group.calls[0]
-            calls += [call] if call.source in make.sources else expand(make, call)
+            is_made = call.source in make.sources or call.kernel == CUBLAS_GEMM
+            calls += [call] if is_made else expand(make, call)
             continue
         stored = [
             view

@@ -7,7 +7,13 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
 from npu_compiler.target_config import TargetConfig
 
-CUDA_GPU = TargetConfig(name="cuda_gpu", channel_alignment_bytes=1, programs_are_code=True)
+CUDA_GPU = TargetConfig(
+    name="cuda_gpu",
+    channel_alignment_bytes=1,
+    programs_are_code=True,
+    integer_kernels=True,
+    rounds_activations=True,
+)
 
 
 class CUDACodegenTarget(OpLevelTarget):
@@ -17,21 +23,33 @@ class CUDACodegenTarget(OpLevelTarget):
         shared_memory: Bytes of shared memory per block on the target GPU; by default Hopper's.
         capability: That GPU's compute capability as CUDA writes it, 90 for 9.0; by default Hopper's.
         phase_clocks: Resident kernels note what each multiprocessor does when, which a profiler's trace shows.
+        scales_products: cuBLASLt there multiplies products of float8 with scales by row and column, as it does from
+            CUDA 12.9 on for compute capability 9.0.
+        reaches_peers: The GPUs of a group reach each other's memory, so kernels can exchange values themselves. No such
+            kernel has been run on GPUs yet.
     """
 
     config = CUDA_GPU
 
     def __init__(
-        self, shared_memory: int = HOPPER_SHARED_MEMORY, capability: int = HOPPER, phase_clocks: bool = False
+        self,
+        shared_memory: int = HOPPER_SHARED_MEMORY,
+        capability: int = HOPPER,
+        phase_clocks: bool = False,
+        scales_products: bool = True,
+        reaches_peers: bool = False,
     ) -> None:
         self.shared_memory = shared_memory
         self.capability = capability
         self.phase_clocks = phase_clocks
+        self.scales_products = scales_products and capability == HOPPER
+        self.reaches_peers = reaches_peers
 
     @property
     def key(self) -> str:
-        clocks = " and phase clocks" * self.phase_clocks
-        return f"{self.config.name} {self.capability} with {self.shared_memory} bytes of shared memory{clocks}"
+        more = " and phase clocks" * self.phase_clocks + " and scaled products" * self.scales_products
+        more += " and peers in reach" * self.reaches_peers
+        return f"{self.config.name} {self.capability} with {self.shared_memory} bytes of shared memory{more}"
 
     def shader_source(self, filename: str) -> str:
         return f"cuda_compiler/templates/{filename}"
@@ -39,7 +57,8 @@ class CUDACodegenTarget(OpLevelTarget):
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
         from cuda_compiler.pipeline import generate_kernels  # a program that was compiled before runs without it
 
-        return generate_kernels(plan, self.shared_memory, self.capability, self.phase_clocks)
+        chosen = self.phase_clocks, self.scales_products, self.reaches_peers
+        return generate_kernels(plan, self.shared_memory, self.capability, *chosen)
 
 
 CudaCodegenTarget = CUDACodegenTarget

@@ -21,10 +21,13 @@ from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
 
 _MIB = 2**20
-_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
+_TYPES = {"float32": 0, "float16": 2, "int8": 3, "int32": 10, "bfloat16": 14, "float8_e4m3": 28}
 _OP_N, _OP_T = 0, 1
-_COMPUTE_32F = 68
+_COMPUTE_32F, _COMPUTE_32I = 68, 72
 _DESC_TRANS_A, _DESC_TRANS_B, _DESC_EPILOGUE, _DESC_BIAS_POINTER, _DESC_BIAS_TYPE = 3, 4, 7, 8, 26
+_DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_SUMS, _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 17, 18, 25, 31, 32
+_SCALE_VECTOR = 3  # a scale for each row of the first matrix and each column of the second one
+SCALES_BY_ROW = 12090  # version of CUDA from which on cuBLASLt has such scales
 _LAYOUT_BATCH_COUNT, _LAYOUT_BATCH_STRIDE = 5, 6
 _EPILOGUE_NONE, _EPILOGUE_BIAS = 1, 4
 _EPILOGUES = {"none": 0, "relu": 2, "gelu_tanh": 32}
@@ -148,14 +151,16 @@ class Addresses:
     bias: int
     residual: int
     out: int
+    row_scales: int = 0
+    column_scales: int = 0
 
     @classmethod
     def of(cls, call: KernelCall, places: Sequence[int]) -> Addresses:
         """From one address per operand, inputs first."""
-        a, b, *addends, out = places
+        a, b, *others, out = places
         gemm = gemm_of(call)
-        bias = addends.pop(0) if gemm.has_bias else 0
-        return cls(a, b, bias, addends.pop(0) if gemm.has_residual else 0, out)
+        bias = others.pop(0) if gemm.has_bias else 0
+        return cls(a, b, bias, others.pop(0) if gemm.has_residual else 0, out, *others)
 
     @property
     def alignments(self) -> dict[str, int]:
@@ -213,8 +218,8 @@ class _Descriptor:
 class Product:
     """out[m,n] = act(alpha · A[m,k] · B[k,n] + residual[m,n] + bias[n]), row-major, batched or not.
 
-    The sum is in float32 and rounded once. cuBLASLt is column-major: what it is asked for is the transposed product,
-    with a and b exchanged; its bias runs along columns, which are our rows.
+    The sum is in float32 and rounded once; that of int8 is an int32. cuBLASLt is column-major: what it is asked for is
+    the transposed product, with a and b exchanged; its bias runs along columns, which are our rows.
 
     Args:
         call: Of a `GemmLaunch`. Bias and residual have the result's dtype.
@@ -223,11 +228,16 @@ class Product:
     def __init__(self, lt: CublasLt, call: KernelCall, at: Addresses) -> None:
         self._lt, self._call, self._at = lt, call, at
         gemm = self._gemm = gemm_of(call)
-        kind, out_kind = _TYPES[call.inputs[0].dtype], _TYPES[call.outputs[0].dtype]
+        kind, out_kind = _TYPES[gemm.codes or call.inputs[0].dtype], _TYPES[call.outputs[0].dtype]
+        whole = gemm.codes == "int8"
         m, n, k = gemm.m, gemm.n, gemm.k
         self._name = f"a product of {m}x{k}x{n}"
-        self._scales = ctypes.c_float(gemm.alpha), ctypes.c_float(bool(at.residual))
-        self._desc = _Descriptor(lt, "MatmulDesc", _COMPUTE_32F, _TYPES["float32"])
+        beta = int(bool(at.residual))
+        self._factors: tuple[Any, Any] = ctypes.c_float(gemm.alpha), ctypes.c_float(beta)
+        if whole:
+            self._factors = ctypes.c_int32(1), ctypes.c_int32(0)  # sums of codes have neither a factor nor addends
+        compute = (_COMPUTE_32I, _TYPES["int32"]) if whole else (_COMPUTE_32F, _TYPES["float32"])
+        self._desc = _Descriptor(lt, "MatmulDesc", *compute)
         self._desc.set(_DESC_TRANS_A, _int(_OP_T if gemm.trans_b else _OP_N))
         self._desc.set(_DESC_TRANS_B, _int(_OP_T if gemm.trans_a else _OP_N))
         epilogue = _EPILOGUES[gemm.activation] | (_EPILOGUE_BIAS if at.bias else 0)
@@ -235,6 +245,13 @@ class Product:
         if at.bias:
             self._desc.set(_DESC_BIAS_POINTER, ctypes.c_uint64(at.bias))
             self._desc.set(_DESC_BIAS_TYPE, ctypes.c_int32(out_kind))
+        if gemm.codes == "float8_e4m3":
+            self._desc.set(_DESC_FAST_SUMS, ctypes.c_int8(gemm.fast_sums))
+        if gemm.has_scales:
+            self._desc.set(_DESC_SCALE_A, ctypes.c_uint64(at.column_scales))
+            self._desc.set(_DESC_SCALE_B, ctypes.c_uint64(at.row_scales))
+            self._desc.set(_DESC_SCALE_MODE_A, ctypes.c_int32(_SCALE_VECTOR))
+            self._desc.set(_DESC_SCALE_MODE_B, ctypes.c_int32(_SCALE_VECTOR))
         self._b = self._layout(kind, (n, k), gemm.trans_b, gemm.ldb, gemm.stride_b)
         self._a = self._layout(kind, (k, m), gemm.trans_a, gemm.lda, gemm.stride_a)
         self._out = self._layout(out_kind, (n, m), False, gemm.ldc, gemm.stride_c)
@@ -307,7 +324,7 @@ class Product:
         """A function that enqueues it."""
         lt, at = self._lt, self._at
         opaque = _Opaque.from_buffer_copy(algorithm.opaque)
-        alpha, beta = (ctypes.addressof(scale) for scale in self._scales)
+        alpha, beta = (ctypes.addressof(factor) for factor in self._factors)
         b, a, residual, out = self._matrices
         arguments = (
             lt.handle,
@@ -336,7 +353,7 @@ class Product:
 
 
 def operand_bytes(call: KernelCall) -> dict[str, int]:
-    """Bytes from the first to the last element of a product's a, b, bias, residual and out; 0 for an absent operand."""
+    """Bytes from the first to the last element of a product's operands, as in `Addresses`; 0 for an absent one."""
     gemm = gemm_of(call)
     size, out_size = itemsize(call.inputs[0].dtype), itemsize(call.outputs[0].dtype)
     m, n, k = gemm.m, gemm.n, gemm.k
@@ -350,6 +367,8 @@ def operand_bytes(call: KernelCall) -> dict[str, int]:
         "bias": out_size * n if gemm.has_bias else 0,
         "residual": out_size * extent(gemm.ldr, gemm.stride_r, m, n) if gemm.has_residual else 0,
         "out": out_size * extent(gemm.ldc, gemm.stride_c, m, n),
+        "row_scales": itemsize("float32") * m * gemm.has_scales,
+        "column_scales": itemsize("float32") * n * gemm.has_scales,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cuda_compiler.cuda_program import (
+    CollectiveLaunch,
     ConvolutionLaunch,
     CUDAProgram,
     GemmLaunch,
@@ -20,14 +22,17 @@ from cuda_compiler.cuda_program import (
     launch_of,
 )
 from cuda_compiler.resident.clocks import has_clocks, intervals
+from cuda_compiler.resident.exchanges import exchanges
 from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
+from cuda_runtime.cublaslt import SCALES_BY_ROW
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
 from cuda_runtime.cuda_executor import CUDAExecutor
 from cuda_runtime.cudnn import open_cudnn
 from cuda_runtime.dlpack import carrier, retag
 from cuda_runtime.kernel_cache import KernelCache
 from cuda_runtime.launches import CUDALaunch, GraphSequence, MovingLaunch
+from cuda_runtime.nccl import NCCLCollectives
 from cuda_runtime.overlapping import overlapping_launch
 from cuda_runtime.tensor_copies import MOST, SOURCE, THREADS, Copy, TensorCopies
 from cuda_runtime.tuned_convolutions import TunedConvolutions
@@ -42,6 +47,7 @@ from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.background import background_work
 from npu_runtime.cache_folder import cache_folder
+from npu_runtime.collectives import Share, no_group
 from npu_runtime.hardware import Ceilings, PhaseTime
 from npu_runtime.packing import storage_name
 
@@ -130,7 +136,18 @@ class CUDABackend(Backend):
 
     @property
     def target(self) -> CodegenTarget:
-        return CUDACodegenTarget(int(self._device.properties["sharedMemPerBlockOptin"]), self._device.arch)
+        group = self.collectives
+        shared_memory = int(self._device.properties["sharedMemPerBlockOptin"])
+        scales_products = self._device.runtime.runtimeGetVersion() >= SCALES_BY_ROW
+        reaches_peers = isinstance(group, NCCLCollectives) and group.peers is not None
+        return CUDACodegenTarget(
+            shared_memory, self._device.arch, scales_products=scales_products, reaches_peers=reaches_peers
+        )
+
+    @property
+    def joins_groups(self) -> bool:  # type: ignore[override]
+        """Not by default: exchanges between GPUs have not been run on GPUs yet. `NPU_SIM_GPU_GROUPS=1` allows them."""
+        return os.environ.get("NPU_SIM_GPU_GROUPS") == "1"
 
     @property
     def counters(self) -> Counter[str]:
@@ -224,12 +241,35 @@ class CUDABackend(Backend):
                 return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
             case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
                 return self._prepare_resident(call, launch, addresses, memory)
+            case CollectiveLaunch() as exchange:
+                start = self._exchange(call, exchange, inputs[0].view.dtype, addresses)
+                return CUDALaunch(self._device, call, start, memory)
             case ConvolutionLaunch():
                 form = self._convolutions.form(call)
                 if not isinstance(form, KernelCall):
                     return CUDALaunch(self._device, call, form.launch(addresses), (memory, form))
                 call = form
         return CUDALaunch(self._device, call, self._start(call, addresses), memory)
+
+    def _connect(self, call: KernelCall, operand: Any) -> None:
+        """Tell a kernel that exchanges values with other ranks where their memory is."""
+        if not isinstance(self.collectives, NCCLCollectives):
+            raise no_group(call)
+        self.collectives.check(call)
+        if self.collectives.peers is None:
+            raise DeviceError("these GPUs do not reach each other's memory; compile the program with their own target")
+        self._device.upload(operand, self.collectives.peers.table(call, operand))
+
+    def _exchange(
+        self, call: KernelCall, exchange: CollectiveLaunch, dtype: str, addresses: Sequence[int]
+    ) -> Callable[[], object]:
+        if not isinstance(self.collectives, NCCLCollectives):
+            raise no_group(call)
+        self.collectives.check(call)
+        return self.collectives.launch(exchange, dtype, addresses)
+
+    def join(self, rank: int, size: int, share: Share) -> None:
+        self.collectives = NCCLCollectives(self._device, rank, size, share)
 
     def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
         """A function that enqueues a kernel on operands at these addresses, inputs first."""
@@ -262,6 +302,8 @@ class CUDABackend(Backend):
                 "compile the program with this device's target"
             )
         function = self._function(call, numel(block), shared)
+        if exchanges(call):
+            self._connect(call, memory[call.params["peers"]])
         arguments = np.array(addresses, np.uint64)
         places = np.array([arguments.ctypes.data], np.uint64)
         start = partial(

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cuda_compiler.elementwise.grouping import place_of
+from cuda_compiler.rules.channel_packs import single_pixels, single_taps
 from cuda_compiler.rules.matmul import VECTOR_ROWS
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.elementwise import ACTIVATIONS, elementwise_kernel
@@ -213,7 +214,7 @@ def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -
     rows = [view for view in (x, weight, out, residual) if view is not None]
     if any(view.strides[1] != 1 or view.offset % 8 for view in rows) or x.strides[0] % 8 or weight.strides[0] % 8:
         return call
-    operands = (_pixels(x), _taps(weight), bias, None if residual is None else _pixels(residual))
+    operands = (single_pixels(x), single_taps(weight), bias, None if residual is None else single_pixels(residual))
     params = {
         "stride": [1, 1],
         "padding": [0, 0, 0, 0],
@@ -226,15 +227,4 @@ def _as_convolution(call: KernelCall, buffers: Mapping[str, BufferAllocation]) -
         "constant_weight": buffers[weight.buffer].is_constant,
     }
     inputs = tuple(view for view in operands if view is not None)
-    return replace(call, kernel=_CONVOLUTION, source="", inputs=inputs, outputs=(_pixels(out),), params=params)
-
-
-def _pixels(rows: View) -> View:
-    """[M, C] as [1, C, M, 1]."""
-    (count, channels), (step, _) = rows.shape, rows.strides
-    return replace(rows, shape=(1, channels, count, 1), strides=(count * step, 1, step, step))
-
-
-def _taps(weight: View) -> View:
-    """[N, C] as [N, C, 1, 1]."""
-    return replace(weight, shape=(*weight.shape, 1, 1), strides=(*weight.strides, weight.strides[0], weight.strides[0]))
+    return replace(call, kernel=_CONVOLUTION, source="", inputs=inputs, outputs=(single_pixels(out),), params=params)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from cuda_compiler.cuda_program import KernelLaunch, LaunchKind
 from cuda_compiler.resident import clocks
 from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
+from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_rank_sum
 from cuda_compiler.resident.layout import ALL_THREADS, LEAST_SHARED, least_shared
 from cuda_compiler.resident.mailboxes import connect_mailboxes
 from cuda_compiler.resident.phases import Phase
@@ -77,7 +78,7 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[Kernel
     A run that needs more shared memory than a block may have stays as it is.
     """
     result: list[KernelCall] = []
-    for run in find_runs(plan):
+    for run in find_runs(plan, make.reaches_peers):
         if run.products >= _MIN_PRODUCTS and max(LEAST_SHARED, least_shared(run.phases)) <= make.shared_memory:
             result.append(resident_call(run, make))
         else:
@@ -85,15 +86,19 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[Kernel
     return result
 
 
-def find_runs(plan: ExecutionPlan) -> Iterator[Run]:
-    """All calls in order; a call without phases is a run of its own."""
+def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:
+    """All calls in order; a call without phases is a run of its own.
+
+    Args:
+        reaches_peers: Sums over ranks may be phases.
+    """
     # Buffer → how many calls and program outputs read it.
     readers = Counter(view.buffer for call in plan.calls for view in call.inputs)
     readers.update(view.buffer for view in plan.output_views.values())
     run = Run()
     index = 0
     while index < len(plan.calls):
-        taken, phase = _match(plan, index, readers)
+        taken, phase = _match(plan, index, readers, reaches_peers)
         phases = [phase] if phase is not None else []
         if run.calls and not (run.phases and phases and run.takes(phases)):
             yield run
@@ -104,12 +109,14 @@ def find_runs(plan: ExecutionPlan) -> Iterator[Run]:
         yield run
 
 
-def _match(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int, Phase | None]:
+def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers: bool) -> tuple[int, Phase | None]:
     """How many calls from `index` on one phase does; no phase where a resident kernel cannot do the first of them."""
     calls = plan.calls
     first = calls[index]
     if first.kernel in _PRODUCT_PHASES:
-        return 1, _PRODUCT_PHASES[first.kernel](plan, first)
+        more, product, ranks = with_rank_sum(calls, index + 1, first, readers) if reaches_peers else (0, first, 1)
+        phase = _PRODUCT_PHASES[product.kernel](plan, product)
+        return (1, None) if phase is None else (1 + more, exchanging(phase, ranks))
     if first.kernel == "rmsnorm_kernel" and index + 1 < len(calls):
         normalized, product = first.outputs[0], calls[index + 1]
         alone = readers[normalized.buffer] == 1 and plan.buffers[normalized.buffer].kind == "arena"
@@ -122,7 +129,8 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int,
 
 def resident_call(run: Run, make: Specializer) -> KernelCall:
     """The run as one call: inputs and outputs are all that its phases read and write."""
-    phases, mailbox_size = connect_mailboxes(run.phases)
+    phases, exchange = connect_ranks(run.phases, make, run.calls[-1].node)
+    phases, mailbox_size = connect_mailboxes(phases)
     mailbox_size = groups(mailbox_size, 8) * 8
     last = run.calls[-1]
     memory = make.counters(f"{last.node}.grid", 4 + 3 * mailbox_size // 2)
@@ -137,9 +145,13 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
     inputs = [view for view in reads if view not in writes]
     outputs = [*writes, memory]
     params = KernelLaunch((1, 1, 1), (ALL_THREADS, 1, 1), least_shared(phases), LaunchKind.RESIDENT).params()
+    params |= exchange
     if make.phase_clocks:
         outputs.append(make.counters(f"{last.node}.clocks", 2 * clocks.words(len(phases))))
         params |= clocks.labels([f"{phase.function}: {phase.call.node}" for phase in phases])
+    if exchange:
+        (peers,) = {view for phase in phases if (view := phase.inputs.get("peers")) is not None}
+        params["peers"] = inputs.index(peers)
     place = {view: index for index, view in enumerate((*inputs, *outputs))}
     source = kernel_source(phases, place, memory, mailbox_size)
     return KernelCall(

@@ -81,6 +81,7 @@ class Phase:
         scratch: Bytes of shared memory that it uses; its `Scratch` is not larger.
         prefetched: Operands that are read ahead of the step, so no earlier phase of the kernel may write them (I6).
         prefetched_bytes: Bytes of shared memory for what of these is kept there; its `Prefetched` is not larger.
+        exchanged: How many summands it exchanges with other ranks, and `ranks` of them.
         partials: How many tagged partial sums of 8 bytes its blocks exchange.
         stream: How a weight is divided, for phases that stream one.
         streamed: The operands that arrive through the stream: the weight, its scales, its offsets.
@@ -96,6 +97,8 @@ class Phase:
     prefetched: tuple[str, ...] = ()
     prefetched_bytes: int = 0
     partials: int = 0
+    exchanged: int = 0
+    ranks: int = 1
     stream: Stream | None = None
     streamed: tuple[str, ...] = ()
 

@@ -63,11 +63,13 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         "OPERANDS": len(place),
         "STEPS": len(phases),
     }
+    exchanged = max(phase.exchanged for phase in phases)
+    exchanges = [f"#define EXCHANGED {exchanged}"] if exchanged else []
     return Template(template_text("resident/kernel.cu")).substitute(
         name=RESIDENT,
         threads=layout.THREADS,
         index_type=index_type([view for phase in phases for view in phase.operands.values()]).rstrip(),
-        constants="\n".join(f"constexpr int {name} = {value};" for name, value in constants.items()),
+        constants="\n".join([*exchanges, *(f"constexpr int {name} = {value};" for name, value in constants.items())]),
         streams=", ".join(streams),
         steps="\n".join(steps),
         phases="\n".join(f"namespace phase{number} {{\n{text}}}" for text, number in numbers.items()),

@@ -40,6 +40,9 @@ _PRODUCT_WIDTHS = (40, 64, 80, 128)  # columns of the products of weights and va
 _SLAB = 64  # elements that a row of shared memory has, or a multiple of them
 _WARPGROUP_STAGES = 2
 _BARRIERS = 4 * 8  # bytes, for each stage
+_PAGED = ("q", "k", "v", "tables", "sequences", "positions")
+_PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
+_MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
 _SURVEY_THREADS = 256
 _SURVEY_MIN_BLOCKS = 4
 
@@ -269,11 +272,86 @@ def _tile_memory(width: int, value_width: int, tile_rows: int, tile_keys: int) -
 def suits_tensor_cores(q: View, k: View, v: View) -> bool:
     """Whether all have one 16-bit dtype, rows of whole 16-byte vectors, and a head dimension that fits registers."""
     alike = q.dtype == k.dtype == v.dtype and q.dtype in HALF_DTYPES
-    widths = (q.shape[3], v.shape[3])
+    widths = (q.shape[-1], v.shape[-1])
     pieces = all(width % 8 == 0 and width <= _WIDEST for width in widths)
-    return alike and pieces and k.shape[2] > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
+    return alike and pieces and k.numel > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
+
+
+def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """Tokens of one sequence in tiles of 16 rows or more; the keys split where that leaves multiprocessors idle."""
+    q, k, v, tables, _, _ = call.inputs
+    (out,) = call.outputs
+    inputs = dict(zip(_PAGED, call.inputs, strict=True))
+    (tokens, heads, width), value_width = q.shape, v.shape[2]
+    if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
+        slice_width = min(value_width, _SLICE)
+        return [
+            make.kernel(
+                call,
+                "attention/paged.cu",
+                function="paged_plain",
+                inputs=inputs,
+                outputs={"out": out},
+                grid=(tokens * heads * groups(value_width, slice_width), 1, 1),
+                block=(_WARPS * WARP, 1, 1),
+                constants={"slice": slice_width, "sharing": 1, "tile_tokens": 1},
+            )
+        ]
+    per_kv_head = heads // k.shape[1]
+    sharing = next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
+    head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
+    splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
+    together = tokens >= _MANY_TOKENS
+    constants = {
+        "sharing": sharing,
+        "tile_tokens": (_WARPS if together else 1) * BLOCK_ROWS // sharing,
+        "stages": _STAGES,
+    }
+    shared = split_memory(BLOCK_ROWS, width, value_width)
+    if together or splits == 1:
+        return [
+            make.kernel(
+                call,
+                "attention/paged.cu",
+                function="paged_once",
+                inputs=inputs,
+                outputs={"out": out},
+                grid=(head_groups, tokens, 1),
+                block=(_WARPS * WARP, 1, 1),
+                shared=shared,
+                constants=constants,
+                min_blocks=_MIN_BLOCKS,
+            )
+        ]
+    sums = make.temporary(call.node, (tokens, head_groups, sharing, splits, value_width), "float32")
+    stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
+    partial = {"sums": sums, "stats": stats}
+    split = make.kernel(
+        call,
+        "attention/paged.cu",
+        function="paged_split",
+        inputs=inputs,
+        outputs=partial,
+        grid=(splits, head_groups, tokens),
+        block=(_WARPS * WARP, 1, 1),
+        shared=shared,
+        constants={**constants, "splits": splits},
+        min_blocks=_MIN_BLOCKS,
+    )
+    combine = make.kernel(
+        call,
+        "attention/attention.cu",
+        function="attention_combine",
+        inputs=partial,
+        outputs={"out": out.unsqueeze(2)},
+        grid=(tokens * heads * groups(value_width, WARP), 1, 1),
+        block=(_COMBINE_THREADS, 1, 1),
+        constants={"splits": splits},
+    )
+    return [split, replace(combine, flops=0, bytes_moved=0)]
 
 
 RULES: dict[str, Rule] = {
     "attention_kernel": _attention,
+    "paged_attention_kernel": _paged_attention,
 }

@@ -7,16 +7,16 @@ needs the GPU, so it is not made here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cuda_compiler.cuda_program import Convolution, ConvolutionLaunch, KernelForm, kernel_launch_of
-from cuda_compiler.rules.channel_packs import PACK, channels_last, is_packed
+from cuda_compiler.rules.channel_packs import BYTE_PACKS, PACK, channels_last, is_packed
 from cuda_compiler.rules.movement import transposing_copy
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
-from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.views import View
 
@@ -32,16 +32,23 @@ _DEPTHWISE_WIDE_FORMS = ((2, 2, 7), (2, 2, 4), (2, 1, 4), (2, 1, 2), (2, 1, 1))
 _FEW_TAPS = 25
 _CLUSTER = 8  # blocks that share an image
 _FORMS, _WARPGROUP_FORMS = 5, 3  # tile shapes that the runtime shall try
+ROW_BYTES = 128  # of a row of terms in a step of a tile
 
 
 def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    first, *others = list(_forms(make, call))
+    forms = list(_forms(make, call))
     x, weight, _, _, out = KERNELS[call.kernel].bind(call)
     assert x is not None and weight is not None and out is not None
     # Layouts that cuDNN knows; our kernels have others too.
     known = weight.is_contiguous or channels_last(weight).is_contiguous
     if x.dtype != weight.dtype or not (known and is_packed(x, 1) and is_packed(out, 1)):
-        return [first]
+        return forms[:1]
+    return [tuned(forms, call)]
+
+
+def tuned(forms: Sequence[KernelCall], call: KernelCall) -> KernelCall:
+    """A convolution's kernels as one call, of which the runtime picks the fastest."""
+    first, *others = forms
     launch = ConvolutionLaunch(
         kernel_launch_of(first),
         Convolution(
@@ -55,7 +62,7 @@ def _conv(make: Specializer, call: KernelCall) -> list[KernelCall]:
         ),
         tuple(KernelForm(form.kernel, form.source, kernel_launch_of(form)) for form in others),
     )
-    return [replace(first, params=launch.params())]
+    return replace(first, params=launch.params())
 
 
 def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
@@ -67,10 +74,12 @@ def _forms(make: Specializer, call: KernelCall) -> Iterator[KernelCall]:
     aligned = aligned and (bias is None or vector_width(bias) >= PACK)
     in_groups, halves = call.params["groups"], x.dtype == weight.dtype in HALF_DTYPES
     if in_groups == channels == x.shape[1] and aligned and is_packed(x) and is_packed(weight.transpose(0, 1)):
-        yield _depthwise(make, call)
+        yield depthwise(make, call, "conv_depthwise")
     elif in_groups == 1 and halves and is_packed(x) and _has_terms_in_order(weight):
-        for tile in _tiles(make, images * rows * columns, channels, weight.numel // channels):
-            yield tile.kernel(make, call, aligned)
+        row_bytes = itemsize(weight.dtype) * weight.numel // channels
+        for tile in tiles(make, images * rows * columns, channels, row_bytes, lambda tile: tile.shared_bytes):
+            constants = {"aligned": aligned, CONSTANT_WEIGHT: bool(call.params.get(CONSTANT_WEIGHT))}
+            yield tile.kernel(make, call, "conv/tiled.cu", ("conv_tiled", "conv_wgmma"), tile.shared_bytes, constants)
     elif call.params["direct"]:
         block = min(_BLOCK, WARP * groups(rows * columns, WARP))
         grid = (groups(rows * columns, block), channels, images)
@@ -89,7 +98,7 @@ def _has_terms_in_order(weight: View) -> bool:
     return is_packed(weight) and channels_last(weight).is_contiguous
 
 
-def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
+def depthwise(make: Specializer, call: KernelCall, function: str) -> KernelCall:
     """Packs of channels by tiles of pixels, both the larger the more there is to do; large windows take fewer channels,
     since a thread has all products of a tile's row in registers."""
     images, channels, rows, columns = call.outputs[0].shape
@@ -110,7 +119,7 @@ def _depthwise(make: Specializer, call: KernelCall) -> KernelCall:
     return make.kernel(
         call,
         "conv/depthwise.cu",
-        function="conv_depthwise",
+        function=function,
         grid=(groups(tiles, threads // packs), groups(channels, pack * packs), 1),
         block=(threads, 1, 1),
         constants={
@@ -143,50 +152,73 @@ class Tile:
     splits: int = 1
     by_warpgroups: bool = False
 
-    terms = 64  # of a step
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory for a step."""
+        return (self.m + self.n) * ROW_BYTES
+
+    @property
+    def sum_bytes(self) -> int:
+        """Shared memory for the sums, whose rows are padded."""
+        return 4 * self.m * (self.n + 4)
 
     @property
     def shared_bytes(self) -> int:
-        return max(2 * self.stages * (self.m + self.n) * self.terms, 4 * self.m * (self.n + 4))
+        """Shared memory of a kernel that puts sums where steps were."""
+        return max(self.stages * self.stage_bytes, self.sum_bytes)
 
     def for_steps(self, steps: int) -> Tile:
         """The same with no more stages than a sum of so many steps has use for."""
         return replace(self, stages=min(self.stages, max(steps + 1, 2) + self.by_warpgroups))
 
-    def cost(self, pixels: int, channels: int, depth: int) -> float:
-        """A rough estimate of clock cycles on a large GPU, to rank the candidates."""
-        blocks = _blocks(self, pixels, channels) * self.splits
-        steps = groups(groups(depth, self.terms), self.splits)
-        resident = max(1, min(200 * 1024 // self.shared_bytes, 2048 // (WARP * self.warps_m * self.warps_n)))
+    def blocks(self, pixels: int, channels: int) -> int:
+        """How many tiles there are."""
+        return groups(pixels, self.m) * groups(channels, self.n)
+
+    def cost(self, pixels: int, channels: int, steps: int, shared: int) -> float:
+        """A rough estimate of clock cycles on a large GPU, to rank the candidates.
+
+        Args:
+            steps: Of a sum.
+            shared: Bytes of shared memory of a block.
+        """
+        blocks = self.blocks(pixels, channels) * self.splits
+        resident = max(1, min(200 * 1024 // shared, 2048 // (WARP * self.warps_m * self.warps_n)))
         together = min(resident, groups(blocks, MULTIPROCESSORS))
-        copied = 2 * (self.m + self.n) * self.terms / 64
-        multiplied = self.m * self.n * self.terms / (1700 if self.by_warpgroups else 1150)
+        copied = self.stage_bytes / 64
+        multiplied = self.m * self.n * 64 / (1700 if self.by_warpgroups else 1150)
         step = max(150.0, together * copied, together * multiplied)
         waves = groups(blocks, MULTIPROCESSORS * together)
-        return waves * (steps * step + 1500 + (900 if self.splits > 1 else 0))
+        return waves * (groups(steps, self.splits) * step + 1500 + (900 if self.splits > 1 else 0))
 
-    def kernel(self, make: Specializer, call: KernelCall, aligned: bool) -> KernelCall:
+    def kernel(
+        self,
+        make: Specializer,
+        call: KernelCall,
+        file: str,
+        functions: tuple[str, str],
+        shared: int,
+        constants: Mapping[str, bool | int],
+        inputs: Mapping[str, View | None] | None = None,
+    ) -> KernelCall:
+        """A call of a template's kernel with this tiling.
+
+        Args:
+            functions: The kernel that multiplies by warps, and the one that does by warpgroups.
+            shared: Bytes of shared memory.
+            inputs: By name; by default the declaration's.
+        """
         images, channels, rows, columns = call.outputs[0].shape
-        constants = {
-            "tile_m": self.m,
-            "tile_n": self.n,
-            "tile_k": self.terms,
-            "warps_m": self.warps_m,
-            "warps_n": self.warps_n,
-            "stages": self.stages,
-            "splits": self.splits,
-            "aligned": aligned,
-            "constant_weight": bool(call.params.get(CONSTANT_WEIGHT)),
-        }
-        grid = (_blocks(self, images * rows * columns, channels), 1, self.splits)
+        shape = {name: getattr(self, name) for name in ("warps_m", "warps_n", "stages", "splits")}
         return make.kernel(
             call,
-            "conv/tiled.cu",
-            function="conv_wgmma" if self.by_warpgroups else "conv_tiled",
-            grid=grid,
+            file,
+            function=functions[self.by_warpgroups],
+            inputs=inputs,
+            grid=(self.blocks(images * rows * columns, channels), 1, self.splits),
             block=(WARP * self.warps_m * self.warps_n, 1, 1),
-            shared=self.shared_bytes,
-            constants=constants,
+            shared=shared,
+            constants={"tile_m": self.m, "tile_n": self.n, **shape, **constants},
             min_blocks=2 if self.by_warpgroups and self.m * self.n <= 128 * 160 else 1,
             cluster=self.splits,
         )
@@ -213,21 +245,27 @@ _SHAPES = (
 )
 
 
-def _blocks(tile: Tile, pixels: int, channels: int) -> int:
-    return groups(pixels, tile.m) * groups(channels, tile.n)
+def tiles(
+    make: Specializer, pixels: int, channels: int, row_bytes: int, shared_bytes: Callable[[Tile], int]
+) -> list[Tile]:
+    """The most promising tiles for [pixels, terms] times [terms, channels] on the target GPU.
 
-
-def _tiles(make: Specializer, pixels: int, channels: int, depth: int) -> list[Tile]:
-    """The most promising tiles for [pixels, depth] times [depth, channels] on the target GPU."""
-    steps = groups(depth, Tile.terms)
+    Args:
+        row_bytes: Of all terms of a row.
+        shared_bytes: How much shared memory a kernel with a tile takes.
+    """
+    steps = groups(row_bytes, ROW_BYTES)
     shared_out = [
-        replace(tile, splits=splits)
+        (replace(tile, splits=splits), shared)
         for tile in (tile.for_steps(steps) for tile in _SHAPES)
-        if tile.shared_bytes <= make.shared_memory and (make.capability == HOPPER or not tile.by_warpgroups)
+        if (shared := shared_bytes(tile)) <= make.shared_memory
+        and (make.capability == HOPPER or not tile.by_warpgroups)
         for splits in (1, 2, 4, 8)
-        if splits == 1 or splits <= groups(depth, Tile.terms) and _blocks(tile, pixels, channels) < 2 * MULTIPROCESSORS
+        if splits == 1 or splits <= steps and tile.blocks(pixels, channels) < 2 * MULTIPROCESSORS
     ]
-    ranked = sorted(shared_out, key=lambda tile: tile.cost(pixels, channels, depth))
+    ranked = [
+        tile for tile, _ in sorted(shared_out, key=lambda found: found[0].cost(pixels, channels, steps, found[1]))
+    ]
     by_warps = [tile for tile in ranked if not tile.by_warpgroups][:_FORMS]
     by_warpgroups = [tile for tile in ranked if tile.by_warpgroups][:_WARPGROUP_FORMS]
     return [tile for tile in ranked if tile in by_warps or tile in by_warpgroups]
@@ -239,19 +277,24 @@ def _to_channels_last(make: Specializer, call: KernelCall) -> list[KernelCall]:
         transposed = transposing_copy(make, call)
         if transposed is not None:
             return [transposed]
-    grid = (groups(out.numel // PACK, _BLOCK), 1, 1)
-    constants = {name: int(call.params[name]) for name in ("fold", "top", "left")}
-    return [
-        make.kernel(
-            call,
-            "conv/conv.cu",
-            inputs={"x": x},
-            outputs={"out": out},
-            grid=grid,
-            block=(_BLOCK, 1, 1),
-            constants=constants,
-        )
-    ]
+    return [packed_copy(make, call, call.kernel)]
+
+
+def packed_copy(make: Specializer, call: KernelCall, function: str) -> KernelCall:
+    """A copy to channels-last by a thread for each pack of channels."""
+    out = call.outputs[0]
+    packs = BYTE_PACKS if itemsize(out.dtype) == 1 else (PACK,)
+    pack = next(pack for pack in packs if is_packed(out, pack))
+    return make.kernel(
+        call,
+        "conv/conv.cu",
+        function=function,
+        inputs={"x": call.inputs[0]},
+        outputs={"out": out},
+        grid=(groups(out.numel // pack, _BLOCK), 1, 1),
+        block=(_BLOCK, 1, 1),
+        constants={"pack": pack, **{name: int(call.params[name]) for name in ("fold", "top", "left", "fill")}},
+    )
 
 
 def _conv_transpose(make: Specializer, call: KernelCall) -> list[KernelCall]:

@@ -43,21 +43,21 @@ def many_rows(
     if gemm(call, a, b, out) is None:
         operands = {"left": a, "right": b.transpose(0, 1), "bias": bias, "residual": residual}
         return [_tiled(make, call, "tiled_linear", operands, out)]
-    if activation == "none" or residual is None and _cublas_activates(activation, out.dtype):
+    if activation == "none" or residual is None and cublas_activates(activation, out.dtype):
         product = gemm(call, a, b, out, bias=bias, residual=residual, activation=activation)
         if product is not None:
             return [product]
     if residual is None and out.dtype in HALF_DTYPES:
         product = gemm(call, a, b, out, bias=bias)
         if product is not None:
-            return [product, _epilogue(make, call, out, None, None, out)]
+            return [product, epilogue(make, call, out, None, None, out)]
     between = out if out.dtype == "float32" else make.temporary(call.node, out.shape, "float32")
     product = gemm(call, a, b, between)
     assert product is not None
-    return [product, _epilogue(make, call, between, bias, residual, out)]
+    return [product, epilogue(make, call, between, bias, residual, out)]
 
 
-def _cublas_activates(activation: str, dtype: str) -> bool:
+def cublas_activates(activation: str, dtype: str) -> bool:
     """Whether cuBLASLt has an activation; the error of its tanh is about 1e-6, which only a 16-bit result hides."""
     return activation == "relu" or activation == "gelu_tanh" and dtype != "float32"
 
@@ -157,18 +157,36 @@ def _tiled(make: Specializer, call: KernelCall, function: str, inputs: dict[str,
 def _linear_epilogue(make: Specializer, call: KernelCall) -> list[KernelCall]:
     product, bias, residual, out = KERNELS[call.kernel].bind(call)
     assert product is not None and out is not None
-    return [_epilogue(make, call, product, bias, residual, out)]
+    return [epilogue(make, call, product, bias, residual, out)]
 
 
-def _epilogue(
-    make: Specializer, call: KernelCall, product: View, bias: View | None, residual: View | None, out: View
+def epilogue(
+    make: Specializer,
+    call: KernelCall,
+    product: View,
+    bias: View | None,
+    residual: View | None,
+    out: View,
+    scales: tuple[View, View] | None = None,
 ) -> KernelCall:
-    views = [view for view in (product, bias, residual, out) if view is not None]
+    """out = act(product + bias) + residual.
+
+    Args:
+        scales: What rows and columns of the product are multiplied with before, float32 [m] and [n].
+    """
+    row_scales, column_scales = scales or (None, None)
+    views = [view for view in (product, column_scales, bias, residual, out) if view is not None]
     pack = min(8, *(vector_width(view) for view in views))
     rows, columns = out.shape
     while columns % pack:
         pack //= 2
-    inputs = {"product": product, "bias": bias, "residual": residual}
+    inputs = {
+        "product": product,
+        "bias": bias,
+        "residual": residual,
+        "rows": row_scales,
+        "columns": column_scales,
+    }
     made = make.kernel(
         call,
         "matmul/matmul.cu",

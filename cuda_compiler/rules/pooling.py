@@ -14,7 +14,7 @@ _FULL = MULTIPROCESSORS * 512  # threads that keep a large GPU busy
 _THREADS = 128  # of a block
 
 
-def _channel_pack(*views: View) -> int:
+def channel_pack(*views: View) -> int:
     """Channels per vector access that all operands allow, at most 16 bytes of the widest dtype."""
     pack = 16 // max(itemsize(view.dtype) for view in views)
     while pack > 1 and not all(is_packed(view, pack) for view in views):
@@ -23,26 +23,28 @@ def _channel_pack(*views: View) -> int:
 
 
 def _pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_pack(make, call, "conv/pool.cu")
+    return per_pack(make, call, "conv/pool.cu", call.kernel)
 
 
 def _upsample(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    return _per_pack(make, call, "conv/upsample.cu")
+    return per_pack(make, call, "conv/upsample.cu", call.kernel)
 
 
-def _per_pack(make: Specializer, call: KernelCall, file: str) -> list[KernelCall]:
+def per_pack(make: Specializer, call: KernelCall, file: str, function: str) -> list[KernelCall]:
+    """A call whose threads make a pack of channels of an output pixel each."""
     out = call.outputs[0]
-    pack = _channel_pack(*call.inputs, out)
+    pack = channel_pack(*call.inputs, out)
     while pack > 1 and out.numel // pack < _FULL:
         pack //= 2
     grid = (groups(out.numel // pack, _THREADS), 1, 1)
-    return [make.kernel(call, file, grid=grid, block=(_THREADS, 1, 1), constants={"pack": pack})]
+    constants = {"pack": pack}
+    return [make.kernel(call, file, function=function, grid=grid, block=(_THREADS, 1, 1), constants=constants)]
 
 
 def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
     """Several lanes of a warp share each window: 8 with vectors of channels, else all 32."""
     images, channels, rows, columns = call.outputs[0].shape
-    pack = _channel_pack(*call.inputs, *call.outputs)
+    pack = channel_pack(*call.inputs, *call.outputs)
     walkers = 8 if pack > 1 else WARP
     warps = images * rows * columns * groups(channels // pack, WARP // walkers)
     grid = (groups(warps, _THREADS // WARP), 1, 1)

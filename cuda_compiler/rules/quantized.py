@@ -1,14 +1,16 @@
-"""Rules of weights in few bits: kernels of our own for few rows, widened weights and cuBLASLt for many."""
+"""Rules of weights in few bits: kernels of our own for up to some hundred rows, else widened weights and cuBLASLt."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
 from cuda_compiler.rules.matmul import FILLING_WARPS, MATVEC_WARPS, VECTOR_ROWS, many_rows, operands
-from cuda_compiler.specialization.gpu import WARP
+from cuda_compiler.specialization.gpu import AMPERE, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
+from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.graph.quantization import CODES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
@@ -16,12 +18,27 @@ from npu_compiler.program.views import View
 _FILE = "matmul/quantized.cu"
 _BLOCK = 256
 _PARTS = ("data", "scales", "offset")
+# Fewest and most rows of products that read codes on tensor cores, by the bits of a code. With fewer, the units for
+# floats are as fast; with more it pays to widen the weight and to leave the product to cuBLASLt.
+_TILED_ROWS = {4: (4, 64), 8: (8, 32)}
+_TILE_WARPS, _TILE_COLUMNS = 4, 128
+_STEP_BYTES = 64  # of a row of the weight, that a block of tiles takes at a time
+_FEWEST_BLOCKS = MULTIPROCESSORS  # below which blocks share the terms of a tile
+_FEWEST_STEPS = 4  # of each of them
+_STAGED_BYTES, _MOST_STAGES = 96 * 1024, 5  # that a block copies to shared memory ahead
 
 
 def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
-    inputs = operands(call)
+    return linear(make, call, operands(call), gated)
+
+
+def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> list[KernelCall]:
+    """A product with a weight in few bits whose `x` may be another one than the call's."""
     x = inputs["x"]
     assert x is not None
+    fewest, most = _TILED_ROWS[CODES[call.params["codes"]]]
+    if fewest <= call.params["m"] <= most and make.capability >= AMPERE and _has_tiles(call, inputs):
+        return [_tiles(make, call, inputs)]
     if call.params["m"] <= VECTOR_ROWS:
         return [_matvec(make, call, inputs, gated)]
     weight = make.temporary(call.node, (call.params["n"], call.params["k"]), x.dtype)
@@ -49,8 +66,50 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     )
 
 
+def _has_tiles(call: KernelCall, inputs: dict[str, View | None]) -> bool:
+    """Whether codes can become operands of tensor cores: integers whose scale is that of 32 terms and more."""
+    x, data, params = inputs["x"], inputs["data"], call.params
+    assert x is not None and data is not None
+    is_aligned = vector_width(x) >= 8 and vector_width(data) >= 16
+    whole = params["k"] % 32 == 0 and params["k"] // params["groups"] % 32 == 0
+    return x.dtype in HALF_DTYPES and is_aligned and whole and params["offsets"] != "minimum"
+
+
+def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) -> KernelCall:
+    """A product by tiles of rows and columns, whose terms the blocks of a cluster share where there are few tiles."""
+    m, n, k = (call.params[name] for name in "mnk")
+    step = 8 // CODES[call.params["codes"]] * _STEP_BYTES
+    tile_m = next(rows for rows in (16, 32, 64) if m <= rows or rows == 64)
+    tiles, steps = groups(m, tile_m) * groups(n, _TILE_COLUMNS), groups(k, step)
+    splits = 1
+    while splits < 8 and tiles * splits < _FEWEST_BLOCKS and steps // (2 * splits) >= _FEWEST_STEPS:
+        splits *= 2
+    stage = _TILE_COLUMNS * _STEP_BYTES + tile_m * step * 2
+    stages = min(_MOST_STAGES, max(2, min(make.shared_memory, _STAGED_BYTES) // stage))
+    return make.kernel(
+        call,
+        "matmul/quantized_tiles.cu",
+        function="quantized_tiles",
+        inputs=inputs,
+        outputs={"out": call.outputs[0]},
+        grid=(tiles, 1, splits),
+        block=(_TILE_WARPS * WARP, 1, 1),
+        shared=max(stages * stage, 4 * tile_m * (_TILE_COLUMNS + 4)),
+        constants={
+            "gated": False,
+            "pack": 8,
+            "tile_m": tile_m,
+            "tile_n": _TILE_COLUMNS,
+            "stages": stages,
+            "splits": splits,
+            "scaled_terms": math.gcd(k // call.params["groups"], step),
+        },
+        cluster=splits,
+    )
+
+
 def _dequantize(make: Specializer, call: KernelCall, parts: dict[str, View | None], out: View) -> KernelCall:
-    pack = _pack(call)
+    pack = min(8, _pack(call))  # 16 bytes of the result, so that neighbours store side by side
     made = make.kernel(
         call,
         _FILE,

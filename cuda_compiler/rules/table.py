@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from cuda_compiler.rules import (
     attention,
+    collectives,
     conv,
+    integer,
     matmul,
     movement,
     norms,
@@ -14,6 +16,7 @@ from cuda_compiler.rules import (
     quantized,
     reductions,
     rotary,
+    rounded,
     sorting,
 )
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -32,7 +35,9 @@ def _joined(*families: Mapping[str, Rule]) -> dict[str, Rule]:
 
 RULES = _joined(
     attention.RULES,
+    collectives.RULES,
     conv.RULES,
+    integer.RULES,
     matmul.RULES,
     movement.RULES,
     norms.RULES,
@@ -40,6 +45,7 @@ RULES = _joined(
     quantized.RULES,
     reductions.RULES,
     rotary.RULES,
+    rounded.RULES,
     sorting.RULES,
 )
 

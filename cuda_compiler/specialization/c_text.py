@@ -19,6 +19,7 @@ TYPES = {
     "bfloat16": "bf16",
     "int32": "int",
     "bool": "bool",
+    "int8": "signed char",
     "uint8": "unsigned char",
 }
 

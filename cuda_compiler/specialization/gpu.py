@@ -1,6 +1,7 @@
 """The GPU that programs are compiled for by default, and CUDA's limits."""
 
 HOPPER, HOPPER_SHARED_MEMORY = 90, 227 * 1024  # compute capability; shared memory per block in bytes
+TURING, AMPERE, ADA = 75, 80, 89  # the first with products of int8, of bfloat16 and of float8 on tensor cores
 WARP = 32
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MULTIPROCESSORS = 132  # of a large GPU, for which work is divided; smaller ones run the same kernels

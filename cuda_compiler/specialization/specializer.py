@@ -28,12 +28,16 @@ class Specializer:
         capability: Compute capability of the target GPU as CUDA writes it: 90 is 9.0.
         shared_memory: Bytes per block there.
         phase_clocks: Resident kernels note the time of their phases.
+        scales_products: cuBLASLt there scales products of float8 by row and column.
+        reaches_peers: Resident kernels exchange values with other GPUs.
     """
 
     taken: frozenset[str] = frozenset()
     capability: int = HOPPER
     shared_memory: int = HOPPER_SHARED_MEMORY
     phase_clocks: bool = False
+    scales_products: bool = True
+    reaches_peers: bool = False
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)
@@ -78,6 +82,7 @@ class Specializer:
         inputs: Mapping[str, View | None] | None = None,
         outputs: Mapping[str, View | None] | None = None,
         constants: Mapping[str, bool | int | float] | None = None,
+        definitions: str = "",
         min_blocks: int = 1,
         cluster: int = 1,
     ) -> KernelCall:
@@ -90,6 +95,7 @@ class Specializer:
             function: The kernel's name; by default the call's.
             inputs, outputs: Operand name → view, None for an absent optional one; by default the declaration's.
             constants: Further `constexpr`s, by name.
+            definitions: Further C that the template expects, such as a function.
             min_blocks: Minimum of resident blocks per multiprocessor, which limits the registers per thread. At 1 the
                 compiler prefers more threads to more loads in flight.
             cluster: Size of the thread block cluster along z (distributed shared memory), on GPUs that have clusters.
@@ -103,7 +109,8 @@ class Specializer:
             views = dict(zip(declared, bound, strict=True))
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
-        source = self._source(call, decl, file, function, block, min_blocks, cluster, inputs, outputs, constants or {})
+        shape = (block, min_blocks, cluster)
+        source = self._source(call, decl, file, function, shape, inputs, outputs, constants or {}, definitions)
         launch = KernelLaunch(check_grid(grid, call), block, shared)
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(
@@ -122,26 +129,26 @@ class Specializer:
         decl: KernelDecl | None,
         file: str,
         function: str,
-        block: Size3,
-        min_blocks: int,
-        cluster: int,
+        shape: tuple[Size3, int, int],
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
         constants: Mapping[str, bool | int | float],
+        definitions: str,
     ) -> str:
         shared = shared_buffers(inputs, outputs)
         geometry = [
             (name, view and (view.shape, view.strides, vector_width(view), view.dtype, view.buffer in shared))
             for name, view in (*inputs.items(), *outputs.items())
         ]
-        shape = (block, min_blocks, cluster)
-        key = repr((call.kernel, file, function, shape, geometry, len(inputs), dict(call.params), dict(constants)))
+        chosen = (dict(call.params), dict(constants), definitions)
+        key = repr((call.kernel, file, function, shape, geometry, len(inputs), *chosen))
         if key not in self._made:
             parts = [
                 template_text("common/common.cuh"),
                 template_text("common/overlap.cuh"),
                 specialized(call, decl, inputs, outputs, constants),
-                kernel_signature(inputs, outputs, shared, block, min_blocks, cluster),
+                kernel_signature(inputs, outputs, shared, *shape),
+                *([definitions] if definitions else []),
                 kernel_text(file, function),
             ]
             views = [view for view in (*inputs.values(), *outputs.values()) if view is not None]

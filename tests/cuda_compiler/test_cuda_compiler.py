@@ -22,6 +22,7 @@ from cuda_compiler.rules.table import RULES, expand
 from cuda_compiler.specialization.c_text import float_text, offset_text
 from cuda_compiler.specialization.sizes import vector_width
 from cuda_compiler.specialization.specializer import Specializer
+from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
@@ -235,7 +236,8 @@ def test_every_kernel_waits_for_the_one_before_it() -> None:
     assert "{\n    begin_in_turn();" in plan.sources[plan.calls[0].source]
     assert "{ begin_in_turn(); name##_body(" in plan.sources[plan.calls[1].source]
     templates = Path(str(files("cuda_compiler") / "templates"))
-    parts = [part for file in templates.rglob("*.cu*") for part in file.read_text(encoding="utf-8").split("\n#kernel ")]
+    texts = [template_text(file.relative_to(templates).as_posix()) for file in templates.rglob("*.cu")]
+    parts = [part for text in texts for part in text.split("\n#kernel ")]
     waiting = [part for part in parts if "WAITING_KERNEL(" in part]
     assert waiting and [part for part in waiting if "begin_in_turn();" not in part] == []
 

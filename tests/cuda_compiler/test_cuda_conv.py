@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,119 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cuda_convolutions import CASES
 from cuda_gpu import PROBLEM, cuda_backends
+from cuda_reference import LaidOut, ReferenceBackend
 from cuda_toolchain import compile_in_turn
 from ir_builder import IRBuilder
 from metal_harness import Case, call_of, plan_of, run_case
 from zoo_runs import build, check, draw, extracted, run_compiled, run_torch, weights_of
 
 import npu_compiler
-from cuda_compiler import CUDA_GPU, CUDACodegenTarget
+from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.cuda_program import ConvolutionLaunch, GemmLaunch, KernelLaunch, convolution_of, launch_of
-from cuda_compiler.passes.channels_last import lay_channels_last
-from cuda_compiler.passes.copies import drop_copies, write_in_place
-from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
-from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
 from cuda_runtime import CUDABackend, tuned_convolutions
 from cuda_runtime.cudnn import ConvolutionPlan, PlanChoice
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from npu_compiler.files import unseal
 from npu_compiler.program.kernels import KernelCall
-from npu_compiler.program.plan import ExecutionPlan
-from npu_compiler.program.target import CodegenTarget, OpLevelTarget
-from npu_runtime import Operand
-from npu_runtime.backend import Launch
-from npu_runtime.cpu.backend import CPUBackend, bind
-from npu_runtime.torch_arrays import view_tensor
-
-
-class LaidOut(OpLevelTarget):
-    """The op-level program with the layout of the CUDA target and the calls that it joins."""
-
-    config = CUDA_GPU
-
-    def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
-        plan = join_squeeze_excite(write_in_place(absorb_epilogues(drop_copies(lay_channels_last(plan)))))
-        return products_as_convolutions(plan)
-
-
-def activated(x: torch.Tensor, name: str) -> torch.Tensor:
-    functions: dict[str, Any] = {
-        "none": lambda x: x,
-        "silu": F.silu,
-        "relu": F.relu,
-        "relu6": F.relu6,
-        "gelu": F.gelu,
-        "sigmoid": torch.sigmoid,
-        "hardsigmoid": F.hardsigmoid,
-        "hardswish": F.hardswish,
-    }
-    result: torch.Tensor = functions[name](x)
-    return result
-
-
-class ReferenceBackend(CPUBackend):
-    """The CPU device's torch kernels, and what the calls mean that only the CUDA target makes."""
-
-    config = CUDA_GPU
-    runs_targets = (CUDA_GPU.name,)
-
-    def __init__(self) -> None:
-        super().__init__(native=False)
-
-    @property
-    def target(self) -> CodegenTarget:
-        return LaidOut()
-
-    def prepare(self, call: KernelCall, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> Launch:
-        if call.kernel == "squeeze_excite":
-            return self._squeeze_excite(call, [view_tensor(bind(x)) for x in inputs], view_tensor(bind(outputs[0])))
-        if call.kernel == "groupnorm_kernel" and "activation" in call.params:
-            params = dict(call.params)
-            name, normed = params.pop("activation"), view_tensor(bind(outputs[0]))
-            normalize = super().prepare(replace(call, params=params), inputs, outputs)
-
-            def then_activate() -> None:
-                normalize()
-                normed.copy_(activated(normed.float(), name))
-
-            return then_activate
-        if call.kernel != "to_channels_last":
-            return super().prepare(call, inputs, outputs)
-        (x,), (out,) = (map(view_tensor, map(bind, operands)) for operands in (inputs, outputs))
-
-        fold, top, left = (call.params[name] for name in ("fold", "top", "left"))
-        rows, columns = (fold * size for size in out.shape[2:])
-
-        def launch() -> None:
-            below, beyond = rows - top - x.shape[2], columns - left - x.shape[3]
-            whole = F.pad(x.float(), (left, beyond, top, below))  # where that is less than nothing, pixels are left out
-            squares = (
-                F.pixel_unshuffle(whole, fold).unflatten(1, (x.shape[1], fold * fold)).transpose(1, 2).flatten(1, 2)
-            )
-            out.zero_()
-            out[:, : squares.shape[1]].copy_(squares)
-
-        return launch
-
-    def _squeeze_excite(self, call: KernelCall, operands: list[torch.Tensor], out: torch.Tensor) -> Launch:
-        x, squeeze, *others = operands
-        squeeze_bias = others.pop(0) if call.params["squeeze_bias"] else None
-        excite, *excite_bias = others
-
-        def product(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            padded = F.pad(values, (0, weight.shape[1] - values.shape[1]))
-            return F.linear(padded, weight.flatten(1).float(), None if bias is None else bias.float())
-
-        def launch() -> None:
-            hidden = activated(product(x.float().mean((2, 3)), squeeze, squeeze_bias), call.params["activation"])
-            factors = activated(product(hidden, excite, excite_bias[0] if excite_bias else None), call.params["gate"])
-            out.copy_(x.float() * factors[:, :, None, None])
-
-        return launch
-
 
 CONVOLUTIONAL = [
     "ResNet",

@@ -10,13 +10,17 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
-from cuda_phases import Phases
+from cuda_phases import Phases, run_calls
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch_ir import extract_ir
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
 from cuda_compiler.resident.kernel import find_runs
+from cuda_compiler.rules.table import expand
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_runtime import Backend, CPUBackend, Executor, load_weights
 
@@ -63,14 +67,33 @@ def compiled(backend: Backend | None, rows: int, format: QuantizedFormat, dtype:
 @pytest.mark.parametrize(
     ("rows", "kernels"),
     [
-        (1, ["quantized_embedding_kernel", "quantized_matvec", "quantized_matvec"]),
-        (8, ["quantized_embedding_kernel", "quantized_matvec", "quantized_matvec"]),
-        (40, ["quantized_embedding_kernel", "dequantize", "cublas_gemm", "dequantize", "cublas_gemm"]),
+        (1, ["quantized_embedding_kernel", "resident"]),
+        (8, ["quantized_embedding_kernel", "resident"]),
+        (40, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
+        (64, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
+        (65, ["quantized_embedding_kernel", "dequantize", "cublas_gemm", "dequantize", "cublas_gemm"]),
     ],
 )
-def test_few_rows_read_the_codes_and_many_rows_widened_weights(rows: int, kernels: list[str]) -> None:
-    plan = compiled(None, rows, FORMATS[0], "float32").plan
-    assert [call.kernel for call in plan.calls if not call.kernel.startswith("linear_epilogue")] == kernels
+def test_few_rows_read_the_codes_and_more_rows_widened_weights(rows: int, kernels: list[str]) -> None:
+    assert [call.kernel for call in compiled(None, rows, FORMATS[0], "bfloat16").plan.calls] == kernels
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "capability"),
+    [
+        (FORMATS[0], "float32", 90),
+        (FORMATS[0], "bfloat16", 75),
+        (FORMATS[1], "bfloat16", 90),
+        (FORMATS[4], "bfloat16", 90),
+    ],
+)
+def test_what_tiles_do_not_read_is_widened(format: QuantizedFormat, dtype: str, capability: int) -> None:
+    ir, formats = graph(40), {f"{name}.weight": format for name in ("table", "first", "second")}
+    target = CUDACodegenTarget(capability=capability)
+    kernels = [
+        call.kernel for call in npu_compiler.compile(ir, target, compute_dtype=dtype, quantization=formats).kernels
+    ]
+    assert kernels[:2] == ["quantized_embedding_kernel", "dequantize"]
 
 
 @pytest.mark.slow
@@ -149,3 +172,42 @@ def test_the_gpu_computes_what_the_cpu_does(format: QuantizedFormat, rows: int, 
         found.append(out.to_numpy().astype(np.float32))
     error = np.linalg.norm(found[1] - found[0]) / np.linalg.norm(found[0])
     assert error < {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
+
+
+TILED = [
+    QuantizedFormat("int4", 128, "float16", "zero_point"),
+    QuantizedFormat("int4", 32, "bfloat16"),
+    QuantizedFormat("int4", 96, "float32", "zero_point"),
+    QuantizedFormat("int8"),
+    QuantizedFormat("int8", 64, "float16", "zero_point"),
+    QuantizedFormat("float8_e4m3", 64, "float32"),
+    QuantizedFormat("float8_e4m3"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+@pytest.mark.parametrize("format", TILED, ids=str)
+@settings(max_examples=3, deadline=None)
+@given(
+    rows=st.sampled_from([9, 16, 17, 32, 33, 64]),
+    n=st.sampled_from([1, 40, 128, 333, 1536]),
+    groups=st.integers(1, 40),
+    capability=st.sampled_from([90, 80]),
+    dtype=st.sampled_from(["float16", "bfloat16"]),
+    adds=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_tiles_are_products_with_the_dequantized_weight(
+    format: QuantizedFormat, rows: int, n: int, groups: int, capability: int, dtype: str, adds: bool, seed: int
+) -> None:
+    k, rows = groups * (format.group or 64), rows if format.bits == 4 else min(rows, 32)
+    phases = Phases(dtype, np.random.default_rng(seed))
+    options: dict[str, Any] = {"bias": True, "residual": True, "activation": "silu"} if adds else {}
+    phases.product(phases.operand("x", rows, k), "out", n, format=format, **options)
+    make = Specializer(frozenset(phases.data), capability)
+    calls = expand(make, phases.calls[0])
+    assert [call.kernel for call in calls] == ["quantized_tiles"]
+    # Sums are in float32, and x and the result in 16 bits.
+    tolerance = {"float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+    phases.check(run_calls(calls, make, phases, cuda_gpu.cuda_backends()[0]), tolerance)

@@ -14,14 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cuda_products import GEMMS, gemm_case
+from cuda_products import GEMMS, gemm_case, view
 from ir_builder import IRBuilder
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import gemm_of
+from cuda_compiler.cuda_program import GemmLaunch, gemm_of
 from cuda_runtime import CUDABackend, cuda_device
 from cuda_runtime.cublaslt import Addresses, CublasLt, Product, product_key
 from cuda_runtime.cuda_device import wake_driver, waking_driver
@@ -31,6 +32,7 @@ from cuda_runtime.launches import CUDALaunch, GraphSequence
 from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler import CompiledProgram, DeviceError, compile
 from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_compiler.program.kernels import KernelCall
 from npu_runtime import CPUBackend, Executor
 
@@ -198,18 +200,21 @@ def test_a_source_that_does_not_compile_is_reported_with_the_compilers_log(tmp_p
     assert not fake.programs and not broken.path("syntax error").exists()
 
 
-def read_matrix(address: int, rows: int, columns: int, ld: int, op: int) -> np.ndarray:
-    """op(M) of a column-major float32 matrix in host memory; rows and columns are those of op(M)."""
-    stored = (columns, rows) if op else (rows, columns)
-    whole = np.ctypeslib.as_array(
-        ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), ((stored[1] - 1) * ld + stored[0],)
-    )
-    matrix = np.lib.stride_tricks.as_strided(whole, stored, (4, 4 * ld))
+# cudaDataType → dtype.
+KINDS = {0: np.dtype(np.float32), 3: np.dtype(np.int8), 10: np.dtype(np.int32), 28: np.dtype(ml_dtypes.float8_e4m3fn)}
+
+
+def read_matrix(address: int, rows: int, columns: int, ld: int, op: int, dtype: np.dtype[Any] = KINDS[0]) -> np.ndarray:
+    """op(M) of a column-major matrix in host memory; rows and columns are those of op(M)."""
+    stored, size = (columns, rows) if op else (rows, columns), dtype.itemsize
+    count = size * ((stored[1] - 1) * ld + stored[0])
+    whole = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (count,)).view(dtype)
+    matrix = np.lib.stride_tricks.as_strided(whole, stored, (size, size * ld))
     return matrix.T if op else matrix
 
 
 class HostLt:
-    """cuBLASLt's column-major products of float32 matrices, in host memory, by NumPy.
+    """cuBLASLt's column-major products of matrices of float32 or of codes, in host memory, by NumPy.
 
     Descriptors are numbered. An algorithm's first byte is its number, and its tile; it offers as many as one asks for.
 
@@ -293,12 +298,16 @@ class HostLt:
             return 15
         options = self.descriptors[desc.value]
         count = self.descriptors[layout_d.value].get(5, 1)
-        scale, keep = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
+        number, wide = (ctypes.c_int32, np.int32) if options["created"] == (72, 10) else (ctypes.c_float, np.float32)
+        scale, keep = (number.from_address(x).value for x in (alpha, beta))
         for index in range(count):
             left = self._matrix(a, layout_a, index, options[3])
             right = self._matrix(b, layout_b, index, options[4])
             out = self._matrix(d, layout_d, index, 0)
-            result = scale * (left @ right)
+            result = scale * (left.astype(wide) @ right.astype(wide))
+            if options.get(31) == options.get(32) == 3:
+                rows, columns = (read_matrix(options[17 + x], 1, result.shape[x], 1, 0)[0] for x in (0, 1))
+                result *= np.outer(rows, columns)
             if keep:
                 result += keep * self._matrix(c, layout_c, index, 0)
             if options[7] & 4:
@@ -309,9 +318,9 @@ class HostLt:
     def _matrix(self, address: int, layout: Any, index: int, op: int) -> np.ndarray:
         options = self.descriptors[layout.value]
         kind, rows, columns, ld = options["created"]
-        assert kind == 0 and ld >= rows
+        assert ld >= rows
         rows, columns = (columns, rows) if op else (rows, columns)
-        return read_matrix(address + 4 * options.get(6, 0) * index, rows, columns, ld, op)
+        return read_matrix(address + 4 * options.get(6, 0) * index, rows, columns, ld, op, KINDS[kind])
 
 
 class FakeDevice:
@@ -373,6 +382,29 @@ def test_row_major_products_are_what_the_column_major_library_is_asked_for(
     np.testing.assert_allclose(memory[-1], expected, rtol=1e-5, atol=1e-5)
     del launch
     assert not library.descriptors, "every descriptor is destroyed with its product"
+
+
+@pytest.mark.parametrize("codes", ["int8", "float8_e4m3"])
+def test_products_of_codes_have_scales_by_row_and_column_or_sums_in_integers(
+    codes: str, rng: np.random.Generator
+) -> None:
+    m, n, k, scaled = 5, 16, 32, codes != "int8"
+    rows, factors = (quantize_rows(rng.standard_normal((size, k)), codes) for size in (m, n))
+    bias, residual = (rng.standard_normal(shape).astype(np.float32) for shape in (n, (m, n)))
+    out = np.full((m, n), 7, np.float32 if scaled else np.int32)
+    launch = GemmLaunch(m, n, k, k, k, n, n, trans_b=True, codes=codes)
+    launch = replace(launch, has_bias=scaled, has_residual=scaled, has_scales=scaled)
+    memory = [rows[0], factors[0], *((bias, residual, rows[1], factors[1]) if scaled else ()), out]
+    views = [view(f"operand{index}", array.shape, array.dtype.name) for index, array in enumerate(memory)]
+    call = KernelCall("cublas_gemm", "", tuple(views[:-1]), (views[-1],), launch.params(), "node")
+    device: Any = HostDevice()
+    product = Product(CublasLt(device, HostLt()), call, Addresses.of(call, [array.ctypes.data for array in memory]))
+    product.launch(product.algorithms(1)[0])()
+    if scaled:
+        expected = dequantize_rows(*rows, codes) @ dequantize_rows(*factors, codes).T + bias + residual
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(out, rows[0].view(np.int8).astype(int) @ factors[0].view(np.int8).astype(int).T)
 
 
 def test_a_product_that_the_library_refuses_is_a_device_error_with_its_words(
@@ -507,7 +539,7 @@ def test_the_key_of_a_product_tells_all_that_matters(rng: np.random.Generator) -
     keys |= {product_key(replace(call, params=other.params()), at) for other in others}
     assert len(keys) == len(names), "all but alpha"
     keys |= {product_key(call, replace(at, **{name: 1000 + 2})) for name in vars(at)}
-    assert len(keys) == len(names) + 5
+    assert len(keys) == len(names) + len(vars(at))
 
 
 def launches(device: Any, *names: str) -> list[CUDALaunch]:

@@ -52,6 +52,21 @@ def _with(places: dict[int, float], dtype: str = "compute") -> np.ndarray:
     return values
 
 
+# What a serving step has: decoding only, prompts' pieces only, and both, with heads that share keys in all ways.
+PAGED = [
+    attention_cases.paged("long-decode", [(700, 1), (33, 1), (1200, 1)], 128, heads=(12, 2)),
+    attention_cases.paged("drafts", [(700, 8), (90, 8)], 64, heads=(9, 3)),
+    attention_cases.paged("many-heads", [(300, 2), (5, 1)], 64, heads=(40, 1)),
+    attention_cases.paged("prompt", [(0, 300)], 128, heads=(12, 2), atol=1e-3),
+    attention_cases.paged("prompt-piece", [(517, 256)], 64, heads=(9, 3), atol=1e-3),
+    attention_cases.paged(
+        "prompt-and-decode", [(n * 13, 1) for n in range(40)] + [(100, 230)], 128, heads=(8, 2), atol=1e-3
+    ),
+    attention_cases.paged("prompt-in-blocks-of-eight", [(70, 260)], 64, heads=(4, 4), block_size=8, atol=1e-3),
+    attention_cases.paged("prompt-and-padding", [(0, 200)], 96, heads=(4, 1), spare=60, atol=1e-3),
+]
+
+
 def tiled(name: str, queries: int, keys: int, width: int, **options: Any) -> Case:
     """Attention of many queries by so many heads that tiles fill the GPU; its weights are rounded to 16 bits."""
     options = {"heads": (192, 96), "atol": 4e-3, **options}
@@ -306,6 +321,7 @@ CASES = [
         for values in attention_cases.LOWEST_MASKS
         for queries in (1, 3)
     ),
+    *PAGED,
     attention_cases.attention("batches-of-few-queries", 1, 200, 128, heads=(8, 2), batch=3),
     attention_cases.attention("causal-eight", 8, 200, 96, heads=(4, 2), causal=True),
     attention_cases.attention("causal-shared-heads", 70, 70, 80, heads=(6, 2), causal=True, batch=2),

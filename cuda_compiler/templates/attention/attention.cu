@@ -56,85 +56,24 @@ KERNEL(attention_combine) {
 }
 
 #kernel attention_plain
-// Any dtypes, widths and strides, in float arithmetic: a block per query of a head and per slice of its result; each warp
-// follows keys of its own.
-constexpr int warps = THREADS / WARP;
-constexpr int slices = (value_width + slice - 1) / slice;
-constexpr int parts = (slice + WARP - 1) / WARP;
+// A block per query of a head and per slice of its result.
+#include "attention/plain.cuh"
 
 KERNEL(attention_plain) {
-    __shared__ float largest_of[warps];
-    __shared__ float total_of[warps];
-    __shared__ float sums_of[warps][slice];
-    const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
-    const int first_dim = blockIdx.x % slices * slice;
     const int row = blockIdx.x / slices % rows;
     const index_t head = blockIdx.x / slices / rows;
     const Problem problem(q, k, v, mask, head / kv_heads, head % kv_heads);
-    const Q::type *query = problem.q_row(row);
-    float largest = -FLOAT_MAX;
-    float total = 0.0f;
-    float sums[parts] = {};
     const int reach = param::causal ? smaller(keys, Problem::query_of(row) + 1) : keys;
     bool lowest_counts = true;
     if constexpr (Mask::present && is_float<Mask::type>::value) {
         lowest_counts = !all_attend(problem, row, row);
     }
-    for (int key = warp; key < reach; key += warps) {
-        const float bias = problem.bias(row, key);
-        if (bias == -INFINITY_F || (bias <= lowest_bias && !lowest_counts)) {
-            continue;
-        }
-        float product = 0.0f;
-        for (int dim = lane; dim < width; dim += WARP) {
-            const float right = to_float(problem.k[key * K::stride(2) + dim * K::stride(3)]);
-            product = fmaf(to_float(query[dim * Q::stride(3)]), right, product);
-        }
-        const float score = warp_sum(product) * param::scale + bias;
-        const float before = largest;
-        largest = fmaxf(largest, score);
-        const float shrink = expf(before - largest);
-        const float weight = expf(score - largest);
-        total = total * shrink + weight;
-#pragma unroll
-        for (int part = 0; part < parts; part++) {
-            const int dim = first_dim + part * WARP + lane;
-            if (dim < value_width) {
-                const float value = to_float(problem.v[key * V::stride(2) + dim * V::stride(3)]);
-                sums[part] = sums[part] * shrink + weight * value;
-            }
-        }
-    }
-#pragma unroll
-    for (int part = 0; part < parts; part++) {
-        if (part * WARP + lane < slice) {
-            sums_of[warp][part * WARP + lane] = sums[part];
-        }
-    }
-    if (lane == 0) {
-        largest_of[warp] = largest;
-        total_of[warp] = total;
-    }
-    __syncthreads();
-    largest = -FLOAT_MAX;
-    total = 0.0f;
-#pragma unroll
-    for (int other = 0; other < warps; other++) {
-        largest = fmaxf(largest, largest_of[other]);
-    }
-#pragma unroll
-    for (int other = 0; other < warps; other++) {
-        total += total_of[other] * expf(largest_of[other] - largest);
-    }
-    for (int dim = threadIdx.x; dim < slice && first_dim + dim < value_width; dim += THREADS) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int other = 0; other < warps; other++) {
-            sum += sums_of[other][dim] * expf(largest_of[other] - largest);
-        }
-        // A query that attends to no key at all gets zeros, as in PyTorch.
-        const float value = total == 0.0f ? 0.0f : sum / total;
-        out[out_row(problem, row) + (first_dim + dim) * Out::stride(3)] = from<Out::type>(value);
-    }
+    auto bias = [&](int key) {
+        const float value = problem.bias(row, key);
+        return value <= lowest_bias && !lowest_counts ? -INFINITY_F : value;
+    };
+    auto store = [&](int dim, float value) {
+        out[out_row(problem, row) + dim * Out::stride(3)] = from<Out::type>(value);
+    };
+    attend_plainly<Q::stride(3), K::stride(3), V::stride(3)>(problem, row, reach, bias, store);
 }

@@ -3,8 +3,6 @@
 // The queries that share a KV head are the rows of one problem (a query's heads side by side), so that its keys and
 // values are read once for all. Expects the operands Q, K, V and Mask, `param::scale` and `param::causal`.
 
-constexpr float FLOAT_MAX = 3.402823466e38f;
-
 constexpr int queries = Q::size(2);
 constexpr int keys = K::size(2);
 constexpr int width = Q::size(3);
@@ -47,6 +45,12 @@ struct Problem {
     __device__ __forceinline__ const Q::type *q_row(int row) const {
         return q + row % sharing * Q::stride(1) + query_of(row) * Q::stride(2);
     }
+
+    __device__ __forceinline__ static bool has(int key) { return key < keys; }
+
+    __device__ __forceinline__ const K::type *k_row(int key) const { return k + key * K::stride(2); }
+
+    __device__ __forceinline__ const V::type *v_row(int key) const { return v + key * V::stride(2); }
 
     __device__ __forceinline__ const Mask::type *mask_row(int row) const {
         return mask + row % sharing * Mask::stride(1) + query_of(row) * Mask::stride(2);

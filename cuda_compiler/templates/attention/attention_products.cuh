@@ -1,5 +1,3 @@
-#include "attention/attention.cuh"
-
 // Products of 16-bit values by tensor cores, 16 rows at a time, one warp for itself; lane 4g + p holds parts of rows g and
 // g + 8.
 

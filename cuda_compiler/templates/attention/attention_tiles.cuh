@@ -1,6 +1,7 @@
 // What blocks of many rows have in common: a look at the mask beforehand tells which tiles of keys they need, and weights
 // are relative to the largest score so far.
 
+#include "attention/attention.cuh"
 #include "attention/attention_products.cuh"
 #include "attention/attention_verdicts.cuh"
 

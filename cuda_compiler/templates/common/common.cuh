@@ -2,6 +2,7 @@
 // It includes nothing, so that NVRTC and nvcc take it alike, from sm_70 on.
 
 #define INFINITY_F __int_as_float(0x7f800000)
+#define FLOAT_MAX 3.402823466e38f
 #define NAN_F __int_as_float(0x7fffffff)
 #define WARP 32
 
@@ -44,6 +45,8 @@ __device__ __forceinline__ float to_float(f16 value) {
 
 __device__ __forceinline__ int to_int(int value) { return value; }
 __device__ __forceinline__ int to_int(bool value) { return int(value); }
+__device__ __forceinline__ int to_int(signed char value) { return value; }
+__device__ __forceinline__ int to_int(unsigned char value) { return value; }
 template <typename T>
 __device__ __forceinline__ int to_int(T value) { return int(to_float(value)); }
 

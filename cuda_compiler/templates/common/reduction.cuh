@@ -3,8 +3,6 @@
 
 static_assert(team_lanes == WARP || team_warps == 1, "");
 
-constexpr float FLOAT_MAX = 3.402823466e38f;
-
 struct Place {
     int lane;
     int warp;  // within the team

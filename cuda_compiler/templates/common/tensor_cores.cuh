@@ -1,13 +1,10 @@
-// Products of 16-bit values by tensor cores, and copies to shared memory that do not wait. Expects their type as `Half`.
+// Products of 16-bit values by tensor cores. Expects their type as `Half`.
+#include "common/copies.cuh"
 
 template <typename T>
 struct IsBrain { static constexpr bool value = false; };
 template <>
 struct IsBrain<bf16> { static constexpr bool value = true; };
-
-struct alignas(16) Words {
-    unsigned at[4];
-};
 
 // 8 elements; zeros where they are outside.
 __device__ __forceinline__ Words load_words(const Half *data, bool inside) {
@@ -56,29 +53,5 @@ __device__ __forceinline__ void multiply(
             }
         }
     }
-#endif
-}
-
-// 16 bytes to shared memory, without waiting; zeros where they are outside.
-__device__ __forceinline__ void copy_words(Half *target, const Half *source, bool inside) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(target)), "l"(source), "r"(inside ? 16 : 0) : "memory");
-#else
-    *reinterpret_cast<Words *>(target) = load_words(source, inside);
-#endif
-}
-
-__device__ __forceinline__ void end_of_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for all copies but those before the last `running` calls of `end_of_copies`.
-template <int running>
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" :: "n"(running) : "memory");
 #endif
 }

@@ -1,53 +1,7 @@
-// Products by a warpgroup (four warps, 64 rows) whose right side lies in shared memory, and the barriers by which others
-// fill that memory. On GPUs of compute capability 9.0 only; expects the operands' type as `Half`.
-//
-// Matrices lie in shared memory in slabs of 64 columns. A slab's rows are 128 bytes, and within each 8 of them, which are
-// aligned to 1024 bytes, the 16-byte piece number p of row r lies at place p ^ r.
-
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "this program was compiled for a GPU of compute capability 9.0; compile it with this device's target"
-#endif
-
-#include "common/warp_jobs.cuh"
-
-constexpr int warpgroup_threads = 128;
-constexpr int warpgroup_rows = 64;
-constexpr int slab_width = 64;
-
-// What tells a product where a matrix begins; `across` is from one slab to the next, in bytes.
-__device__ __forceinline__ unsigned long long matrix_at(unsigned address, int across) {
-    constexpr unsigned long long swizzled = 1ull << 62;
-    constexpr unsigned long long eight_rows = 1024 >> 4;
-    return swizzled | eight_rows << 32 | (unsigned long long)(across >> 4) << 16 | (address & 0x3ffffu) >> 4;
-}
-
-// The same matrix from some bytes on.
-__device__ __forceinline__ unsigned long long further(unsigned long long matrix, int bytes) {
-    return matrix + (bytes >> 4);
-}
+// Products of 16-bit values by a warpgroup. Expects their type as `Half`.
+#include "common/warpgroup_steps.cuh"
 
 #define FOUR(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
-#define EIGHT(x, i) FOUR(x, i), FOUR(x, i + 1)
-#define SIXTEEN(x, i) EIGHT(x, i), EIGHT(x, i + 2)
-
-#define NAMES_20 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
-
-#define NAMES_32 \
-    NAMES_20 ", %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-
-#define NAMES_40 \
-    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-
-#define NAMES_48 \
-    NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-
-#define NAMES_64 \
-    NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
-#define NAMES_80 \
-    NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-
 
 // Products of `width` columns: sums[64 × width] (+)= left[64 × 16] · right, in fragments as of 16 × 8 for each warp. The right
 // side is [width × 16] in the first, and [16 × width] in the second, whose left side is in registers.
@@ -59,8 +13,6 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
     asm volatile("wgmma.mma_async.sync.aligned.m64n" width "k16.f32." type "." type " {" names "}, {" a "}, " b    \
                  ", 1, 1, 1, 1;"                                                                                   \
                  : sums_list : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right))
-
-#define LIST(...) __VA_ARGS__
 
 __device__ __forceinline__ void multiply_shared(
     float (&sums)[8][4], unsigned long long left, unsigned long long right, bool adds
@@ -152,21 +104,6 @@ __device__ __forceinline__ void multiply_held(
     }
 }
 
-// Registers that were written before are ready for products from here on.
-__device__ __forceinline__ void begin_products() {
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void end_of_products() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-// Waits for all products but those before the last `running` calls of `end_of_products`.
-template <int running>
-__device__ __forceinline__ void wait_for_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(running) : "memory");
-}
-
 // Keeps the compiler from using registers earlier or later than here, which it does not know to be on their way.
 template <int count>
 __device__ __forceinline__ void pin(float (&sums)[count][4]) {
@@ -174,19 +111,4 @@ __device__ __forceinline__ void pin(float (&sums)[count][4]) {
     for (int i = 0; i < count; i++) {
         asm volatile("" : FOUR(sums, i) :: "memory");
     }
-}
-
-// A barrier as `warp_jobs.cuh` has them, in shared memory.
-struct Barrier {
-    unsigned long long state;
-
-    __device__ __forceinline__ void start(int arrivals) { start_barrier(shared_address(this), arrivals); }
-    __device__ __forceinline__ void arrive() { arrive_at(shared_address(this)); }
-    __device__ __forceinline__ void arrive_after_copies() { arrive_after_copies_at(shared_address(this)); }
-    __device__ __forceinline__ void wait(int parity) { wait_at(shared_address(this), parity); }
-};
-
-// What threads have written to shared memory, before this, can be read by products after it.
-__device__ __forceinline__ void show_to_products() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -5,35 +5,45 @@
 #include "conv/places.cuh"
 
 #kernel to_channels_last
+#define PACKED to_channels_last
+
+__device__ __forceinline__ Out::type packed(X::type value) { return convert<Out::type>(value); }
+
+#kernel quantize_to_channels_last
+#define PACKED quantize_to_channels_last
+#include "conv/codes.cuh"
+
+__device__ __forceinline__ Out::type packed(X::type value) { return stored(to_float(value), 1.0f / param::out_scale); }
+
+#kernel to_channels_last quantize_to_channels_last
 // Squares of fold × fold pixels become the channels of one: channel (a * fold + b) * C + c of pixel (i, j) is channel c of
-// pixel (i * fold + a - top, j * fold + b - left), or 0 where that is no channel or outside. x has any strides; out has its
-// channels side by side, and a thread makes PACK of them.
-constexpr int PACK = 8;
+// pixel (i * fold + a - top, j * fold + b - left), or `fill` where that is no channel or outside. x has any strides; out has
+// its channels side by side, and a thread makes `pack` of them.
 constexpr unsigned CHANNELS = unsigned(X::size(1));
 
-WAITING_KERNEL(to_channels_last) {
+WAITING_KERNEL(PACKED) {
     const index_t thread = blockIdx.x * index_t(THREADS) + threadIdx.x;
     constexpr index_t pixels = Out::size(2) * Out::size(3);
-    const unsigned first_channel = unsigned(thread / pixels % (Out::size(1) / PACK)) * PACK;
-    const index_t image = thread / pixels / (Out::size(1) / PACK);
+    const unsigned first_channel = unsigned(thread / pixels % (Out::size(1) / pack)) * pack;
+    const index_t image = thread / pixels / (Out::size(1) / pack);
     if (image >= Out::size(0)) {
         return;
     }
     begin_in_turn();
     const unsigned row = unsigned(thread % pixels / Out::size(3));
     const unsigned column = unsigned(thread % Out::size(3));
-    Pack<Out::type, PACK> pixel;
+    Pack<Out::type, pack> pixel;
 #pragma unroll
-    for (int i = 0; i < PACK; i++) {
+    for (int i = 0; i < pack; i++) {
         const unsigned part = (first_channel + i) / CHANNELS;
         const unsigned from_row = row * fold + part / fold - top;  // before the first one it is a large number
         const unsigned from_column = column * fold + part % fold - left;
         const bool exists = part < fold * fold && from_row < X::size(2) && from_column < X::size(3);
         const index_t source = image * X::stride(0) + (first_channel + i) % CHANNELS * X::stride(1) +
             from_row * X::stride(2) + from_column * X::stride(3);
-        pixel.item[i] = exists ? convert<Out::type>(x[source]) : from<Out::type>(0.0f);
+        pixel.item[i] = exists ? packed(x[source]) : from<Out::type>(float(fill));
     }
-    store_pack<PACK>(
+    store_pack<pack>(
         out + image * Out::stride(0) + first_channel + row * Out::stride(2) + column * Out::stride(3), pixel
     );
 }

@@ -1,9 +1,47 @@
 // Depthwise convolutions over channels-last images: each output channel from the input channel of its number; the weight
 // [C, 1, kh, kw] has its channels side by side as well. A block has `packs` packs of `pack` channels, whose factors it keeps in
 // shared memory, and THREADS / packs tiles of `down` × `across` pixels; a thread makes a pack of channels of a tile.
+//
+// Sums of bytes are exact in floats too.
 #include "conv/places.cuh"
+
+#kernel conv_depthwise
 #include "conv/finish.cuh"
 
+#define DEPTHWISE conv_depthwise
+#define FINISH(values, image, channel, pixel) finish(values, bias, residual, out, image, channel, pixel)
+constexpr float MIDDLE = 0.0f;
+
+#kernel integer_depthwise
+#include "conv/finish_integer.cuh"
+
+template <int count>
+__device__ __forceinline__ void finish(
+    float (&sums)[count], const Scales::type *scales, const Bias::type *bias, const Residual::type *residual,
+    Out::type *out, unsigned image, unsigned channel, unsigned pixel
+) {
+    Pack<Out::type, count> result;
+    Pack<Residual::type, count> addends;
+    if constexpr (Residual::present) {
+        addends = load_pack<count>(residual + place<Residual>(image, channel, pixel));
+    }
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        const float scale = __fmul_rn(scales[channel + i], param::x_scale);
+        float y = scaled(sums[i], scale, Bias::present ? to_float(bias[channel + i]) : NO_BIAS);
+        if constexpr (Residual::present) {
+            y = __fadd_rn(y, residual_value(addends.item[i], param::residual_scale));
+        }
+        result.item[i] = finished(y, 1.0f / param::out_scale);
+    }
+    store_pack<count>(out + place<Out>(image, channel, pixel), result);
+}
+
+#define DEPTHWISE integer_depthwise
+#define FINISH(values, image, channel, pixel) finish(values, scales, bias, residual, out, image, channel, pixel)
+constexpr float MIDDLE = float(param::zero_point);
+
+#kernel conv_depthwise integer_depthwise
 constexpr int CHANNELS = int(Out::size(1));
 constexpr int TILE_ROWS = (int(Out::size(2)) + down - 1) / down;
 constexpr int TILE_COLUMNS = (int(Out::size(3)) + across - 1) / across;
@@ -17,7 +55,7 @@ constexpr int REACH_ACROSS = int(param::dilation(1));
 constexpr int HEIGHT = (down - 1) * STEP_DOWN + (WINDOW_ROWS - 1) * REACH_DOWN + 1;  // of a tile's window
 constexpr int WIDTH = (across - 1) * STEP_ACROSS + (WINDOW_COLUMNS - 1) * REACH_ACROSS + 1;
 
-WAITING_KERNEL(conv_depthwise) {
+WAITING_KERNEL(DEPTHWISE) {
     __shared__ __align__(16) float factors[TAPS][pack * packs];
     if constexpr (!constant_weight) {
         wait_for_inputs();
@@ -64,6 +102,12 @@ WAITING_KERNEL(conv_depthwise) {
             }
             if (has_row && unsigned(left + j) < X::size(3)) {
                 load_floats(values[j], line + (left + j) * X::stride(3));
+                if constexpr (MIDDLE != 0.0f) {
+#pragma unroll
+                    for (int c = 0; c < pack; c++) {
+                        values[j][c] -= MIDDLE;
+                    }
+                }
             }
         }
 #pragma unroll
@@ -92,7 +136,7 @@ WAITING_KERNEL(conv_depthwise) {
         for (int b = 0; b < across; b++) {
             if (first_row + a < int(Out::size(2)) && first_column + b < int(Out::size(3))) {
                 const unsigned pixel = unsigned(first_row + a) * unsigned(Out::size(3)) + unsigned(first_column + b);
-                finish(sums[a][b], bias, residual, out, image, channel, pixel);
+                FINISH(sums[a][b], image, channel, pixel);
             }
         }
     }

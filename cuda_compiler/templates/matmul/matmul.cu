@@ -133,7 +133,8 @@ struct Epilogue {
 KERNEL(tiled_batched) { product(left, right, Epilogue{out}); }
 
 #kernel linear_epilogue
-// out = act(product + bias) + residual, `pack` columns to a thread.
+// out = act(product + bias) + residual, `pack` columns to a thread. With `rows` and `columns`, the product is that of codes:
+// first it is multiplied with these scales.
 constexpr index_t packs = Out::size(1) / pack;
 
 template <typename T>
@@ -159,6 +160,15 @@ KERNEL(linear_epilogue) {
     }
     float values[pack] = {};
     add(values, product, row * Product::stride(0) + column * Product::stride(1));
+    if constexpr (Columns::present) {
+        float scales[pack] = {};
+        add(scales, columns, column);
+        const float of_row = to_float(rows[row]);
+#pragma unroll
+        for (int i = 0; i < pack; i++) {
+            values[i] *= scales[i] * of_row;
+        }
+    }
     if constexpr (Bias::present) {
         add(values, bias, column * Bias::stride(0));
     }

@@ -1,41 +1,7 @@
-// RMSNorm and LayerNorm over rows, GroupNorm over groups of channels: a team each. What fits is held in registers
-// between the passes; the rest is read again. LayerNorm and GroupNorm make the mean first, then the squares about it, so
+// RMSNorm and LayerNorm over rows, GroupNorm over groups of channels: a team each. LayerNorm and GroupNorm make the mean first, then the squares about it, so
 // that a large mean costs no precision.
 
-#include "common/reduction.cuh"
-
-// `Values` tells what is normalized: `count` elements, `get<N>` and `put<N>` for N of them from one on.
-template <typename Values>
-struct Held {
-    static constexpr index_t packs = Values::count / pack;
-    float values[held_packs][pack];
-
-    // Calls visit(values, first) for every element of this thread, in packs and one by one. `again` is set where the
-    // held values are there already.
-    template <bool again, typename Visit>
-    __device__ __forceinline__ void each(const Values &source, Place place, Visit visit) {
-#pragma unroll
-        for (int turn = 0; turn < held_packs; turn++) {
-            const index_t i = turn * Place::threads() + place.thread();
-            if (i < packs) {
-                if constexpr (!again) {
-                    source.get(values[turn], i * pack);
-                }
-                visit(values[turn], i * pack);
-            }
-        }
-        for (index_t i = held_packs * Place::threads() + place.thread(); i < packs; i += Place::threads()) {
-            float read[pack];
-            source.get(read, i * pack);
-            visit(read, i * pack);
-        }
-        for (index_t i = packs * pack + place.thread(); i < Values::count; i += Place::threads()) {
-            float read[1];
-            source.get(read, i);
-            visit(read, i);
-        }
-    }
-};
+#include "common/held_row.cuh"
 
 struct AddAll {
     float &sum;
@@ -48,18 +14,7 @@ struct AddAll {
     }
 };
 
-struct AddSquares {
-    float &sum;
-    float mean;
-    template <int N>
-    __device__ __forceinline__ void operator()(const float (&values)[N], index_t) const {
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            sum = fmaf(values[i] - mean, values[i] - mean, sum);
-        }
-    }
-};
-
+// `Values` also has `put<N>`.
 template <typename Values>
 struct PutNormalized {
     const Values &target;
@@ -89,24 +44,6 @@ __device__ __forceinline__ void normalize(const Values &values, Place place) {
     held.template each<centered>(values, place, AddSquares{squares, mean});
     const float scale = rsqrtf(reduce_sum(squares, place) / float(Values::count) + param::eps);
     held.template each<true>(values, place, PutNormalized<Values>{values, mean, scale});
-}
-
-template <int N, typename T>
-__device__ __forceinline__ void get_floats(float (&values)[N], const T *data) {
-    if constexpr (N > 1) {
-        load_floats(values, data);
-    } else {
-        values[0] = to_float(*data);
-    }
-}
-
-template <int N, typename T>
-__device__ __forceinline__ void put_floats(T *data, const float (&values)[N]) {
-    if constexpr (N > 1) {
-        store_floats(data, values);
-    } else {
-        *data = from<T>(values[0]);
-    }
 }
 
 #kernel rmsnorm_kernel

@@ -28,6 +28,12 @@
 // I17. Tagged sums of step s are overwritten by step t > s only after all blocks have ended step s: for t > s + 1 by I11, and for
 //      t = s + 1 because `connect_mailboxes` does not connect two steps that both write such sums.
 
+// Only in programs whose ranks exchange sums, which define EXCHANGED, the most summands of a step:
+// I23. Ranks run the same kernels in the same order, so a step has the same tag on all of them. Its summands are exchanged through
+//      one of two halves of each rank's memory, in turns, counted on from run to run. A rank that sends those of exchange e + 2
+//      has received all of exchange e + 1. The others sent these after the barrier of their step before, when all their blocks
+//      had read exchange e (I11). So the half is free. A summand and its tag are one store of 8 bytes: no fence is needed.
+
 static_assert(STEPS > 1, "the numbers for the next run are stored after a barrier (I15)");
 
 // Named barriers of a block on which its computing threads and its barrier warp wait for each other.
@@ -68,10 +74,17 @@ struct Grid {
     unsigned base;
     int step = 0;
     int mailbox;  // that this step fills
+#ifdef EXCHANGED
+    int half = 0;  // of the ranks' memory that the next exchange uses (I23)
+#endif
 
     __device__ __forceinline__ Grid(void *memory)
         : memory(static_cast<unsigned *>(memory)), base(static_cast<unsigned *>(memory)[1]),
-          mailbox(static_cast<int *>(memory)[2]) {}
+          mailbox(static_cast<int *>(memory)[2]) {
+#ifdef EXCHANGED
+        half = static_cast<int *>(memory)[3];
+#endif
+    }
 
     // Waits until all blocks have ended the step before (I11).
     __device__ __forceinline__ void wait() const {
@@ -97,6 +110,9 @@ struct Grid {
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             memory[1] = base + STEPS;
             memory[2] = mailbox;
+#ifdef EXCHANGED
+            memory[3] = half;
+#endif
         }
     }
 
@@ -146,6 +162,44 @@ struct Grid {
     }
 
     __device__ __forceinline__ unsigned tag() const { return base + step + 1; }  // I16
+
+#ifdef EXCHANGED
+    // The sum of all ranks' summands, added in their order. After `wait` (I23). `peers` has each rank's memory, this rank, and the
+    // host's word that the others are gone.
+    template <int ranks>
+    __device__ __forceinline__ float sum_of_ranks(const unsigned long long *peers, int index, float own) const {
+        const int rank = int(peers[ranks]);
+        const unsigned long long tagged = (unsigned long long)(tag()) << 32 | __float_as_uint(own);
+#pragma unroll
+        for (int other = 0; other < ranks; other++) {
+            if (other != rank) {
+                const unsigned long long place = peers[other] + 8ull * ((half * ranks + rank) * EXCHANGED + index);
+                asm volatile("st.relaxed.sys.global.b64 [%0], %1;" :: "l"(place), "l"(tagged) : "memory");
+            }
+        }
+        float total = 0.0f;
+#pragma unroll
+        for (int other = 0; other < ranks; other++) {
+            unsigned long long found = tagged;
+            if (other != rank) {
+                const unsigned long long place = peers[rank] + 8ull * ((half * ranks + other) * EXCHANGED + index);
+                unsigned looked = 0;
+                unsigned gone = 0;
+                do {
+                    asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(found) : "l"(place) : "memory");
+                    if (++looked % 4096 == 0) {
+                        asm volatile("ld.relaxed.sys.global.u32 %0, [%1];"
+                                     : "=r"(gone) : "l"(peers[ranks + 1]) : "memory");
+                    }
+                } while (unsigned(found >> 32) != tag() && !gone);
+            }
+            total += __uint_as_float(unsigned(found));
+        }
+        return total;
+    }
+
+    __device__ __forceinline__ void end_exchange() { half ^= 1; }
+#endif
 
     // Two tagged sums for other blocks in this step (I17).
     __device__ __forceinline__ void send_tagged(unsigned long long *places, float first, float second) const {

@@ -111,6 +111,12 @@ PHASE(product) {
                     up += scratch.sums[buffer][other][own.turn][own_rows + own.index][own.row];
                 }
             }
+#ifdef EXCHANGED
+            if constexpr (ranks > 1) {
+                const unsigned long long *memory = reinterpret_cast<const unsigned long long *>(peers);
+                sum = grid.sum_of_ranks<ranks>(memory, own.row * int(param::n) + own.column, sum);
+            }
+#endif
             if (start > 0) {
                 addends = Addends(bias, residual, own.row, own.column);
             }
@@ -122,4 +128,9 @@ PHASE(product) {
             out[target] = result;
         }
     }
+#ifdef EXCHANGED
+    if constexpr (ranks > 1) {
+        grid.end_exchange();
+    }
+#endif
 }

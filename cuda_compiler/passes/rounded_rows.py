@@ -1,0 +1,231 @@
+"""Rounds rows to bytes where they are made, and scales products of bytes where they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from cuda_compiler.rules.matmul import operands
+from cuda_compiler.rules.rounded import (
+    Origin,
+    RoundedForm,
+    RoundedRows,
+    UnscaledProduct,
+    can_hold,
+    keep_rounded,
+    product_of_codes,
+    round_rows,
+    scales_products,
+    unscaled_product,
+    wanted_form,
+)
+from cuda_compiler.specialization.c_text import expression, float_text
+from cuda_compiler.specialization.sizes import vector_width
+from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.elementwise import elementwise_kernel
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
+
+_NORM = "rmsnorm_kernel"
+
+
+def join_rounding(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
+    """The plan's calls, with products of codes made, and with calls next to them as one with the rounding of rows.
+
+    Given:  h = dynamic_quantized_matmul(x, w) + r;  y = rmsnorm(h);  a = dynamic_quantized_matmul(y, v)
+            b = silu_mul(a1, a2);  c = dynamic_quantized_matmul(b, u)
+    Result: rounded_rows(x);  p = gemm;  rounded_rows(p, its scales, r) → h, codes of y;  a = gemm
+            rounded_rows(a1, a2, their scales) → codes of b;  c = gemm
+
+    So rows in 16 bits that only products of codes read are never stored, and a product is stored without its scales,
+    for which cuBLASLt has faster algorithms, where such a call reads it next.
+    """
+    if all(wanted_form(call, make.capability) is None for call in plan.calls):
+        return plan.calls
+    joining = _Joining(plan, make)
+    return [made for index, call in enumerate(plan.calls) for made in joining.calls(index, call)]
+
+
+@dataclass
+class _Joining:
+    """The state of the pass.
+
+    Attributes:
+        joined: Index of a call → the rows that it makes, and how all their readers want them.
+        scaling: Index of a product of codes → that of the joined call that scales it.
+        rounded: Rows that are rounded already.
+        unscaled: Buffer → the product that takes its place.
+    """
+
+    plan: ExecutionPlan
+    make: Specializer
+    readers: dict[str, list[int]] = field(default_factory=dict)
+    joined: dict[int, tuple[View, RoundedForm]] = field(default_factory=dict)
+    scaling: dict[int, int] = field(default_factory=dict)
+    rounded: dict[tuple[View, RoundedForm], RoundedRows] = field(default_factory=dict)
+    unscaled: dict[str, tuple[KernelCall, UnscaledProduct]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        writers: dict[str, int] = {}
+        for index, call in enumerate(self.plan.calls):
+            for name in {view.buffer for view in call.inputs}:
+                self.readers.setdefault(name, []).append(index)
+            for view in call.outputs:
+                writers[view.buffer] = writers.get(view.buffer, 0) + 1
+        kept = {view.buffer for view in self.plan.output_views.values()}
+        # Of one call each, read by others only.
+        self.inner = {
+            name
+            for name, count in writers.items()
+            if count == 1 and name not in kept and self.plan.buffers[name].kind == "arena"
+        }
+        for index, call in enumerate(self.plan.calls):
+            if (found := self._joins(call)) is not None:
+                self.joined[index] = found
+        for index, call in enumerate(self.plan.calls):
+            if (reader := self._scaling_reader(index, call)) is not None:
+                self.scaling[index] = reader
+
+    def calls(self, index: int, call: KernelCall) -> list[KernelCall]:
+        """What a call becomes."""
+        made = self._replaced(index, call)
+        written = {view.buffer for view in call.outputs}
+        self.rounded = {key: found for key, found in self.rounded.items() if key[0].buffer not in written}
+        if index in self.joined:
+            rows, form = self.joined[index]
+            rounding, found = round_rows(self.make, call, form, self._origin(call, rows))
+            self.rounded[rows, form] = found
+            keep_rounded(self.make, rows, form, found)
+            return [rounding]
+        return made
+
+    def _replaced(self, index: int, call: KernelCall) -> list[KernelCall]:
+        """A product of codes, with the rounding of its rows where they are not rounded yet."""
+        form = wanted_form(call, self.make.capability)
+        if form is None or form.dtype != "uint8":
+            return [call]
+        x, before = call.inputs[0], []
+        if (x, form) not in self.rounded:
+            rounding, self.rounded[x, form] = round_rows(self.make, call, form, Origin(x, x.dtype))
+            before.append(replace(rounding, flops=0))
+        rounded = self.rounded[x, form]
+        if index not in self.scaling:
+            return [*before, *product_of_codes(self.make, call, rounded)]
+        # A gate reads both halves of a long row, so their bytes count; bfloat16 holds any sum of codes.
+        narrow = self.plan.calls[self.scaling[index]].kernel != _NORM and call.outputs[0].dtype == "bfloat16"
+        product, found = unscaled_product(self.make, call, rounded, "bfloat16" if narrow else "float32")
+        self.unscaled[call.outputs[0].buffer] = call, found
+        return [*before, product]
+
+    def _joins(self, call: KernelCall) -> tuple[View, RoundedForm] | None:
+        """The rows that a call makes for products that round them, and nothing else, and how these want them."""
+        out = call.outputs[0]
+        readers = [self.plan.calls[index] for index in self.readers.get(out.buffer, [])]
+        if len(call.outputs) != 1 or out.buffer not in self.inner or not readers:
+            return None
+        forms = {wanted_form(reader, self.make.capability) for reader in readers}
+        rows = readers[0].inputs[0]
+        (form, *others) = forms
+        if form is None or others or any(reader.inputs[0] != rows for reader in readers):
+            return None
+        if any(view.buffer == out.buffer for reader in readers for view in reader.inputs[1:]):
+            return None
+        if out.numel != rows.numel or out.reshape(rows.shape) != rows or not self._can_join(call, rows):
+            return None
+        return rows, form
+
+    def _can_join(self, call: KernelCall, rows: View) -> bool:
+        if call.kernel == _NORM:
+            x, out = call.inputs[0], call.outputs[0]
+            aligned = all(_is_aligned(view, rows) for view in call.inputs)
+            return x.dtype == out.dtype and x.shape == out.shape and aligned and can_hold(rows)
+        decl = elementwise_kernel(call)
+        if decl is None or len(call.inputs) > 2 or list(call.params["scalars"]) != [None] * len(call.inputs):
+            return False
+        found = [_as_rows(view, rows) for view in call.inputs if view.dtype == rows.dtype]
+        return len(found) == len(call.inputs) and bool(found) and None not in found
+
+    def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
+        """The joined call that can scale a product of codes, because it is the first that reads it."""
+        form = wanted_form(call, self.make.capability)
+        if form is None or form.dtype != "uint8" or call.params["activation"] != "none":
+            return None
+        inputs, out = operands(call), call.outputs[0]
+        readers = self.readers.get(out.buffer, [])
+        if out.buffer not in self.inner or not readers or readers[0] not in self.joined or inputs["bias"] is not None:
+            return None
+        reader = self.plan.calls[readers[0]]
+        if reader.kernel == _NORM:
+            residual = inputs["residual"]
+            fits = residual is None or residual.dtype == out.dtype and _is_aligned(residual, out)
+            return readers[0] if fits and reader.inputs[0] == out else None
+        if scales_products(self.make, call):
+            return None  # with columns enough, that takes no time
+        whole = len(readers) == 1 and all(view.buffer == out.buffer for view in reader.inputs)
+        slices = [_as_rows(view, self.joined[readers[0]][0]) for view in reader.inputs]
+        alike = all(view is not None and view.strides[0] == out.strides[0] for view in slices)
+        return readers[0] if whole and alike and inputs["residual"] is None else None
+
+    def _origin(self, call: KernelCall, rows: View) -> Origin:
+        """What makes the rows of a joined call."""
+        if call.kernel == _NORM:
+            x, weight, _ = KERNELS[call.kernel].bind(call)
+            assert x is not None
+            origin = Origin(
+                x, x.dtype, weight=weight, eps=call.params["eps"], weight_offset=call.params["weight_offset"]
+            )
+            if x.buffer not in self.unscaled:
+                return origin
+            product, found = self.unscaled[x.buffer]
+            residual = operands(product)["residual"]
+            return replace(
+                origin,
+                x=found.out,
+                row_scales=found.row_scales,
+                column_scales=found.column_scales,
+                residual=residual,
+                total=x if len(self.readers[x.buffer]) > 1 else None,
+            )
+        found_rows = [_as_rows(view, rows) for view in call.inputs]
+        x, *others = (view for view in found_rows if view is not None)
+        origin = Origin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
+        if x.buffer not in self.unscaled:
+            return origin
+        _, found = self.unscaled[x.buffer]
+        parts = [_columns(found, view) for view in (x, *others)]
+        other, other_scales = parts[1] if others else (None, None)
+        return replace(
+            origin,
+            x=parts[0][0],
+            row_scales=found.row_scales,
+            column_scales=parts[0][1],
+            other=other,
+            other_scales=other_scales,
+        )
+
+
+def _is_aligned(view: View, rows: View) -> bool:
+    """Whether accesses to a view may be as wide as those to rows."""
+    return vector_width(view) >= min(8, vector_width(rows))
+
+
+def _as_rows(view: View, rows: View) -> View | None:
+    """A view as rows of that shape, if the elements of a row lie side by side."""
+    found = view.reshape(rows.shape) if view.numel == rows.numel else None
+    return None if found is None or found.strides[1] != 1 else found
+
+
+def _columns(product: UnscaledProduct, part: View) -> tuple[View, View]:
+    """Columns of an unscaled product and their scales, for those of the scaled one whose rows have the same stride."""
+    first, width = part.offset, part.shape[1]
+    return product.out.slice(1, first, first + width), product.column_scales.slice(0, first, first + width)
+
+
+def _function(call: KernelCall) -> str:
+    """C of an element-wise call as `made(a, b)`."""
+    decl = elementwise_kernel(call)
+    assert decl is not None
+    attributes = "".join(f"const float {name} = {float_text(call.params[name])}; " for name in decl.op.attrs)
+    result = expression(decl.op, rounds=call.outputs[0].dtype in HALF_DTYPES)
+    return f"__device__ __forceinline__ float made(float a, float b) {{ {attributes}return {result}; }}"

@@ -1,0 +1,259 @@
+"""Products whose rows are rounded first: of bytes on the tensor cores, else of the floats that the bytes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from cuda_compiler.cuda_program import GemmLaunch
+from cuda_compiler.rules.matmul import CUBLAS_GEMM, VECTOR_ROWS, cublas_activates, epilogue, operands
+from cuda_compiler.rules.quantized import linear
+from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for
+from cuda_compiler.specialization.c_text import TYPES
+from cuda_compiler.specialization.gpu import ADA, TURING
+from cuda_compiler.specialization.sizes import Size3, groups, vector_width
+from cuda_compiler.specialization.specializer import Rule, Specializer
+from cuda_compiler.specialization.template_files import template_text
+from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.views import View
+
+_UNIT = 16  # bytes that rows of operands and of the result must be a multiple of
+_FEWEST_ROWS = 17  # of a product of int8 by cuBLASLt
+
+
+class RoundedForm(NamedTuple):
+    """How a product reads its rounded rows.
+
+    Attributes:
+        codes: What rows are rounded to, one of `ROW_FORMATS`.
+        dtype: `uint8` for the codes, which have a scale for each row; else that of the floats that these stand for.
+    """
+
+    codes: str
+    dtype: str
+
+
+class RoundedRows(NamedTuple):
+    """Rounded rows [m, k], and a scale [m] for each where they are codes."""
+
+    rows: View
+    scales: View | None
+
+
+class UnscaledProduct(NamedTuple):
+    """A product [m, n] of codes before it is multiplied with scales of rows [m] and of columns [n]."""
+
+    out: View
+    row_scales: View
+    column_scales: View
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What makes the rows [m, k] that are rounded; each step's result has the dtype `stored`.
+
+    Attributes:
+        x: The rows, or what they are made of.
+        row_scales, column_scales: Of x, where it is a product without its scales; the rows' are also those of `other`.
+        residual: Added to such a product.
+        total: Where the sum is stored.
+        function: C of an element-wise `float made(float a, float b)` of x and `other`; empty where there is none.
+        other, other_scales: Its second operand, and the scales of its columns, as for x.
+        weight, eps, weight_offset: Of the RMSNorm of the result; `eps` is None where there is none.
+    """
+
+    x: View
+    stored: str
+    row_scales: View | None = None
+    column_scales: View | None = None
+    residual: View | None = None
+    total: View | None = None
+    function: str = ""
+    other: View | None = None
+    other_scales: View | None = None
+    weight: View | None = None
+    eps: float | None = None
+    weight_offset: float = 0.0
+
+
+def wanted_form(call: KernelCall, capability: int) -> RoundedForm | None:
+    """What a call reads its rows as on a GPU of this capability; None where it rounds none."""
+    if call.kernel not in RULES:
+        return None
+    codes = call.params["activations"]
+    if call.params["m"] <= VECTOR_ROWS:
+        return RoundedForm(codes, "float32")
+    return RoundedForm(codes, "uint8" if _multiplies_bytes(call, capability) else call.inputs[0].dtype)
+
+
+def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
+    """Whether cuBLASLt multiplies the codes as they are: those of the weight have one scale for each row."""
+    params, inputs, out = call.params, operands(call), call.outputs[0]
+    data, scales = inputs["data"], inputs["scales"]
+    assert data is not None and scales is not None
+    if params["codes"] != params["activations"] or params["offsets"] != "none" or params["groups"] != 1:
+        return False
+    if scales.dtype != "float32" or params["k"] % _UNIT or params["n"] % _UNIT or vector_width(data) < _UNIT:
+        return False
+    if params["codes"] == "int8":
+        return capability >= TURING and params["m"] >= _FEWEST_ROWS
+    return capability >= ADA and out.dtype in HALF_DTYPES  # float32 results are to be exacter than its sums
+
+
+def scales_products(make: Specializer, call: KernelCall) -> bool:
+    """Whether cuBLASLt can multiply a product of codes with scales by row and column."""
+    return bool(call.params["codes"] == "float8_e4m3" and make.scales_products)
+
+
+def row_teams(origin: Origin, out: View) -> tuple[dict[str, bool | int | float], tuple[Size3, Size3], bool]:
+    """Constants, grid and block of the call that rounds rows, and whether its threads hold all of a row."""
+    views = (origin.x, origin.other, origin.residual, origin.total, origin.weight, out)
+    pack = shared_pack(view for view in views if view is not None)
+    for scales in (origin.column_scales, origin.other_scales):
+        pack = pack if scales is None else min(pack, vector_width(scales))
+    rows, width = origin.x.shape
+    constants, grid, block = small_teams_for(rows, groups(width, pack))
+    held = held_packs(width // pack, block, constants["teams"])
+    whole = width % pack == 0 and width // pack <= held * (block[0] // int(constants["teams"]))
+    return {**constants, "pack": pack, "held_packs": held}, (grid, block), whole
+
+
+def can_hold(rows: View) -> bool:
+    """Whether the threads that round rows hold all of a row, as a norm needs it."""
+    return row_teams(Origin(rows, rows.dtype), replace(rows, dtype="uint8"))[2]
+
+
+def round_rows(
+    make: Specializer, call: KernelCall, form: RoundedForm, origin: Origin
+) -> tuple[KernelCall, RoundedRows]:
+    """The call that rounds rows, and where it stores them.
+
+    Args:
+        call: Whose work it does besides, for reports.
+    """
+    rows, width = origin.x.shape
+    out = make.temporary(call.node, (rows, width), form.dtype)
+    scales = make.temporary(call.node, (rows,), "float32") if form.dtype == "uint8" else None
+    constants, (grid, block), _ = row_teams(origin, out)
+    nothing = "__device__ __forceinline__ float made(float a, float) { return a; }"
+    definitions = (f"using Stored = {TYPES[origin.stored]};", template_text("elementwise/elementwise.cuh"))
+    made = make.kernel(
+        replace(call, kernel="rounded_rows", params={}),
+        "norms/rounded_rows.cu",
+        inputs={
+            "x": origin.x,
+            "rows": origin.row_scales,
+            "columns": origin.column_scales,
+            "residual": origin.residual,
+            "other": origin.other,
+            "beside": origin.other_scales,
+            "weight": origin.weight,
+        },
+        outputs={"out": out, "scales": scales, "total": origin.total},
+        grid=grid,
+        block=block,
+        constants={
+            **constants,
+            "to_int8": form.codes == "int8",
+            "is_made": bool(origin.function),
+            "is_normed": origin.eps is not None,
+            "eps": float(origin.eps or 0.0),
+            "weight_offset": float(origin.weight_offset),
+        },
+        definitions="\n".join((*definitions, origin.function or nothing, "")),
+    )
+    moved = sum(map(distinct_bytes, (*made.inputs, *made.outputs)))
+    return replace(made, bytes_moved=moved), RoundedRows(out, scales)
+
+
+def keep_rounded(make: Specializer, subject: View, form: RoundedForm, rounded: RoundedRows) -> None:
+    """Have later calls find floats that rows were rounded to, until the rows are written."""
+    make.cache((subject, form), rounded.rows)
+
+
+def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[KernelCall]:
+    """A product of the floats that codes stand for. Those of codes are made before, with all calls in sight."""
+    inputs, form = operands(call), wanted_form(call, make.capability)
+    x = inputs["x"]
+    assert x is not None and form is not None and form.dtype != "uint8"
+    rows, calls = make.cached((x, form)), []
+    if rows is None:
+        rounding, (rows, _) = round_rows(make, call, form, Origin(x, x.dtype))
+        make.cache((x, form), rows)
+        calls.append(replace(rounding, flops=0))
+    return [*calls, *linear(make, call, {**inputs, "x": rows}, gated)]
+
+
+def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) -> list[KernelCall]:
+    """act((rows · weightᵀ) · scales + bias) + residual, with an epilogue kernel for what cuBLASLt lacks."""
+    inputs, out, activation = operands(call), call.outputs[0], call.params["activation"]
+    bias, residual = inputs["bias"], inputs["residual"]
+    if not scales_products(make, call):
+        product, (sums, *scales) = unscaled_product(make, call, rounded, "float32")
+        return [product, epilogue(make, call, sums, bias, residual, out, (scales[0], scales[1]))]
+    scales_of = _scales(call, rounded)
+    by_cublas = activation == "none" or residual is None and cublas_activates(activation, out.dtype)
+    if by_cublas and all(view is None or _fits(view, out) for view in (bias, residual, out)):
+        return [_gemm(call, rounded.rows, out, scales_of, bias, residual, activation)]
+    between = make.temporary(call.node, out.shape, "float32")
+    product = _gemm(call, rounded.rows, between, scales_of)
+    return [product, epilogue(make, call, between, bias, residual, out)]
+
+
+def unscaled_product(
+    make: Specializer, call: KernelCall, rounded: RoundedRows, dtype: str
+) -> tuple[KernelCall, UnscaledProduct]:
+    """rows · weightᵀ of codes in a buffer of its own, and no more; in int32 for int8, else in `dtype`."""
+    kind = "int32" if call.params["codes"] == "int8" else dtype
+    out = make.temporary(call.node, call.outputs[0].shape, kind)
+    return _gemm(call, rounded.rows, out), UnscaledProduct(out, *_scales(call, rounded))
+
+
+def _scales(call: KernelCall, rounded: RoundedRows) -> tuple[View, View]:
+    columns = operands(call)["scales"]
+    assert rounded.scales is not None and columns is not None
+    return rounded.scales, columns.select(1, 0)
+
+
+def _fits(view: View, out: View) -> bool:
+    """Whether cuBLASLt can add a view to the result, or store it there."""
+    return view.dtype == out.dtype and vector_width(view) * itemsize(view.dtype) >= _UNIT
+
+
+def _gemm(
+    call: KernelCall,
+    rows: View,
+    out: View,
+    scales: tuple[View, ...] = (),
+    bias: View | None = None,
+    residual: View | None = None,
+    activation: str = "none",
+) -> KernelCall:
+    data = operands(call)["data"]
+    assert data is not None
+    launch = GemmLaunch(
+        m=out.shape[0],
+        n=out.shape[1],
+        k=rows.shape[1],
+        lda=rows.strides[0],
+        ldb=data.strides[0],
+        ldr=out.strides[0] if residual is None else residual.strides[0],
+        ldc=out.strides[0],
+        trans_b=True,
+        activation=activation,
+        has_bias=bias is not None,
+        has_residual=residual is not None,
+        codes=call.params["codes"],
+        has_scales=bool(scales),
+        fast_sums=call.outputs[0].dtype == "bfloat16",
+    )
+    present = tuple(view for view in (rows, data.transpose(0, 1), bias, residual, *scales) if view is not None)
+    return replace(call, kernel=CUBLAS_GEMM, source="", inputs=present, outputs=(out,), params=launch.params())
+
+
+RULES: dict[str, Rule] = {
+    "dynamic_quantized_matmul_kernel": _linear,
+    "dynamic_quantized_gated_matmul_vec_kernel": partial(_linear, gated=True),
+}

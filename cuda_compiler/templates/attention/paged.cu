@@ -1,0 +1,240 @@
+// softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool: the kernel
+// `lower_paged_attention` of the op table describes.
+
+#kernel paged_once paged_split paged_plain
+#include "attention/paged.cuh"
+
+#kernel paged_once paged_plain
+__device__ __forceinline__ index_t out_row(const Problem &problem, int row) {
+    return (problem.token + row / sharing) * Out::stride(0)
+        + (problem.head_group * sharing + row % sharing) * Out::stride(1);
+}
+
+#kernel paged_once paged_split
+#include "attention/attention_fragments.cuh"
+
+// A tile's keys where a tile lies within one block of the pool.
+struct TileRows {
+    const Problem &problem;
+    int row;  // of the pool, of key 0 of the tile's block
+
+    __device__ __forceinline__ bool has(int key) const { return problem.has(key); }
+
+    __device__ __forceinline__ const K::type *k_row(int key) const {
+        return problem.k + (row + key % block_size) * K::stride(0);
+    }
+
+    __device__ __forceinline__ const V::type *v_row(int key) const {
+        return problem.v + (row + key % block_size) * V::stride(0);
+    }
+};
+
+constexpr bool whole_tiles = block_size % block_keys == 0;
+
+__device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem, int first, int block_row) {
+    if constexpr (whole_tiles) {
+        tile.copy(TileRows{problem, block_row}, first);
+    } else {
+        tile.copy(problem, first);
+    }
+}
+
+// What is added to the scores of 16 rows with 16 keys, as the fragments have them.
+__device__ __forceinline__ void paged_biases(
+    const Problem &problem, int first_row, int first_key, float (&bias)[2][2 * halves]
+) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < 2 * halves; i++) {
+        const int reach = problem.reach(first_row + lane / 4 + i / 2 * 8);
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+            bias[tile][i] = first_key + 8 * tile + lane % 4 * 2 + i % 2 < reach ? 0.0f : -INFINITY_F;
+        }
+    }
+}
+
+// Block `split` of `splits` attends to its part of the keys: each of its warps to every (splits · warps)-th tile of 16. The
+// block of the pool of the tile after the next is looked up while the tile is multiplied.
+template <int warps, int stages, typename Finish>
+__device__ __forceinline__ void attend_blocks(
+    const Problem &problem, int split, int splits, SplitMemory<stages> (&memory)[warps], Finish finish
+) {
+    const int warp = threadIdx.x / WARP;
+    const int step = splits * warps * block_keys;
+    KeyTile(&tiles)[stages] = memory[warp].tiles;
+    int key = (split * warps + warp) * block_keys;
+    int block_row = problem.block_row(key);
+    if (problem.has(key)) {
+        copy_tile(tiles[0], problem, key, block_row);
+    }
+    end_of_copies();
+    block_row = problem.block_row(key + step);
+    State state;
+    state.start(problem, 0);
+    int turn = 0;
+    for (; problem.has(key); key += step) {
+        const bool more = problem.has(key + step);
+        if (stages > 1 && more) {
+            copy_tile(tiles[stages - 1 - turn], problem, key + step, block_row);
+        }
+        end_of_copies();
+        const int following = problem.block_row(key + 2 * step);
+        float bias[2][2 * halves];
+        paged_biases(problem, 0, key, bias);
+        wait_for_copies<stages - 1>();
+        __syncwarp();
+        KeyWords key_words;
+        tiles[turn].read(key_words);
+        const Weights weights = state.weigh(key_words, bias);
+        ValueWords values;
+        tiles[turn].read(values);
+        state.add(weights, values);
+        __syncwarp();
+        if (stages == 1 && more) {
+            copy_tile(tiles[0], problem, key + step, block_row);
+        }
+        block_row = following;
+        turn = stages - 1 - turn;
+    }
+    combine_warps(problem, 0, state, memory, finish);
+}
+
+extern __shared__ __align__(16) unsigned char shared_memory[];
+
+#kernel paged_once
+struct Finish {
+    Out::type *out;
+
+    __device__ __forceinline__ void operator()(
+        const Problem &problem, int row, int dim, float, float total, const float (&sums)[4]
+    ) const {
+        if (problem.reach(row) > 0) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                out[out_row(problem, row) + (dim + i) * Out::stride(2)] = from<Out::type>(sums[i] / total);
+            }
+        }
+    }
+};
+
+// For tiles of more rows than a warp takes: all warps attend to the same keys, each with 16 rows of its own, and copy as many
+// tiles of keys at a time as they are.
+template <int warps, int stages>
+__device__ __forceinline__ void attend_together(
+    const Problem &problem, SplitMemory<stages> (&memory)[warps], Finish finish
+) {
+    static_assert(stages == 2, "");
+    const int warp = threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
+    const int first_row = warp * block_rows;
+    constexpr int step = warps * block_keys;
+    int own = warp * block_keys;  // the first key of the next tile that this warp copies
+    auto copy = [&](int stage) {
+        if (problem.has(own)) {
+            copy_tile(memory[warp].tiles[stage], problem, own, problem.block_row(own));
+        }
+        end_of_copies();
+        own += step;
+    };
+    copy(0);
+    State state;
+    state.start(problem, first_row);
+    const int row_end = smaller(first_row + block_rows, problem.count * sharing);
+    const int reach = row_end > first_row ? problem.reach(row_end - 1) : 0;  // of this warp's rows
+    int stage = 0;
+    for (int first = 0; problem.has(first); first += step) {
+        copy(1 - stage);
+        wait_for_copies<1>();
+        __syncthreads();
+#pragma unroll 1
+        for (int tile = 0; tile < warps; tile++) {
+            const int key = first + tile * block_keys;
+            if (key >= reach) {
+                break;
+            }
+            float bias[2][2 * halves];
+            paged_biases(problem, first_row, key, bias);
+            KeyWords key_words;
+            memory[tile].tiles[stage].read(key_words);
+            const Weights weights = state.weigh(key_words, bias);
+            ValueWords values;
+            memory[tile].tiles[stage].read(values);
+            state.add(weights, values);
+        }
+        __syncthreads();  // the stage may be copied to again
+        stage = 1 - stage;
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    Found &found = memory[warp].found;
+    state.leave(found);
+    __syncwarp();
+    constexpr int pieces = value_width / 4;
+    for (int i = lane; i < held_rows * pieces; i += WARP) {
+        float sums[4];
+        load_floats(sums, found.place(i / pieces, i % pieces));
+        finish(problem, first_row + i / pieces, i % pieces * 4, 0.0f, found.total[i / pieces], sums);
+    }
+}
+
+KERNEL(paged_once) {
+    const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
+    if (problem.count == 0) {
+        return;
+    }
+    auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
+    if (rows > block_rows && problem.count * sharing > block_rows) {
+        attend_together(problem, memory, Finish{out});
+    } else {
+        attend_blocks(problem, 0, 1, memory, Finish{out});
+    }
+}
+
+#kernel paged_split
+// Leaves what it found in sums[token, group of heads, head in it, split, dimension]; stats has the maximum and the total.
+struct Finish {
+    float *sums;
+    float *stats;
+
+    __device__ __forceinline__ void operator()(
+        const Problem &problem, int row, int dim, float largest, float total, const float (&found)[4]
+    ) const {
+        if (problem.reach(row) > 0) {
+            const int token = problem.token + row / sharing;
+            const index_t part
+                = ((index_t(token) * head_groups + problem.head_group) * sharing + row % sharing) * splits + blockIdx.x;
+            if (total != 0.0f) {
+                store_floats(sums + part * value_width + dim, found);
+            }
+            if (dim == 0) {
+                store_floats(stats + 2 * part, {largest, total});
+            }
+        }
+    }
+};
+
+KERNEL(paged_split) {
+    const Problem problem(q, k, v, tables, sequences, positions, blockIdx.z, blockIdx.y);
+    if (problem.count > 0) {
+        auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
+        attend_blocks(problem, blockIdx.x, splits, memory, Finish{sums, stats});
+    }
+}
+
+#kernel paged_plain
+// Any dtypes, widths and strides, in float arithmetic: a block per token, head and slice of the result; each warp follows keys
+// of its own.
+#include "attention/plain.cuh"
+
+KERNEL(paged_plain) {
+    const int head = blockIdx.x / slices % int(Q::size(1));
+    const int token = blockIdx.x / slices / int(Q::size(1));
+    const Problem problem(q, k, v, tables, sequences, positions, token, head);
+    const int row = 0;
+    auto bias = [](int) { return 0.0f; };
+    auto store = [&](int dim, float value) {
+        out[out_row(problem, row) + dim * Out::stride(2)] = from<Out::type>(value);
+    };
+    attend_plainly<Q::stride(2), K::stride(2), V::stride(2)>(problem, row, problem.reach(row), bias, store);
+}

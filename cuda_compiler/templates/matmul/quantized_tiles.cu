@@ -1,0 +1,320 @@
+// Products of many rows with a weight [N, K] in few bits on tensor cores: the codes become 16-bit integers (or float8 values) in
+// registers, exactly, and the scale of a group multiplies the sum of its products.
+//
+// A block makes tile_m rows × tile_n columns from its share of the terms, tile_k of them at a time, `stages` copies on their way; a
+// step has 64 bytes of each row of the weight. The `splits` blocks of a cluster share the terms of a tile, and each finishes some of
+// its rows from the partial sums in all their shared memories. GPUs without clusters leave the work to the first of them.
+//
+// Of 32 terms, lane 4g + p takes terms 8p to 8p + 7 of row g, of x as of the weight: the order of terms in a fragment is free.
+
+#include "common/stored_codes.cuh"
+
+using Half = X::type;
+
+#include "common/tensor_cores.cuh"
+#include "conv/cluster.cuh"
+#include "matmul/linear_result.cuh"
+
+constexpr int step_bytes = 64;  // of a row of the weight
+constexpr int tile_k = is_int4 ? 2 * step_bytes : step_bytes;
+constexpr int x_packs = tile_k / 8;  // of a row
+constexpr int blocks_k = tile_k / 32;
+constexpr int scaled_blocks = param::groups == 1 ? blocks_k : scaled_terms / 32;  // whose sum has one scale
+constexpr int sums_of_step = blocks_k / scaled_blocks;
+constexpr int warp_n = tile_n / (THREADS / WARP);
+constexpr int m_fragments = tile_m / 16;
+constexpr int n_fragments = warp_n / 8;
+constexpr int weight_bytes = tile_n * step_bytes;
+constexpr int stage_bytes = weight_bytes + tile_m * tile_k * 2;
+constexpr int sum_stage = tile_n + 4;  // so that a column's elements lie in different banks
+constexpr index_t row_bytes = is_int4 ? param::k / 2 : param::k;
+constexpr unsigned steps = (unsigned(param::k) + tile_k - 1) / tile_k;
+constexpr unsigned tiles_m = (unsigned(param::m) + tile_m - 1) / tile_m;
+constexpr bool brain = IsBrain<Half>::value;
+
+static_assert(sizeof(Half) == 2 && group % 32 == 0 && warp_n % 8 == 0 && !has_minimum, "");
+
+#if __CUDA_ARCH__ >= 900
+constexpr int sharers = splits;
+#else
+constexpr int sharers = 1;
+#endif
+
+// Where 16 bytes of a staged row lie, so that the lanes of a warp read from different banks.
+__device__ __forceinline__ int staged_codes(int row, int chunk) {
+    return row * step_bytes + (chunk ^ (is_int4 ? row / 2 % 4 : row / 2 % 2 * 2)) * 16;
+}
+__device__ __forceinline__ int staged_x(int row, int pack) { return row * tile_k * 2 + (pack ^ row % 2 * 4) * 16; }
+
+// a · b + c of two 16-bit floats, exact in what it is used for.
+__device__ __forceinline__ unsigned add_product(unsigned a, unsigned b, unsigned c) {
+    unsigned result = 0;
+#if __CUDA_ARCH__ >= 800
+    if constexpr (brain) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    }
+#endif
+    return result;
+}
+
+constexpr unsigned one = brain ? 0x3f803f80u : 0x3c003c00u;
+constexpr unsigned minus_one = one | 0x80008000u;
+// 128 or 1024: the last bits of a number like it count ones, so an integer in their place is added to it.
+constexpr unsigned integral = brain ? 0x43004300u : 0x64006400u;
+
+// What is subtracted from codes, negative: of 4-bit codes in their places the zero point and `integral`, of others the zero point.
+__device__ __forceinline__ unsigned less_zero(unsigned char zero) {
+    if constexpr (is_int4) {
+        return (integral | 0x80008000u) | unsigned(zero) * 0x00010001u;
+    } else {
+        // -zero as a 16-bit float.
+        const unsigned bits = from<Half>(-float((signed char)(zero))).bits;
+        return bits * 0x00010001u;
+    }
+}
+
+// The codes of eight terms as pairs of 16-bit floats: of 4-bit codes terms i and i + 4, of others neighbours.
+struct Factors {
+    unsigned pair[4];
+
+    __device__ __forceinline__ Factors(const unsigned char *codes, unsigned zero) {
+        if constexpr (is_int4) {
+            const unsigned word = *reinterpret_cast<const unsigned *>(codes);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                pair[i] = add_product((word >> 4 * i & 0x000f000fu) | integral, one, zero);
+            }
+        } else {
+            const uint2 words = *reinterpret_cast<const uint2 *>(codes);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const unsigned word = i < 2 ? words.x : words.y;
+                pair[i] = is_int8 ? of_int8(word, i % 2) : of_float8(word, i % 2);
+                if constexpr (has_zero_point) {
+                    pair[i] = add_product(pair[i], one, zero);
+                }
+            }
+        }
+    }
+
+    // With the last seven bits of a code, less what its sign counts.
+    __device__ __forceinline__ static unsigned of_int8(unsigned word, int half) {
+        const unsigned placed = __byte_perm(word, integral, half ? 0x7372 : 0x7170);
+        if constexpr (brain) {
+            return add_product(placed & 0xff80ff80u, minus_one, placed & 0xff7fff7fu);
+        } else {
+            // A code with its sign bit flipped is 128 more.
+            return add_product(placed ^ 0x00800080u, one, 0xe480e480u);
+        }
+    }
+
+    // Exponent and mantissa moved to their places, and multiplied with 2 to the power of the difference of the exponents' biases.
+    __device__ __forceinline__ static unsigned of_float8(unsigned word, int half) {
+        const unsigned placed = __byte_perm(word, 0, half ? 0x3424 : 0x1404);
+        const unsigned magnitude = brain ? placed >> 4 & 0x07f007f0u : placed >> 1 & 0x3f803f80u;
+        return add_product((placed & 0x80008000u) | magnitude, brain ? 0x7b807b80u : 0x5c005c00u, 0x80008000u);
+    }
+};
+
+// Eight terms of a row of x, as pairs in the order of `Factors`.
+struct Terms {
+    unsigned pair[4];
+
+    __device__ __forceinline__ Terms(const unsigned char *x) {
+        const uint4 words = *reinterpret_cast<const uint4 *>(x);
+        if constexpr (is_int4) {
+            pair[0] = __byte_perm(words.x, words.z, 0x5410);
+            pair[1] = __byte_perm(words.x, words.z, 0x7632);
+            pair[2] = __byte_perm(words.y, words.w, 0x5410);
+            pair[3] = __byte_perm(words.y, words.w, 0x7632);
+        } else {
+            pair[0] = words.x;
+            pair[1] = words.y;
+            pair[2] = words.z;
+            pair[3] = words.w;
+        }
+    }
+};
+
+#kernel quantized_tiles
+WAITING_KERNEL(quantized_tiles) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    const unsigned sharer = blockIdx.z;
+    if (sharer >= sharers) {
+        return;
+    }
+    const int first_row = int(blockIdx.x % tiles_m) * tile_m;
+    const unsigned first_column = blockIdx.x / tiles_m * tile_n;
+    const unsigned first_step = sharer * steps / sharers;
+    const unsigned end_step = (sharer + 1) * steps / sharers;
+    const int lane = threadIdx.x % WARP;
+    const int warp_column = threadIdx.x / WARP * warp_n;  // of the tile; a warp has all rows
+
+    const auto stage = [&](unsigned step) { return memory + (step - first_step) % stages * stage_bytes; };
+    const auto copy_codes = [&](unsigned step) {
+#pragma unroll
+        for (int i = threadIdx.x; i < tile_n * 4; i += THREADS) {
+            const index_t row = first_column + i / 4;
+            const index_t at = index_t(step) * step_bytes + i % 4 * 16;
+            const bool inside = row < param::n && at < row_bytes && step < end_step;
+            const unsigned char *from = data + (inside ? row * Data::stride(0) + at : 0);
+            copy_words(reinterpret_cast<Half *>(stage(step) + staged_codes(i / 4, i % 4)),
+                       reinterpret_cast<const Half *>(from), inside);
+        }
+    };
+    const auto copy_x = [&](unsigned step) {
+#pragma unroll
+        for (int i = threadIdx.x; i < tile_m * x_packs; i += THREADS) {
+            const index_t row = first_row + i / x_packs;
+            const index_t at = index_t(step) * tile_k + i % x_packs * 8;
+            const bool inside = row < param::m && at < param::k && step < end_step;
+            copy_words(reinterpret_cast<Half *>(stage(step) + weight_bytes + staged_x(i / x_packs, i % x_packs)),
+                       x + (inside ? row * X::stride(0) + at : 0), inside);
+        }
+    };
+    begin_in_turn();
+#pragma unroll
+    for (int step = 0; step < stages - 1; step++) {
+        copy_codes(first_step + step);
+        copy_x(first_step + step);
+        end_of_copies();
+    }
+
+    float sums[m_fragments][n_fragments][4] = {};
+    // What is common to the codes of a group: the zeros of row 8n + g of a warp's part of the weight, the scales of its columns.
+    struct Common {
+        unsigned zeros[n_fragments];
+        Scales::type scales[n_fragments][2];
+    };
+    const auto weight_row = [&](int n, int within) {
+        const index_t row = first_column + warp_column + 8 * n + within;
+        return row < param::n ? row : param::n - 1;
+    };
+    const auto load_common = [&](unsigned term) {
+        const index_t number = term < param::k ? term / unsigned(group) : 0;
+        Common found;
+#pragma unroll
+        for (int n = 0; n < n_fragments; n++) {
+            if constexpr (has_zero_point) {
+                const index_t at = weight_row(n, lane / 4) * Offset::stride(0) + number;
+                found.zeros[n] = less_zero((unsigned char)(offset[at]));
+            } else {
+                found.zeros[n] = less_zero((unsigned char)(8));
+            }
+#pragma unroll
+            for (int side = 0; side < 2; side++) {
+                found.scales[n][side] = scales[weight_row(n, lane % 4 * 2 + side) * Scales::stride(0) + number];
+            }
+        }
+        return found;
+    };
+    Common next = load_common(first_step * tile_k);
+    for (unsigned step = first_step; step < end_step; step++) {
+        wait_for_copies<stages - 2>();
+        __syncthreads();
+        copy_codes(step + stages - 1);
+        copy_x(step + stages - 1);
+        end_of_copies();
+        const unsigned char *codes = stage(step);
+        const unsigned char *rows = codes + weight_bytes;
+#pragma unroll
+        for (int part = 0; part < sums_of_step; part++) {
+            const Common common = next;
+            if constexpr (param::groups != 1) {
+                next = load_common(step * tile_k + (part + 1) * scaled_blocks * 32);
+            }
+            float partial[m_fragments][n_fragments][4] = {};
+            float(&target)[m_fragments][n_fragments][4] = param::groups == 1 ? sums : partial;
+#pragma unroll
+            for (int block = part * scaled_blocks; block < (part + 1) * scaled_blocks; block++) {
+                unsigned right[n_fragments][4];
+#pragma unroll
+                for (int n = 0; n < n_fragments; n++) {
+                    const int row = warp_column + 8 * n + lane / 4;
+                    const int byte = (block * 32 + lane % 4 * 8) / (is_int4 ? 2 : 1);
+                    const Factors made(codes + staged_codes(row, byte / 16) + byte % 16, common.zeros[n]);
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        right[n][i] = made.pair[i];
+                    }
+                }
+#pragma unroll
+                for (int m = 0; m < m_fragments; m++) {
+                    const int row = 16 * m + lane / 4;
+                    const Terms top(rows + staged_x(row, 4 * block + lane % 4));
+                    const Terms bottom(rows + staged_x(row + 8, 4 * block + lane % 4));
+#pragma unroll
+                    for (int i = 0; i < 4; i += 2) {
+#pragma unroll
+                        for (int n = 0; n < n_fragments; n++) {
+                            multiply(target[m][n], top.pair[i], bottom.pair[i], top.pair[i + 1], bottom.pair[i + 1],
+                                     right[n][i], right[n][i + 1]);
+                        }
+                    }
+                }
+            }
+            if constexpr (param::groups != 1) {
+#pragma unroll
+                for (int n = 0; n < n_fragments; n++) {
+                    const float even = to_float(common.scales[n][0]);
+                    const float odd = to_float(common.scales[n][1]);
+#pragma unroll
+                    for (int m = 0; m < m_fragments; m++) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            sums[m][n][i] = fmaf(partial[m][n][i], i % 2 ? odd : even, sums[m][n][i]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+
+    float *partial = reinterpret_cast<float *>(memory);
+#pragma unroll
+    for (int n = 0; n < n_fragments; n++) {
+        float even = 1.0f;
+        float odd = 1.0f;
+        if constexpr (param::groups == 1) {
+            even = to_float(next.scales[n][0]);
+            odd = to_float(next.scales[n][1]);
+        }
+#pragma unroll
+        for (int m = 0; m < m_fragments; m++) {
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const int row = 16 * m + i / 2 * 8 + lane / 4;
+                const int at = row * sum_stage + warp_column + 8 * n + lane % 4 * 2;
+                store_pack<2>(partial + at, Pack<float, 2>{{sums[m][n][i] * even, sums[m][n][i + 1] * odd}});
+            }
+        }
+    }
+    if constexpr (sharers > 1) {
+        cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+    constexpr int own_rows = tile_m / sharers;
+    for (int i = threadIdx.x; i < own_rows * tile_n; i += THREADS) {
+        const int tile_row = int(sharer) * own_rows + i / tile_n;
+        const int tile_column = i % tile_n;
+        const index_t row = first_row + tile_row;
+        const index_t column = first_column + tile_column;
+        if (row < param::m && column < param::n) {
+            const float *own = partial + tile_row * sum_stage + tile_column;
+            float sum = 0.0f;
+#pragma unroll
+            for (unsigned other = 0; other < sharers; other++) {
+                sum += sharers > 1 ? read_from(other, own) : *own;
+            }
+            finish(sum, 0.0f, Addends(bias, residual, row, column), out, row, column);
+        }
+    }
+    if constexpr (sharers > 1) {
+        cluster_barrier();  // none may end, and take its partial sums along, while others read them
+    }
+}
