@@ -4,9 +4,9 @@
     python -m benchmarks.simulated --profile resnet50,efficientnet-lite0 [--chip-file chip.toml]
 
 The measured times are those of the other benchmarks: docs/cuda.json, docs/cpu-avx2.json, and a table of
-docs/figures.md. Per kernel, the H200's accounts in docs/cuda.json are compared by kind of kernel, since the CUDA
-device fuses other calls than the op-level program has. `--profile` runs programs on this machine's CPU device, call
-by call.
+docs/figures.md; docs/simulated-measured.json has those of models that are compared with no other library. Per kernel,
+the H200's accounts in docs/cuda.json are compared by kind of kernel, since the CUDA device fuses other calls than the
+op-level program has. `--profile` runs programs on this machine's CPU device, call by call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from npu_model.simulation import simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
 FILES = {"h200": DOCS / "cuda.json", "cpu": DOCS / "cpu-avx2.json"}
+ALONE = DOCS / "simulated-measured.json"  # chip → model → batch → milliseconds
 PROGRAMS = Path.home() / ".cache" / "npu-simulation" / "simulated"
 # Kinds of the kernels in docs/cuda.json → families of our declarations.
 KINDS = (
@@ -63,6 +64,9 @@ def measured(case: Case) -> tuple[float, str]:
     task, model, parameters = case.key
     if task == "models":
         return _of_figures_page(model, dict(parameters)["batch"]), "figures.md"
+    if task == "alone":
+        found = json.loads(ALONE.read_text("utf-8"))[case.chip]
+        return float(found[model][str(dict(parameters)["batch"])]), ALONE.name
     path = FILES[case.chip]
     for figure in load_run(path).figures:
         if (figure.task, figure.model, figure.case) == (task, model, dict(parameters)):

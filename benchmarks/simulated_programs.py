@@ -63,6 +63,14 @@ def cases() -> list[Case]:
         for batch in (1, many):
             key = ("models", title, (("batch", batch),))
             found.append(Case("h200", key, "float16", partial(_zoo, entry, batch)))
+    for entry, title, many in (
+        ("gpt2", "GPT-2, 512 tokens", 16),
+        ("unet", "UNet block, 8 heads of 40, 4,096 tokens", 16),
+    ):
+        for batch in (1, many):
+            found.append(Case("h200", ("models", title, (("batch", batch),)), "float16", partial(_zoo, entry, batch)))
+    for batch in (1, 32):
+        found.append(Case("h200", ("alone", "ViT-B/16", (("batch", batch),)), "float16", partial(_zoo, "vit", batch)))
     for task, parameters in (("decode", {"cache": 512, "position": 128}), ("prefill", {"tokens": 128})):
         for dtype in ("float32", "bfloat16"):
             key = (task, "SmolLM2-135M", tuple(parameters.items()))

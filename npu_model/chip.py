@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_compiler.errors import InputError
+from npu_model.measured import KINDS
 from npu_model.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
@@ -114,9 +115,12 @@ class Launch:
         resident_rows: A program whose products all have at most that many rows runs as one kernel that stays on the
             chip, as a decode step on some GPUs does; 0 where there is no such thing.
         resident_us: What a call then costs.
+        product_us: What a call costs besides whose products the arrays compute: to fill the pipelines, and to store
+            the last results; not in a resident kernel.
     """
 
     cost_us: float = _from(0, 1e9, default=0.0)
+    product_us: float = _from(0, 1e9, default=0.0)
     overlapped: bool = True
     resident_rows: int = _from(0, 65536, default=0)
     resident_us: float = _from(0, 1e9, default=0.0)
@@ -149,6 +153,8 @@ class Chip:
         clock_ghz: The clock of all its parts.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
+        measured: Kind of call → rows of the sizes of a call that was measured, and by what factor computing it takes
+            longer than the other keys say (`npu_model.measured`).
     """
 
     name: str
@@ -160,6 +166,7 @@ class Chip:
     matrix: Matrix | None = None
     launch: Launch = Launch()
     energy: Energy = _NO_ENERGY
+    measured: Mapping[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
 
     @property
     def dram_bytes_per_cycle(self) -> float:
@@ -259,7 +266,7 @@ def _fields(kind: type, given: Mapping[str, Any], path: str, where: str) -> Any:
     for name, item in known.items():
         if name in given:
             values[name] = _value(hints[name], item, given[name], f"{path}{name}", where)
-        elif item.default is dataclasses.MISSING:
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
             is_table = dataclasses.is_dataclass(hints[name])
             in_general = kind is Chip and not is_table
             lacking = f"the table [{name}]" if is_table else f"the key '{'chip.' if in_general else path}{name}'"
@@ -286,7 +293,7 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
             raise InputError(f"{where}: '{path}' is {value!r:.80}; write a name in quotes")
         return value
     if typing.get_origin(kind) is Mapping:
-        return _rates(item, value, path, where)
+        return _calls(value, path, where) if item.name == "measured" else _rates(item, value, path, where)
     return _number(kind is int, item, value, path, where)
 
 
@@ -297,6 +304,21 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
     if not table:
         raise InputError(f"{where}: '{path}' is empty; give a number for at least one of {', '.join(DTYPES)}")
     return {name: _number(False, item, x, f"{path}.{name}", where) for name, x in table.items()}
+
+
+def _calls(value: Any, path: str, where: str) -> Mapping[str, tuple[tuple[float, ...], ...]]:
+    """The measured calls: kind → rows of sizes and a factor."""
+    table = _table(value, path, where)
+    if unknown := sorted(table.keys() - KINDS.keys()):
+        raise InputError(f"{where}: unknown key '{path}.{unknown[0]}'; known are {', '.join(KINDS)}")
+    for kind, rows in table.items():
+        columns = (*KINDS[kind], "factor")
+        wanted = f"write rows of {len(columns)} numbers above 0 and at most {_MOST:g}: {', '.join(columns)}"
+        for row in rows if isinstance(rows, list) and rows else [None]:
+            numbers = row if isinstance(row, list) and len(row) == len(columns) else [None]
+            if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x <= _MOST for x in numbers):
+                raise InputError(f"{where}: '{path}.{kind}' has {row!r:.80}; {wanted}")
+    return {kind: tuple(tuple(map(float, row)) for row in rows) for kind, rows in table.items()}
 
 
 def _number(whole: bool, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:

@@ -20,7 +20,9 @@ import numpy as np
 from npu_compiler.errors import InputError
 from npu_compiler.program.products import Product
 from npu_model.chip import Chip, Matrix
+from npu_model.measured import slowdown
 from npu_model.systolic import Dataflow, array_cycles, mapping, sram_accesses
+from npu_model.work import Operations
 
 _ACCUMULATOR = 4  # bytes of a sum
 _SHORTEST_STREAM = 16  # elements
@@ -40,30 +42,20 @@ class Side:
 
 @dataclass(frozen=True)
 class Demand:
-    """`Work` without its names: what the mapper maps, equal for equal layers.
+    """What a call asks of a chip, given what stays in SRAM between calls; equal for equal layers.
 
     Attributes:
-        left, right, element: What is read from DRAM, by role; what stays in SRAM between calls is not in it.
+        left, right, element: What is read from DRAM, by role.
         stored: Bytes that are written to DRAM.
         kept: Bytes that the call reads and writes in SRAM only.
     """
 
-    products: tuple[Product, ...]
-    dtype: str
-    left_bytes: float
-    right_bytes: float
-    vector_operations: int
-    vector_dtype: str
-    row_bytes: int
+    operations: Operations
     left: Side
     right: Side
     element: Side
     stored: int
     kept: int
-
-    @property
-    def macs(self) -> int:
-        return sum(product.macs for product in self.products)
 
 
 @dataclass(frozen=True)
@@ -99,22 +91,24 @@ class Mapper:
         self._chip = chip
         self._known: dict[tuple[Demand, int], Tiling | None] = {}
         self._pieces: dict[tuple[Product, float, float, float], tuple[float, float]] = {}
+        self._factors: dict[tuple[str, tuple[int, ...]], float] = {}
 
     def tiling(self, demand: Demand, budget: int) -> Tiling | None:
         """The best tiling found with that many bytes of SRAM for tiles; None where not even the smallest tile fits."""
         key = (demand, budget)
         if key not in self._known:
-            self._known[key] = self._product_tiling(*key) if demand.products else self._plain_tiling(*key)
+            self._known[key] = self._product_tiling(*key) if demand.operations.products else self._plain_tiling(*key)
         return self._known[key]
 
     def _plain_tiling(self, demand: Demand, budget: int) -> Tiling | None:
         """A call that multiplies nothing, cut into equal parts."""
         footprint = demand.element.total + demand.stored
-        rows = max(1, footprint // max(1, demand.row_bytes or 64))
+        rows = max(1, footprint // max(1, demand.operations.row_bytes or 64))
         least = max(1, -(-2 * footprint // budget))
-        if demand.row_bytes * 2 > budget or least > rows:
+        if demand.operations.row_bytes * 2 > budget or least > rows:
             return None
-        cycles = demand.vector_operations / self._chip.vector_rate(demand.vector_dtype)
+        cycles = demand.operations.vector_operations / self._chip.vector_rate(demand.operations.vector_dtype)
+        cycles *= self._factor(demand)
         sram = 2 * footprint + demand.kept
         best: Tiling | None = None
         for doubling in range(6):
@@ -128,7 +122,7 @@ class Mapper:
         return best
 
     def _product_tiling(self, demand: Demand, budget: int) -> Tiling | None:
-        candidates = _candidates(demand, self._chip, budget)
+        candidates = _candidates(demand, self._chip, budget, min(1.0, self._factor(demand)))
         if candidates is None:
             return None
         order = np.lexsort((candidates.tiles, candidates.bound))
@@ -145,35 +139,47 @@ class Mapper:
         """The exact cost of a candidate, by the arrays or by the vector unit, whichever is faster."""
         tile = tuple(int(size[index]) for size in (found.m, found.n, found.k, found.batch))
         tiles = int(found.tiles[index])
-        vector = demand.vector_operations / self._chip.vector_rate(demand.vector_dtype) / tiles
+        operations, factor = demand.operations, self._factor(demand)
+        least = operations.macs / self._chip.peak_macs(operations.dtype)  # cycles
+        vector = operations.vector_operations / self._chip.vector_rate(operations.vector_dtype) * factor / tiles
         loads = (float(found.constants[index]) / tiles, float(found.inputs[index]) / tiles, demand.stored / tiles)
         shape = f"{tile[0]}×{tile[1]}×{tile[2]}" + (f" ×{tile[3]}" if tile[3] > 1 else "")
         moved = sum(loads) + demand.kept / tiles
         results = []
-        rate = self._chip.matrix_rate(demand.dtype)
+        rate = self._chip.matrix_rate(operations.dtype)
         if self._chip.matrix is not None and rate is not None:
             cycles = accesses = 0.0
             for piece, count in _pieces(demand, tile):
                 one_cycles, one_bytes = self._array_cost(piece, demand, self._chip.matrix, rate)
                 cycles += count * one_cycles
                 accesses += count * one_bytes
+            cycles = max(factor * cycles, least)
             results.append(self._tiling(shape, tiles, cycles / tiles, vector, *loads, moved + accesses / tiles))
-        by_vector = vector + demand.macs / self._chip.vector_rate(demand.dtype) / tiles
+        by_vector = vector + max(factor * operations.macs / self._chip.vector_rate(operations.dtype), least) / tiles
         results.append(self._tiling(f"{shape} on lanes", tiles, 0.0, by_vector, *loads, 2 * moved))
         return min(results, key=lambda result: result.estimate)
+
+    def _factor(self, demand: Demand) -> float:
+        """By what factor the call's computing takes longer than rates and sizes say."""
+        key = (demand.operations.kind, demand.operations.sizes)
+        if key not in self._factors:
+            self._factors[key] = slowdown(self._chip.measured, *key)
+        return self._factors[key]
 
     def _array_cost(self, piece: Product, demand: Demand, matrix: Matrix, rate: float) -> tuple[float, float]:
         """(cycles without memory stalls, bytes of SRAM that the arrays access) of a tile shared by arrays.
 
         Each array reads for itself, so where SRAM's ports would hold all of them up, fewer of them may be faster.
         """
-        key = (piece, rate, demand.left_bytes, demand.right_bytes)
+        key = (piece, rate, demand.operations.left_bytes, demand.operations.right_bytes)
         if key not in self._pieces:
             best, arrays = (math.inf, 0.0, 0.0), matrix.arrays
             while arrays:
                 for part, copies in _shares(piece, arrays):
                     cycles = fold_cycles(part, matrix) / rate
-                    size = copies * _access_bytes(part, matrix, demand.left_bytes, demand.right_bytes)
+                    size = copies * _access_bytes(
+                        part, matrix, demand.operations.left_bytes, demand.operations.right_bytes
+                    )
                     best = min(best, (max(cycles, size / self._chip.sram.bandwidth), cycles, size))
                 if best[1] == best[0]:
                     break
@@ -229,9 +235,13 @@ class Candidates:
     bound: np.ndarray
 
 
-def _candidates(demand: Demand, chip: Chip, budget: int) -> Candidates | None:
-    """All tilings whose tiles fit twice into `budget` bytes; None where there is none."""
-    first, is_chain = demand.products[0], len(demand.products) > 1
+def _candidates(demand: Demand, chip: Chip, budget: int, factor: float) -> Candidates | None:
+    """All tilings whose tiles fit twice into `budget` bytes; None where there is none.
+
+    Args:
+        factor: By which computing may be faster than rates and sizes say.
+    """
+    first, is_chain = demand.operations.products[0], len(demand.operations.products) > 1
     sizes = _tile_sizes(first, chip, is_chain)
     whole = np.array([(first.m, first.n, first.k, batch, 0) for batch in _powers(2, first.batch)], np.float64)
     parts = np.array(
@@ -243,7 +253,7 @@ def _candidates(demand: Demand, chip: Chip, budget: int) -> Candidates | None:
     along_batch = np.ceil(first.batch / batch)
     share_m, share_n = m / first.m, n / first.n
     left, right = demand.left.total / first.batch, demand.right.total / first.batch
-    columns = demand.products[-1].n if is_chain else n  # of the sums that a tile holds
+    columns = demand.operations.products[-1].n if is_chain else n  # of the sums that a tile holds
     partial = (along_k > 1) | is_chain
     sums = np.where(partial, m * columns * batch * _ACCUMULATOR, 0.0) + (m * n * batch * _ACCUMULATOR) * is_chain
     results = (demand.element.total + demand.stored) / first.batch * share_m * batch
@@ -266,20 +276,23 @@ def _candidates(demand: Demand, chip: Chip, budget: int) -> Candidates | None:
     traffic = (constants + inputs + demand.stored) / chip.dram_bytes_per_cycle
     tiles = along_m * along_n * along_k * along_batch
     latency = chip.dram_latency_cycles * tiles / chip.dma.channels * ((constants > 0) | (inputs > 0))
-    computed = demand.macs / chip.vector_rate(demand.dtype)
-    rate = chip.matrix_rate(demand.dtype)
+    computed = demand.operations.macs / chip.vector_rate(demand.operations.dtype)
+    rate = chip.matrix_rate(demand.operations.dtype)
     if chip.matrix is not None and rate is not None:
         tile = {"m": (first.m, m), "n": (first.n, n), "k": (first.k, k)}
         folded = _least_array_cycles(tile, chip.matrix) * first.batch
         if is_chain:
-            later = demand.products[1]
+            later = demand.operations.products[1]
             folded += (
                 _least_array_cycles({"m": tile["m"], "n": (later.n, later.n), "k": tile["n"]}, chip.matrix)
                 * first.batch
             )
         fill = tiles * (chip.matrix.rows + chip.matrix.columns - 2)
         computed = np.minimum(computed, (folded / chip.matrix.arrays + fill) / rate)
-    bound = np.maximum(np.maximum(traffic, latency), np.maximum(computed, demand.macs / chip.peak_macs(demand.dtype)))
+    bound = np.maximum(
+        np.maximum(traffic, latency),
+        np.maximum(factor * computed, demand.operations.macs / chip.peak_macs(demand.operations.dtype)),
+    )
     chosen = [array[fits] for array in (m, n, k, batch, tiles, constants, inputs, bound)]
     return Candidates(*chosen)
 
@@ -329,14 +342,14 @@ def _powers(least: int, size: int) -> list[int]:
 def _pieces(demand: Demand, tile: tuple[int, ...]) -> Iterator[tuple[Product, int]]:
     """The products of all tiles, those at the edges smaller, each with the number of tiles like it."""
     m, n, k, batch = tile
-    first = demand.products[0]
+    first = demand.operations.products[0]
     ends = [
         _cut(size, step) for size, step in zip((first.m, first.n, first.k, first.batch), (m, n, k, batch), strict=True)
     ]
     for (m, am), (n, an), (k, ak), (batch, ab) in combinations(*ends):
         count = am * an * ak * ab
         yield Product(m, n, k, batch), count
-        for later in demand.products[1:]:
+        for later in demand.operations.products[1:]:
             yield Product(m, later.n, n, batch), count
 
 

@@ -86,15 +86,9 @@ def demand_of(work: Work, buffers: Collection[str], constants: Collection[str]) 
 
     stored = sum(access.bytes for access in work.writes if access.buffer not in buffers)
     # What arrays read of operands in SRAM is counted with the arrays' accesses.
-    reads = [access for access in work.reads if access.role is Role.ELEMENT or not work.products]
+    reads = [access for access in work.reads if access.role is Role.ELEMENT or not work.operations.products]
     return Demand(
-        products=work.products,
-        dtype=work.dtype,
-        left_bytes=work.left_bytes,
-        right_bytes=work.right_bytes,
-        vector_operations=work.vector_operations,
-        vector_dtype=work.vector_dtype,
-        row_bytes=work.row_bytes,
+        work.operations,
         left=side(Role.LEFT),
         right=side(Role.RIGHT),
         element=side(Role.ELEMENT),

@@ -220,8 +220,8 @@ def _call_result(index: int, chip: Chip, work: Work, tiling: Tiling, times: Call
     ]
     costs = chip.energy
     picojoules = (
-        work.macs * chip.mac_energy(work.dtype) if work.macs else 0.0,
-        work.vector_operations * costs.pj_per_vector_operation,
+        work.operations.macs * chip.mac_energy(work.operations.dtype) if work.operations.macs else 0.0,
+        work.operations.vector_operations * costs.pj_per_vector_operation,
         moved[3] * costs.pj_per_sram_byte,
         sum(moved[:3]) * costs.pj_per_dram_byte,
     )
@@ -237,9 +237,9 @@ def _call_result(index: int, chip: Chip, work: Work, tiling: Tiling, times: Call
         stalls=times.stalls,
         array_cycles=tiling.array_cycles * tiling.tiles,
         vector_cycles=tiling.vector_cycles * tiling.tiles,
-        macs=work.macs,
-        dtype=work.dtype,
-        vector_operations=work.vector_operations,
+        macs=work.operations.macs,
+        dtype=work.operations.dtype,
+        vector_operations=work.operations.vector_operations,
         tiles=tiling.tiles,
         shape=tiling.shape,
         constant_bytes=moved[0],

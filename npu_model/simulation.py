@@ -84,10 +84,10 @@ def _least_cycles(tilings: Sequence[Tiling], chip: Chip) -> float:
 
 def _as_launched(chip: Chip, works: Sequence[Work]) -> Chip:
     """The chip with the cost of a launch that holds for a program of these calls."""
-    rows = max((product.m for work in works for product in work.products), default=0)
+    rows = max((product.m for work in works for product in work.operations.products), default=0)
     if not 0 < rows <= chip.launch.resident_rows:
         return chip
-    return replace(chip, launch=replace(chip.launch, cost_us=chip.launch.resident_us))
+    return replace(chip, launch=replace(chip.launch, cost_us=chip.launch.resident_us, product_us=0.0))
 
 
 def _divisions(plan: ExecutionPlan, chip: Chip) -> list[Residency]:

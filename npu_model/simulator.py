@@ -110,6 +110,7 @@ class Machine:
         self._latency = chip.dram_latency_cycles
         self._sram = chip.sram.bandwidth
         self._launch = chip.launch.cost_us * 1e3 * chip.clock_ghz
+        self._launch_of_product = self._launch + chip.launch.product_us * 1e3 * chip.clock_ghz
         self._channels = [0.0] * chip.dma.channels  # a heap
         self._dram = self._arrays = self._vector = self._sequencer = 0.0
         self._freed = (0.0, 0.0)  # when the tile before the last, and the last, were computed
@@ -135,7 +136,7 @@ class Machine:
         return self._calls
 
     def _call(self, tiling: Tiling, needed: Collection[int]) -> None:
-        launched = self._launched()
+        launched = self._launched(tiling)
         index = len(self._calls) - 1
         times = self._calls[index]
         periods = self._periods(tiling)
@@ -157,11 +158,11 @@ class Machine:
         turns = len(self._channels) // math.gcd(len(self._channels), transfers)
         return tuple(sorted({1, 2, turns, 2 * turns}))
 
-    def _launched(self) -> float:
+    def _launched(self, tiling: Tiling) -> float:
         if not self._chip.launch.overlapped:
             self._flush()
             self._sequencer = max(self._sequencer, self._computed, self._stored)
-        self._sequencer += self._launch
+        self._sequencer += self._launch_of_product if tiling.array_cycles else self._launch
         return self._sequencer
 
     def _tile(

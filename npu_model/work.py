@@ -41,10 +41,12 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a call asks of a chip.
+class Operations:
+    """What a call computes, equal for equal layers.
 
     Attributes:
+        kind: One of `npu_model.measured.KINDS`.
+        sizes: The sizes that matter for how fast a chip computes it, as `KINDS` names them.
         products: Its matrix products, each of which reads the result of the one before.
         dtype: What is multiplied: the wider dtype of the two sides.
         left_bytes, right_bytes: Bytes of an element of each side; half a byte for 4-bit codes.
@@ -52,7 +54,8 @@ class Work:
         row_bytes: Bytes that have to be in SRAM together, such as a row of a norm.
     """
 
-    call: KernelCall
+    kind: str
+    sizes: tuple[int, ...]
     products: tuple[Product, ...]
     dtype: str
     left_bytes: float
@@ -60,13 +63,21 @@ class Work:
     vector_operations: int
     vector_dtype: str
     row_bytes: int
-    reads: tuple[Access, ...]
-    writes: tuple[Access, ...]
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates."""
         return sum(product.macs for product in self.products)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call asks of a chip: to compute, to read and to write."""
+
+    call: KernelCall
+    operations: Operations
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
 
 
 def call_work(call: KernelCall) -> Work:
@@ -91,8 +102,10 @@ def call_work(call: KernelCall) -> Work:
     left_dtype = _computed_as(rounded or left.dtype) if left is not None else ""
     right_dtype = _computed_as(codes or right.dtype) if right is not None else ""
     right_bits = CODES[codes] if codes else 8 * itemsize(right.dtype) if right is not None else 0
-    return Work(
-        call=call,
+    kind, sizes = _kind_and_sizes(kernel, call, products)
+    operations = Operations(
+        kind=kind,
+        sizes=sizes,
         products=products,
         dtype=_wider(left_dtype, right_dtype) if products else "",
         left_bytes=float(itemsize(left.dtype)) if left is not None else 0.0,
@@ -100,9 +113,25 @@ def call_work(call: KernelCall) -> Work:
         vector_operations=_vector_operations(kernel, call, products),
         vector_dtype=_computed_as(call.outputs[0].dtype),
         row_bytes=_row_bytes(kernel, call),
-        reads=reads,
-        writes=writes,
     )
+    return Work(call, operations, reads, writes)
+
+
+def _kind_and_sizes(kernel: KernelDecl, call: KernelCall, products: Sequence[Product]) -> tuple[str, tuple[int, ...]]:
+    if not products:
+        largest = max((view.numel for view in (*call.inputs, *call.outputs)), default=0)
+        row = call.inputs[0] if call.inputs else call.outputs[0]
+        return kernel.family.value, (max(1, largest), max(1, row.shape[-1] if row.shape else 1))
+    first = products[0]
+    if len(products) > 1:
+        return "attention", (first.m, first.n, first.k, first.batch)
+    window = first.window
+    if window is None:
+        return "product", (first.m, first.n, first.k, first.batch, 1 + _activation_operations(call))
+    if first.n == 1 < first.batch:
+        images = max(1, first.m // window.width**2)
+        return "depthwise", (first.batch, images, window.width, window.taps, window.stride)
+    return "convolution", (first.m, first.n, first.k // window.taps, window.taps, window.stride)
 
 
 def _computed_as(dtype: str) -> str:
@@ -120,12 +149,17 @@ def _vector_operations(kernel: KernelDecl, call: KernelCall, products: Sequence[
     if not products:
         written = min(results, sum(_touched(call)[1]) // itemsize(call.outputs[0].dtype))
         return max(call.flops, written)
-    activation = call.params.get("activation", "none")
-    each = 0 if activation == "none" else ELEMENTWISE[ACTIVATIONS[activation]].operations
+    each = _activation_operations(call)
     each += sum(flag in (True, 1) for name, flag in call.params.items() if name in ("has_bias", "has_residual"))
     each += REQUANTIZATION_OPERATIONS * ("out_scale" in call.params)
     scores = sum(product.batch * product.m * product.n for product in products[:-1])
     return results * each + scores * SOFTMAX_OPERATIONS
+
+
+def _activation_operations(call: KernelCall) -> int:
+    """Element operations of the activation of each result."""
+    activation = call.params.get("activation", "none")
+    return 0 if activation == "none" else ELEMENTWISE[ACTIVATIONS[activation]].operations
 
 
 def _row_bytes(kernel: KernelDecl, call: KernelCall) -> int:

@@ -1,15 +1,18 @@
 """A chip file for `npu_model` from what a device reaches, measured with its own kernels (`npu-sim calibrate`).
 
 A measurement is a small program compiled for the device, run often enough to fill a tenth of a second; the best of
-several rounds counts, as disturbances only slow runs.
+several rounds counts, as disturbances only slow runs. Rates and costs come first. Then blocks of calls
+(`npu_sim.probes`) are measured and simulated with these rates, and the factors between them are written down too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +20,26 @@ import numpy as np
 
 from npu_compiler import CompiledProgram, compile
 from npu_compiler.errors import ConstraintError, InputError
+from npu_model.chip import Chip, parse_chip
+from npu_model.simulation import simulate
+from npu_model.work import call_work
 from npu_runtime import Device, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu.native.threads import usable_threads
+from npu_sim.probes import BETWEEN_PRODUCTS, LAUNCH, SMALL_PRODUCTS, Probe, probes
 
 MATRIX_SIZE = 2048  # rows, columns and depth of the product that shows the matrix rate of a GPU
 SMALL_MATRIX_SIZE = 1024  # the same of a CPU
 READ_BYTES = 256 << 20  # of a weight that no cache holds
 CACHED_BYTES = 2 << 20  # of a weight that the last level of caches holds
-CHAIN = 64  # kernel calls of the program that shows the cost of one
 ELEMENTS = 1 << 16  # of an operand that caches hold
 ROUNDS, ROUND_SECONDS = 7, 0.1
+BLOCK_ROUNDS, BLOCK_SECONDS = 5, 0.02  # of the two programs of a block
+MOST_MACS, MOST_MACS_OF_A_GPU = 4 * 10**8, 10**11  # of a block
+SHORT = 1e-4  # seconds; in a run this short a device may wait for the host
+_PATTERN = 1 << 20  # random numbers, which larger operands repeat
+_WITHIN = 0.03  # a block that the description predicts so well needs no factor
+_LEAST = 0.5  # factor
+_HIDDEN = 0.1  # computing that is a smaller share of a block says nothing of its own rate
 CLOCK_GHZ = 1.0  # of the chip that is written: its rates are per nanosecond
 
 
@@ -64,6 +77,8 @@ class Measured:
         gmac_s: Dtype → 10^9 multiply-accumulates per second in a large product.
         element_gop_s: 10^9 element operations per second, in the operations that `npu_model` counts.
         launch_us: Microseconds that a kernel call takes besides its work.
+        product_us: Microseconds that a product takes besides that.
+        blocks: The probes, and the seconds that a block of each takes.
     """
 
     device: str
@@ -72,10 +87,12 @@ class Measured:
     gmac_s: dict[str, float]
     element_gop_s: float
     launch_us: float
+    product_us: float
+    blocks: tuple[tuple[Probe, float], ...]
 
 
 def measure(device: Device, report: Callable[[str], object] = lambda text: None) -> Measured:
-    """Measure a device with its own kernels; about half a minute on a CPU.
+    """Measure a device with its own kernels; a minute or two.
 
     Args:
         report: Is told what is measured next.
@@ -93,13 +110,37 @@ def measure(device: Device, report: Callable[[str], object] = lambda text: None)
     report("reading caches")
     cached = _read_rate(CACHED_BYTES, device)
     report("launching kernels")
-    long, short = (_seconds(_chain(count, (1, 8), device), device) for count in (CHAIN, CHAIN // 4))
-    launch = max((long - short) / (CHAIN - CHAIN // 4), 1e-9)
+    alone, between, small = (block_seconds(probe, device) for probe in (LAUNCH, BETWEEN_PRODUCTS, SMALL_PRODUCTS))
+    launch = max(alone, between - small / 2)
     report("computing elements")
     program = _chain(16, (ELEMENTS // 256, 256), device)
     each = _seconds(program, device)
     operations = sum(call.flops for call in program.kernels)
-    return Measured(device.name, read / 1e9, cached / 1e9, rates, operations / each / 1e9, launch * 1e6)
+    blocks = []
+    for probe in probes(MOST_MACS if device.name == "cpu" else MOST_MACS_OF_A_GPU):
+        report(f"{probe.kind} calls on {'×'.join(map(str, probe.shape))}")
+        blocks.append((probe, block_seconds(probe, device)))
+    costs = 1e6 * launch, 1e6 * max(0.0, small / 2 - launch)
+    return Measured(device.name, read / 1e9, cached / 1e9, rates, operations / each / 1e9, *costs, tuple(blocks))
+
+
+def block_seconds(probe: Probe, device: Device) -> float:
+    """The seconds of a block among many: the difference of two programs, so that what a run costs is left out."""
+    dtype, few, many = _block_dtype(device), 2, 6
+    long = _probe_seconds(probe.ir(many), dtype, device)
+    if long < SHORT:
+        few, many = 16, 64
+        long = _probe_seconds(probe.ir(many), dtype, device)
+    return max((long - _probe_seconds(probe.ir(few), dtype, device)) / (many - few), 1e-9)
+
+
+def _probe_seconds(ir: dict[str, Any], dtype: str, device: Device) -> float:
+    program = compile(ir, device.backend.target, compute_dtype=dtype)
+    return _seconds(program, device, BLOCK_ROUNDS, BLOCK_SECONDS)
+
+
+def _block_dtype(device: Device) -> str:
+    return "float32" if device.name == "cpu" else "float16"
 
 
 def shape_of(device: Device, arrays: int | None = None, sram: int | None = None) -> Shape:
@@ -137,6 +178,71 @@ def cache_share(folder: Path, cores: int) -> int | None:
 
 def chip_text(measured: Measured, shape: Shape, name: str) -> str:
     """The chip file (TOML)."""
+    described = _described(measured, shape, name)
+    dtype = "float32" if measured.device == "cpu" else "float16"
+    table = factors(parse_chip(described, name), measured.blocks, dtype)
+    lines = [f"{kind} = [\n{''.join(map(_row, rows))}]\n" for kind, rows in table.items()]
+    return described + ("\n[measured]\n" + "".join(lines) if lines else "")
+
+
+def _row(row: Sequence[float]) -> str:
+    return f"    [{', '.join([*(str(round(size)) for size in row[:-1]), _digits(row[-1], 3)])}],\n"
+
+
+def factors(
+    chip: Chip, blocks: Sequence[tuple[Probe, float]], dtype: str
+) -> Mapping[str, tuple[tuple[float, ...], ...]]:
+    """By what factor computing takes longer than a chip's description says, for each call of the probes' kinds.
+
+    The other calls of a block are simulated with the factors found before.
+
+    Args:
+        blocks: Probes, and the measured seconds of a block of each.
+
+    Returns:
+        What `Chip.measured` holds.
+    """
+    found: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for probe, seconds in blocks:
+        program = compile(probe.ir(2), compute_dtype=dtype)
+        works = [call_work(call).operations for call in program.kernels]
+        block = range(len(works) // 2, len(works))
+        of_kind = [index for index in block if works[index].kind == probe.kind]
+        of_kind = [index for index in of_kind if works[index].sizes not in found[probe.kind]] or of_kind
+        shown = {works[index].sizes for index in of_kind}
+        table = _table({**found, probe.kind: {**found[probe.kind], **dict.fromkeys(shown, (1.0,))}})
+        result = simulate(program, replace(chip, measured=table))
+        predicted = sum(chip.seconds(result.calls[index].cycles) for index in block)
+        computing = sum(
+            chip.seconds(result.calls[index].array_cycles + result.calls[index].vector_cycles) for index in of_kind
+        )
+        others = sum(chip.seconds(result.calls[index].cycles) for index in block if index not in of_kind)
+        launches = 1e-6 * sum(
+            chip.launch.cost_us + chip.launch.product_us * (result.calls[index].array_cycles > 0) for index in of_kind
+        )
+        if abs(seconds / predicted - 1) < _WITHIN or (seconds < predicted and computing < _HIDDEN * predicted):
+            factor = 1.0
+        elif seconds > predicted:  # all the time is computing, which hides the transfers
+            factor = max(1.0, (seconds - others - launches) / computing)
+        else:
+            factor = max(_LEAST, (computing + seconds - predicted) / computing)
+        for sizes in shown:
+            found[probe.kind][sizes].append(factor)
+    return _table(found)
+
+
+def _table(
+    found: Mapping[str, Mapping[tuple[int, ...], Sequence[float]]],
+) -> Mapping[str, tuple[tuple[float, ...], ...]]:
+    """Each kind's rows of sizes and factor, the geometric mean of those found."""
+    return {
+        kind: tuple((*map(float, sizes), math.prod(each) ** (1 / len(each))) for sizes, each in rows.items())
+        for kind, rows in found.items()
+    }
+
+
+def _described(measured: Measured, shape: Shape, name: str) -> str:
+    """The chip file without measured calls."""
     elements = shape.arrays * shape.rows * shape.columns
     rates = ", ".join(f"{dtype} = {_digits(rate / elements / CLOCK_GHZ)}" for dtype, rate in measured.gmac_s.items())
     operations = _digits(measured.element_gop_s / shape.arrays / CLOCK_GHZ)
@@ -179,13 +285,14 @@ channels = 8
 
 [launch]
 cost_us = {_digits(measured.launch_us)}
+product_us = {_digits(measured.product_us)}
 overlapped = false
 """
 
 
-def _digits(value: float) -> str:
-    """Four digits, never without a decimal point, as TOML wants it of a float."""
-    return repr(float(f"{value:.4g}"))
+def _digits(value: float, digits: int = 4) -> str:
+    """So many digits, never without a decimal point, as TOML wants it of a float."""
+    return repr(float(f"{value:.{digits}g}"))
 
 
 def _read_rate(size: int, device: Device) -> float:
@@ -194,15 +301,16 @@ def _read_rate(size: int, device: Device) -> float:
     return size / _seconds(_linear(1, size // 4 // k, k, "float32", device), device)
 
 
-def _seconds(program: CompiledProgram, device: Device) -> float:
+def _seconds(
+    program: CompiledProgram, device: Device, rounds: int | None = None, round_seconds: float | None = None
+) -> float:
     """The least seconds of a run, of several rounds."""
-    rng = np.random.default_rng(0)
+    pattern = 0.05 * np.random.default_rng(0).standard_normal(_PATTERN, np.float32)
     shapes = {key: shape for spec in program.weight_specs.values() for key, shape in spec.source_shapes.items()}
-    state = {key: rng.standard_normal(shape, np.float32) for key, shape in shapes.items()}
+    state = {key: np.resize(pattern, shape) for key, shape in shapes.items()}
     executor, weights = Executor(program, device), load_weights(state, program, device)
     inputs = {
-        spec.name: NPUBuffer.from_numpy(rng.standard_normal(spec.shape, np.float32), device, spec)
-        for spec in program.input_specs
+        spec.name: NPUBuffer.from_numpy(np.resize(pattern, spec.shape), device, spec) for spec in program.input_specs
     }
 
     def run(times: int) -> float:
@@ -213,8 +321,8 @@ def _seconds(program: CompiledProgram, device: Device) -> float:
         return time.perf_counter() - start
 
     run(2)
-    times = max(1, int(ROUND_SECONDS / max(run(1), 1e-6)))
-    return min(run(times) for _ in range(ROUNDS)) / times
+    times = max(1, int((round_seconds or ROUND_SECONDS) / max(run(1), 1e-6)))
+    return min(run(times) for _ in range(rounds or ROUNDS)) / times
 
 
 def _linear(m: int, n: int, k: int, dtype: str, device: Device) -> CompiledProgram:

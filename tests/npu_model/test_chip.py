@@ -84,6 +84,14 @@ MALFORMED = [
     ("[chip]", "[chips]", "lacks the table [chip]"),
     ("latency_ns = 100", "latency_ns = -1", "'dram.latency_ns' is -1; it must be a number of at least 0"),
     ("[dma]", "[launch]\noverlapped = 1\n[dma]", "'launch.overlapped' is 1; write true or false"),
+    ("[dma]", "[measured]\nproducts = []\n[dma]", "unknown key 'measured.products'; known are product, convolution"),
+    ("[dma]", "[measured]\nproduct = []\n[dma]", "'measured.product' has None; write rows of 6 numbers above 0"),
+    (
+        "[dma]",
+        "[measured]\nnorm = [[64, 8, 0]]\n[dma]",
+        "'measured.norm' has [64, 8, 0]; write rows of 3",
+    ),
+    ("[dma]", "[measured]\nnorm = [[64, 2.0]]\n[dma]", "above 0 and at most 1e+18: elements, row, factor"),
     ("[chip]", "[chip", "is not TOML"),
 ]
 

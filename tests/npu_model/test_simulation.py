@@ -127,6 +127,15 @@ def test_a_launch_costs_what_the_chip_says() -> None:
     assert apart.seconds > simulate(program, hidden).seconds + calls * 49e-6
 
 
+def test_a_product_on_the_arrays_costs_more_than_another_call() -> None:
+    chip = changed(EDGE, "launch", cost_us=2.0, product_us=50.0, overlapped=False)
+    program = network()
+    on_arrays = sum(call.array_cycles > 0 for call in simulate(program, chip).calls)
+    assert 0 < on_arrays < len(program.kernels)
+    expected = (len(program.kernels) * 2.0 + on_arrays * 50.0) * 1e3 * EDGE.clock_ghz
+    assert simulate(program, chip).stalls[Cause.LAUNCH] == pytest.approx(expected, rel=0.01)
+
+
 def test_few_ports_of_sram_hold_the_arrays_up() -> None:
     narrow = simulate(linear(512, 512, 512), changed(EDGE, "sram", banks=1))
     assert narrow.stalls[Cause.SRAM_PORTS] > 0.3 * narrow.cycles

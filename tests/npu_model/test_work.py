@@ -45,8 +45,8 @@ def test_every_element_wise_op_takes_an_operation_or_more() -> None:
 
 def test_a_linear_layer_is_one_product() -> None:
     (work,) = works(linear(4, 16, 32), compute_dtype="float16")
-    assert work.products == (Product(4, 32, 16),)
-    assert work.dtype == "float16" and work.macs == 4 * 16 * 32
+    assert work.operations.products == (Product(4, 32, 16),)
+    assert work.operations.dtype == "float16" and work.operations.macs == 4 * 16 * 32
     assert bytes_of(work, Role.LEFT) == 2 * 4 * 16
     assert bytes_of(work, Role.RIGHT) == 2 * (16 * 32 + 32)
     assert [access.bytes for access in work.writes] == [2 * 4 * 32]
@@ -55,15 +55,15 @@ def test_a_linear_layer_is_one_product() -> None:
 def test_codes_of_4_bits_count_half_a_byte() -> None:
     (wide,) = works(linear(1, 64, 32), compute_dtype="float16")
     (narrow,) = works(linear(1, 64, 32), compute_dtype="float16", quantization="int4")
-    assert narrow.macs == wide.macs and narrow.right_bytes == 0.5
+    assert narrow.operations.macs == wide.operations.macs and narrow.operations.right_bytes == 0.5
     codes = max(access.bytes for access in narrow.reads if access.role is Role.RIGHT)
     assert codes == 64 * 32 // 2
-    assert narrow.dtype == "float16", "the wider of the two sides is multiplied"
+    assert narrow.operations.dtype == "float16", "the wider of the two sides is multiplied"
 
 
 def test_rows_that_are_rounded_first_are_multiplied_as_integers() -> None:
     (work,) = works(linear(4, 64, 32), compute_dtype="float16", quantization="int8+int8")
-    assert work.dtype == "int8" and work.products == (Product(4, 32, 64),)
+    assert work.operations.dtype == "int8" and work.operations.products == (Product(4, 32, 64),)
 
 
 @pytest.mark.parametrize(("groups", "batch", "n", "k"), [(1, 1, 16, 72), (8, 8, 2, 9)])
@@ -71,18 +71,18 @@ def test_a_convolution_is_the_product_of_its_windows_with_its_weight(groups: int
     g = IRBuilder()
     x, w = g.input("x", 2, 8, 12, 12), g.weight("w", 16, 8 // groups, 3, 3)
     g.output(g("aten.conv2d.default", x, w, None, [1, 1], [1, 1], [1, 1], groups))
-    (work,) = [work for work in works(g) if work.products]
-    assert work.products == (Product(2 * 12 * 12, n, k, batch),)
+    (work,) = [work for work in works(g) if work.operations.products]
+    assert work.operations.products == (Product(2 * 12 * 12, n, k, batch),)
 
 
 def test_heads_that_share_keys_are_rows_of_one_product() -> None:
     g = IRBuilder()
     q, k, v = g.input("q", 1, 8, 5, 16), g.input("k", 1, 2, 7, 16), g.input("v", 1, 2, 7, 16)
     g.output(g("aten.scaled_dot_product_attention.default", q, k, v, enable_gqa=True))
-    (work,) = [work for work in works(g) if work.products]
-    assert work.products == (Product(20, 7, 16, 2), Product(20, 16, 7, 2))
+    (work,) = [work for work in works(g) if work.operations.products]
+    assert work.operations.products == (Product(20, 7, 16, 2), Product(20, 16, 7, 2))
     assert bytes_of(work, Role.RIGHT) == 2 * 2 * (2 * 7 * 16), "keys and values in float16"
-    assert work.vector_operations >= 5 * 8 * 5 * 7, "softmax"
+    assert work.operations.vector_operations >= 5 * 8 * 5 * 7, "softmax"
 
 
 def test_a_lookup_touches_only_the_rows_that_it_picks() -> None:
@@ -108,8 +108,8 @@ def test_a_targets_own_kernel_is_refused() -> None:
 
 def test_programs_for_metal_have_the_same_work() -> None:
     g = linear(4, 16, 32)
-    assert [w.products for w in works(g)] == [
-        call_work(call).products for call in compile_ir(g.ir(), MetalCodegenTarget()).kernels
+    assert [w.operations.products for w in works(g)] == [
+        call_work(call).operations.products for call in compile_ir(g.ir(), MetalCodegenTarget()).kernels
     ]
 
 
@@ -124,7 +124,14 @@ def test_a_convolution_of_bytes_multiplies_in_int8() -> None:
     parts = g.weight("w", 32, 16, 3, 3, dtype="int8"), g.weight("scales", 32)
     w = g(name.format("dequantize_per_channel"), *parts, **per_channel, out=((32, 16, 3, 3), "float32"))
     g.output(g("aten.conv2d.default", x, w, None, [1, 1], [1, 1]))
-    (work,) = [work for work in works(g) if work.products]
-    assert work.dtype == "int8" and (work.left_bytes, work.right_bytes) == (1.0, 1.0)
-    assert work.products == (Product(64, 32, 144),)
+    (work,) = [work for work in works(g) if work.operations.products]
+    assert work.operations.dtype == "int8" and (work.operations.left_bytes, work.operations.right_bytes) == (1.0, 1.0)
+    assert work.operations.products == (Product(64, 32, 144),)
     assert bytes_of(work, Role.RIGHT) >= 32 * 144
+
+
+def test_a_pooling_window_counts_what_it_covers() -> None:
+    g = IRBuilder()
+    g.output(g("aten.avg_pool2d.default", g.input("x", 1, 8, 7, 7), [1280, 1280], [1280, 1280], [0, 0], True))
+    (work,) = works(g)
+    assert work.operations.vector_operations == 8 * 7 * 7
