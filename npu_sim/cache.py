@@ -16,6 +16,7 @@ from npu_runtime.cache_folder import cache_folder, keep_entry, keep_file, read_e
 
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget, CompiledProgram
+    from npu_compiler.graph.mesh import Mesh
     from npu_compiler.passes.quantize import Quantization
 
 
@@ -34,6 +35,7 @@ def cached_program(
     target: "CodegenTarget | None" = None,
     quantization: "Quantization | None" = None,
     kv_cache: str | None = None,
+    mesh: "Mesh | None" = None,
 ) -> "CompiledProgram":
     """The compiled program of `make_ir()`, from the cache if it holds one for the same arguments and compiler.
 
@@ -43,13 +45,13 @@ def cached_program(
     Args:
         name: The beginning of the file's name.
         key: Everything that determines the IR, as JSON data. On a cache hit, `make_ir` is not called.
-        compute_dtype, quantization, kv_cache: As for `npu_compiler.compile`.
+        compute_dtype, quantization, kv_cache, mesh: As for `npu_compiler.compile`.
         target: Default: `OpLevelTarget`, for the CPU and Metal.
     """
     import npu_compiler
 
     target = target or npu_compiler.OpLevelTarget()
-    path = _program_place(name, key, compute_dtype, target, quantization, kv_cache)
+    path = _program_place(name, key, compute_dtype, target, quantization, kv_cache, mesh)
     if path.is_file():
         try:
             program = npu_compiler.CompiledProgram.load(path)
@@ -58,7 +60,12 @@ def cached_program(
             return program
         except NPUError:
             pass  # damaged, written by another version, or code by another user: compile again
-    options: dict[str, Any] = {"compute_dtype": compute_dtype, "quantization": quantization, "kv_cache": kv_cache}
+    options: dict[str, Any] = {
+        "compute_dtype": compute_dtype,
+        "quantization": quantization,
+        "kv_cache": kv_cache,
+        "mesh": mesh,
+    }
     program = npu_compiler.compile(make_ir(), target, **options)
     keep_file(path, program.to_bytes())
     return program
@@ -86,9 +93,10 @@ def has_program(
     target: "CodegenTarget",
     quantization: "Quantization | None" = None,
     kv_cache: str | None = None,
+    mesh: "Mesh | None" = None,
 ) -> bool:
     """Whether the cache holds a program for these arguments of `cached_program`."""
-    return _program_place(name, key, compute_dtype, target, quantization, kv_cache).is_file()
+    return _program_place(name, key, compute_dtype, target, quantization, kv_cache, mesh).is_file()
 
 
 def _program_place(
@@ -98,9 +106,10 @@ def _program_place(
     target: "CodegenTarget",
     quantization: "Quantization | None",
     kv_cache: str | None,
+    mesh: "Mesh | None",
 ) -> Path:
     formats = dict(quantization) if isinstance(quantization, Mapping) else quantization
-    return _place(name, [key, target.key, compute_dtype, formats, kv_cache, _compiler_digest()], "npubin")
+    return _place(name, [key, target.key, compute_dtype, formats, kv_cache, mesh, _compiler_digest()], "npubin")
 
 
 def _place(name: str, key: Any, suffix: str) -> Path:

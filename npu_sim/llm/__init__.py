@@ -11,7 +11,7 @@ from npu_sim.llm.chat import (
     encode_chat,
     filled_cache,
 )
-from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.checkpoint import Checkpoint, check_ranks
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
@@ -38,6 +38,7 @@ __all__ = [
     "chat",
     "chat_prompt",
     "check_fits",
+    "check_ranks",
     "compile_decode_loop",
     "compile_prefill",
     "compile_sampling_loop",

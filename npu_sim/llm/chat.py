@@ -9,7 +9,7 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.sampling import Sampler, greedy
 from npu_sim.llm.session import Generation, GenerationStats, LanguageModel
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 
 class StreamDecoder:
@@ -153,11 +153,18 @@ def chat_prompt(model: LanguageModel, messages: str | Sequence[Message]) -> list
     return encode_chat(model.checkpoint, messages)
 
 
-def encode_chat(checkpoint: Checkpoint, messages: str | Sequence[Message]) -> list[int]:
+def encode_chat(
+    checkpoint: Checkpoint,
+    messages: str | Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **values: Any,
+) -> list[int]:
     """The token ids of a conversation up to where the assistant's reply begins.
 
     Args:
         messages: {"role", "content"} messages, or the text of a single user message.
+        tools: Functions that the model may call, in OpenAI's form, for a template that knows them.
+        values: Variables of the template's own, such as `enable_thinking`.
 
     Raises:
         InputError: the tokenizer has no chat template, or the template rejects the messages.
@@ -167,7 +174,8 @@ def encode_chat(checkpoint: Checkpoint, messages: str | Sequence[Message]) -> li
         raise InputError(f"{checkpoint.name} has no chat template; use complete() (--no-chat) to continue plain text")
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
     try:
-        text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        options = {"add_generation_prompt": True, "tokenize": False, **({"tools": list(tools)} if tools else {})}
+        text = tokenizer.apply_chat_template(conversation, **{**values, **options})
     except Exception as error:  # templates are code by the model's author and can raise anything
         raise InputError(f"the chat template of {checkpoint.name} rejects these messages: {error}") from error
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)

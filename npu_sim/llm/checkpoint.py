@@ -80,6 +80,8 @@ class Checkpoint:
             itself; or a name that `named_format` knows, to which the checkpoint's weights are rounded when they are
             loaded. None: in the compute dtype.
         kv_cache: `int8` or `fp8`, what the KV cache is rounded to by token and head. None: it is in the compute dtype.
+        opened_by: `module:function` and the arguments with which another process opens the same checkpoint. None: only
+            this process has it.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Checkpoint:
     inv_freq_divisors: np.ndarray | None = None
     quantization: str | Mapping[str, QuantizedFormat] | None = None
     kv_cache: str | None = None
+    opened_by: tuple[str, tuple[Any, ...]] | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -102,12 +105,40 @@ class Checkpoint:
         with as_input_error(f"cannot read the tokenizer of {self.name}"):
             return self.load_tokenizer()
 
+    def end_ids(self) -> frozenset[int]:
+        """End-of-sequence token ids: those of the model's configs and, if there is one, of the tokenizer."""
+        try:
+            return self.eos_ids | as_ids(self.tokenizer.eos_token_id)
+        except InputError:
+            return self.eos_ids
+
 
 def as_ids(value: int | list[int] | None) -> frozenset[int]:
     """The token ids in a config field, which holds one, several or none."""
     if isinstance(value, (list, tuple)):
         return frozenset(value)
     return frozenset() if value is None else frozenset({value})
+
+
+def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:
+    """Refuse a number of devices that cannot share the model's heads evenly. Raises InputError."""
+    if ranks == 1:
+        return
+    config = checkpoint.config
+    heads = config.num_attention_heads
+    shared = getattr(config, "num_key_value_heads", None) or heads
+    if ranks < 1:
+        raise InputError(f"a model is divided among 1 or more devices, not {ranks}")
+    if not _shares_heads(heads, shared, ranks):
+        able = [n for n in range(1, heads + 1) if _shares_heads(heads, shared, n)]
+        raise InputError(
+            f"{checkpoint.name} has {heads} attention heads and {shared} KV heads, which {ranks} devices cannot share "
+            f"evenly; choose {', '.join(map(str, able))}"
+        )
+
+
+def _shares_heads(heads: int, shared: int, ranks: int) -> bool:
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
     from torch import nn
 
     from npu_compiler import CodegenTarget, CompiledProgram
+    from npu_compiler.graph.mesh import Mesh
     from npu_compiler.passes.quantize import Quantization
 
 _INV_FREQ = "model.rotary_emb.inv_freq"
 
 
-def meta_model(checkpoint: Checkpoint) -> Any:
+def meta_model(checkpoint: Checkpoint, attention: str = "sdpa") -> Any:
     """The checkpoint's Hugging Face module on the meta device.
+
+    Args:
+        attention: The name of an attention function that transformers knows.
 
     Raises:
         InputError: transformers cannot build a causal language model from the config.
@@ -36,7 +41,7 @@ def meta_model(checkpoint: Checkpoint) -> Any:
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(_whole(checkpoint.config)),  # transformers writes the dtype into it
                 dtype=getattr(torch, checkpoint.dtype),
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 trust_remote_code=False,
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
@@ -97,6 +102,108 @@ def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str
     return _trace(checkpoint, model, inputs, "sampling")
 
 
+@dataclass(frozen=True)
+class PagedShape:
+    """The sizes of a paged program.
+
+    Attributes:
+        tokens, outputs: Tokens of a step, and those after which a token is chosen.
+        sequences: Sequences of a step.
+        blocks_per_sequence: The most blocks of a sequence.
+        blocks, block_size: Blocks in the pool, and tokens per block.
+        history: Chosen tokens that are kept.
+    """
+
+    tokens: int
+    outputs: int
+    sequences: int
+    blocks_per_sequence: int
+    blocks: int
+    block_size: int
+    history: int
+
+
+def extract_paged(checkpoint: Checkpoint, shape: PagedShape, *, sampling: bool = False) -> dict[str, Any]:
+    """The IR of `PagedCausalLM` or, with `sampling`, `PagedSampling`.
+
+    The module is traced once, with symbolic sizes, and then kept in the cache.
+
+    Raises:
+        InputError: the model cannot be traced.
+    """
+    from npu_compiler.graph.symbolic import KEY, specialize
+
+    key = ["paged", sampling, shape.block_size, _model_key(checkpoint)]
+    name = f"{checkpoint.config.model_type}-paged-ir"
+    ir = cached_facts(name, key, lambda: _symbolic_paged(checkpoint, shape.block_size, sampling))
+    given = {
+        "tokens": [shape.tokens],
+        "tables": [shape.sequences, shape.blocks_per_sequence],
+        "outputs": [shape.outputs],
+        "history": [shape.history],
+        "k_0": [shape.blocks * shape.block_size],
+    }
+    symbols = {x["name"]: [size[KEY] for size in x["shape"] if isinstance(size, dict)] for x in ir["graph_inputs"]}
+    sizes = {symbol: size for x, values in given.items() for symbol, size in zip(symbols[x], values, strict=True)}
+    found: dict[str, Any] = specialize(ir, sizes)
+    return found
+
+
+def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> dict[str, Any]:
+    """The IR of a paged module whose sizes are symbols, as JSON data."""
+    require_torch("tracing a model")
+    import torch
+    from torch.export import Dim
+    from transformers import AttentionInterface
+
+    from npu_sim.llm.modules import PagedCausalLM, PagedSampling, attend_to_pages
+    from npu_sim.module.trace import export, plain_ir, trace
+
+    AttentionInterface.register(attend_to_pages.__name__, attend_to_pages)
+    causal = meta_model(checkpoint, attend_to_pages.__name__)
+    # Any sizes will do, if each is another.
+    examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
+    symbols = {name: Dim(name, min=2) for name in examples}
+    names = [*[["tokens"]] * 4, ["sequences", "blocks"], ["outputs"], ["history"], ["outputs"]]
+    inputs: list[Any] = [torch.empty([examples[x] for x in sizes], dtype=torch.long, device="meta") for sizes in names]
+    if sampling:
+        inputs += [torch.empty(examples["outputs"], *more, device="meta") for more in ([3], [])]
+        names += [["outputs"]] * 2
+    pools = _empty_pools(checkpoint, examples["rows"])
+    dynamic: list[Any] = [{dim: symbols[x] for dim, x in enumerate(sizes)} for sizes in names]
+    dynamic += [[{0: symbols["rows"]}] * len(layers) for layers in pools]
+    model = (PagedSampling if sampling else PagedCausalLM)(causal, block_size).eval()
+    try:
+        traced = trace(export(model, (*inputs, *pools), dynamic_shapes=tuple(dynamic)), "paged")
+    except IRError as error:
+        raise _unsupported(checkpoint, error) from error
+    ir = plain_ir(replace(traced, ranges={}))  # `extract_paged` gives the sizes
+    constants = {x: {**value, "data": value["data"].tolist()} for x, value in ir.get("constants", {}).items()}
+    return {**ir, "constants": constants} if constants else ir
+
+
+def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int) -> dict[str, Any]:
+    """The IR of `CopyRows` for `rows` rows of all of the checkpoint's pools."""
+    require_torch("tracing a model")
+    import torch
+
+    from npu_sim.llm.modules import CopyRows
+
+    keys, values = _empty_pools(checkpoint, pool_rows)
+    places = (torch.empty(rows, dtype=torch.long, device="meta") for _ in range(2))
+    return _trace(checkpoint, CopyRows(), (*places, [*keys, *values]), "copy")
+
+
+def _empty_pools(checkpoint: Checkpoint, rows: int) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
+    """Keys and values of each layer, [rows, KV heads, head dim]."""
+    import torch
+
+    _, heads, _, width = kv_shape(checkpoint.config, rows)
+    dtype, layers = getattr(torch, checkpoint.dtype), range(checkpoint.config.num_hidden_layers)
+    keys, values = ([torch.empty(rows, heads, width, dtype=dtype, device="meta") for _ in layers] for _ in "kv")
+    return keys, values
+
+
 def _loop_state(cache_length: int) -> tuple["torch.Tensor", ...]:
     """Token, position and history: the inputs of `SelfFeedingDecode` that each step replaces."""
     import torch
@@ -125,37 +232,61 @@ def _trace(checkpoint: Checkpoint, model: "nn.Module", inputs: tuple[Any, ...], 
 
 
 def compile_prefill(
-    checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget"
+    checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
 ) -> "CompiledProgram":
     """The compiled prefill program for `tokens` tokens per run (see `extract_graph`), from the cache if it is there.
 
+    Args:
+        mesh: The devices among which the graph is divided (see `npu_compiler.compile`).
+
     Raises:
-        InputError: the model cannot be traced or compiled.
+        InputError: the model cannot be traced, compiled or divided so.
     """
+    sizes = [tokens, cache_length]
     return _compiled(
-        checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length), [tokens, cache_length], target
+        checkpoint, "prefill", lambda: extract_graph(checkpoint, tokens, cache_length), sizes, target, mesh
     )
 
 
-def has_prefill(checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget") -> bool:
+def has_prefill(
+    checkpoint: Checkpoint, tokens: int, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
+) -> bool:
     """Whether the cache holds what `compile_prefill` returns for these arguments."""
     key = ["prefill", [tokens, cache_length], _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-prefill"
-    return has_program(name, key, checkpoint.dtype, target, program_formats(checkpoint), checkpoint.kv_cache)
+    return has_program(name, key, checkpoint.dtype, target, program_formats(checkpoint), checkpoint.kv_cache, mesh)
 
 
-def compile_decode_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
+def compile_decode_loop(
+    checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
+) -> "CompiledProgram":
     """The compiled program of `SelfFeedingDecode`; caching and errors as in `compile_prefill`."""
     return _compiled(
-        checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length), [cache_length], target
+        checkpoint, "decode", lambda: extract_decode_loop(checkpoint, cache_length), [cache_length], target, mesh
     )
 
 
-def compile_sampling_loop(checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget") -> "CompiledProgram":
+def compile_sampling_loop(
+    checkpoint: Checkpoint, cache_length: int, target: "CodegenTarget", mesh: "Mesh | None" = None
+) -> "CompiledProgram":
     """The compiled program of `SamplingDecode`; caching and errors as in `compile_prefill`."""
     return _compiled(
-        checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length), [cache_length], target
+        checkpoint, "sampling", lambda: extract_sampling_loop(checkpoint, cache_length), [cache_length], target, mesh
     )
+
+
+def compile_paged(
+    checkpoint: Checkpoint, shape: PagedShape, target: "CodegenTarget", *, sampling: bool = False
+) -> "CompiledProgram":
+    """The compiled program of `extract_paged`; caching and errors as in `compile_prefill`."""
+    kind, sizes = "paged-sampling" if sampling else "paged", list(astuple(shape))
+    return _compiled(checkpoint, kind, lambda: extract_paged(checkpoint, shape, sampling=sampling), sizes, target)
+
+
+def compile_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, target: "CodegenTarget") -> "CompiledProgram":
+    """The compiled program of `extract_copy_rows`; caching and errors as in `compile_prefill`."""
+    sizes = [rows, pool_rows]
+    return _compiled(checkpoint, "copy", lambda: extract_copy_rows(checkpoint, rows, pool_rows), sizes, target)
 
 
 def _compiled(
@@ -164,12 +295,13 @@ def _compiled(
     make_ir: Callable[[], dict[str, Any]],
     sizes: list[int],
     target: "CodegenTarget",
+    mesh: "Mesh | None" = None,
 ) -> "CompiledProgram":
     key = [kind, sizes, _model_key(checkpoint)]
     name = f"{checkpoint.config.model_type}-{kind}"
     try:
         formats = program_formats(checkpoint)
-        return cached_program(name, key, make_ir, checkpoint.dtype, target, formats, checkpoint.kv_cache)
+        return cached_program(name, key, make_ir, checkpoint.dtype, target, formats, checkpoint.kv_cache, mesh)
     except InputError:
         raise
     except NPUError as error:

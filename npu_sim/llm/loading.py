@@ -55,8 +55,12 @@ def load_checkpoint(
     ):
         if name not in known:
             raise InputError(f"unknown {what} '{name}'; choose one of {', '.join(known)}")
-    checkpoint = _with_activations(_with_quantization(_open(source, dtype), quantization), activations)
-    return checkpoint if kv_cache == "none" else replace(checkpoint, kv_cache=kv_cache)
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
+    path = checkpoint_path(source)
+    checkpoint = _with_activations(_with_quantization(_open(source, path, dtype), quantization), activations)
+    again = f"{__name__}:{load_checkpoint.__name__}", (str(path), dtype, quantization, activations, kv_cache)
+    return replace(checkpoint, kv_cache=None if kv_cache == "none" else kv_cache, opened_by=again)
 
 
 def _with_quantization(checkpoint: Checkpoint, quantization: str) -> Checkpoint:
@@ -104,10 +108,7 @@ def load_architecture(
     return checkpoint if quantization in (STORED, WIDENED) else replace(checkpoint, quantization=quantization)
 
 
-def _open(source: str | os.PathLike[str], dtype: str | None) -> Checkpoint:
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"unknown dtype '{dtype}'; choose one of {', '.join(DTYPES)}")
-    path = checkpoint_path(source)
+def _open(source: str | os.PathLike[str], path: Path, dtype: str | None) -> Checkpoint:
     if path.suffix == ".gguf":
         with as_input_error(f"cannot use the GGUF file {path}"):
             return load_gguf(path, dtype or "bfloat16")

@@ -2,11 +2,14 @@
 steps that choose the next token themselves."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+
+from npu_runtime.cpu.kernels import transformer
 
 
 class _IndexedCache:
@@ -136,20 +139,20 @@ class SamplingDecode(SelfFeedingDecode):
 
 
 def drawn(scores: torch.Tensor, settings: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index [1] of a sampled token in descending logits [vocab]; the same rule as `sampling.Drawing`.
+    """The index [..., 1] of a sampled token in descending logits [..., vocab]; the same rule as `sampling.Drawing`.
 
     Args:
         scores: Logits in descending order.
-        settings: [3], float32: temperature > 0, top_k >= 1, top_p in (0, 1].
-        uniform: [1], a random number from [0, 1).
+        settings: [..., 3], float32: temperature > 0, top_k >= 1, top_p in (0, 1].
+        uniform: [..., 1], a random number from [0, 1).
     """
-    temperature, top_k, top_p = settings.split(1)
-    places = torch.arange(len(scores), dtype=scores.dtype, device=scores.device)
-    weights = torch.where(places < top_k, torch.exp((scores - scores[:1]) / temperature), 0)
-    reached = weights.cumsum(0)
-    kept = reached - weights < top_p * reached[-1:]
-    passed = kept & (reached > uniform * torch.where(kept, reached, 0).amax(0, keepdim=True))
-    return torch.where(passed, 1.0, 0.0).argmax(0, keepdim=True)
+    temperature, top_k, top_p = settings.split(1, -1)
+    places = torch.arange(scores.shape[-1], dtype=scores.dtype, device=scores.device)
+    weights = torch.where(places < top_k, torch.exp((scores - scores[..., :1]) / temperature), 0)
+    reached = weights.cumsum(-1)
+    kept = reached - weights < top_p * reached[..., -1:]
+    passed = kept & (reached > uniform * torch.where(kept, reached, 0).amax(-1, keepdim=True))
+    return torch.where(passed, 1.0, 0.0).argmax(-1, keepdim=True)
 
 
 def _fed_back(
@@ -165,3 +168,207 @@ def _fed_back(
     only = torch.zeros(1, dtype=torch.long, device=token.device)
     history = torch.index_copy(history, 0, position, found)
     return torch.index_copy(token, 0, only, found), torch.index_copy(position, 0, only, position + 1), history
+
+
+@dataclass(frozen=True)
+class Paging:
+    """Where the tokens of a batch have their keys and values, as `serving.Batch` describes it.
+
+    Attributes:
+        positions: [N], each token's position in its sequence.
+        sequences: [N], each token's row of `tables`.
+        tables: [S, T], the blocks of each sequence.
+        block_size: Rows per block.
+    """
+
+    positions: torch.Tensor
+    sequences: torch.Tensor
+    tables: torch.Tensor
+    block_size: int
+
+
+class _PagedCache:
+    """A KV cache for Hugging Face attention that writes each token's row to its slot and returns the whole pools."""
+
+    is_compileable = True
+
+    def __init__(self, slots: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self.slots = slots
+        self.keys = list(keys)
+        self.values = list(values)
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes keys and values [1, KV heads, N, head dim]; returns the pools [rows, KV heads, head dim]."""
+        self.keys[layer_idx] = torch.index_copy(self.keys[layer_idx], 0, self.slots, key[0].transpose(0, 1))
+        self.values[layer_idx] = torch.index_copy(self.values[layer_idx], 0, self.slots, value[0].transpose(0, 1))
+        return self.keys[layer_idx], self.values[layer_idx]
+
+
+@torch.library.custom_op("npu::paged_attention", mutates_args=())
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    """See `npu_compiler.ops.transformer.lower_paged_attention`."""
+    attended = transformer.paged_attention(query, keys, values, tables, sequences, positions, block_size, scale)
+    return attended.to(query.dtype)
+
+
+@paged_attention.register_fake
+def _(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    sequences: torch.Tensor,
+    positions: torch.Tensor,
+    block_size: int,
+    scale: float,
+) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], values.shape[2])
+
+
+def attend_to_pages(
+    module: nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    paging: Paging,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim]."""
+    tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
+    return paged_attention(tokens, keys, values, *where, paging.block_size, scaling)[None], None
+
+
+class PagedCausalLM(nn.Module):
+    """A Hugging Face causal LM as a function of a batch of tokens and of pools of keys and values.
+
+    forward: tokens, positions, sequences [N], slots [N] (the row of the pools that a token's keys and values are
+    written to), tables [S, T] (see `Paging`); outputs [R], indices of the tokens after which a token is to be chosen;
+    history [H], tokens that earlier steps have chosen; places [R], where in it to write the chosen ones; k and v: per
+    layer [rows, KV heads, head dim]
+    → logits [R, vocab] after the tokens at `outputs`, in float32; the history with the chosen tokens, which are the
+    argmax (the lowest id on ties), or -1 where that logit is not finite; the updated k and v of each layer in turn.
+
+    A token of -1 - p stands for the one at place p of the history, so that a step can be launched before the result
+    of the one before is known.
+
+    Args:
+        causal: With `attend_to_pages` as its attention function.
+        block_size: Rows per block of the pools.
+    """
+
+    def __init__(self, causal: Any, block_size: int) -> None:
+        super().__init__()
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        self._causal = (causal,)  # in a tuple, so that its parameters are not registered a second time
+        self._block_size = block_size
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        sequences: torch.Tensor,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        outputs: torch.Tensor,
+        history: torch.Tensor,
+        places: torch.Tensor,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        return self._step((tokens, positions, sequences, slots, tables, outputs), history, places, k, v, _best_tokens)
+
+    def _step(
+        self,
+        batch: tuple[torch.Tensor, ...],
+        history: torch.Tensor,
+        places: torch.Tensor,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+        choose: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """`forward` with a function from logits [R, vocab] to tokens [R]."""
+        (causal,) = self._causal
+        tokens, positions, sequences, slots, tables, outputs = batch
+        earlier = history.index_select(0, (-1 - tokens).clamp(min=0))
+        tokens = torch.where(tokens < 0, earlier, tokens).clamp(min=0)
+        cache = _PagedCache(slots, k, v)
+        with _only_row(causal.get_output_embeddings(), outputs):
+            logits = causal(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                past_key_values=cache,
+                use_cache=True,
+                paging=Paging(positions, sequences, tables, self._block_size),
+            ).logits.float()[0]
+        history = torch.index_copy(history, 0, places, choose(logits))
+        return (logits, history, *(tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair))
+
+
+class PagedSampling(PagedCausalLM):
+    """`PagedCausalLM` with sampled tokens.
+
+    forward: the inputs of that up to `places`, settings [R, 3] as `drawn` takes them (a row with temperature 0 is
+    greedy), uniforms [R] (a random number from [0, 1) each), k, v → the same outputs.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        sequences: torch.Tensor,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        outputs: torch.Tensor,
+        history: torch.Tensor,
+        places: torch.Tensor,
+        settings: torch.Tensor,
+        uniforms: torch.Tensor,
+        k: Sequence[torch.Tensor],
+        v: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        batch, choose = (tokens, positions, sequences, slots, tables, outputs), _Drawing(settings, uniforms)
+        return self._step(batch, history, places, k, v, choose)
+
+
+def _best_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """The argmax of each row, or -1 where that logit is not finite."""
+    best = logits.argmax(-1, keepdim=True)
+    return torch.where(logits.gather(1, best).abs() < torch.inf, best, -1)[:, 0]
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """A token of each row by `drawn`, or its argmax where the temperature is 0; -1 where no logit is finite."""
+
+    settings: torch.Tensor
+    uniforms: torch.Tensor
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        order = logits.argsort(dim=-1, descending=True, stable=True)
+        best, temperature = order[:, :1], self.settings[:, :1]
+        settings = torch.cat((torch.where(temperature > 0, temperature, 1.0), self.settings[:, 1:]), 1)
+        place = drawn(logits.gather(1, order), settings, self.uniforms[:, None])
+        chosen = torch.where(temperature > 0, order.gather(1, place), best)
+        return torch.where(logits.gather(1, best).abs() < torch.inf, chosen, -1)[:, 0]
+
+
+class CopyRows(nn.Module):
+    """Rows `source` [P] of each pool replace its rows `target` [P]; the updated pools are the outputs."""
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor, pools: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.index_copy(pool, 0, target, pool.index_select(0, source)) for pool in pools]

@@ -11,7 +11,7 @@ import numpy as np
 
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime.profile_trace import Span
-from npu_sim.llm.checkpoint import Checkpoint, as_ids
+from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
@@ -21,11 +21,12 @@ from npu_sim.llm.graph import (
 )
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
 from npu_sim.llm.sampling import NOT_FINITE, Drawing, Logits, Sampler, greedy
-from npu_sim.llm.step import Step
+from npu_sim.llm.step import DECODE, SAMPLING, Step, StepName
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
     from npu_runtime import Device, DeviceBuffer
+    from npu_sim.parallel.group import RankGroup
 
 DEFAULT_CACHE_LENGTH = 2048
 DEFAULT_CHUNK = 128
@@ -93,6 +94,8 @@ class LanguageModel:
         cache_length: int | None = None,
         chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        tensor_parallel: int = 1,
+        rank: int = 0,
     ) -> None:
         """Compile the decode program, or find it in the cache, and upload the weights.
 
@@ -103,9 +106,12 @@ class LanguageModel:
             chunk: Tokens per run of the only prefill program, which is then compiled at once; reduced to the length of
                 a smaller cache. Default: sizes that fit the prompts; the cache's length is a multiple of 128, or less.
             progress: Called with (weights loaded, total weights).
+            tensor_parallel: Divide the model among this many devices: this process starts a process for each of the
+                others (see `npu_sim.llm.ranks`). On GPUs they are those from `device` on.
+            rank: Of a process that was started so: its place in the group, which `device` has joined.
 
         Raises:
-            InputError: a length does not fit the model, or the model cannot be compiled.
+            InputError: a length does not fit the model, the model cannot be compiled, or not be divided so.
             WeightError: the checkpoint does not fit its own config.
             DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
@@ -116,7 +122,17 @@ class LanguageModel:
         self._fixed_chunk = None if chunk is None else fixed
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
         target = self.device.backend.target
-        self.decode_program = compile_decode_loop(checkpoint, self.cache_length, target)
+        self.group: RankGroup | None = None
+        mesh = None
+        if tensor_parallel != 1:
+            from npu_compiler.graph.mesh import Mesh
+            from npu_sim.llm.ranks import start_group
+
+            if rank == 0:
+                settings = {"cache_length": self.cache_length, "chunk": chunk}
+                self.group = start_group(checkpoint, self.device, tensor_parallel, type(self), settings)
+            mesh = Mesh(tensor_parallel)
+        self.decode_program = compile_decode_loop(checkpoint, self.cache_length, target, mesh)
         state = state_with_buffers(checkpoint)
         shared: dict[str, DeviceBuffer] = {}
         self._kv = {
@@ -129,24 +145,25 @@ class LanguageModel:
         def stepper(
             program: "CompiledProgram", kept: "dict[str, DeviceBuffer]", report: Callable[[int, int], None] | None
         ) -> Step:
-            weights = load_weights(state, program, self.device, cache=shared, progress=report)
+            weights = load_weights(state, program, self.device, cache=shared, progress=report, rank=rank)
             return Step(program, Executor(program, self.device), weights, kept, self.device)
 
         def sampling_step() -> Step:
-            program = compile_sampling_loop(checkpoint, self.cache_length, target)
+            program = compile_sampling_loop(checkpoint, self.cache_length, target, mesh)
             return stepper(program, {**self._kv, "history": history}, None)
 
         def prefill_step(size: int) -> Step:
-            program = self.prefill_programs[size] = compile_prefill(checkpoint, size, self.cache_length, target)
+            program = self.prefill_programs[size] = compile_prefill(checkpoint, size, self.cache_length, target, mesh)
             return stepper(program, self._kv, None)
 
         self.prefill_programs: dict[int, CompiledProgram] = {}
         self._prefill_steps: dict[int, Step] = {}
         self._make_prefill_step = prefill_step
-        self._decode_step = stepper(self.decode_program, {**self._kv, "history": history}, progress)
+        decode_step = stepper(self.decode_program, {**self._kv, "history": history}, progress)
+        self._decode_step = self._led(DECODE, lambda: decode_step)
         self._make_sampling_step = sampling_step
         self._chunks = tuple(size for size in CHUNKS if size <= self.cache_length)
-        self._made = {size for size in self._chunks if has_prefill(checkpoint, size, self.cache_length, target)}
+        self._made = {size for size in self._chunks if has_prefill(checkpoint, size, self.cache_length, target, mesh)}
         if self._fixed_chunk is not None and self._fixed_chunk > 1:
             self._prefill_step(self._fixed_chunk)
         self._user: object = None
@@ -179,7 +196,7 @@ class LanguageModel:
         if size not in self._prefill_steps:
             if size not in self._made and self._fixed_chunk is None:
                 _log.info("compiling prefill for %d tokens at a time; later starts find it in the cache", size)
-            self._prefill_steps[size] = self._make_prefill_step(size)
+            self._prefill_steps[size] = self._led(size, lambda: self._make_prefill_step(size))
             self._made.add(size)
         return self._prefill_steps[size]
 
@@ -191,18 +208,34 @@ class LanguageModel:
 
     @cached_property
     def _sampling_step(self) -> "Step":
-        return self._make_sampling_step()
+        return self._led(SAMPLING, self._make_sampling_step)
+
+    def step(self, which: StepName) -> Step:
+        """A step by its name, made if need be: how a process of a group finds what it is told to run."""
+        if which == DECODE:
+            return self._decode_step
+        return self._sampling_step if which == SAMPLING else self._prefill_step(int(which))
+
+    def _led(self, which: StepName, make: Callable[[], Step]) -> Step:
+        """The step that `make` makes, on all devices of the group."""
+        if self.group is None:
+            return make()
+        from npu_sim.llm.ranks import LedStep
+
+        return LedStep(self.group, which, make)
+
+    def close(self) -> None:
+        """End the processes that this model started for other devices, if any; it cannot be used afterwards."""
+        if self.group is not None:
+            self.group.close()
 
     @property
     def vocab_size(self) -> int:
         return int(self.checkpoint.config.vocab_size)
 
     def eos_ids(self) -> frozenset[int]:
-        """End-of-sequence token ids: those of the model's configs and, if it has one, its tokenizer's."""
-        try:
-            return self.checkpoint.eos_ids | as_ids(self.checkpoint.tokenizer.eos_token_id)
-        except InputError:
-            return self.checkpoint.eos_ids
+        """End-of-sequence token ids: those of the checkpoint."""
+        return self.checkpoint.end_ids()
 
     def reset(self) -> None:
         """Start an empty sequence. Rows that remain in the cache are overwritten before anything attends to them."""
@@ -324,6 +357,8 @@ class LanguageModel:
                 step.run()
                 under_way.append(backend.marker())
             under_way.popleft()()
+            if self.group is not None:
+                self.group.check()
             self.tokens.append(token)
             token = int(self._look()[position])
             if token < 0:

@@ -1,7 +1,7 @@
 """`Step`: a compiled program of the language model, bound to its buffers once and run many times."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -10,6 +10,11 @@ from npu_sim.llm.sampling import Logits
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram
     from npu_runtime import Device, DeviceBuffer, Executor
+
+
+StepName: TypeAlias = str | int
+"""`DECODE`, `SAMPLING`, or the tokens of a prefill step."""
+DECODE, SAMPLING = "decode", "sampling"
 
 
 class Step:
@@ -46,5 +51,10 @@ class Step:
         self._outputs = self.executor.run(self._bound, self._weights)
 
     def logits(self) -> Logits:
-        """The logits [vocab] of the last run, in float32."""
-        return np.asarray(self._outputs[self._logits].to_numpy(), np.float32).reshape(-1)
+        """The logits of the last run, in float32: [vocab], or row after row."""
+        return self.reader()()
+
+    def reader(self) -> Callable[[], Logits]:
+        """A function that returns what `logits` does now; it raises `DeviceError` once a later run has replaced it."""
+        output = self._outputs[self._logits]
+        return lambda: np.asarray(output.to_numpy(), np.float32).reshape(-1)

@@ -5,11 +5,12 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from npu_compiler.errors import InputError
 from npu_sim.cache import cached_facts, source_digest
 
 FILES = (
@@ -124,29 +125,54 @@ class StoredTokenizer:
         return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, str]], add_generation_prompt: bool = False, tokenize: bool = False
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        **values: Any,
     ) -> str:
-        """The conversation as text. If the template fails here, transformers renders it or raises its own error."""
+        """The conversation as text. If the template fails here, transformers renders it or raises its own error.
+
+        Args:
+            tools: Functions that the model may call, in OpenAI's form.
+            values: Variables of the template's own, such as `enable_thinking`.
+        """
         from jinja2 import TemplateError
 
         try:
             if tokenize or not conversation or self.chat_template is None:
                 raise ValueError("only transformers can do this")
-            return _render(
-                self.chat_template,
-                messages=[dict(message) for message in conversation],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
+            known = {
+                "messages": [dict(message) for message in conversation],
+                "add_generation_prompt": add_generation_prompt,
+                "tools": tools,
+                "documents": None,
                 **self._special_tokens,
-            )
+            }
+            return str(_template(self.chat_template).render({**values, **known}))
         except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError):
-            options = {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
-            return str(self.whole.apply_chat_template(list(conversation), **options))
+            options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
+            return str(self.whole.apply_chat_template(list(conversation), **options, **values))
 
 
-def _render(template: str, **values: Any) -> str:
-    """Render a chat template as transformers does, in a sandbox: templates are code by the model's author."""
+def tokenizer_json(tokenizer: Any) -> str:
+    """A tokenizer as a tokenizer.json file, which the library `tokenizers` reads.
+
+    Raises:
+        InputError: it is not one of that library's.
+    """
+    if isinstance(tokenizer, StoredTokenizer):
+        return str(tokenizer._rust.to_str())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(f"the tokenizer {type(tokenizer).__name__} cannot be written as a tokenizer.json")
+    return str(backend.to_str())
+
+
+@lru_cache(maxsize=16)
+def _template(source: str) -> Any:
+    """A chat template as transformers compiles it, in a sandbox: templates are code by the model's author."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -159,4 +185,4 @@ def _render(template: str, **values: Any) -> str:
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template).render(**values)
+    return environment.from_string(source)

@@ -265,6 +265,8 @@ def stored_weight(module: SavedModule, key: str, checkpoint: MappedCheckpoint) -
     """
     name = module.weights[key]
     if not has_parts(module, key, checkpoint):
+        if name not in checkpoint:
+            raise WeightError(f"the file has no tensor '{name}', which holds the weight '{key}'")
         return checkpoint[name]
     format = module.formats[key]
     parts = {x: checkpoint[part_name(name, x)] for x in PARTS if part_name(name, x) in checkpoint}

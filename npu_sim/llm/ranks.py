@@ -1,0 +1,119 @@
+"""A language model on several devices: this process leads, and one process for each other device does what it does.
+
+All processes make the same `LanguageModel`, each with its part of the weights and of the KV cache. What is sent to the
+others is what is written to a step's inputs, and that the step runs; everything else stays where it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.errors import DeviceError, InputError
+from npu_runtime.device import Device, neighbour
+from npu_sim.llm.checkpoint import Checkpoint, check_ranks
+from npu_sim.llm.sampling import Logits
+from npu_sim.llm.step import Step, StepName
+from npu_sim.parallel.group import RankGroup
+from npu_sim.parallel.worker import Rank, named
+
+
+def start_group(
+    checkpoint: Checkpoint, device: Device, ranks: int, model: type, settings: Mapping[str, Any]
+) -> RankGroup:
+    """Start the processes of ranks 1 to ranks - 1 and connect the devices that follow this one with it.
+
+    Args:
+        model: `LanguageModel`, which every process makes with these settings.
+
+    Raises:
+        InputError: that many devices cannot share the model, or only this process has the checkpoint.
+        DeviceError: there are not so many devices, or they exchange nothing.
+    """
+    check_ranks(checkpoint, ranks)
+    if checkpoint.opened_by is None:
+        raise InputError(f"{checkpoint.name} was not opened by load_checkpoint, so other processes cannot open it")
+    if not device.backend.joins_groups:
+        raise DeviceError(
+            f"{device.name} devices do not share a model yet: exchanges between them are not tested; cpu devices do"
+        )
+    arguments = {
+        "opened_by": checkpoint.opened_by,
+        "devices": [neighbour(device.name, rank) for rank in range(ranks)],
+        "model": f"{model.__module__}:{model.__qualname__}",
+        "settings": dict(settings),
+    }
+    group = RankGroup(ranks, f"{__name__}:{RankedModel.__name__}", arguments, lambda: _abort(device))
+    group.wait()
+    group.call("join")
+    group.do(lambda: device.backend.join(0, ranks, group.share))
+    group.call("build")
+    return group
+
+
+def _abort(device: Device) -> None:
+    if device.backend.collectives is not None:
+        device.backend.collectives.abort()
+
+
+class RankedModel:
+    """What a process other than the first holds: the model, and methods for the first to call."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        opened_by: tuple[str, tuple[Any, ...]],
+        devices: list[str],
+        model: str,
+        settings: dict[str, Any],
+    ) -> None:
+        opener, arguments = opened_by
+        self._checkpoint: Checkpoint = named(opener)(*arguments)
+        self._device = Device(devices[rank.rank])
+        self._rank, self._type, self._settings = rank, model, settings
+
+    def join(self) -> None:
+        self._device.backend.join(self._rank.rank, self._rank.size, self._rank.share)
+
+    def build(self) -> None:
+        place = {"rank": self._rank.rank, "tensor_parallel": self._rank.size}
+        self._model = named(self._type)(self._checkpoint, device=self._device, **place, **self._settings)
+
+    def prepare(self, which: StepName) -> None:
+        self._model.step(which)
+
+    def write(self, which: StepName, values: "dict[str, np.ndarray]") -> None:
+        self._model.step(which).write(**values)
+
+    def run(self, which: StepName) -> None:
+        self._model.step(which).run()
+
+
+class LedStep(Step):
+    """A step that runs on all devices of a group."""
+
+    def __init__(self, group: RankGroup, which: StepName, make: Callable[[], Step]) -> None:
+        self._group, self._which = group, which
+        with group.calling("prepare", which):
+            self._own = make()
+        self.executor = self._own.executor
+
+    def write(self, **values: "Sequence[Any] | np.ndarray") -> None:
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        self._group.call("write", self._which, arrays)
+        with self._group.together():
+            self._own.write(**arrays)
+
+    def run(self) -> None:
+        self._group.call("run", self._which)
+        with self._group.together():
+            self._own.run()
+
+    def reader(self) -> Callable[[], Logits]:
+        read = self._own.reader()
+
+        def reading() -> Logits:
+            with self._group.together():
+                return read()
+
+        return reading

@@ -1,0 +1,1 @@
+"""Groups of processes that run one model together, a device each."""

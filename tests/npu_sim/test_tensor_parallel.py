@@ -1,0 +1,126 @@
+"""Language models on several processes: the same tokens as on one, and no process that is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_llms import save_tiny
+
+from npu_compiler import DeviceError, InputError
+from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
+from npu_sim.parallel import group as groups
+
+PROMPT, NEW = [5, 7, 9, 11, 3, 20, 33], 12
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return load_checkpoint(save_tiny(tmp_path_factory.mktemp("llama"), "llama", "float32"), "float32")
+
+
+def model(checkpoint: Checkpoint, ranks: int) -> LanguageModel:
+    return LanguageModel(checkpoint, device="cpu", cache_length=32, chunk=4, tensor_parallel=ranks)
+
+
+def workers(network: LanguageModel) -> list[Any]:
+    assert network.group is not None
+    return [worker.process for worker in network.group._workers]
+
+
+@pytest.fixture
+def pair(llama: Checkpoint) -> Iterator[LanguageModel]:
+    network = model(llama, 2)
+    yield network
+    network.close()
+    assert all(process.poll() is not None for process in workers(network))
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_processes_together_find_the_tokens_that_one_finds(llama: Checkpoint, ranks: int) -> None:
+    """In float32, with the prompt in several runs, and with four ranks on two KV heads."""
+    alone, together = model(llama, 1), model(llama, ranks)
+    try:
+        assert [list(network.generate(PROMPT, NEW, stop=frozenset())) for network in (alone, together)] == [
+            found := list(alone.generate(PROMPT, NEW, stop=frozenset())),
+            found,
+        ]
+        for network in (alone, together):
+            network.reset()
+        logits = [network.prefill(PROMPT) for network in (alone, together)]
+        np.testing.assert_allclose(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+        sizes = [sum(buffer.size_bytes for buffer in network._kv.values()) for network in (alone, together)]
+        assert sizes[0] == min(ranks, 2) * sizes[1]
+    finally:
+        together.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families_are_divided_too(tmp_path: Path, family: str) -> None:
+    """With biases and a tied LM head, and with norms of heads."""
+    checkpoint = load_checkpoint(save_tiny(tmp_path, family, "float32"), "float32")
+    alone, together = model(checkpoint, 1), model(checkpoint, 2)
+    try:
+        expected = list(alone.generate(PROMPT, NEW, stop=frozenset()))
+        assert list(together.generate(PROMPT, NEW, stop=frozenset())) == expected
+    finally:
+        together.close()
+
+
+def test_a_dead_rank_ends_the_group_with_its_reason(pair: LanguageModel) -> None:
+    tokens = pair.generate(PROMPT, stop=frozenset())
+    next(tokens)
+    (process,) = workers(pair)
+    process.kill()
+    start = time.monotonic()
+    with pytest.raises(DeviceError, match=r"rank 1 of 2 has ended \(signal 9\)"):
+        list(tokens)
+    assert time.monotonic() - start < groups.PATIENCE
+    with pytest.raises(DeviceError, match="rank 1 of 2 has ended"):
+        pair.prefill(PROMPT)
+
+
+def test_a_stuck_rank_ends_the_group(pair: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "PATIENCE", 2.0)
+    (process,) = workers(pair)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(DeviceError, match="rank 1 of 2 has not answered for"):
+        list(pair.generate(PROMPT, stop=frozenset()))
+
+
+def test_a_closed_model_says_so(llama: Checkpoint) -> None:
+    network = model(llama, 2)
+    network.close()
+    with pytest.raises(InputError, match="processes have been ended"):
+        network.prefill(PROMPT)
+
+
+def test_a_rank_that_cannot_begin_is_reported(llama: Checkpoint, tmp_path: Path) -> None:
+    gone = replace(llama, opened_by=("npu_sim.llm.loading:load_checkpoint", (str(tmp_path / "gone"),)))
+    with pytest.raises(InputError, match="rank 1 of 2: "):
+        model(gone, 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (0, "among 1 or more devices, not 0"),
+        (3, "has 4 attention heads and 2 KV heads, which 3 devices cannot share evenly; choose 1, 2, 4"),
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_are_refused(llama: Checkpoint, ranks: int, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        model(llama, ranks)
+
+
+def test_a_checkpoint_that_no_other_process_can_open_is_refused(llama: Checkpoint) -> None:
+    with pytest.raises(InputError, match="other processes cannot open it"):
+        model(replace(llama, opened_by=None), 2)
