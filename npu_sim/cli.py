@@ -15,6 +15,7 @@ from npu_sim.commands import (
     programs,
     quantize,
     report,
+    serve,
     simulate,
     tools,
 )
@@ -42,6 +43,7 @@ for command in (
     keys.keygen,
     keys.trust,
     models.generate,
+    serve.serve,
     models.classify,
     quantize.quantize,
     calibrate.calibrate,

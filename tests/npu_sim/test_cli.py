@@ -53,6 +53,7 @@ COMMANDS = [
     "keygen",
     "trust",
     "generate",
+    "serve",
     "classify",
     "quantize",
     "calibrate",

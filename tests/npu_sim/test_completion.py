@@ -56,6 +56,8 @@ def folder(tmp_path: Path) -> Path:
         ("npu-sim compile net.json --activations ", {"int8", "fp8"}),
         ("npu-sim generate s", {"smollm2", "sub/"}),
         ("npu-sim generate m", {"model.gguf"}),
+        ("npu-sim serve m", {"model.gguf"}),
+        ("npu-sim serve smollm2 --log-level ", {"debug", "info", "warning", "error"}),
         ("npu-sim classify x.png --model res", {"resnet18", "resnet50"}),
         ("npu-sim compile net.json --target ", {"op_level", "metal_gpu", "cuda_gpu"}),
         ("npu-sim compile net.json --disable-fusion linear_r", {"linear_residual"}),

@@ -50,7 +50,7 @@ weights = load_weights(model.state_dict(), program, device)
 inputs = {spec.name: torch.randn(spec.shape).numpy() for spec in program.input_specs}
 """
 SET_UP = {"npu_model.md", "profiling.md", "report.md"}
-SLOW = {"from_pytorch.md", "language_models.md", "quantization.md"}
+SLOW = {"engine.md", "from_pytorch.md", "language_models.md", "quantization.md"}
 TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

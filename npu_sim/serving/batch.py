@@ -1,0 +1,81 @@
+"""What the engine asks of a model: one step over a batch of tokens, whose keys and values live in blocks of a pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one step: any mixture of sequences that decode one token and of pieces of prompts.
+
+    Tokens of a sequence stand beside each other, in order of position. Before token n attends, the keys and values of
+    all tokens of the step are in the pool; it then attends to the rows 0..positions[n] of its own sequence only.
+
+    Attributes:
+        tokens: [N], int32, token ids. Where the model runs ahead, -1 - k is the token that output k of the step
+            launched before this one chose.
+        positions: [N], int32, each token's position in its sequence.
+        sequences: [N], int32, the row of `tables` that a token belongs to.
+        tables: [S, T], int32: the blocks of each sequence, in order; entries beyond its last block are ignored. T is
+            what the longest sequence needs; the model pads.
+            The row at position p of a sequence with table t is row p % block_size of block t[p // block_size].
+        outputs: [R], int32, increasing: indices into `tokens` of those after which a token is to be chosen.
+        settings: [R, 3], float32: temperature (0: greedy), top_k (infinity: all) and top_p of each output.
+        uniforms: [R], float32: a random number from [0, 1) for each output.
+    """
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+    tables: NDArray[np.int32]
+    outputs: NDArray[np.int32]
+    settings: NDArray[np.float32]
+    uniforms: NDArray[np.float32]
+
+
+class StepResult(Protocol):
+    """What a step found; reading it waits for the device."""
+
+    def tokens(self) -> NDArray[np.int32]:
+        """[R]: the chosen token of each output; -1 where its logits are not finite."""
+
+    def logits(self) -> NDArray[np.float32]:
+        """[R, vocab]: the logits of each output. Slow for large batches; for log probabilities and grammars."""
+
+
+class BatchModel(Protocol):
+    """A language model that runs batches over a pool of KV blocks.
+
+    Attributes:
+        block_size: Tokens per block.
+        blocks: Blocks in the pool.
+        context_length: Maximum number of tokens of a sequence.
+        vocab_size: Number of token ids.
+        max_tokens: Maximum number of tokens of a step.
+        max_outputs: Maximum number of outputs of a step.
+        max_sequences: Maximum number of sequences of a step.
+        runs_ahead: Whether `step` returns before the device has finished, and takes tokens that are still to be chosen.
+    """
+
+    block_size: int
+    blocks: int
+    context_length: int
+    vocab_size: int
+    max_tokens: int
+    max_outputs: int
+    max_sequences: int
+    runs_ahead: bool
+
+    def step(self, batch: Batch) -> StepResult:
+        """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.
+
+        Raises:
+            InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
+        """
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, each (from, to), in all layers, after the steps launched so far."""

@@ -1,0 +1,86 @@
+"""What a model checks of a batch before it runs it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from npu_compiler.errors import InputError
+from npu_sim.serving.batch import Batch, BatchModel
+
+
+def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:
+    """Check that a step stays within a model's limits and its pool.
+
+    Args:
+        chosen: The outputs of the step before, whose tokens the batch may refer to.
+
+    Raises:
+        InputError: it does not.
+    """
+    count, rows = len(batch.tokens), len(batch.outputs)
+    shapes = {"positions": (count,), "sequences": (count,), "settings": (rows, 3), "uniforms": (rows,)}
+    for name, shape in shapes.items():
+        if getattr(batch, name).shape != shape:
+            raise InputError(f"the batch's {name} have shape {list(getattr(batch, name).shape)}, not {list(shape)}")
+    if not 1 <= count <= model.max_tokens:
+        raise InputError(f"a step has 1 to {model.max_tokens} tokens, not {count}")
+    if rows > model.max_outputs:
+        raise InputError(f"a step has at most {model.max_outputs} outputs, not {rows}")
+    if batch.tables.ndim != 2 or not batch.tables.size:
+        raise InputError(f"the batch's tables have shape {list(batch.tables.shape)}, not [sequences, blocks]")
+    limits = {
+        "tokens": (-chosen, model.vocab_size),
+        "positions": (0, min(model.context_length, batch.tables.shape[1] * model.block_size)),
+        "sequences": (0, len(batch.tables)),
+        "outputs": (0, count),
+    }
+    for name, (low, end) in limits.items():
+        values = getattr(batch, name)
+        if values.size and (values.min() < low or values.max() >= end):
+            wrong = values[(values < low) | (values >= end)][0]
+            raise InputError(f"the batch's {name} must be from {low} to {end - 1}, not {wrong}")
+    if (np.diff(batch.outputs) <= 0).any():
+        raise InputError("the batch's outputs must increase")
+    _check_tables(batch, model)
+    _check_settings(batch)
+
+
+def _check_tables(batch: Batch, model: BatchModel) -> None:
+    last = np.full(len(batch.tables), -1)
+    np.maximum.at(last, batch.sequences, batch.positions // model.block_size)
+    if (sequences := np.count_nonzero(last >= 0)) > model.max_sequences:
+        raise InputError(f"a step has at most {model.max_sequences} sequences, not {sequences}")
+    read = np.where(np.arange(batch.tables.shape[1]) <= last[:, None], batch.tables, 0)
+    if read.min() < 0 or read.max() >= model.blocks:
+        sequence, place = np.argwhere((read < 0) | (read >= model.blocks))[0]
+        raise InputError(
+            f"block {place} of sequence {sequence} is {read[sequence, place]}, but the pool has blocks 0 to "
+            f"{model.blocks - 1}"
+        )
+
+
+def _check_settings(batch: Batch) -> None:
+    temperature = batch.settings[:, 0]
+    if not (np.isfinite(temperature) & (temperature >= 0)).all():
+        raise InputError("temperatures must be finite numbers of at least 0")
+    _, top_k, top_p = batch.settings[temperature > 0].T  # the others are greedy
+    if not (top_k >= 1).all():
+        raise InputError("top_k must be at least 1")
+    if not ((top_p > 0) & (top_p <= 1)).all():
+        raise InputError("top_p must be above 0 and at most 1")
+    if not ((batch.uniforms >= 0) & (batch.uniforms < 1)).all():
+        raise InputError("random numbers must be at least 0 and below 1")
+
+
+def check_pairs(pairs: Sequence[tuple[int, int]], blocks: int) -> None:
+    """Check that blocks can be copied in any order, each (from, to).
+
+    Raises:
+        InputError: they cannot, or are outside the pool.
+    """
+    sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for block in (*sources, *targets):
+        if not 0 <= block < blocks:
+            raise InputError(f"block {block} is outside the pool, whose blocks are 0 to {blocks - 1}")
+    if len(set(targets)) < len(targets) or set(sources) & set(targets):
+        raise InputError("blocks are copied to twice, or both from and to")

@@ -1,0 +1,110 @@
+"""Which sequence holds which block of the KV pool, and which blocks hold a prefix that later prompts can reuse.
+
+A block that is full of known tokens gets a digest, chained over the tenant and all tokens up to its end. A prompt with
+the same beginning shares the block instead of computing it again. A block that nobody holds stays cached until the pool
+needs it; the least recently released one goes first.
+
+Invariants:
+1. Every block is either free, cached and held by nobody, or held by one or more sequences.
+2. A block with a digest is never written: its holders write to later blocks only, or to a copy of it.
+3. Two blocks never have the same digest; a digest covers the tenant, so a block is held by one tenant only.
+4. A block is not released before a block that follows it in the same sequence, so its successors leave the cache first.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+_DIGEST_BYTES = 16
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """The digest before the first block of a tenant's sequences."""
+    return hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+
+
+def next_digest(digest: bytes, tokens: Sequence[int]) -> bytes:
+    """The digest of a full block with these tokens after blocks with that digest."""
+    return hashlib.blake2b(np.array(tokens, np.int32).tobytes(), digest_size=_DIGEST_BYTES, key=digest).digest()
+
+
+class BlockPool:
+    """The blocks of one KV pool.
+
+    Args:
+        blocks: Number of blocks.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._free = list(range(blocks - 1, -1, -1))
+        self._holders = [0] * blocks
+        self._digests: list[bytes | None] = [None] * blocks
+        self._by_digest: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can return: free ones and cached ones that nobody holds."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks with a digest that nobody holds."""
+        return len(self._cached)
+
+    def allocate(self) -> int | None:
+        """A block for one holder, whose contents are undefined. None if all blocks are held."""
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        else:
+            return None
+        self._holders[block] = 1
+        return block
+
+    def find(self, digest: bytes) -> int | None:
+        """The block with that digest, for one more holder."""
+        block = self._by_digest.get(digest)
+        if block is not None:
+            self._cached.pop(block, None)
+            self._holders[block] += 1
+        return block
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Let `find` return a full block that is held, unless another one with the same contents is registered."""
+        if digest not in self._by_digest:
+            self._by_digest[digest] = block
+            self._digests[block] = digest
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one holder's blocks of a sequence, in its order; invariant 4 is why it starts at the end."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if self._digests[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let `find` no longer return these blocks, whose contents may be wrong. Holders keep them."""
+        for block in blocks:
+            self._forget(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
+    def _forget(self, block: int) -> None:
+        digest = self._digests[block]
+        if digest is not None:
+            del self._by_digest[digest]
+            self._digests[block] = None

@@ -1,0 +1,41 @@
+"""What the host makes of an output's logits: a token that a grammar allows, and log probabilities."""
+
+import numpy as np
+
+from npu_compiler.errors import NPUError
+from npu_sim.llm import greedy, probabilities
+from npu_sim.llm.sampling import Logits, draw
+from npu_sim.serving.request import SamplingSettings, TokenFilter, TokenLogprobs
+
+
+def choose_allowed(logits: Logits, filter: TokenFilter, sampling: SamplingSettings, uniform: float) -> int:
+    """The token that the rule of `npu_sim.llm.sampling` chooses from those that a grammar allows.
+
+    Args:
+        logits: [vocab].
+        uniform: A random number from [0, 1).
+
+    Raises:
+        NPUError: no token is allowed, or the logits are not finite.
+    """
+    allowed = np.flatnonzero(filter.allowed())
+    if not len(allowed):
+        raise NPUError("the grammar allows no further token")
+    if sampling.temperature == 0:
+        return int(allowed[greedy(logits[allowed])])
+    weights = probabilities(logits[allowed], sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return int(allowed[draw(weights, uniform)])
+
+
+def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
+    """The log probability of a token, and those of the `top` most probable ones in descending order.
+
+    Args:
+        logits: [vocab].
+    """
+    scores = logits.astype(np.float64)
+    scores -= scores.max()
+    scores -= np.log(np.exp(scores).sum())
+    best = np.argpartition(-scores, top - 1)[:top] if 0 < top < len(scores) else np.arange(len(scores) if top else 0)
+    best = best[np.argsort(-scores[best], kind="stable")]
+    return TokenLogprobs(token, float(scores[token]), tuple((int(index), float(scores[index])) for index in best))

@@ -1,0 +1,222 @@
+"""`Engine`: many requests at once over one model, by continuous batching.
+
+One thread drives the device: it does what others have asked for (`_inbox`), then lets `Core` advance by a step. Another
+thread makes text (writer.py).
+
+Invariants:
+1. The core is used by the engine's thread only; other threads put functions into `_inbox`. `Core.stats` only reads.
+2. Every sequence that `submit` puts there ends with exactly one last update. `_accepting` and `_closed` change under
+   `_door`, so nothing is put there after the engine's thread has looked for the last time.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import count
+from typing import Literal
+
+from npu_compiler.errors import InputError, NPUError
+from npu_sim.llm import Checkpoint
+from npu_sim.serving.batch import BatchModel
+from npu_sim.serving.core import Core
+from npu_sim.serving.draft_control import DraftControl
+from npu_sim.serving.handle import Handle
+from npu_sim.serving.request import Request, Update
+from npu_sim.serving.sequence import Sequence
+from npu_sim.serving.speculation import Drafter, PromptLookup
+from npu_sim.serving.stats import EngineStats
+from npu_sim.serving.text import TextOutput
+from npu_sim.serving.writer import Writer
+
+
+class QueueFullError(NPUError):
+    """The engine has as many waiting requests as it may have."""
+
+
+class EngineClosedError(NPUError):
+    """The engine takes no more requests."""
+
+
+class Engine:
+    """Serves requests until it is closed.
+
+    Args:
+        model: What computes steps; nobody else may use it meanwhile.
+        checkpoint: Its tokenizer makes the text, its end-of-sequence ids end sequences. None: no text, no such ids.
+        max_waiting: Maximum number of requests that wait for admission. Default: no limit.
+        prefill_tokens: Maximum number of prompt tokens of a step. Default: so many that requests that wait for a token
+            hardly notice (`Pace`), and as many as the model takes where none does.
+        speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
+            likes. Default: do not.
+    """
+
+    def __init__(
+        self,
+        model: BatchModel,
+        checkpoint: Checkpoint | None = None,
+        *,
+        max_waiting: int | None = None,
+        prefill_tokens: int | None = None,
+        speculate: Literal["ngram"] | Drafter | None = None,
+    ) -> None:
+        if max_waiting is not None and max_waiting < 0:
+            raise InputError(f"max_waiting must be at least 0, not {max_waiting}")
+        if prefill_tokens is not None and prefill_tokens < 1:
+            raise InputError(f"prefill_tokens must be at least 1, not {prefill_tokens}")
+        self._model = model
+        self._tokenizer = None if checkpoint is None else checkpoint.tokenizer
+        self._stop_ids = frozenset[int]() if checkpoint is None else checkpoint.end_ids()
+        self._max_waiting = max_waiting
+        self._speculates = speculate is not None
+        drafter = PromptLookup() if speculate == "ngram" else speculate
+        self._arrivals = count()
+        self._door = threading.Lock()
+        self._accepting = True
+        self._closing = self._closed = False
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._when_empty: list[Callable[[], None]] = []
+        self._writer = Writer(lambda sequence: self._inbox.put(partial(self._core.end, sequence, "stop")))
+        self._core = Core(model, prefill_tokens, drafter, self._writer.put)
+        self._thread = threading.Thread(target=self._run, name="npu-sim-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, request: Request) -> Handle:
+        """Take a request; from any thread.
+
+        Raises:
+            InputError: the request is wrong in itself, or too long for the model's context or KV pool.
+            QueueFullError: too many requests wait.
+            EngineClosedError: the engine has been drained or closed.
+        """
+        sequence = self._sequence(request)
+        with self._door:  # invariant 2
+            if not self._accepting:
+                raise EngineClosedError("the engine takes no more requests")
+            if self._max_waiting is not None and self._core.scheduler.waiting + self._inbox.qsize() > self._max_waiting:
+                raise QueueFullError(f"more than {self._max_waiting} requests are waiting; try again later")
+            self._inbox.put(partial(self._core.add, sequence))
+        return sequence.handle
+
+    def generate(self, requests: Iterable[Request]) -> list[Update]:
+        """Run requests to their ends; for each one update with all of its output.
+
+        Raises:
+            InputError, QueueFullError, EngineClosedError: as `submit` does; then all of them are cancelled.
+        """
+        handles: list[Handle] = []
+        try:
+            for request in requests:
+                handles.append(self.submit(request))
+            return [handle.result() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+
+    def stats(self) -> EngineStats:
+        """The state and the counts, from any thread; they may be of slightly different moments."""
+        return self._core.stats()
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and wait for the others to end.
+
+        Args:
+            timeout: Seconds to wait. Default: as long as it takes.
+
+        Returns:
+            Whether all have ended.
+        """
+        empty = threading.Event()
+        with self._door:
+            self._accepting = False
+            if self._closed:
+                return True
+            self._inbox.put(partial(self._when_empty.append, empty.set))
+        return empty.wait(timeout)
+
+    def close(self) -> None:
+        """Cancel all requests and end the threads. Any number of times, from any thread but the engine's own."""
+        with self._door:
+            self._accepting = False
+        self._inbox.put(self._close)
+        self._thread.join()
+        self._writer.close()
+
+    def _sequence(self, request: Request) -> Sequence:
+        """A request as a sequence, once it has been checked."""
+        prompt, rows, vocabulary = request.prompt, self._core.scheduler.max_rows, self._model.vocab_size
+        if not prompt:
+            raise InputError("the prompt is empty; give at least one token")
+        if len(prompt) > rows:
+            raise InputError(f"the prompt has {len(prompt)} tokens, but a request can have {rows}")
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            bad = next(token for token in prompt if not 0 <= token < vocabulary)
+            raise InputError(f"token id {bad} is outside the vocabulary, 0 to {vocabulary - 1}")
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= vocabulary:
+            raise InputError(f"logprobs must be from 0 to {vocabulary}, not {request.logprobs}")
+        if request.timeout is not None and not request.timeout > 0:
+            raise InputError(f"the timeout must be above 0 seconds, not {request.timeout}")
+        if request.stop and self._tokenizer is None:
+            raise InputError("stop strings need a tokenizer, which this engine does not have")
+        if "" in request.stop:
+            raise InputError("a stop string is empty")
+        # The last token needs no row of its own: nothing attends to it.
+        limit = rows + 1 if request.max_new_tokens is None else min(len(prompt) + request.max_new_tokens, rows + 1)
+        now, arrival = time.monotonic(), next(self._arrivals)
+        return Sequence(
+            Handle(request, partial(self._cancel, arrival)),
+            arrival,
+            [int(token) for token in prompt],
+            limit,
+            self._stop_ids if request.stop_ids is None else request.stop_ids,
+            None if request.timeout is None else now + request.timeout,
+            TextOutput(self._tokenizer, request.stop),
+            DraftControl() if self._speculates else None,
+            now,
+        )
+
+    def _cancel(self, arrival: int) -> None:
+        self._inbox.put(partial(self._core.cancel, arrival))
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while not self._closing:
+                self._take_messages()
+                if self._core.busy:
+                    self._core.advance()
+        except BaseException as error:
+            self._core.abandon("error", f"the engine has failed: {error!r}")
+            raise
+        finally:
+            with self._door:  # invariant 2
+                self._accepting, self._closed = False, True
+            while not self._inbox.empty():
+                self._inbox.get_nowait()()
+            self._core.abandon("cancelled")
+            self._call_when_empty()
+
+    def _take_messages(self) -> None:
+        """Do what other threads have asked for; wait for that if there is nothing else to do."""
+        if not self._core.busy:
+            self._call_when_empty()
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+
+    def _call_when_empty(self) -> None:
+        while self._when_empty:
+            self._writer.put(self._when_empty.pop())
+
+    def _close(self) -> None:
+        self._closing = True

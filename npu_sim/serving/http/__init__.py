@@ -1,0 +1,20 @@
+"""The HTTP server: OpenAI's API over an engine. Needs the extra `serve`."""
+
+from npu_sim.serving.http.app import Application, make_application
+from npu_sim.serving.http.keys import APIKeys, read_keys
+from npu_sim.serving.http.limits import Limits
+from npu_sim.serving.http.server import listen, run_server
+from npu_sim.serving.http.service import ServedModel
+from npu_sim.serving.http.text import ModelText
+
+__all__ = [
+    "APIKeys",
+    "Application",
+    "Limits",
+    "ModelText",
+    "ServedModel",
+    "listen",
+    "make_application",
+    "read_keys",
+    "run_server",
+]

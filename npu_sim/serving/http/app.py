@@ -1,0 +1,176 @@
+"""The HTTP application: its routes, and how errors become responses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from npu_compiler.version import __version__
+from npu_sim.serving.http.body import read_json
+from npu_sim.serving.http.chat import ChatWriter, chat_requests
+from npu_sim.serving.http.completions import CompletionWriter, completion_requests
+from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.gate import Gate
+from npu_sim.serving.http.interface import EngineLike
+from npu_sim.serving.http.keys import APIKeys
+from npu_sim.serving.http.limits import Limits
+from npu_sim.serving.http.metrics import Metrics
+from npu_sim.serving.http.replies import reply
+from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
+from npu_sim.serving.http.service import ServedModel, Service
+
+_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
+_PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+}
+
+
+@dataclass(frozen=True)
+class Application:
+    """The application, to be run by an ASGI server.
+
+    Attributes:
+        gate: The ASGI application, and what it lets in.
+    """
+
+    gate: Gate
+    service: Service
+    metrics: Metrics
+
+
+def make_application(
+    model: ServedModel, engine: EngineLike, keys: APIKeys, limits: Limits, *, only_loopback: bool = False
+) -> Application:
+    """The application that serves a model by an engine.
+
+    Args:
+        only_loopback: Answer only requests to a name of this machine's loopback device.
+    """
+    metrics = Metrics(engine)
+    service = Service(model, engine, limits, metrics)
+    app = FastAPI(title="npu-simulation", version=__version__, docs_url=None, redoc_url=None)
+    gate = Gate(app, keys, limits, metrics, only_loopback=only_loopback)
+    _add_generation(app, service)
+    _add_models(app, model)
+    _add_health(app, gate, service)
+    _add_page(app)
+    app.add_exception_handler(APIError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_exception)
+    return Application(gate, service, metrics)
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest), response_model=None)
+    async def chat(request: Request) -> Response:
+        body = parse(ChatRequest, await read_json(request, service.limits))
+        service.check_model(body.model)
+        tenant = request.state.call.key
+        requests = await service.in_thread(lambda: chat_requests(service, body, tenant))
+        writer = ChatWriter(service, body)
+        return await reply(
+            request, lambda: service.generate(requests), writer, stream=bool(body.stream), with_usage=body.with_usage
+        )
+
+    @app.post("/v1/completions", openapi_extra=_body(CompletionRequest), response_model=None)
+    async def complete(request: Request) -> Response:
+        body = parse(CompletionRequest, await read_json(request, service.limits))
+        service.check_model(body.model)
+        tenant = request.state.call.key
+        requests = await service.in_thread(lambda: completion_requests(service, body, tenant))
+        writer = CompletionWriter(service, body, requests)
+        return await reply(
+            request, lambda: service.generate(requests), writer, stream=bool(body.stream), with_usage=body.with_usage
+        )
+
+
+def _body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    """A route's body for /openapi.json, since the route reads it itself: after the limits, not before them."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
+
+
+def _add_models(app: FastAPI, model: ServedModel) -> None:
+    facts = {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "npu-simulation",
+        "context_length": model.context_length,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [facts]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != model.name:
+            raise APIError(404, f"there is no model '{name}' here", param="model", code="model_not_found")
+        return facts
+
+
+def _add_health(app: FastAPI, gate: Gate, service: Service) -> None:
+    @app.get("/health")
+    @app.get("/health/ready")
+    async def ready() -> JSONResponse:
+        status = "draining" if gate.draining else "failed" if service.failed else "ready"
+        return JSONResponse({"status": status, "model": service.model.name}, 200 if status == "ready" else 503)
+
+    @app.get("/health/live")
+    async def live() -> JSONResponse:
+        failed = service.failed and not gate.draining
+        return JSONResponse({"status": "failed" if failed else "live"}, 503 if failed else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_page(app: FastAPI) -> None:
+    folder = files("npu_sim.serving.http") / "page"
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+    }
+
+    def show(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
+        content = (folder / name).read_bytes()
+
+        async def file() -> Response:
+            return Response(content, media_type=kind, headers=headers)
+
+        return file
+
+    for path, (name, kind) in _PAGE.items():
+        app.add_api_route(path, show(name, kind), methods=["GET"], include_in_schema=False)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    request.state.call.fields["error"] = error.message
+    return error.response()
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.url.path} has no method {request.method}",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    return APIError(error.status_code, message, headers=error.headers).response()
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    return APIError(500, f"the server failed: {type(error).__name__}", code="internal_error").response()

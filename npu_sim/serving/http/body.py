@@ -1,0 +1,102 @@
+"""A request's body as JSON, within limits on its size, its time and its depth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.limits import Limits
+
+# Python's own limit on recursion is far above, but not that of all who read the values later.
+_DEEPEST = 64
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_json(request: Request, limits: Limits) -> Any:
+    """The JSON value in a request's body.
+
+    Raises:
+        APIError: 400: it is no valid JSON in UTF-8; 408: it did not arrive in time; 413: it is too large; 415: the
+            request says that it is something else, as a page of another site may without asking (CORS).
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise _refused(415, f"the content type is '{kind}'; send application/json")
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            body = await _read(request, limits.body_bytes)
+    except TimeoutError:
+        raise _refused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+    return parse_json(body)
+
+
+async def _read(request: Request, most: int) -> bytes:
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(most)
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise _too_large(most)
+    return bytes(body)
+
+
+def _too_large(most: int) -> APIError:
+    return _refused(413, f"the body is larger than {most} bytes")
+
+
+def _refused(status: int, message: str) -> APIError:
+    """An error before the body was read: the connection cannot be used for another request."""
+    return APIError(status, message, headers={"Connection": "close"})
+
+
+def parse_json(body: bytes) -> Any:
+    """JSON in UTF-8, without NaN, infinities, lone surrogates and very deep nesting. Raises `APIError` (400)."""
+    try:
+        text = body.decode()
+        value = json.loads(text, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise APIError(400, f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}") from None
+    except json.JSONDecodeError as error:
+        raise APIError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # an integer of thousands of digits, or one of the constants
+        raise APIError(400, f"the body is not JSON: {error}") from None
+    if _depth(value) > _DEEPEST:
+        raise _too_deep()
+    if _SURROGATE.search(body):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise APIError(400, "the body has half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _too_deep() -> APIError:
+    return APIError(400, f"the body's JSON is nested more than {_DEEPEST} deep")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth(value: Any) -> int:
+    """How deep arrays and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list) and item]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+async def wait_for_disconnect(request: Request) -> None:
+    """Return when the client has closed the connection. For after the body was read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,138 @@
+"""`/v1/chat/completions`: from a chat to sequences of the engine, and from their updates to OpenAI's replies."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from npu_sim.serving.http.grammar import json_rules
+from npu_sim.serving.http.schemas import ChatRequest
+from npu_sim.serving.http.service import Service
+from npu_sim.serving.http.text import ModelText
+from npu_sim.serving.http.tools import Call, CallParser, template_messages
+from npu_sim.serving.request import Request, TokenFilter, TokenLogprobs, Update
+
+
+def chat_requests(service: Service, body: ChatRequest, tenant: str) -> list[Request]:
+    """A request of the engine for each choice.
+
+    Raises:
+        APIError: prompt and reply are too long.
+        InputError: the chat template rejects the messages, or a JSON schema cannot be used.
+    """
+    text = service.model.text
+    messages, tools = template_messages(body.messages, body.offered, text.tool_format)
+    prompt = text.encode_chat(messages, tools, body.chat_template_kwargs or {})
+    most = service.check_lengths(prompt, body.max_completion_tokens or body.max_tokens, "messages")
+    return [
+        Request(
+            prompt=tuple(prompt),
+            max_new_tokens=most,
+            sampling=body.sampling(choice),
+            stop=body.stops,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            tenant=tenant,
+            token_filter=_filter(text, body),
+            timeout=service.limits.request_seconds,
+        )
+        for choice in range(body.choices)
+    ]
+
+
+def _filter(text: ModelText, body: ChatRequest) -> TokenFilter | None:
+    """What the reply must be, if anything is asked of it. Where tools may be called, calls are allowed beside JSON."""
+    if body.must_call:
+        rules = text.tool_format.rules(body.offered, several=_several(body))
+        return text.grammars.filter(rules)
+    if body.response_format is None or body.response_format.type == "text":
+        return None
+    wanted = body.response_format.json_schema
+    rules = json_rules({"type": "object"} if wanted is None else wanted.schema_)
+    if body.offered:
+        calls = text.tool_format.rules(body.offered, several=_several(body))
+        rules = f"start: calls | reply\n{calls.replace('start:', 'calls:', 1)}{rules.replace('start:', 'reply:', 1)}"
+    return text.grammars.filter(rules)
+
+
+def _several(body: ChatRequest) -> bool:
+    return body.parallel_tool_calls is not False and isinstance(body.tool_choice, str | None)
+
+
+class ChatWriter:
+    """A `Writer` of chat replies."""
+
+    def __init__(self, service: Service, body: ChatRequest) -> None:
+        self._text = service.model.text
+        self._with_usage = body.with_usage
+        self._fields = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
+        names = [function.name for function in body.offered]
+        self._parsers = [CallParser(self._text.tool_format, names) for _ in range(body.choices)]
+        self._contents: list[list[str]] = [[] for _ in self._parsers]
+        self._calls: list[list[Call]] = [[] for _ in self._parsers]
+        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in self._parsers]
+        self._reasons: list[str | None] = [None for _ in self._parsers]
+        self._wants_logprobs = bool(body.logprobs)
+        self.prompts: Sequence[int] = (0,)
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        for choice in range(len(self._parsers)):
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
+        parser = self._parsers[choice]
+        content, calls = parser.push(update.text)
+        if update.finish_reason is not None:
+            rest, last = parser.flush()
+            content, calls = content + rest, calls + last
+            self._reasons[choice] = "tool_calls" if parser.calls else update.finish_reason
+        entries = [logprob_entry(self._text, item) for item in update.logprobs]
+        first = len(self._calls[choice])
+        self._contents[choice].append(content)
+        self._calls[choice] += calls
+        self._logprobs[choice] += entries
+        if content or entries:
+            yield self._chunk(choice, {"content": content}, entries)
+        for index, call in enumerate(calls, first):
+            yield self._chunk(choice, {"tool_calls": [{"index": index, **call.as_json()}]})
+        if update.finish_reason is not None:
+            yield self._chunk(choice, {}, reason=self._reasons[choice])
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: list[dict[str, Any]] | None = None,
+        reason: str | None = None,
+    ) -> dict[str, Any]:
+        found = {"content": logprobs} if logprobs else None
+        item = {"index": choice, "delta": delta, "logprobs": found, "finish_reason": reason}
+        chunk = {"object": "chat.completion.chunk", **self._fields, "choices": [item]}
+        return {**chunk, "usage": None} if self._with_usage else chunk
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {"object": "chat.completion.chunk", **self._fields, "choices": [], "usage": usage}
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(choice) for choice in range(len(self._parsers))]
+        return {"object": "chat.completion", **self._fields, "choices": choices, "usage": usage}
+
+    def _choice(self, choice: int) -> dict[str, Any]:
+        content, calls = "".join(self._contents[choice]), self._calls[choice]
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [call.as_json() for call in calls]
+        logprobs = {"content": self._logprobs[choice], "refusal": None} if self._wants_logprobs else None
+        return {"index": choice, "message": message, "logprobs": logprobs, "finish_reason": self._reasons[choice]}
+
+
+def logprob_entry(text: ModelText, found: TokenLogprobs) -> dict[str, Any]:
+    """A token's log probability in the form of chat replies."""
+    top = [_token(text, token, value) for token, value in found.top]
+    return {**_token(text, found.token, found.logprob), "top_logprobs": top}
+
+
+def _token(text: ModelText, token: int, logprob: float) -> dict[str, Any]:
+    data = text.token_bytes(token)
+    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}

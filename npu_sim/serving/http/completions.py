@@ -1,0 +1,136 @@
+"""`/v1/completions`: from plain prompts to sequences of the engine, and from their updates to OpenAI's replies."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from npu_sim.serving.http.errors import APIError, unsupported
+from npu_sim.serving.http.schemas import CompletionRequest
+from npu_sim.serving.http.service import Service
+from npu_sim.serving.request import Request, TokenLogprobs, Update
+
+_DEFAULT_NEW_TOKENS = 16
+_MOST_PROMPTS = 128
+
+
+def completion_requests(service: Service, body: CompletionRequest, tenant: str) -> list[Request]:
+    """A request of the engine for each choice of each prompt.
+
+    Raises:
+        APIError: a prompt holds unknown token ids, or prompt and reply are too long.
+    """
+    if body.echo and body.logprobs is not None:
+        raise unsupported("echo", "leave out 'logprobs', or 'echo'")
+    requests = []
+    for number, prompt in enumerate(_prompts(service, body)):
+        most = service.check_lengths(prompt, body.max_tokens or _DEFAULT_NEW_TOKENS, "prompt")
+        requests += [
+            Request(
+                prompt=tuple(prompt),
+                max_new_tokens=most,
+                sampling=body.sampling(number * body.choices + choice),
+                stop=body.stops,
+                logprobs=body.logprobs,
+                tenant=tenant,
+                timeout=service.limits.request_seconds,
+            )
+            for choice in range(body.choices)
+        ]
+    return requests
+
+
+def _prompts(service: Service, body: CompletionRequest) -> list[Sequence[int]]:
+    """The token ids of each prompt."""
+    prompt = body.prompt
+    several: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
+    if not 1 <= len(several) <= _MOST_PROMPTS:
+        raise APIError(400, f"give 1 to {_MOST_PROMPTS} prompts, not {len(several)}", param="prompt")
+    vocab = service.model.text.vocab_size
+    found: list[Sequence[int]] = []
+    for item in several:
+        ids = service.model.text.encode(item) if isinstance(item, str) else item
+        if wrong := [token for token in ids if not 0 <= token < vocab]:
+            raise APIError(400, f"the model has no token {wrong[0]}; ids are 0 to {vocab - 1}", param="prompt")
+        found.append(ids)
+    return found
+
+
+class CompletionWriter:
+    """A `Writer` of plain completions."""
+
+    def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[Request]) -> None:
+        self._text = service.model.text
+        self._with_usage = body.with_usage
+        self._fields = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
+        self._echoes = [self._text.decode(request.prompt) if body.echo else "" for request in requests]
+        self._texts: list[list[str]] = [[echo] for echo in self._echoes]
+        self._lengths = [0 for _ in requests]
+        self._logprobs: list[list[dict[str, Any]]] = [[] for _ in requests]
+        self._reasons: list[str | None] = [None for _ in requests]
+        self._wants_logprobs = body.logprobs is not None
+        self.prompts: Sequence[int] = range(0, len(requests), body.choices)
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        for choice, echo in enumerate(self._echoes):
+            if echo:
+                yield self._chunk(choice, echo)
+
+    def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
+        self._texts[choice].append(update.text)
+        self._reasons[choice] = update.finish_reason
+        logprobs = self._found(choice, update.logprobs) if update.logprobs else None
+        if logprobs is not None:
+            self._logprobs[choice].append(logprobs)
+        if update.text or logprobs or update.finish_reason:
+            yield self._chunk(choice, update.text, logprobs, update.finish_reason)
+
+    def _found(self, choice: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Log probabilities in the form of completions. A token's offset counts the characters of those before it."""
+        tokens = [self._shown(entry.token) for entry in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._lengths[choice])
+            self._lengths[choice] += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{self._shown(token): value for token, value in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _shown(self, token: int) -> str:
+        """A token's text; as OpenAI does, its bytes where they are no whole characters."""
+        data = self._text.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _chunk(
+        self, choice: int, text: str, logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        item = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        chunk = {"object": "text_completion", **self._fields, "choices": [item]}
+        return {**chunk, "usage": None} if self._with_usage else chunk
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {"object": "text_completion", **self._fields, "choices": [], "usage": usage}
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": choice,
+                "text": "".join(texts),
+                "logprobs": self._joined(choice) if self._wants_logprobs else None,
+                "finish_reason": self._reasons[choice],
+            }
+            for choice, texts in enumerate(self._texts)
+        ]
+        return {"object": "text_completion", **self._fields, "choices": choices, "usage": usage}
+
+    def _joined(self, choice: int) -> dict[str, Any]:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [item for part in self._logprobs[choice] for item in part[name]] for name in names}

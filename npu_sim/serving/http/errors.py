@@ -1,0 +1,62 @@
+"""Errors as OpenAI's API reports them: a status, and JSON that says what was wrong with which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    500: "server_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class APIError(Exception):
+    """A request that is refused or has failed.
+
+    Args:
+        status: The HTTP status.
+        message: What was wrong, and what to do.
+        param: The parameter that was wrong, as a path such as `messages.0.role`.
+        code: A word for programs, such as `invalid_api_key`.
+        headers: Of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The body of the response."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.content, self.status, self.headers)
+
+
+def unsupported(param: str, advice: str = "leave it out") -> APIError:
+    """The error for a parameter of OpenAI's API that this server does not have."""
+    return APIError(400, f"'{param}' is not supported; {advice}", param=param, code="unsupported_parameter")

@@ -1,0 +1,110 @@
+"""Grammars that restrict what a model may write: JSON, JSON of a schema, and tool calls, through llguidance.
+
+llguidance (https://github.com/guidance-ai/llguidance) keeps an Earley parser and a lexer over the bytes of tokens; a
+mask for a vocabulary of 50,000 takes it about a millisecond, whatever the grammar. Grammars are written in its dialect
+of Lark. JSON is written on one line with a space after commas and colons, as models do: with free white space, a small
+model may go on writing newlines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from npu_compiler.errors import InputError, NPUError
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class GrammarFilter:
+    """A `TokenFilter` of one request."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[vocab]: whether each token may come next; the end of the sequence, where the grammar is satisfied.
+
+        Raises:
+            NPUError: the grammar became too complex to follow.
+        """
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        return np.unpackbits(mask, bitorder="little")[: self._vocab_size].astype(np.bool_)
+
+    def advance(self, token: int) -> None:
+        """Take a chosen token. Raises `NPUError` if the grammar does not allow it."""
+        self._matcher.consume_token(int(token))
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise NPUError(f"the output cannot follow its grammar: {self._matcher.get_error().splitlines()[0]}")
+
+
+class Grammars:
+    """Makes filters for one tokenizer.
+
+    Args:
+        tokenizer: As a tokenizer.json.
+        vocab_size: Token ids of the model; those beyond the tokenizer's are never allowed.
+        eos_ids: Tokens that end a sequence.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._source = (tokenizer, vocab_size, sorted(eos_ids))
+        self._limits = LLParserLimits(verbose_errors=False)
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """Made when it is first needed, which takes about half a second."""
+        tokenizer, vocab_size, eos_ids = self._source
+        return LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, which need not be whole characters."""
+        return bytes(self.tokenizer.decode_bytes([token]))
+
+    def filter(self, rules: str) -> GrammarFilter:
+        """The filter of a grammar, from `json_rules` or `call_rules`.
+
+        Raises:
+            InputError: a JSON schema in it is invalid, or uses what llguidance lacks.
+        """
+        matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(rules), log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise InputError(f"the JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
+        return GrammarFilter(matcher, self._source[1])
+
+
+def json_rules(schema: Mapping[str, Any]) -> str:
+    """The grammar of a JSON text that fits a schema."""
+    return f"start: {_json(schema)}\n"
+
+
+def call_rules(calls: Sequence[tuple[str, Mapping[str, Any] | None, str]], *, separator: str | None) -> str:
+    """The grammar of tool calls.
+
+    Args:
+        calls: For each function, the text before its arguments, their JSON schema, and the text after them.
+        separator: Between calls; None for a single call.
+    """
+    names = [f"call_{index}" for index in range(len(calls))]
+    rules = [
+        f"{name}: {json.dumps(before)} {_json(_ANY_OBJECT if schema is None else schema)} {json.dumps(after)}"
+        for name, (before, schema, after) in zip(names, calls, strict=True)
+    ]
+    start = "start: call" if separator is None else f"start: call ({json.dumps(separator)} call)*"
+    return "\n".join([start, f"call: {' | '.join(names)}", *rules, ""])
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT})}"

@@ -1,0 +1,29 @@
+"""What the server asks of an engine; `npu_sim.serving.engine.Engine` does it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from npu_sim.serving.request import Request, RequestHandle
+from npu_sim.serving.stats import EngineStats
+
+
+class EngineLike(Protocol):
+    """Takes requests from any thread and generates their tokens."""
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Queue a request.
+
+        Raises:
+            InputError: it can never run, for example because it is longer than the context.
+            QueueFullError: the queue is full; it may be sent again later.
+            EngineClosedError: the engine takes no more requests.
+        """
+
+    def stats(self) -> EngineStats: ...
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests, and wait until those taken have ended; whether they did within `timeout` seconds."""
+
+    def close(self) -> None:
+        """Cancel all requests and end the engine's threads."""

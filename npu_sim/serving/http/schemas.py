@@ -1,0 +1,267 @@
+"""The bodies of requests, as OpenAI's API has them. Unknown parameters are refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from npu_sim.serving.http.errors import APIError, unsupported
+from npu_sim.serving.request import SamplingSettings
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+
+# Parameters that clients send by default, and the values that ask for nothing beyond what this server does.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "modalities": (["text"],),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+
+
+class _Sampled(_Body):
+    """What both kinds of requests have in common."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> _Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' is for 'stream': true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with a chunk that counts tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, choice: int) -> SamplingSettings:
+        """The settings of one choice; each has a seed of its own, so that they differ."""
+        seed = None if self.seed is None else (self.seed + choice) % 2**64
+        temperature = 1.0 if self.temperature is None else self.temperature
+        top_p = None if self.top_p == 1 else self.top_p
+        return SamplingSettings(temperature, self.top_k, top_p, seed)
+
+
+class CompletionRequest(_Sampled):
+    """`/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(_Body):
+    name: NonEmpty
+    arguments: str
+
+
+class ToolCall(_Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+
+
+class Function(_Body):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JSONSchema(_Body):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_belongs_to_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("'json_schema' is for type 'json_schema', which needs it")
+        return self
+
+
+class ChatRequest(_Sampled):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, bool | int | str] | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _parameters_fit_each_other(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("'top_logprobs' is for 'logprobs': true")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("'tool_choice' needs 'tools'")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.tool_names:
+            raise ValueError(f"'tool_choice' names '{self.tool_choice.function.name}', which is not among 'tools'")
+        if len(set(self.tool_names)) != len(self.tool_names):
+            raise ValueError("two of 'tools' have the same name")
+        return self
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [tool.function.name for tool in self.tools or ()]
+
+    @property
+    def offered(self) -> list[Function]:
+        """The functions that the model may call."""
+        functions = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            return [function for function in functions if function.name == self.tool_choice.function.name]
+        return functions
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+
+Parsed = TypeVar("Parsed", bound=_Sampled)
+
+
+def parse(kind: type[Parsed], data: Any) -> Parsed:
+    """A body's JSON as a request.
+
+    Raises:
+        APIError: 400; names the first parameter that is wrong.
+    """
+    if not isinstance(data, dict):
+        raise APIError(400, f"the body must be a JSON object, not {_json_type(data)}")
+    data = {name: value for name, value in data.items() if not _has_no_effect(name, value)}
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _first_of(error, data) from None
+
+
+def _has_no_effect(name: str, value: Any) -> bool:
+    if name not in _WITHOUT_EFFECT:
+        return False
+    if value is None or any(value == neutral and type(value) is not bool for neutral in _WITHOUT_EFFECT[name]):
+        return True
+    if value is False and False in _WITHOUT_EFFECT[name]:
+        return True
+    raise unsupported(name)
+
+
+def _first_of(error: ValidationError, data: dict[str, Any]) -> APIError:
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a union's members, the one that fits best is that which is wrong in the deepest place. A parameter that is
+    # unknown there may only belong to another kind, which the other errors tell.
+    order = [(item["type"] == "extra_forbidden", _path_in(data, item), item) for item in found]
+    unknown, keys, first = max(order, key=lambda item: (item[0] and len(item[1]) == 1, not item[0], len(item[1])))
+    path = ".".join(map(str, keys))
+    if unknown:
+        return APIError(400, f"unknown parameter '{path}'", param=path, code="unknown_parameter")
+    if first["type"] == "value_error":
+        message = first["msg"].removeprefix("Value error, ")
+        return APIError(400, f"'{path}': {message}" if path else message, param=path or None)
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return APIError(400, f"invalid '{path}': {message}", param=path, code=code)
+
+
+def _path_in(data: Any, error: ErrorDetails) -> list[int | str]:
+    """The part of an error's location that leads through the data, and the name of what is missing at its end.
+
+    The rest are names of a union's members, which are no names of the user's.
+    """
+    path: list[int | str] = []
+    for key in error["loc"]:
+        if isinstance(data, dict) and key in data:
+            data = data[key]
+        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
+            data = data[key]
+        else:
+            continue
+        path.append(key)
+    return [*path, error["loc"][-1]] if error["type"] == "missing" else path
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

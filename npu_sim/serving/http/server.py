@@ -1,0 +1,152 @@
+"""`run_server`: runs the application with uvicorn, and stops in order.
+
+The first SIGTERM or SIGINT begins a drain: new work is refused with 503 while what is under way goes on, until it has
+ended or the drain's time is over. A second one ends all requests at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from npu_compiler.errors import InputError
+from npu_sim.serving.http.app import Application
+from npu_sim.serving.http.limits import Limits
+from npu_sim.serving.http.logs import log
+from npu_sim.serving.http.protocol import limited_protocol
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_FORCED_SECONDS = 2  # for responses to end after their sequences were cancelled
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0 is any free one.
+
+    Raises:
+        InputError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InputError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        ) from None
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, whose signals begin a drain.
+
+    Args:
+        drain_seconds: For requests under way to end after the first signal.
+    """
+
+    def __init__(self, application: Application, limits: Limits, drain_seconds: float) -> None:
+        config = uvicorn.Config(
+            application.gate,
+            http=limited_protocol(limits, application.metrics),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=math.ceil(limits.header_seconds),
+            timeout_graceful_shutdown=_FORCED_SECONDS,
+        )
+        super().__init__(config)
+        self._application = application
+        self._drain_seconds = drain_seconds
+        self._draining: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(ValueError, RuntimeError):  # only the main thread has signals
+                for number in SIGNALS:
+                    before = signal.getsignal(number)
+                    loop.add_signal_handler(number, self.stop)
+                    stack.callback(signal.signal, number, before)
+                    stack.callback(loop.remove_signal_handler, number)
+            yield
+
+    def stop(self) -> None:
+        """Begin the drain; called again, end at once. In the event loop."""
+        if self._draining is None:
+            self._application.gate.draining = True
+            log("draining", active=self._application.gate.active)
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        elif self._ending is None:
+            log("stopping at once", active=self._application.gate.active)
+            self._ending = asyncio.get_running_loop().create_task(self._end())
+
+    async def _drain(self) -> None:
+        engine = self._application.service.engine
+        drained = await asyncio.to_thread(engine.drain, self._drain_seconds)
+        while drained and self._application.gate.active:  # replies that are still being sent
+            await asyncio.sleep(0.02)
+        log("drained" if drained else "drain timed out", active=self._application.gate.active)
+        await self._end()
+
+    async def _end(self) -> None:
+        await asyncio.to_thread(self._application.service.engine.close)
+        self.should_exit = True
+
+
+def run_server(
+    application: Application,
+    limits: Limits,
+    listener: socket.socket,
+    *,
+    drain_seconds: float,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serve until a signal. Closes the engine.
+
+    Args:
+        ready: Called with the server's address when it answers.
+    """
+
+    async def run() -> None:
+        server = Server(application, limits, drain_seconds)
+        task = asyncio.ensure_future(server.serve([listener]))
+        while not server.started and not task.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            ready(url_of(listener))
+        await task
+
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run())
+    finally:
+        application.service.engine.close()
+        application.service.close()
+        listener.close()
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address of a listening socket, as a client writes it."""
+    host, port = listener.getsockname()[:2]
+    name = "localhost" if host in ("127.0.0.1", "::1") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where it is installed."""
+    return uvicorn.Config(lambda: None, loop="auto", log_config=None).get_loop_factory()

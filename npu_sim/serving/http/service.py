@@ -1,0 +1,113 @@
+"""`Service`: what the routes share: the model, the engine, and the steps from a body to sequences of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from npu_compiler.errors import InputError
+from npu_sim.serving.http.errors import APIError
+from npu_sim.serving.http.generation import Generation
+from npu_sim.serving.http.interface import EngineLike
+from npu_sim.serving.http.limits import Limits
+from npu_sim.serving.http.metrics import Metrics
+from npu_sim.serving.http.text import ModelText
+from npu_sim.serving.request import Request
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that is served.
+
+    Attributes:
+        name: What clients call it.
+        context_length: Maximum number of tokens of a prompt and its reply.
+        created: When it was opened, in seconds since 1970.
+    """
+
+    name: str
+    text: ModelText
+    context_length: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Service:
+    """What the routes share. For one event loop.
+
+    Args:
+        engine: Runs the model.
+
+    Attributes:
+        failed: The engine takes no more requests.
+    """
+
+    def __init__(self, model: ServedModel, engine: EngineLike, limits: Limits, metrics: Metrics) -> None:
+        self.model = model
+        self.engine = engine
+        self.limits = limits
+        self.metrics = metrics
+        self.failed = False
+        # Tokenizing a long prompt or building a grammar takes milliseconds, in which other streams should go on.
+        self._workers = ThreadPoolExecutor(2, "http-worker")
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, from another thread. Its `InputError` becomes an `APIError` (400)."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+        except InputError as error:
+            raise APIError(400, str(error)) from error
+        except RecursionError:
+            raise APIError(400, "a JSON schema in the request is nested too deep") from None
+
+    def check_model(self, name: str) -> None:
+        if name != self.model.name:
+            raise APIError(
+                404,
+                f"there is no model '{name}' here; this is {self.model.name}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_lengths(self, prompt: Sequence[int], new_tokens: int | None, param: str) -> int | None:
+        """The maximum number of new tokens of a prompt's reply.
+
+        Args:
+            param: The parameter that the prompt came in.
+
+        Raises:
+            APIError: prompt and reply do not fit the context, or are beyond this server's limits.
+        """
+        context, limits = self.model.context_length, self.limits
+        if not prompt:
+            raise APIError(400, "the prompt is empty", param=param)
+        if limits.prompt_tokens is not None and len(prompt) > limits.prompt_tokens:
+            message = f"the prompt has {len(prompt)} tokens, but this server takes {limits.prompt_tokens}"
+            raise APIError(400, message, param=param, code="prompt_too_long")
+        if len(prompt) + (new_tokens or 1) > context:
+            reply = f" and the reply up to {new_tokens}" if new_tokens else ""
+            message = f"the prompt has {len(prompt)} tokens{reply}, but the context holds {context}"
+            raise APIError(400, message, param=param, code="context_length_exceeded")
+        if new_tokens is None:
+            return limits.new_tokens
+        if limits.new_tokens is not None and new_tokens > limits.new_tokens:
+            message = f"this server generates at most {limits.new_tokens} tokens, not {new_tokens}"
+            raise APIError(400, message, param="max_tokens")
+        return new_tokens
+
+    def generate(self, requests: Sequence[Request]) -> Generation:
+        """Hand requests to the engine. Raises `APIError` if it does not take one of them."""
+        try:
+            return Generation(self.engine, requests)
+        except APIError as error:
+            self.failed |= error.code == "engine_unavailable"
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        self._workers.shutdown(wait=False)

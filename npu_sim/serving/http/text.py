@@ -1,0 +1,63 @@
+"""A checkpoint's tokenizer, as the server uses it: prompts into token ids, token ids into what is shown of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from npu_compiler.errors import InputError
+from npu_sim.llm import Checkpoint, encode_chat
+from npu_sim.llm.tokenizer import tokenizer_json
+from npu_sim.serving.http.grammar import Grammars
+from npu_sim.serving.http.tools import ToolFormat, format_of
+
+_TAKEN = {"messages", "tools", "documents", "add_generation_prompt"}
+
+
+class ModelText:
+    """The text side of a language model. Safe for threads."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._tokenizer = checkpoint.tokenizer
+        self._template: str | None = getattr(self._tokenizer, "chat_template", None)
+        self.vocab_size: int = checkpoint.config.vocab_size
+        self.tool_format: ToolFormat = format_of(self._template)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        eos = self._checkpoint.eos_ids | ({self._tokenizer.eos_token_id} - {None})
+        return Grammars(tokenizer_json(self._tokenizer), self.vocab_size, eos)
+
+    def encode(self, text: str) -> list[int]:
+        """A plain text's token ids, with those that the tokenizer puts before a text."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        values: Mapping[str, Any],
+    ) -> list[int]:
+        """A conversation's token ids, by the model's chat template.
+
+        Args:
+            values: Variables of the template's own, such as `enable_thinking`.
+
+        Raises:
+            InputError: there is no template, it rejects the messages, or it has no such variables.
+        """
+        for name in values:
+            if name in _TAKEN or not re.search(rf"\b{re.escape(name)}\b", self._template or ""):
+                raise InputError(f"the chat template of {self._checkpoint.name} has no variable '{name}'")
+        return encode_chat(self._checkpoint, messages, tools, **values)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for, which need not be whole characters."""
+        return self.grammars.token_bytes(token)

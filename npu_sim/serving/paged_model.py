@@ -1,0 +1,280 @@
+"""`PagedModel`: a compiled language model on a device that runs batches over a paged KV cache."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from npu_compiler.errors import InputError
+from npu_compiler.graph.dtypes import itemsize
+from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, kv_shape, state_with_buffers
+from npu_sim.llm.sampling import draw, probabilities
+from npu_sim.llm.session import cache_capacity
+from npu_sim.llm.step import Step
+from npu_sim.serving.batch import Batch, StepResult
+from npu_sim.serving.batch_check import check_batch, check_pairs
+
+if TYPE_CHECKING:
+    from npu_compiler import CompiledProgram
+    from npu_runtime import Device, DeviceBuffer
+
+MAX_TOKENS = 512
+MAX_OUTPUTS = 128
+# A chunk of a prompt has few outputs, and each row of logits costs as much as a fifth of a small model's layers.
+FEW_OUTPUTS = 16
+KEPT_STEPS = 8  # steps whose chosen tokens stay on the device
+COPIED_BLOCKS = 8  # by one run of the program that copies blocks
+DEFAULT_SEQUENCES = 8  # whole contexts in a pool of default size
+
+
+class PagedModel:
+    """A language model with one pool of KV blocks, of which each sequence of a batch has its own or shares some.
+
+    A step runs the program for the next power of two of its number of tokens, padded. Programs are compiled, or read
+    from the cache, when the first step needs them or by `prepare`; all share the weights and the pool. Padding tokens
+    write to a spare block at the end of the pool. Tokens are chosen on the device; only where launching a step also
+    completes it does the host choose those with a temperature above 0, since sorting all logits takes longer there.
+
+    See `BatchModel` for the attributes. One thread at a time may use a model.
+
+    Attributes:
+        block_bytes: Memory of a block over all layers.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        device: "Device | str | None" = None,
+        block_size: int = 16,
+        blocks: int | None = None,
+        context_length: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+        max_sequences: int = MAX_OUTPUTS,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compile the program for one token, or find it in the cache, upload the weights and allocate the pool.
+
+        Args:
+            device: A device or its name. Default: the best one on this machine.
+            block_size: Tokens per block.
+            blocks: Blocks in the pool. Default: those of eight sequences of the maximum length.
+            context_length: Maximum number of tokens of a sequence. Default: 2048, or the model's maximum context length
+                if that is less.
+            max_tokens: Maximum number of tokens of a step, at most 512.
+            max_sequences: Maximum number of sequences of a step, and of its outputs, at most 128.
+            progress: Called with (weights loaded, total weights).
+
+        Raises:
+            InputError: a size does not fit the model, or the model cannot be compiled.
+            WeightError: the checkpoint does not fit its own config.
+            DeviceError: the device is unknown, cannot be used, or is out of memory.
+        """
+        from npu_runtime import Device, Executor, NPUBuffer, load_weights
+        from npu_runtime.program_run import Arena
+
+        if checkpoint.kv_cache is not None:
+            raise InputError(f"a paged KV cache in {checkpoint.kv_cache} is not supported; leave out --kv-cache")
+        capacity = cache_capacity(checkpoint, context_length)
+        trained = getattr(checkpoint.config, "max_position_embeddings", None) or capacity
+        self.context_length = min(capacity, trained) if context_length is None else context_length
+        self.block_size, self.max_tokens, self.max_sequences = block_size, max_tokens, max_sequences
+        self.max_outputs = min(max_tokens, max_sequences)
+        if block_size < 1:
+            raise InputError(f"a block must hold at least 1 token, not {block_size}")
+        if not 1 <= max_tokens <= MAX_TOKENS or not 1 <= max_sequences <= MAX_OUTPUTS:
+            raise InputError(
+                f"a step has 1 to {MAX_TOKENS} tokens and 1 to {MAX_OUTPUTS} sequences, not {max_tokens} and "
+                f"{max_sequences}"
+            )
+        per_sequence = -(-self.context_length // block_size)
+        self.blocks = DEFAULT_SEQUENCES * per_sequence if blocks is None else blocks
+        if self.blocks < 1:
+            raise InputError(f"the pool must have at least 1 block, not {self.blocks}")
+        self.vocab_size = int(checkpoint.config.vocab_size)
+        self.checkpoint = checkpoint
+        self.device = device if isinstance(device, Device) else Device(device) if device else Device()
+        backend = self.device.backend
+        self.runs_ahead = backend.runs_ahead > 1
+        _, heads, _, width = kv_shape(checkpoint.config, 1)
+        layers = checkpoint.config.num_hidden_layers
+        self.block_bytes = 2 * layers * block_size * heads * width * itemsize(checkpoint.dtype)
+        self._shape = PagedShape(
+            1, 1, 1, per_sequence, self.blocks + 1, block_size, history=KEPT_STEPS * self.max_outputs
+        )
+        self._history, self._look = backend.allocate_visible((self._shape.history,), "int32")
+        self._launched = 0
+        self._kept: list[_Result | None] = [None] * KEPT_STEPS
+        state, arena = state_with_buffers(checkpoint), Arena(backend)
+        shared: dict[str, DeviceBuffer] = {}
+        self._pools: dict[str, DeviceBuffer] = {}
+
+        def stepper(
+            program: "CompiledProgram", kept: "dict[str, DeviceBuffer]", report: Callable[[int, int], None] | None
+        ) -> Step:
+            weights = load_weights(state, program, self.device, cache=shared, progress=report)
+            return Step(program, Executor(program, self.device, arena=arena), weights, kept, self.device)
+
+        self._make_step = stepper
+        self._steps: dict[tuple[PagedShape, bool], Step] = {}
+        first = compile_paged(checkpoint, self._shape, backend.target)
+        for spec in first.input_specs:
+            if spec.name.startswith(("k_", "v_")):
+                self._pools[spec.name] = NPUBuffer.zeros(spec.shape, self.device, spec.storage, spec.alloc_shape)
+        self._steps[self._shape, False] = stepper(first, {**self._pools, "history": self._history}, progress)
+        self._copier: Step | None = None
+
+    def prepare(self, tokens: int, outputs: int, *, sampling: bool = False) -> None:
+        """Compile now what a step of that many tokens and outputs needs; otherwise the first such step does.
+
+        Args:
+            sampling: Whether some output has a temperature above 0.
+        """
+        self._step(self._shape_for(tokens, outputs), sampling and self.runs_ahead)
+
+    def _shape_for(self, tokens: int, outputs: int) -> PagedShape:
+        """The sizes of the smallest program that holds a step."""
+        size = _power_of_two(tokens)
+        most = min(size, _power_of_two(self.max_outputs))
+        rows = FEW_OUTPUTS if outputs <= FEW_OUTPUTS < most else most
+        sequences = min(size, self.max_sequences)
+        fixed = self._shape
+        return PagedShape(
+            size, rows, sequences, fixed.blocks_per_sequence, fixed.blocks, fixed.block_size, fixed.history
+        )
+
+    def _step(self, shape: PagedShape, sampling: bool) -> Step:
+        key = shape, sampling
+        if key not in self._steps:
+            program = compile_paged(self.checkpoint, shape, self.device.backend.target, sampling=sampling)
+            self._steps[key] = self._make_step(program, {**self._pools, "history": self._history}, None)
+        return self._steps[key]
+
+    def step(self, batch: Batch) -> StepResult:
+        """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.
+
+        Raises:
+            InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
+        """
+        last = self._kept[(self._launched - 1) % KEPT_STEPS]
+        check_batch(batch, self, 0 if last is None else last.count)
+        tokens, sequences, tables = batch.tokens, batch.sequences, batch.tables
+        if last is not None and (tokens < 0).any():
+            tokens = np.where(tokens < 0, last.stand_in(-1 - tokens), tokens)
+        shape = self._shape_for(len(tokens), len(batch.outputs))
+        if len(tables) > shape.sequences:
+            used, order = np.unique(sequences, return_inverse=True)
+            sequences, tables = order.astype(np.int32), tables[used]
+        drawing = bool((batch.settings[:, 0] > 0).any())
+        step = self._step(shape, drawing and self.runs_ahead)
+        place = self._launched % KEPT_STEPS
+        if (old := self._kept[place]) is not None:
+            old.tokens()  # its place in the history is about to be overwritten
+        first = place * self.max_outputs
+        spare = self.blocks * self.block_size
+        blocks = tables[sequences, batch.positions // self.block_size]
+        table = np.full((shape.sequences, shape.blocks_per_sequence), self.blocks, np.int32)
+        table[: len(tables), : tables.shape[1]] = tables[:, : shape.blocks_per_sequence]
+        places = first + np.minimum(np.arange(shape.outputs, dtype=np.int32), self.max_outputs - 1)
+        step.write(
+            tokens=_padded(tokens, shape.tokens),
+            positions=_padded(batch.positions, shape.tokens),
+            sequences=_padded(sequences, shape.tokens),
+            slots=_padded(blocks * self.block_size + batch.positions % self.block_size, shape.tokens, spare),
+            tables=table,
+            outputs=_padded(batch.outputs, shape.outputs),
+            places=places,
+        )
+        if drawing and self.runs_ahead:
+            settings = np.zeros((shape.outputs, 3), np.float32)
+            settings[: len(batch.settings)] = batch.settings
+            step.write(settings=settings, uniforms=_padded(batch.uniforms, shape.outputs))
+        step.run()
+        result = _Result(self, step, first, len(batch.outputs))
+        if drawing and not self.runs_ahead:
+            result.choose(batch)
+        self._kept[place] = result
+        self._launched += 1
+        return result
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, each (from, to), in all layers, after the steps launched so far.
+
+        Raises:
+            InputError: a block is outside the pool, or is copied to twice, or both from and to.
+        """
+        from npu_runtime import Executor
+
+        check_pairs(pairs, self.blocks)
+        if not pairs:
+            return
+        rows = COPIED_BLOCKS * self.block_size
+        if self._copier is None:
+            pool_rows = (self.blocks + 1) * self.block_size
+            program = compile_copy_rows(self.checkpoint, rows, pool_rows, self.device.backend.target)
+            names = (spec.name for spec in program.input_specs if spec.name.startswith("pools_"))
+            pools = dict(zip(names, self._pools.values(), strict=True))
+            self._copier = Step(program, Executor(program, self.device), {}, pools, self.device)
+        for start in range(0, len(pairs), COPIED_BLOCKS):
+            blocks = np.full((COPIED_BLOCKS, 2), self.blocks)
+            blocks[: len(pairs[start : start + COPIED_BLOCKS])] = pairs[start : start + COPIED_BLOCKS]
+            moved = blocks[:, None] * self.block_size + np.arange(self.block_size)[:, None]
+            self._copier.write(source=moved[..., 0].reshape(-1), target=moved[..., 1].reshape(-1))
+            self._copier.run()
+
+
+class _Result:
+    """The tokens that a step chose, in the model's history from `first` on, and its logits until the next step."""
+
+    def __init__(self, model: PagedModel, step: Step, first: int, count: int) -> None:
+        self.count = count
+        self._model, self._step, self._first = model, step, first
+        self._wait = model.device.backend.marker()
+        self._read_logits = step.reader()
+        self._tokens: NDArray[np.int32] | None = None
+        self._on_host = False
+
+    def tokens(self) -> NDArray[np.int32]:
+        """[R]: the chosen token of each output; -1 where its logits are not finite."""
+        if self._tokens is None:
+            self._wait()
+            self._tokens = np.array(self._model._look()[self._first : self._first + self.count])
+        return self._tokens
+
+    def logits(self) -> NDArray[np.float32]:
+        """[R, vocab]: the logits of each output; to be read before the next step is launched.
+
+        Raises:
+            DeviceError: a later step has overwritten them.
+        """
+        return self._read_logits().reshape(-1, self._model.vocab_size)[: self.count]
+
+    def choose(self, batch: Batch) -> None:
+        """Choose the tokens of those outputs that have a temperature above 0."""
+        tokens, logits = self.tokens().copy(), self.logits()
+        for row in np.flatnonzero(batch.settings[:, 0] > 0):
+            temperature, top_k, top_p = map(float, batch.settings[row])
+            if np.isfinite(logits[row]).all():
+                top = None if math.isinf(top_k) else int(top_k), None if top_p == 1 else top_p
+                weights = probabilities(logits[row], temperature, top_k=top[0], top_p=top[1])
+                tokens[row] = draw(weights, float(batch.uniforms[row]))
+        self._tokens, self._on_host = tokens, True
+
+    def stand_in(self, outputs: NDArray[np.int32]) -> NDArray[np.int32]:
+        """What the next step's program takes for the tokens of these outputs: themselves, or where they will be."""
+        outputs = np.maximum(outputs, 0).astype(np.int32)
+        if self._on_host:
+            return np.maximum(self.tokens(), 0)[np.minimum(outputs, self.count - 1)]
+        return -1 - self._first - outputs
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _padded(values: NDArray[np.generic], size: int, value: int = 0) -> NDArray[np.generic]:
+    return np.pad(values, (0, size - len(values)), constant_values=value)

@@ -1,0 +1,324 @@
+"""`Scheduler`: which tokens of which sequences the next step computes, over which blocks.
+
+A step takes the running sequences' next tokens first, then pieces of prompts, up to a number of tokens: a long prompt
+stalls neither those that decode nor short prompts that come after it. A waiting sequence is admitted when its prompt's
+blocks are free; the tenant with the fewest running sequences goes first. Where a running sequence needs a block and
+none is left, the latest one loses its blocks and waits again; what it had computed is computed again, as far as it is
+no longer cached.
+
+Invariants:
+1. `computed` tokens of a sequence are in the pool as soon as the launched steps have run; the device runs steps and
+   copies in the order of their launches, so a block may be given to another sequence while such steps are under way.
+2. A sequence writes rows from `computed` on only. The blocks there are its own, unregistered (blocks.py, invariant 2).
+3. A sequence with an output under way is in the latest launched step, and gets no draft.
+4. As many sequences run as one step can hold, so every running sequence that can take its next token takes it.
+5. Each sequence fits into the pool alone, takes blocks from later ones only, and waits where the later ones are already
+   part of the step; nothing is admitted meanwhile. So the earliest running sequence ends, and then every one.
+"""
+
+import bisect
+import heapq
+from collections import Counter
+
+import numpy as np
+
+from npu_sim.serving.batch import BatchModel
+from npu_sim.serving.blocks import BlockPool
+from npu_sim.serving.pace import Pace
+from npu_sim.serving.sequence import Sequence
+from npu_sim.serving.speculation import Drafter
+from npu_sim.serving.step import Choice, Step, StepBuilder
+
+
+class Scheduler:
+    """Plans steps for a model. It neither runs them nor waits.
+
+    Args:
+        prefill_tokens: Maximum number of prompt tokens of a step. Default: as `pace` says, or as many as the model
+            takes where no running sequence waits for a token.
+        drafter: Guesses tokens of sequences that want drafts.
+
+    Attributes:
+        running: In order of arrival.
+        waiting: Number of sequences that wait.
+        pace: Learns how long steps take.
+        admitted: Those that were admitted for the first time; the caller empties it.
+        preemptions: How often a sequence lost its blocks.
+    """
+
+    def __init__(self, model: BatchModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
+        self._block_size = model.block_size
+        self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
+        self._prefill_tokens = prefill_tokens
+        self.pace = Pace()
+        self._drafter = drafter
+        self.max_running = min(model.max_sequences, model.max_outputs, model.max_tokens)
+        self.max_rows = min(model.context_length, model.blocks * model.block_size)
+        self.pool = BlockPool(model.blocks)
+        self._tables = np.zeros((self.max_running, -(-self.max_rows // model.block_size)), np.int32)
+        self._settings = np.zeros((self.max_running, 3), np.float32)
+        self._slots = list(range(self.max_running - 1, -1, -1))
+        self.running: list[Sequence] = []
+        self._waiting: dict[str, list[tuple[int, Sequence]]] = {}  # by tenant, heaps by arrival
+        self._running_of: Counter[str] = Counter()
+        self.waiting = 0
+        self.admitted: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for admission."""
+        heapq.heappush(self._waiting.setdefault(sequence.tenant, []), (sequence.arrival, sequence))
+        self.waiting += 1
+
+    def end(self, sequence: Sequence) -> None:
+        """Give back what a sequence holds, running or waiting."""
+        if sequence.ended:
+            return
+        sequence.ended = True
+        if sequence.slot >= 0:
+            self._stop_running(sequence)
+        else:
+            self.waiting -= 1
+            heap = self._waiting[sequence.tenant]
+            heap.remove((sequence.arrival, sequence))
+            heapq.heapify(heap)
+            if not heap:
+                del self._waiting[sequence.tenant]
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
+
+    def must_know(self) -> bool:
+        """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
+        return any(sequence.reads_logits or self._draft_length(sequence) > 0 for sequence in self.running)
+
+    def plan(self) -> Step | None:
+        """The next step; None if nothing can be computed before the launched ones are read."""
+        step = StepBuilder()
+        self._plan_decodes(step)
+        self._plan_prompts(step)
+        self.pool.release([source for source, _ in step.copies])
+        return step.step(self._tables, self._settings) if step.tokens else None
+
+    def launched(self, step: Step) -> None:
+        """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
+        for sequence in step.others:
+            self.register(sequence)
+
+    def learn(self, choice: Choice, tokens: list[int]) -> None:
+        """Append the tokens that a step has chosen: its first ones, up to one that is not its draft's."""
+        sequence = choice.sequence
+        sequence.pending -= 1 + len(choice.draft)
+        if sequence.ended:
+            return
+        sequence.tokens += tokens
+        if choice.draft:
+            sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+            if sequence.control is not None and tokens:
+                sequence.control.learn(len(choice.draft), len(tokens) - 1, len(sequence.tokens))
+        self.register(sequence)
+
+    def register(self, sequence: Sequence) -> None:
+        """Let others share the blocks that are full of known tokens; no sequence writes to these any more."""
+        full = min(sequence.computed, len(sequence.tokens)) // self._block_size
+        while sequence.registered < full:
+            block = sequence.registered
+            self.pool.register(sequence.table[block], sequence.digest(block, self._block_size))
+            sequence.registered += 1
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Share none of a sequence's blocks any more: its numbers are wrong."""
+        self.pool.forget(sequence.table)
+
+    def start_over(self) -> None:
+        """What the pool holds is lost: let all running sequences wait again."""
+        for sequence in reversed(self.running.copy()):
+            self._preempt(sequence)
+        self.pool.forget(range(self.pool.blocks))
+
+    def _plan_decodes(self, step: StepBuilder) -> None:
+        """Add the next token of every sequence that has computed all others."""
+        ready = [
+            sequence
+            for sequence in self.running
+            if sequence.computed + 1 == len(sequence.tokens) + sequence.pending < sequence.limit
+        ]
+        for sequence in [sequence for sequence in ready if sequence.computed >= sequence.rows]:
+            if sequence.slot < 0 or not self._make_room(sequence, step):
+                ready = [other for other in ready if other is not sequence and other.slot >= 0]
+        ready = [sequence for sequence in ready if sequence.slot >= 0]
+        drafts = self._drafts(ready)
+        step.add_singles([sequence for sequence in ready if sequence not in drafts] if drafts else ready)
+        for sequence, draft in drafts.items():
+            step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
+
+    def _drafts(self, ready: list[Sequence]) -> dict[Sequence, list[int]]:
+        """A draft for sequences that want one, no longer than what they may still say before their last token."""
+        if self._drafter is None:
+            return {}
+        wanted = {}
+        for sequence in ready:
+            if not sequence.pending:  # invariant 3
+                room = min(sequence.limit, self.max_rows) - len(sequence.tokens)
+                length = min(self._draft_length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
+                if length > 0:
+                    wanted[sequence] = length
+        drafts: dict[Sequence, list[int]] = {}
+        spare = min(self._max_outputs, self._max_tokens) - len(self.running)
+        for sequence, draft in (self._drafter.drafts(wanted) if wanted else {}).items():
+            own = sequence.computed + 1
+            draft = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
+            if draft:
+                drafts[sequence] = draft
+                spare -= len(draft)
+        return drafts
+
+    def _draft_length(self, sequence: Sequence) -> int:
+        if sequence.control is None or self._drafter is None or sequence.handle.request.token_filter is not None:
+            return 0
+        return sequence.control.length(len(sequence.tokens))
+
+    def _plan_prompts(self, step: StepBuilder) -> None:
+        """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the
+        earliest prompts, which therefore never starve."""
+        most = self.pace.tokens() if self._prefill_tokens is None and step.tokens else self._prefill_tokens
+        budget = self._max_tokens - step.tokens if most is None else min(most, self._max_tokens - step.tokens)
+        rests = {
+            sequence: len(sequence.tokens) - sequence.computed
+            for sequence in self.running
+            if sequence.computed + 1 < len(sequence.tokens)
+        }
+        while sum(rests.values()) - max(rests.values(), default=0) < budget and (admitted := self._admit(step)):
+            rests[admitted] = len(admitted.tokens) - admitted.computed
+        for sequence, tokens in divided(budget, rests).items():
+            if tokens and sequence.slot >= 0:
+                self._add_piece(sequence, tokens, step)
+
+    def _add_piece(self, sequence: Sequence, tokens: int, step: StepBuilder) -> None:
+        """Add the next piece of a prompt, of up to that many tokens."""
+        self._share(sequence, step)
+        length = len(sequence.tokens)
+        if sequence.computed < sequence.rows or self._make_room(sequence, step):
+            end = self._extend(sequence, min(length, sequence.computed + tokens))
+            step.add(sequence, sequence.tokens[sequence.computed : end], 1 if end == length else 0)
+
+    def _admit(self, step: StepBuilder) -> Sequence | None:
+        """Let the next waiting sequence run, if there is room for it."""
+        if not self._waiting or not self._slots:
+            return None
+        tenant = min(self._waiting, key=lambda name: (self._running_of[name], self._waiting[name][0][0]))
+        sequence = self._waiting[tenant][0][1]
+        if sequence.pending:
+            return None
+        self._share(sequence, step, copy=False)
+        if self._blocks_for(len(sequence.tokens)) - len(sequence.table) + self._reserved() > self.pool.available:
+            self._give_back(sequence)
+            return None
+        heapq.heappop(self._waiting[tenant])
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+        self.waiting -= 1
+        sequence.slot = self._slots.pop()
+        if not sequence.preempted:
+            sequence.handle.cached_tokens = sequence.computed
+            self.admitted.append(sequence)
+        self._settings[sequence.slot] = sequence.settings
+        self._tables[sequence.slot, : len(sequence.table)] = sequence.table
+        bisect.insort(self.running, sequence, key=lambda other: other.arrival)
+        self._running_of[tenant] += 1
+        return sequence
+
+    def _reserved(self) -> int:
+        """Blocks that running sequences will need soon: the rest of their prompts, and one in a hundred to grow."""
+        prompts = sum(max(0, self._blocks_for(len(sequence.tokens)) - len(sequence.table)) for sequence in self.running)
+        return prompts + (-(-self.pool.blocks // 100) if self.running else 0)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-min(tokens, self.max_rows) // self._block_size)
+
+    def _share(self, sequence: Sequence, step: StepBuilder, copy: bool = True) -> None:
+        """Take blocks from the cache that continue the sequence. The last token is always computed, for its logits:
+        where the cache has its block too, the sequence gets a copy of that."""
+        size, length = self._block_size, len(sequence.tokens)
+        while sequence.computed == sequence.rows and sequence.computed + size <= length:
+            index = len(sequence.table)
+            last = sequence.computed + size == length
+            if last and not copy:
+                return
+            block = self.pool.find(sequence.digest(index, size))
+            if block is None:
+                return
+            if last:
+                target = self.pool.allocate()
+                if target is None:
+                    self.pool.release([block])
+                    return
+                step.copies.append((block, target))  # the source is held until the step is planned
+                self._append(sequence, target)
+                sequence.computed = length - 1
+                return
+            self._append(sequence, block)
+            sequence.computed += size
+            sequence.registered = len(sequence.table)
+
+    def _append(self, sequence: Sequence, block: int) -> None:
+        if sequence.slot >= 0:
+            self._tables[sequence.slot, len(sequence.table)] = block
+        sequence.table.append(block)
+        sequence.rows += self._block_size
+
+    def _extend(self, sequence: Sequence, rows: int) -> int:
+        """Allocate blocks for that many tokens, as far as there are any; the number of tokens that fit."""
+        while sequence.rows < rows:
+            block = self.pool.allocate()
+            if block is None:
+                break
+            self._append(sequence, block)
+        return min(rows, sequence.rows)
+
+    def _make_room(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Allocate a block for the next token, if need be by preempting later sequences that are not in the step."""
+        while self._extend(sequence, sequence.computed + 1) <= sequence.computed:
+            planned = {*step.singles, *step.others}
+            victim = next((other for other in reversed(self.running) if other not in planned), sequence)
+            if victim.arrival <= sequence.arrival:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        sequence.preempted = True
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._running_of[sequence.tenant] -= 1
+        if not self._running_of[sequence.tenant]:
+            del self._running_of[sequence.tenant]
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
+        self._give_back(sequence)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Release a sequence's blocks; what it shared stays in the cache."""
+        self.pool.release(sequence.table)
+        sequence.table = []
+        sequence.computed = sequence.registered = sequence.rows = 0
+
+
+def divided(budget: int, rests: dict[Sequence, int]) -> dict[Sequence, int]:
+    """How many tokens each prompt gets, by what is left of it: half of the budget goes to the shortest rests, all that
+    remains to the earliest prompts. In order of arrival."""
+    earliest = sorted(rests, key=lambda sequence: sequence.arrival)
+    shares = dict.fromkeys(earliest, 0)
+    half = budget // 2
+    for sequence in sorted(rests, key=lambda sequence: rests[sequence]):
+        shares[sequence] = min(rests[sequence], half)
+        half -= shares[sequence]
+    left = budget - sum(shares.values())
+    for sequence in earliest:
+        more = min(rests[sequence] - shares[sequence], left)
+        shares[sequence] += more
+        left -= more
+    return shares

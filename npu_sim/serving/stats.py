@@ -1,0 +1,104 @@
+"""What the engine counts and measures."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from npu_sim.serving.request import FinishReason
+
+SECONDS = tuple(mantissa * 10.0**exponent for exponent in range(-4, 3) for mantissa in (1.0, 2.0, 5.0))
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Observations since the start, as Prometheus counts them.
+
+    Attributes:
+        bounds: Upper bound of each bucket, inclusive; after them comes one without a bound.
+        counts: Observations in each bucket.
+        total: Sum of the observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, share: float) -> float:
+        """The bound below which that share of the observations lies; 0 without observations."""
+        below, goal = 0, share * self.count
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            below += count
+            if below >= goal and below:
+                return bound
+        return 0.0
+
+
+class Observations:
+    """A histogram being filled, by one thread."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def add_all(self, values: list[float]) -> None:
+        if values:
+            places = np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
+            self._counts = [before + int(new) for before, new in zip(self._counts, places, strict=True)]
+            self._total += sum(values)
+
+    def histogram(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine's state, and its counts since the start. Times are in seconds.
+
+    Attributes:
+        waiting, running: Requests without and with KV blocks.
+        batch_size: Sequences of the latest step.
+        steps: Steps launched.
+        prompt_tokens: Tokens of the prompts that were submitted, of which `cached_tokens` were found in the cache.
+        new_tokens: Tokens chosen, those that ended a sequence included.
+        drafted_tokens, accepted_tokens: Tokens that were guessed, and those of them that were right.
+        blocks_free, blocks_used, blocks_cached: Blocks of the pool that hold nothing, belong to running requests, or
+            hold a prefix that a later prompt can reuse.
+        rows_empty: Rows of the used blocks that hold no token yet.
+        preemptions: Times that a request lost its blocks to an earlier one.
+        finished: Requests that have ended, by reason.
+        queue_seconds: From a request's submission to its admission.
+        first_token_seconds: From a request's submission to its first token.
+        between_tokens_seconds: From each token of a request to the next.
+        step_seconds: Time for each step between its launch, or the end of the step before, and its result.
+    """
+
+    waiting: int
+    running: int
+    batch_size: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    blocks_free: int
+    blocks_used: int
+    blocks_cached: int
+    rows_empty: int
+    preemptions: int
+    finished: Mapping[FinishReason, int]
+    queue_seconds: Histogram
+    first_token_seconds: Histogram
+    between_tokens_seconds: Histogram
+    step_seconds: Histogram

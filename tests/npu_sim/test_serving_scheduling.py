@@ -1,0 +1,406 @@
+"""What the scheduler and the core of the engine do, step by step, on a toy model that sees every wrong row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from toy_batches import VOCAB, ToyModel, alone
+
+from npu_sim.serving.blocks import BlockPool, next_digest, tenant_digest
+from npu_sim.serving.core import Core
+from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl
+from npu_sim.serving.drafting import ModelDrafter
+from npu_sim.serving.handle import Handle
+from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, Pace
+from npu_sim.serving.request import Request, SamplingSettings
+from npu_sim.serving.sequence import Sequence
+from npu_sim.serving.speculation import Drafter, PromptLookup
+from npu_sim.serving.text import TextOutput
+from npu_sim.serving.writer import News
+
+STOPS = frozenset({7})
+
+
+class Bench:
+    """A core, the requests that it got and what it has told of them."""
+
+    def __init__(self, model: ToyModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
+        self.model, self._drafts = model, drafter is not None
+        self.core = Core(model, prefill_tokens, drafter, self._tell)
+        self.limit = self.core.scheduler.max_rows + 1
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.reasons: dict[int, str] = {}
+        self.errors: dict[int, str | None] = {}
+        self._arrivals = count()
+
+    def _tell(self, news: list[News]) -> None:
+        for entry in news:
+            arrival = entry.sequence.arrival
+            assert arrival not in self.reasons, "told of a sequence that has ended"
+            self.tokens[arrival] += entry.tokens
+            if entry.reason is not None:
+                self.reasons[arrival], self.errors[arrival] = entry.reason, entry.error
+
+    def submit(self, request: Request) -> int:
+        arrival = next(self._arrivals)
+        self.requests[arrival], self.tokens[arrival] = request, []
+        limit = self.limit if request.max_new_tokens is None else len(request.prompt) + request.max_new_tokens
+        control = DraftControl() if self._drafts else None
+        handle = Handle(request, lambda: self.core.cancel(arrival))
+        ends = min(limit, self.limit)
+        self.core.add(
+            Sequence(handle, arrival, list(request.prompt), ends, STOPS, None, TextOutput(None), control, 0.0)
+        )
+        return arrival
+
+    def finish(self) -> None:
+        for _ in range(10_000):
+            if not self.core.busy:
+                return
+            self.core.advance()
+        raise AssertionError("the requests do not end")
+
+    def check(self, arrival: int) -> None:
+        """The tokens told so far are the first of those of the request alone; all of them if it ended by itself."""
+        right = alone(self.requests[arrival], self.limit, STOPS)
+        told, reason = tuple(self.tokens[arrival]), self.reasons.get(arrival)
+        assert told == (right if reason in ("stop", "length") else right[: len(told)])
+
+
+def greedy(*prompt: int, new: int | None = None, tenant: str = "") -> Request:
+    return Request(prompt, new, tenant=tenant)
+
+
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+    st.integers(1, 20).map(lambda length: [index * 5 % VOCAB for index in range(length)]),  # these share prefixes
+).map(tuple)
+samplings = st.one_of(
+    st.just(SamplingSettings()),
+    st.builds(
+        SamplingSettings,
+        st.sampled_from([0.5, 1.0, 2.0]),
+        st.none() | st.integers(1, 5),
+        st.none() | st.floats(0.1, 1.0),
+        st.integers(0, 3),
+    ),
+)
+requests = st.builds(
+    Request, prompts, st.none() | st.integers(1, 20), samplings, tenant=st.sampled_from(["", "ann", "bob"])
+)
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests come, are cancelled and meet failing steps in any order; every answer is that of the request alone."""
+
+    @initialize(
+        blocks=st.integers(6, 16),
+        block_size=st.sampled_from([1, 3, 4]),
+        max_tokens=st.integers(2, 24),
+        sequences=st.integers(1, 6),
+        prefill=st.none() | st.integers(1, 8),
+        runs_ahead=st.booleans(),
+        draft=st.sampled_from(["", "lookup", "model", "ahead"]),
+    )
+    def start(
+        self,
+        blocks: int,
+        block_size: int,
+        max_tokens: int,
+        sequences: int,
+        prefill: int | None,
+        runs_ahead: bool,
+        draft: str,
+    ) -> None:
+        blocks = max(blocks, -(-24 // block_size))
+        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead)
+        small = ToyModel(blocks + 3, 2, 30, max_tokens, sequences, draft == "ahead")
+        drafter = {"": None, "lookup": PromptLookup()}.get(draft, ModelDrafter(small))
+        self.bench = Bench(model, prefill, drafter)
+
+    @rule(request=requests)
+    def submit(self, request: Request) -> None:
+        self.bench.submit(request)
+
+    @rule(steps=st.integers(1, 12))
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.bench.core.busy:
+                self.bench.core.advance()
+                self.blocks_are_accounted_for()
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.bench.core.cancel(data.draw(st.sampled_from(sorted(self.bench.requests))))
+
+    @rule(reading=st.booleans(), ahead=st.integers(1, 4))
+    def break_a_step(self, reading: bool, ahead: int) -> None:
+        model = self.bench.model
+        (model.fail_reading if reading else model.fail_launching).add(model.steps + ahead)
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        scheduler = self.bench.core.scheduler
+        pool, size = scheduler.pool, self.bench.model.block_size
+        held = Counter(block for sequence in scheduler.running for block in sequence.table)
+        assert pool.free + pool.cached + len(held) == pool.blocks
+        tenants: dict[int, str] = {}
+        for sequence in scheduler.running:
+            assert all(tenants.setdefault(block, sequence.tenant) == sequence.tenant for block in sequence.table)
+            own = sequence.table[sequence.computed // size :]
+            assert all(held[block] == 1 for block in own), "a block that will be written is shared"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.bench.finish()
+        self.blocks_are_accounted_for()
+        pool = self.bench.core.scheduler.pool
+        assert pool.available == pool.blocks
+        for arrival in self.bench.requests:
+            self.bench.check(arrival)
+        broken = self.bench.model.fail_launching | self.bench.model.fail_reading
+        assert broken or "error" not in self.bench.reasons.values()
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(max_examples=60, stateful_step_count=25)
+
+
+def test_a_long_prompt_does_not_stall_the_others() -> None:
+    bench = Bench(ToyModel(blocks=40, context_length=100, max_tokens=16))
+    first = bench.submit(greedy(1, new=60))
+    bench.core.advance()
+    long = bench.submit(greedy(*range(20), *range(20), *range(20), new=1))
+    steps = 0
+    while long not in bench.reasons:
+        before = len(bench.tokens[first])
+        bench.core.advance()
+        steps += 1
+        assert len(bench.tokens[first]) == before + 1
+    assert steps == 4  # 60 tokens of prompt, 15 in each step
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_before_it() -> None:
+    bench = Bench(ToyModel(blocks=80, context_length=240, max_tokens=16))
+    long = bench.submit(greedy(*(index * 7 % VOCAB for index in range(200)), new=1))
+    bench.core.advance()
+    short = bench.submit(greedy(1, 2, 3, new=1))
+    bench.core.advance()
+    assert short in bench.reasons and long not in bench.reasons
+    bench.finish()
+    assert bench.model.steps == 13  # all steps but the last are full
+
+
+def test_half_of_a_step_goes_to_the_earliest_prompt() -> None:
+    bench = Bench(ToyModel(blocks=100, context_length=240, max_tokens=16))
+    long = bench.submit(greedy(*(index * 7 % VOCAB for index in range(96)), new=1))
+    steps = 0
+    while long not in bench.reasons:
+        bench.submit(greedy(*(index * (5 + steps) % VOCAB for index in range(15)), new=1, tenant=str(steps)))
+        bench.core.advance()
+        steps += 1
+    assert steps <= 12
+
+
+def test_pieces_of_prompts_are_as_long_as_the_pace_allows() -> None:
+    pace = Pace()
+    assert pace.tokens() == FIRST_TOKENS
+    for seconds in (0.010, 5.0, 0.010, 0.010):  # once a program was compiled
+        pace.learn(8, 0, seconds)
+        pace.learn(8, 100, seconds + 0.002)
+    assert pace.tokens() == round((SLOWER - 1) * 0.010 / 0.00002)
+    pace.learn(0, 512, 9.0)  # nobody waited for a token
+    assert pace.tokens() == round((SLOWER - 1) * 0.010 / 0.00002)
+    for _ in range(9):
+        pace.learn(8, 16, 1.0)
+    assert pace.tokens() == LEAST_TOKENS
+
+
+def test_a_prompt_with_a_known_beginning_is_computed_from_there() -> None:
+    bench = Bench(ToyModel())
+    bench.submit(greedy(*range(14), new=1))
+    bench.finish()
+    computed = bench.model.computed
+    bench.submit(greedy(*range(10), 20, 21, new=1))
+    bench.finish()
+    assert bench.model.computed - computed == 4  # two blocks of four are shared
+    assert bench.core.stats().cached_tokens == 8
+
+
+def test_a_prompt_that_is_cached_as_a_whole_costs_one_token_and_a_copied_block() -> None:
+    bench = Bench(ToyModel())
+    first = bench.submit(greedy(*range(8), new=6))
+    bench.finish()
+    computed = bench.model.computed
+    again = bench.submit(greedy(*range(8), new=1))
+    bench.finish()
+    assert bench.model.computed - computed == 1
+    assert bench.tokens[again] == bench.tokens[first][:1]
+
+
+def test_prompts_that_arrive_together_share_what_the_first_computes() -> None:
+    bench = Bench(ToyModel(blocks=40, max_tokens=12, context_length=40))
+    for index in range(6):
+        bench.submit(greedy(*range(12), index, new=1))
+    bench.finish()
+    assert bench.model.computed < 2 * 13 + 6
+
+
+def test_a_tenant_shares_nothing_with_another() -> None:
+    bench = Bench(ToyModel())
+    for tenant in ("ann", "bob"):
+        bench.submit(greedy(*range(13), new=1, tenant=tenant))
+        bench.finish()
+    assert bench.core.stats().cached_tokens == 0
+
+
+def test_one_tenant_with_many_requests_does_not_keep_out_another() -> None:
+    bench = Bench(ToyModel(max_sequences=2, blocks=40))
+    for _ in range(10):
+        bench.submit(greedy(1, 2, new=8, tenant="many"))
+    other = bench.submit(greedy(3, new=8, tenant="one"))
+    while other not in bench.reasons:
+        bench.core.advance()
+    assert len(bench.reasons) <= 4
+
+
+def test_the_latest_request_gives_way_and_says_the_same_in_the_end() -> None:
+    bench = Bench(ToyModel(blocks=8, block_size=2, context_length=16))
+    arrivals = [bench.submit(greedy(index, index + 1, new=12)) for index in (10, 13, 17)]
+    bench.finish()
+    assert bench.core.stats().preemptions > 0
+    for arrival in arrivals:
+        bench.check(arrival)
+    assert list(bench.reasons) == arrivals  # the earliest ends first
+
+
+def test_logits_that_are_not_finite_end_only_their_request() -> None:
+    model = ToyModel()
+    model.not_finite = {23}
+    bench = Bench(model)
+    bad, good = bench.submit(greedy(1, 2, 3, 4, 23, new=3)), bench.submit(greedy(1, new=2))
+    bench.finish()
+    assert bench.reasons == {bad: "error", good: "length"} and "not finite" in str(bench.errors[bad])
+    assert bench.core.scheduler.pool.cached == 0  # nobody takes up what may be wrong
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_that_fails_ends_its_requests_and_the_others_go_on(runs_ahead: bool) -> None:
+    bench = Bench(ToyModel(max_sequences=2, runs_ahead=runs_ahead))
+    bench.model.fail_reading.add(3)
+    arrivals = [bench.submit(greedy(index, new=8)) for index in range(4)]
+    bench.finish()
+    assert [bench.reasons[arrival] == "error" for arrival in arrivals] == [True, True, False, False]
+    for arrival in arrivals:
+        bench.check(arrival)
+    assert bench.errors[arrivals[0]] == "the toy has failed while running"
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "lookup": PromptLookup,
+    "model": lambda: ModelDrafter(ToyModel(blocks=60, context_length=64, max_tokens=24)),
+    "model that runs ahead": lambda: ModelDrafter(
+        ToyModel(blocks=60, context_length=64, max_tokens=24, runs_ahead=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+def test_drafts_take_fewer_steps_and_change_no_token(make: Callable[[], Drafter], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    asked = [
+        Request(tuple(rng.integers(0, VOCAB, 5).tolist()), 30, SamplingSettings(temperature, seed=index))
+        for index, temperature in enumerate([0.0, 0.0, 0.3, 0.3])
+    ]
+    steps = []
+    for drafter in (None, make()):
+        bench = Bench(ToyModel(blocks=60, context_length=64, max_tokens=40), drafter=drafter)
+        for request in asked:
+            bench.submit(request)
+        bench.finish()
+        for arrival in bench.requests:
+            bench.check(arrival)
+        steps.append(bench.model.steps)
+    assert steps[1] < steps[0] / 2 if isinstance(drafter, ModelDrafter) else steps[1] <= steps[0]
+
+
+def test_a_draft_model_that_equals_the_large_one_is_always_right() -> None:
+    drafter = ModelDrafter(ToyModel(blocks=60, context_length=64, max_tokens=8))
+    bench = Bench(ToyModel(blocks=60, context_length=64, max_tokens=40), drafter=drafter)
+    for temperature in (0.0, 1.0):
+        bench.submit(Request((1, 2, 3) * 6, 40, SamplingSettings(temperature, seed=1)))
+    bench.finish()
+    stats = bench.core.stats()
+    stopped = sum(reason == "stop" for reason in bench.reasons.values())  # whose last draft said more
+    assert stats.drafted_tokens - MAX_DRAFT * stopped <= stats.accepted_tokens > 20
+    assert drafter._pool.available == 60 and not drafter._drafted
+
+
+def test_a_draft_model_that_fails_only_ends_the_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    small = ToyModel(blocks=60, context_length=64)
+    small.fail_launching.add(2)
+    bench = Bench(ToyModel(blocks=60, context_length=64), drafter=ModelDrafter(small))
+    arrival = bench.submit(greedy(1, 2, new=30))
+    bench.finish()
+    bench.check(arrival)
+    assert small.steps == 2 and "the draft model has failed" in caplog.text
+
+
+def test_drafting_pauses_longer_each_time_that_it_fails() -> None:
+    control, tokens, drafted = DraftControl(), 0, []
+    while tokens < 2000:
+        if length := control.length(tokens):
+            drafted.append(tokens)
+            control.learn(length, 0, tokens + 1)
+        tokens += 1
+    pauses = np.diff([place for place in drafted if place - 1 not in drafted])
+    assert len(drafted) < 40 and (np.diff(pauses) >= 0).all() and pauses[-1] > 500
+
+
+def test_drafts_grow_while_they_are_right() -> None:
+    control, lengths = DraftControl(), []
+    for tokens in range(4):
+        lengths.append(control.length(tokens))
+        control.learn(lengths[-1], lengths[-1], tokens)
+    assert lengths == [2, 4, 7, 7]
+
+
+def test_prompt_lookup_continues_what_came_before() -> None:
+    request = greedy(1, 2, 3, 4, 5, 9, 1, 2, 3)
+    sequence = Sequence(
+        Handle(request, lambda: None), 0, list(request.prompt), 40, STOPS, None, TextOutput(None), None, 0.0
+    )
+    lookup = PromptLookup()
+    assert lookup.drafts({sequence: 2}) == {sequence: [4, 5]}
+    sequence.tokens += [7, 8, 7, 8, 7]
+    assert lookup.drafts({sequence: 5}) == {sequence: [8, 7, 8, 7, 8]}
+    sequence.tokens += [11]
+    assert lookup.drafts({sequence: 5}) == {}
+
+
+def test_the_least_recently_released_block_leaves_the_cache_first_and_successors_before_it() -> None:
+    pool = BlockPool(3)
+    first = tenant_digest("ann")
+    digests = [first := next_digest(first, [token]) for token in range(3)]
+    blocks = [pool.allocate() for _ in digests]
+    assert None not in blocks and pool.allocate() is None
+    table = [block for block in blocks if block is not None]
+    for block, digest in zip(table, digests, strict=True):
+        pool.register(block, digest)
+    pool.release(table)
+    assert pool.cached == 3
+    assert pool.allocate() == table[2]
+    assert pool.find(digests[2]) is None and pool.find(digests[0]) == table[0]
+    assert pool.allocate() == table[1] and pool.allocate() is None
