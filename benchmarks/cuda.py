@@ -1,7 +1,8 @@
 """The CUDA device against PyTorch eager and `torch.compile` on one GPU: Qwen2.5-1.5B decode and prefill, ResNets.
 
 Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`; decode with weights
-in few bits with `--only quantized-decode,large-quantized-decode`.
+in few bits with `--only quantized-decode,large-quantized-decode`, prefill with activations in 8 bits too with
+`rounded-prefill`, vision models in 8 bits with `quantized-vision`.
 
     python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]
     python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md --chart docs/cuda.svg
@@ -34,7 +35,8 @@ TASKS = ("decode", "prefill", "resnet18", "resnet50", "start")
 LARGE_DECODE = "large-decode"
 QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE = "quantized-decode", "large-quantized-decode"
 QUANTIZATIONS = ("int4", "int8", "fp8")
-EXTRA_TASKS = (LARGE_DECODE, QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE)
+QUANTIZED_VISION, ROUNDED_PREFILL = "quantized-vision", "rounded-prefill"
+EXTRA_TASKS = (LARGE_DECODE, QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE, QUANTIZED_VISION, ROUNDED_PREFILL)
 
 
 def machine(ceilings: Ceilings) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def measurements(
     only: set[str], quick: bool, ceilings: Ceilings, budget: Budget
 ) -> Iterator[Iterator[Figure | Account]]:
     """The measurements to make, one iterator of results per compiled graph."""
-    from benchmarks import cuda_llm, cuda_quantized, cuda_vision
+    from benchmarks import cuda_integers, cuda_llm, cuda_quantized, cuda_rounded, cuda_vision
     from benchmarks.dispatches import qwen
 
     if LARGE_DECODE in only:
@@ -71,6 +73,8 @@ def measurements(
             few = cuda_quantized.QuantizedModels(name, config, quantization, seed=0)
             yield cuda_llm.measure_decode(task, few, 2048, cuda_llm.FEW_POSITIONS[2048], ceilings, budget)
             del few
+    if ROUNDED_PREFILL in only:
+        yield cuda_rounded.measure_rounded_prefill(ROUNDED_PREFILL, cuda_llm.MODEL, qwen(), 2048, ceilings, budget)
     if only & {"decode", "prefill"}:
         models = cuda_llm.Models(cuda_llm.MODEL, qwen(), seed=0)
         if "decode" in only:
@@ -82,6 +86,9 @@ def measurements(
     for task in sorted(only & cuda_vision.MODELS.keys()):
         for batch in cuda_vision.BATCHES:
             yield cuda_vision.measure_resnet(task, batch, ceilings, budget)
+    for name, batches in cuda_integers.BATCHES.items() if QUANTIZED_VISION in only else ():
+        for batch in batches:
+            yield cuda_integers.measure_integers(name, batch, ceilings, budget)
 
 
 def line(entry: Figure | Account) -> str:

@@ -141,6 +141,11 @@ class Models:
         wide = {name: self.state[name].float() for name in self.state}
         return StaticLanguageModel(self.checkpoint.config, wide)
 
+    @property
+    def other_peers(self) -> Mapping[str, StaticLanguageModel]:
+        """Contender → another module to compile: the same model with weights as another library stores them."""
+        return {}
+
     def program(self, tokens: int, cache_length: int) -> npu_compiler.CompiledProgram:
         ir = extract_graph(self.checkpoint, tokens, cache_length)
         return npu_compiler.compile(ir, self.backend.target, compute_dtype="bfloat16")
@@ -170,12 +175,12 @@ class Models:
 
     @torch.no_grad()
     def fill_caches(self) -> None:
-        """Fill the caches of our program, the peer and the reference with the same random keys and values."""
+        """Fill the caches of our program, the peers and the reference with the same random keys and values."""
         for name, buffer in self.caches.items():
             letter, layer = name.split("_")
             values = torch.randn(buffer.shape, device="cuda", dtype=torch.bfloat16, generator=self.generator)
             from_dlpack(buffer).copy_(values)
-            for model in (self.peer, self.reference):
+            for model in (self.peer, self.reference, *self.other_peers.values()):
                 getattr(model.layers[int(layer)], letter).copy_(values)
         torch.cuda.synchronize()
 
@@ -222,7 +227,7 @@ def measure_prefill(models: Models, tokens: int, ceilings: Ceilings, budget: Bud
     peers.set(ids, 0)
     errors = agreement({OURS: step.logits(), **peers.logits()}, peers.reference_logits())
     results = time_in_turn({OURS: Contender(step.run, models.backend.timed), **peers.contenders()}, budget.rounds)
-    flops, case = _prefill_flops(models, tokens), {"tokens": tokens, "cache": cache_length}
+    flops, case = prefill_flops(models, tokens), {"tokens": tokens, "cache": cache_length}
     by_memory, by_matrices = models.weight_bytes / ceilings.bandwidth, flops / ceilings.matrix_rate
     says = f"{models.weight_bytes / 1e9:.2f} GB of weights" if by_memory > by_matrices else f"{flops / 1e12:.2f} TFLOP"
     steady, floor = steady_run(models.backend, step.program, step.run), 1000 * max(by_memory, by_matrices)
@@ -236,7 +241,7 @@ def _cache_row_bytes(models: Models) -> int:
     return 2 * BYTES * int(config.num_hidden_layers) * int(np.prod(kv_shape(config, 1)))
 
 
-def _prefill_flops(models: Models, tokens: int) -> float:
+def prefill_flops(models: Models, tokens: int) -> float:
     """FLOP of all matrix products: the layers for every token, the LM head for one, and causal attention."""
     config, state = models.checkpoint.config, models.checkpoint.state
     head = config.vocab_size * config.hidden_size
@@ -251,12 +256,14 @@ class _Peers:
     def __init__(self, models: Models, tokens: int, cache_length: int, attention: str, budget: Budget) -> None:
         torch._dynamo.reset()
         self._eager, self._reference = models.peer, models.reference
-        for model in (models.peer, models.reference):
+        self._compiled: dict[str, Callable[..., Tensor]] = {}
+        others = models.other_peers
+        for model in (models.peer, models.reference, *others.values()):
             model.prepare(cache_length, ATTENTION[attention])
         self._ids, self._positions = models.random_ids(tokens), torch.arange(tokens, device="cuda")
-        self._compiled: Callable[..., Tensor] | None = None
-        if budget.may_compile():
-            self._compiled = compiled(models.peer, [self._ids, self._positions], "reduce-overhead")
+        for name, model in {**others, COMPILED: models.peer}.items():
+            if budget.may_compile():
+                self._compiled[name] = compiled(model, [self._ids, self._positions], "reduce-overhead")
 
     def set(self, ids: Tensor, position: int) -> None:
         self._ids = ids
@@ -269,8 +276,8 @@ class _Peers:
         return {name: step().clone() for name, step in self._steps().items()}
 
     def _steps(self) -> dict[str, Callable[[], Tensor]]:
-        models = {EAGER: self._eager, COMPILED: self._compiled}
-        return {name: self._step(model) for name, model in models.items() if model is not None}
+        models: dict[str, Callable[..., Tensor]] = {EAGER: self._eager, **self._compiled}
+        return {name: self._step(model) for name, model in models.items()}
 
     def reference_logits(self) -> Tensor:
         return self._step(self._reference)()

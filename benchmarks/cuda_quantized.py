@@ -1,8 +1,13 @@
-"""Language models with random weights in few bits on the CUDA device, and PyTorch with the dequantized weights."""
+"""Language models with random weights in few bits on the CUDA device, and PyTorch with the dequantized weights.
+
+Where torchao is installed, it quantizes these again, in the same bits, and runs under `torch.compile` too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +16,8 @@ from torch import Tensor
 
 import npu_compiler
 from benchmarks.cuda_llm import Models
+from benchmarks.figures import TORCHAO
+from benchmarks.peers import StaticLanguageModel, quantized_by_torchao
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_sim.llm import extract_graph
@@ -67,6 +74,15 @@ class QuantizedModels(Models):
         formats = {leaf.params["key"]: leaf.format for leaf in leaves if leaf.op == "quantized"}
         self.stored = {key: self._random(tuple(self.state[key].shape), format) for key, format in formats.items()}
         self._dequantize()
+
+    @cached_property
+    def other_peers(self) -> Mapping[str, StaticLanguageModel]:
+        if find_spec("torchao") is None:
+            return {}
+        heads = {stored.format.codes for key, stored in self.stored.items() if key in _TIED}
+        names = {"int4": "int4", "int8": "int8", "float8_e4m3": "fp8"}
+        model = StaticLanguageModel(self.checkpoint.config, self.state)
+        return {TORCHAO: quantized_by_torchao(model, self.quantization, names[heads.pop()])}
 
     def program(self, tokens: int, cache_length: int) -> CompiledProgram:
         ir = extract_graph(self.checkpoint, tokens, cache_length)

@@ -66,14 +66,14 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
     modes = {mode: ms.pop(mode) for mode in MODES if mode in ms}
     if modes:
         ms[COMPILED] = min(modes.values())
-    floor, says = _floor(program, ceilings)
+    seconds, says = floor(program, ceilings)
     title = name.replace("resnet", "ResNet-")
     yield Figure(
         "vision",
         title,
         {"batch": batch},
         ms,
-        1000 * floor,
+        1000 * seconds,
         says,
         steady_run(backend, program, run),
         errors,
@@ -82,7 +82,7 @@ def measure_resnet(name: str, batch: int, ceilings: Ceilings, budget: Budget) ->
     yield Account("vision", title, {"batch": batch}, ms[OURS], account(run))
 
 
-def _floor(program: CompiledProgram, ceilings: Ceilings) -> tuple[float, str]:
+def floor(program: CompiledProgram, ceilings: Ceilings) -> tuple[float, str]:
     """A lower bound in seconds and its derivation: all FLOP, or reading and writing weights, images and logits once."""
     plan = program.plan
     flops = sum(call.flops for call in plan.calls)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-OURS, EAGER, COMPILED = "npu-sim", "PyTorch eager", "torch.compile"
+OURS, EAGER, COMPILED, TORCHAO = "npu-sim", "PyTorch eager", "torch.compile", "torchao, torch.compile"
 Key = tuple[str | int, ...]
 
 
@@ -21,7 +21,7 @@ class Figure:
     """The time of a step for every contender, and its lower bound.
 
     Attributes:
-        task: `decode`, `large-decode`, `prefill` or `vision`.
+        task: `decode`, `large-decode`, `quantized-decode`, `prefill` or `vision`.
         case: The parameters: cache length and position, prompt tokens, or batch size.
         ms: Contender → median milliseconds per step.
         floor_ms: The lower bound that the machine's bandwidth or matrix rate sets; `floor` says how it is derived.

@@ -87,8 +87,8 @@ ATTENTION: dict[str, Attend] = {"grouped": attend_grouped, "expanded": attend_ex
 class StaticLanguageModel(nn.Module):
     """A Llama-like model written for `torch.compile`: fused QKV and gate+up projections, SDPA, a static KV cache.
 
-    forward: ids [1, T], positions [T] → float32 logits [vocab] of the last token; the cache, which `prepare` makes,
-    is updated in place.
+    forward: ids [B, T], positions [T] → float32 logits [vocab] of the last token, or [B, vocab]; the cache, which
+    `prepare` makes, is updated in place. All sequences of a batch are at the same positions.
 
     Args:
         config: The transformers config.
@@ -114,17 +114,17 @@ class StaticLanguageModel(nn.Module):
         self.register_buffer("inv_freq", state["model.rotary_emb.inv_freq"].to(table.device, torch.float32))
         self.layers: Any = nn.ModuleList(_layer(state, f"model.layers.{i}.") for i in range(config.num_hidden_layers))
 
-    def prepare(self, cache_length: int, attend: Attend) -> None:
+    def prepare(self, cache_length: int, attend: Attend, batch: int = 1) -> None:
         """Allocate a new cache and set the attention function.
 
         Args:
             cache_length: S, in tokens.
-            attend: q [1, heads, T, D], k and v [1, KV heads, S, D], mask [1, 1, T, S] → [1, heads, T, D].
+            attend: q [B, heads, T, D], k and v [B, KV heads, S, D], mask [1, 1, T, S] → [B, heads, T, D].
         """
         self.attend = attend
         for layer in self.layers:
             for name in "kv":
-                shape = (1, self.kv_heads, cache_length, self.head_dim)
+                shape = (batch, self.kv_heads, cache_length, self.head_dim)
                 layer.register_buffer(name, self.embedding.new_zeros(shape))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -137,13 +137,13 @@ class StaticLanguageModel(nn.Module):
             x = x + self._attention(layer, self._normed(x, layer.norm_in), positions, rotation, mask)
             gate, up = F.linear(self._normed(x, layer.norm_mid), layer.gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, layer.down)
-        return F.linear(self._normed(x[0, -1], self.norm), self.lm_head).float()
+        return F.linear(self._normed(x[:, -1], self.norm), self.lm_head).float().squeeze(0)
 
     def _attention(
         self, layer: Any, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
         heads = [self.heads, self.kv_heads, self.kv_heads]
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(1, x.shape[1], sum(heads), self.head_dim).transpose(1, 2)
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(*x.shape[:2], sum(heads), self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(heads, dim=1)
         if layer.q_norm is not None:
             q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
@@ -156,6 +156,33 @@ class StaticLanguageModel(nn.Module):
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def quantized_by_torchao(model: StaticLanguageModel, weights: str, head: str) -> StaticLanguageModel:
+    """The model with the weights of its products in few bits, in torchao's own layouts; changes it.
+
+    Args:
+        weights, head: The formats of the layers' products and of the LM head: `int4`, `int8` or `fp8`.
+    """
+    from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
+    configs = {
+        "int4": Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"),
+        "int8": Int8WeightOnlyConfig(),
+        "fp8": Float8WeightOnlyConfig(),
+    }
+
+    def quantized(weight: Tensor, format: str) -> nn.Parameter:
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        quantize_(linear, configs[format])
+        return linear.weight
+
+    for layer in model.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            setattr(layer, name, quantized(getattr(layer, name), weights))
+    setattr(model, "lm_head", quantized(model.lm_head, head))  # noqa: B010 - a parameter takes the place of a buffer
+    return model
 
 
 def _layer(state: Mapping[str, Tensor], prefix: str) -> nn.Module:

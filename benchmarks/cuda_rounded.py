@@ -1,0 +1,98 @@
+"""Prefill with weights and activations in 8 bits on the CUDA device, beside bfloat16 and torchao's float8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cuda_llm import SHORTEST_CACHE, Models, prefill_flops
+from benchmarks.cuda_quantized import QuantizedModels
+from benchmarks.figures import COMPILED, OURS, Account, Figure
+from benchmarks.gpu_timing import (
+    Budget,
+    Ceilings,
+    Contender,
+    account,
+    medians,
+    steady_run,
+    time_in_turn,
+    torch_contender,
+)
+from benchmarks.peers import ATTENTION, StaticLanguageModel, compiled
+
+_ATTENTION = ATTENTION["prompt"]  # the fastest of them for prompts
+_BYTE_RATE = 2  # products of bytes per product of bfloat16, on tensor cores
+
+
+def measure_rounded_prefill(
+    task: str, name: str, config: Any, tokens: int, ceilings: Ceilings, budget: Budget
+) -> Iterator[Figure | Account]:
+    """Prefill of `tokens` tokens in fp8, int8 and bfloat16 by us; bfloat16 and torchao's float8 by `torch.compile`.
+
+    Errors are those of the last token's logits against PyTorch in float32 with the same dequantized weights, so they
+    include the rounding of activations.
+    """
+    cache_length = max(tokens, SHORTEST_CACHE)
+    contenders, errors = {}, {}
+    rounded = {OURS: "fp8+fp8", f"{OURS} int8": "int8+int8"}
+    models: dict[str, Models] = {x: QuantizedModels(name, config, kind, seed=0) for x, kind in rounded.items()}
+    models[f"{OURS} bfloat16"] = Models(name, config, seed=0)
+    steps = {}
+    for contender, each in models.items():
+        step = steps[contender] = each.step(tokens, cache_length)
+        ids, positions = each.random_ids(tokens), torch.arange(tokens, device="cuda")
+        step.set(ids, 0)
+        errors[contender] = _error(step.logits(), each, ids, positions, cache_length)
+        contenders[contender] = Contender(step.run, each.backend.timed)
+    first, last = models[OURS], models[f"{OURS} bfloat16"]
+    for contender, each, prepare in ((COMPILED, last, None), (f"{COMPILED}, torchao float8", first, round_layers)):
+        if budget.may_compile():
+            torch._dynamo.reset()
+            each.peer.prepare(cache_length, _ATTENTION)
+            if prepare is not None:
+                prepare(each.peer)
+            ids, positions = each.random_ids(tokens), torch.arange(tokens, device="cuda")
+            run = _calling(compiled(each.peer, [ids, positions], "reduce-overhead"), ids, positions)
+            errors[contender] = _error(run(), each, ids, positions, cache_length)
+            contenders[contender] = torch_contender(run)
+    results = medians(time_in_turn(contenders, budget.rounds))
+    flops, by_memory = prefill_flops(first, tokens), first.weight_bytes / ceilings.bandwidth
+    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens * (tokens + 1)
+    by_matrices = ((flops - attention) / _BYTE_RATE + attention) / ceilings.matrix_rate
+    says = f"{flops / 1e12:.2f} TFLOP, of layers at {_BYTE_RATE} × the rate of bfloat16"
+    case, model = {"tokens": tokens, "cache": cache_length}, first.checkpoint.name
+    steady = steady_run(first.backend, steps[OURS].program, steps[OURS].run)
+    yield Figure(task, model, case, results, 1000 * max(by_memory, by_matrices), says, steady, errors)
+    yield Account(task, model, case, results[OURS], account(steps[OURS].run))
+
+
+def round_layers(model: StaticLanguageModel) -> None:
+    """Have the linear layers multiply float8 by float8 with scales by row, as torchao's `quantize_` does."""
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+    for layer in model.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            weight = getattr(layer, name)
+            holder = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            holder.weight = nn.Parameter(weight, requires_grad=False)
+            quantize_(holder, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+            layer.register_buffer(name, holder.weight.data)
+
+
+def _calling(model: Callable[..., Tensor], ids: Tensor, positions: Tensor) -> Callable[[], Tensor]:
+    @torch.no_grad()
+    def run() -> Tensor:
+        return model(ids, positions)
+
+    return run
+
+
+@torch.no_grad()
+def _error(logits: Tensor, models: Models, ids: Tensor, positions: Tensor, cache_length: int) -> float:
+    """‖logits - reference‖ / ‖reference‖."""
+    models.reference.prepare(cache_length, _ATTENTION)
+    reference: Tensor = models.reference(ids, positions)
+    return float((logits.reshape(-1) - reference).norm() / reference.norm())
