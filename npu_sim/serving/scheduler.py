@@ -152,7 +152,8 @@ class Scheduler:
             step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
 
     def _drafts(self, ready: list[Sequence]) -> dict[Sequence, list[int]]:
-        """A draft for sequences that want one, no longer than what they may still say before their last token."""
+        """A draft for sequences that want one, no longer than what they may still say before their last token.
+        Drafts take only outputs of the step that neither running nor waiting sequences need."""
         if self._drafter is None:
             return {}
         wanted = {}
@@ -163,7 +164,7 @@ class Scheduler:
                 if length > 0:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
-        spare = min(self._max_outputs, self._max_tokens) - len(self.running)
+        spare = min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
         for sequence, draft in (self._drafter.drafts(wanted) if wanted else {}).items():
             own = sequence.computed + 1
             draft = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]

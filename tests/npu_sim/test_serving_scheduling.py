@@ -106,6 +106,7 @@ class Serving(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 3, 4]),
         max_tokens=st.integers(2, 24),
         sequences=st.integers(1, 6),
+        outputs=st.none() | st.integers(1, 8),
         prefill=st.none() | st.integers(1, 8),
         runs_ahead=st.booleans(),
         draft=st.sampled_from(["", "lookup", "model", "ahead"]),
@@ -116,12 +117,13 @@ class Serving(RuleBasedStateMachine):
         block_size: int,
         max_tokens: int,
         sequences: int,
+        outputs: int | None,
         prefill: int | None,
         runs_ahead: bool,
         draft: str,
     ) -> None:
         blocks = max(blocks, -(-24 // block_size))
-        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead)
+        model = ToyModel(blocks, block_size, 40, max_tokens, sequences, runs_ahead, outputs)
         small = ToyModel(blocks + 3, 2, 30, max_tokens, sequences, draft == "ahead")
         drafter = {"": None, "lookup": PromptLookup()}.get(draft, ModelDrafter(small))
         self.bench = Bench(model, prefill, drafter)

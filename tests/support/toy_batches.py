@@ -75,10 +75,11 @@ class ToyModel:
         max_tokens: int = 16,
         max_sequences: int = 8,
         runs_ahead: bool = False,
+        max_outputs: int | None = None,
     ) -> None:
         self.blocks, self.block_size, self.context_length = blocks, block_size, context_length
         self.vocab_size, self.runs_ahead = VOCAB, runs_ahead
-        self.max_tokens, self.max_outputs, self.max_sequences = max_tokens, max_tokens, max_sequences
+        self.max_tokens, self.max_outputs, self.max_sequences = max_tokens, max_outputs or max_tokens, max_sequences
         self.steps = 0
         self.computed = 0
         self.fail_launching: set[int] = set()
