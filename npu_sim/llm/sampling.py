@@ -19,6 +19,8 @@ Sampler = Callable[[Logits], int]
 # 2e-22, below the rounding error of the sum. They are most of a large vocabulary, and sorting them would take longer
 # than a step of the model.
 _NEGLIGIBLE = 50.0
+_FLOAT32 = np.finfo(np.float32)
+_LARGEST_TOP_K = 1 << 24  # integers up to here are exact in float32
 _FIRST_SORTED = 64  # `draw` first sorts this many tokens, which nearly always include the sampled one
 NOT_FINITE = "the model's logits are not finite; try another compute dtype, such as --dtype float32"
 
@@ -42,9 +44,11 @@ class Drawing:
     def __init__(self, temperature: float, top_k: int | None, top_p: float | None, seed: int | None) -> None:
         self._temperature, self._top_k, self._top_p = temperature, top_k, top_p
         self._rng = np.random.default_rng(seed)
-        # An infinite top_k keeps the whole vocabulary; a top_p of 1 keeps all tokens that change the float32 sum.
-        values = (temperature, np.inf if top_k is None else top_k, 1.0 if top_p is None else top_p)
-        self.settings = np.array(values, np.float32)
+        # An infinite top_k keeps the whole vocabulary; a top_p of 1 keeps all tokens that change the float32 sum. What
+        # float32 would round to 0 or infinity is kept within its range.
+        kept = np.inf if top_k is None else min(top_k, _LARGEST_TOP_K)
+        share = 1.0 if top_p is None else max(top_p, float(_FLOAT32.tiny))
+        self.settings = np.array((np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max), kept, share), np.float32)
 
     def __call__(self, logits: Logits) -> int:
         weights = probabilities(logits, self._temperature, top_k=self._top_k, top_p=self._top_p)
@@ -71,9 +75,11 @@ def make_sampler(
         seed: Of the generator. Default: a random one.
 
     Raises:
-        InputError: temperature is negative or not finite, top_k is below 1, or top_p is outside (0, 1].
+        InputError: temperature is negative or not finite, top_k is below 1, top_p is outside (0, 1], or seed is negative.
     """
     _check(temperature, top_k, top_p)
+    if seed is not None and seed < 0:
+        raise InputError(f"seed must be at least 0, not {seed}")
     return greedy if temperature == 0 else Drawing(temperature, top_k, top_p, seed)
 
 
@@ -92,9 +98,10 @@ def probabilities(
     _check(temperature, top_k, top_p)
     if temperature == 0:
         raise InputError("temperature 0 means greedy decoding, which has no probabilities; use greedy()")
-    kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
-    scores = logits[kept].astype(np.float64) / temperature
-    weights = np.exp(scores - scores.max())
+    with np.errstate(over="ignore"):  # an extreme temperature leaves the most probable token, or all of them
+        kept = np.flatnonzero(_finite(logits) >= logits.max() - np.float32(_NEGLIGIBLE * temperature))
+        scores = (logits[kept].astype(np.float64) - float(logits.max())) / temperature
+    weights = np.exp(scores)
     order = np.arange(len(kept)) if top_k is None else _most_probable(scores, top_k)
     if top_p is not None:
         order = order[np.argsort(-scores[order], kind="stable")]

@@ -79,7 +79,7 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.reads_logits = request.logprobs is not None or request.token_filter is not None
         sampling = request.sampling
-        sampler = make_sampler(sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=0)
+        sampler = make_sampler(sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed)
         if isinstance(sampler, Drawing):
             temperature, top_k, top_p = sampler.settings.tolist()
             self.settings = (temperature, top_k, top_p)

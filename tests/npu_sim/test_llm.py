@@ -577,11 +577,34 @@ def test_sampling_keeps_what_sorting_everything_would_keep(
         {"temperature": float("nan")},
         {"temperature": 1, "top_k": 0},
         {"temperature": 1, "top_p": 0},
+        {"temperature": 1, "seed": -1},
     ],
 )
 def test_sampling_refuses_senseless_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         make_sampler(**settings)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 1e-320},
+        {"temperature": 1e300},
+        {"temperature": 1, "top_k": 10**400},
+        {"temperature": 1, "top_p": 1e-320},
+        {"temperature": 1, "top_p": 1 - 1e-15},
+    ],
+)
+def test_extreme_settings_are_valid_in_float32_too(rng: np.random.Generator, settings: dict[str, Any]) -> None:
+    sampler = make_sampler(**settings, seed=1)
+    assert isinstance(sampler, Drawing)
+    temperature, top_k, top_p = sampler.settings.tolist()
+    assert 0 < temperature < np.inf and top_k >= 1 and 0 < top_p <= 1
+    logits = rng.standard_normal(300).astype(np.float32)
+    assert 0 <= sampler(logits) < 300
+    if min(temperature, top_p) < 1e-9:
+        assert sampler(logits) == greedy(logits)
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:

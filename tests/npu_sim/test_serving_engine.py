@@ -222,6 +222,7 @@ def test_a_full_queue_refuses_requests() -> None:
         (Request((-1,)), "token id -1 is outside"),
         (Request((1,), 0), "max_new_tokens must be at least 1, not 0"),
         (Request((1,), sampling=SamplingSettings(-1.0)), "temperature must be"),
+        (Request((1,), sampling=SamplingSettings(1.0, seed=-1)), "seed must be at least 0, not -1"),
         (Request((1,), logprobs=-1), "logprobs must be from 0"),
         (Request((1,), timeout=0), "timeout must be above 0"),
         (Request((1,), stop=("x",)), "stop strings need a tokenizer"),
