@@ -104,7 +104,7 @@ class Core:
 
     def end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
         """End a sequence that has not ended yet, and say so."""
-        if not sequence.ended:
+        if sequence.arrival in self.sequences:
             self._forget(sequence, reason)
             self._tell([News(sequence, [], [], reason, error)])
 

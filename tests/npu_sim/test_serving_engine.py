@@ -162,8 +162,13 @@ def test_an_engine_that_breaks_ends_all_requests(monkeypatch: pytest.MonkeyPatch
     model = Gate()
     engine = Engine(model)
     handle = engine.submit(Request((1,), 20))
+    wait_until(lambda: engine.stats().running == 1)
     monkeypatch.setattr(engine._core, "_learn", lambda *_: 1 / 0)
+    (sequence,) = engine._core.sequences.values()
+    engine._writer._stopped(sequence)  # a stop string was found meanwhile
+    late = engine.submit(Request((2,), 20))
     model.open.set()
+    assert late.result().finish_reason == "cancelled"
     end = handle.result()
     assert end.finish_reason == "error" and "the engine has failed: ZeroDivisionError" in str(end.error)
     assert engine.drain(30)
