@@ -159,7 +159,19 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **values: Any,
 ) -> list[int]:
-    """The token ids of a conversation up to where the assistant's reply begins.
+    """The token ids of a conversation up to where the assistant's reply begins; arguments and errors as in `chat_text`."""
+    text = chat_text(checkpoint, messages, tools, **values)
+    ids: list[int] = checkpoint.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def chat_text(
+    checkpoint: Checkpoint,
+    messages: str | Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **values: Any,
+) -> str:
+    """A conversation up to where the assistant's reply begins, as the chat template writes it, special tokens included.
 
     Args:
         messages: {"role", "content"} messages, or the text of a single user message.
@@ -175,11 +187,9 @@ def encode_chat(
     conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else [dict(m) for m in messages]
     try:
         options = {"add_generation_prompt": True, "tokenize": False, **({"tools": list(tools)} if tools else {})}
-        text = tokenizer.apply_chat_template(conversation, **{**values, **options})
+        return str(tokenizer.apply_chat_template(conversation, **{**values, **options}))
     except Exception as error:  # templates are code by the model's author and can raise anything
         raise InputError(f"the chat template of {checkpoint.name} rejects these messages: {error}") from error
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    return ids
 
 
 def chat(

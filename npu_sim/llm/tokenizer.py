@@ -114,8 +114,13 @@ class StoredTokenizer:
         return self._load()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        # Unlike `encode`, this lets other threads run meanwhile.
+        (found,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token → id."""
+        return dict(self._rust.get_vocab())
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import HERMES, LLAMA, Script, Served, served, text_checkpoint
+from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
 from npu_sim.serving.request import Request
@@ -72,7 +72,8 @@ def test_a_chat_is_answered(client: Any, server: Served, checkpoint: Checkpoint)
     assert checkpoint.tokenizer.decode(request.prompt) == "<|im|>user\nHi</s><|im|>assistant\n"
     assert reply.usage.prompt_tokens == len(request.prompt)
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
-    assert (request.max_new_tokens, request.sampling.temperature, request.tenant) == (None, 1.0, "")
+    room = CONTEXT - len(request.prompt)
+    assert (request.max_new_tokens, request.sampling.temperature, request.tenant) == (room, 1.0, "")
 
 
 def test_a_stream_is_the_whole_reply_in_pieces(client: Any) -> None:

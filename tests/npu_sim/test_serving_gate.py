@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Script, Served, served, text_checkpoint
+from fake_engine import CONTEXT, FakeEngine, Script, Served, served, text_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -28,9 +28,12 @@ from npu_sim.commands import serve
 from npu_sim.llm import Checkpoint
 from npu_sim.serving.engine import EngineClosedError
 from npu_sim.serving.http.body import parse_json
+from npu_sim.serving.http.chat import ChatWriter
 from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.keys import VARIABLE, read_keys
 from npu_sim.serving.http.limits import Admission, Limits
+from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
+from npu_sim.serving.http.text import ModelText
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -122,6 +125,7 @@ def is_closed(connection: socket.socket, seconds: float = 5.0) -> bool:
         (post(b'{"n": ' + b"9" * 5000 + b"}"), 400, "the body is not JSON: Exceeds the limit"),
         (post(b"[" * 50_000), 400, "nested more than 64 deep"),
         (post(b'{"a":' * 100 + b"1" + b"}" * 100), 400, "nested more than 64 deep"),
+        (post({str(key): key for key in range(1001)}), 400, "an object in the body has more than 1000 keys"),
         (post(rb'{"model": "\ud800"}'), 400, "half of a surrogate pair"),
         (head(10**12), 413, "the body is larger than 100000 bytes"),
         (head(2, kind="text/plain") + b"{}", 415, "the content type is 'text/plain'; send application/json"),
@@ -155,6 +159,40 @@ def test_any_bytes_are_json_or_an_error(body: bytes) -> None:
         assert error.status == 400
     else:
         assert json.loads(body) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": [True] * 200_000}, "prompt.0"),
+        (CompletionRequest, {"prompt": [[1, None]] * 200_000}, "prompt.0"),
+        (ChatRequest, {"messages": [0] * 200_000}, "messages.0"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [0] * 200_000}]}, "messages.0.content.0"),
+    ],
+)
+def test_an_array_that_is_wrong_everywhere_is_refused_at_once(kind: Any, body: dict[str, Any], param: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(APIError) as caught:
+        parse(kind, {"model": "tiny", **body})
+    assert str(caught.value.param).startswith(param) and time.process_time() - begun < 1
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelText, "longest_token", 10)
+    with served(checkpoint) as running:
+        monkeypatch.setattr(ModelText, "encode", lambda *_: pytest.fail("tokenized"))
+        monkeypatch.setattr(ModelText, "encode_chat", lambda *_: pytest.fail("tokenized"))
+        text = "x" * (10 * CONTEXT + 1)
+        completion = json.dumps({"model": "tiny", "prompt": text}).encode()
+        for request in (
+            post({"model": "tiny", "messages": [{"role": "user", "content": text}]}),
+            head(len(completion), "/v1/completions") + completion,
+        ):
+            status, _, body = ask(running, request)
+            assert status == 400 and body["error"]["code"] == "context_length_exceeded"
+            assert "characters, but the context of 2048 tokens holds 20480" in body["error"]["message"]
 
 
 # ---- keys
@@ -292,6 +330,16 @@ def test_prompts_and_replies_are_limited(checkpoint: Checkpoint) -> None:
         assert status == 400 and "at most 5 tokens, not 6" in body["error"]["message"]
         long = {**HELLO, "messages": [{"role": "user", "content": "xyz" * 30}]}
         assert "but this server takes 30" in ask(running, post(long))[2]["error"]["message"]
+        completion = json.dumps({"model": "tiny", "prompt": "Hi"}).encode()
+        assert ask(running, head(len(completion), "/v1/completions") + completion)[0] == 200
+        assert running.engine.requests[-1].max_new_tokens == 5  # less than the 16 of the API
+
+
+def test_more_replies_than_the_server_ever_handles_are_no_matter_of_waiting(checkpoint: Checkpoint) -> None:
+    with served(checkpoint, requests=3) as running:
+        assert ask(running, post({**HELLO, "n": 3}))[0] == 200
+        status, _, body = ask(running, post({**HELLO, "n": 4}))
+        assert status == 400 and "asks for 4 replies, but the server handles 3" in body["error"]["message"]
 
 
 # ---- time, and clients that misbehave
@@ -353,7 +401,7 @@ def test_a_reader_that_does_not_read_is_dropped(checkpoint: Checkpoint) -> None:
     flood = Script("the cat sat on the mat. " * 50, endless=True, delay=0.0)
     with served(checkpoint, flood, write_seconds=0.5) as running, closing(connect(running)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(post({**HELLO, "stream": True, "n": 4}))
+        connection.sendall(post({**HELLO, "stream": True, "n": 16, "logprobs": True, "top_logprobs": 20}))
         running.wait_until(
             lambda: running.metric('npu_sim_connections_dropped_total{reason="slow_reader"}') >= 1, seconds=60
         )
@@ -429,6 +477,22 @@ def test_a_fault_of_the_server_is_an_error_without_details(
         assert ask(running, post(HELLO))[0] == 200
 
 
+def test_a_reply_that_the_server_breaks_off_is_its_failure_and_not_the_clients(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ChatWriter, choice: int, update: Any) -> Any:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(ChatWriter, "chunks", fail)
+    with served(checkpoint) as running:
+        with closing(connect(running)) as connection:
+            connection.sendall(post({**HELLO, "stream": True}))
+            assert is_closed(connection)
+        failed = f'npu_sim_requests_total{{path="{CHAT}",status="500"}}'
+        running.wait_until(lambda: running.metric(failed) == 1)
+        assert running.engine.active == set() and running.application.gate.active == 0
+
+
 def test_a_request_that_takes_too_long_is_a_timeout(checkpoint: Checkpoint) -> None:
     late = Script("the cat", delay=0.1, error="the request took longer than its 0.05 seconds")
     with served(checkpoint, late, request_seconds=0.05) as running:
@@ -468,6 +532,20 @@ def test_a_drain_that_takes_too_long_ends_requests_with_an_error(checkpoint: Che
         while piece := connection.recv(65536):
             text += piece
         assert b"the server ended this request because it is stopping" in text and b"[DONE]" not in text
+
+
+def test_a_slow_reader_does_not_prolong_a_drain(checkpoint: Checkpoint) -> None:
+    flood = Script("the cat sat on the mat. " * 50, endless=True, delay=0.0)
+    with served(checkpoint, flood, drain_seconds=1.0) as running, closing(connect(running)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(post({**HELLO, "stream": True, "n": 16, "logprobs": True, "top_logprobs": 20}))
+        running.wait_until(lambda: bool(running.engine.active))
+        time.sleep(0.5)
+        running.engine.active.clear()  # the engine has ended; its output is not read
+        begun = time.monotonic()
+        running.stop()
+        running.wait_until(lambda: running.engine.closed, seconds=5)
+        assert time.monotonic() - begun < 4
 
 
 SIGNALLED = """

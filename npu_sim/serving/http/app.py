@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from npu_compiler.version import __version__
-from npu_sim.serving.http.body import read_json
+from npu_sim.serving.http.body import parse_json, read_body
 from npu_sim.serving.http.chat import ChatWriter, chat_requests
 from npu_sim.serving.http.completions import CompletionWriter, completion_requests
 from npu_sim.serving.http.errors import APIError
@@ -22,9 +22,10 @@ from npu_sim.serving.http.interface import EngineLike
 from npu_sim.serving.http.keys import APIKeys
 from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
-from npu_sim.serving.http.replies import reply
+from npu_sim.serving.http.replies import Writer, reply
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
 from npu_sim.serving.http.service import ServedModel, Service
+from npu_sim.serving.request import Request as EngineRequest
 
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'"
 _PAGE = {
@@ -72,25 +73,39 @@ def make_application(
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body(ChatRequest), response_model=None)
     async def chat(request: Request) -> Response:
-        body = parse(ChatRequest, await read_json(request, service.limits))
-        service.check_model(body.model)
-        tenant = request.state.call.key
-        requests = await service.in_thread(lambda: chat_requests(service, body, tenant))
-        writer = ChatWriter(service, body)
-        return await reply(
-            request, lambda: service.generate(requests), writer, stream=bool(body.stream), with_usage=body.with_usage
-        )
+        def prepare(data: Any, tenant: str) -> tuple[ChatRequest, list[EngineRequest], Writer]:
+            body = parse(ChatRequest, data)
+            service.check_model(body.model)
+            return body, chat_requests(service, body, tenant), ChatWriter(service, body)
+
+        return await _generate(request, service, prepare)
 
     @app.post("/v1/completions", openapi_extra=_body(CompletionRequest), response_model=None)
     async def complete(request: Request) -> Response:
-        body = parse(CompletionRequest, await read_json(request, service.limits))
-        service.check_model(body.model)
-        tenant = request.state.call.key
-        requests = await service.in_thread(lambda: completion_requests(service, body, tenant))
-        writer = CompletionWriter(service, body, requests)
-        return await reply(
-            request, lambda: service.generate(requests), writer, stream=bool(body.stream), with_usage=body.with_usage
-        )
+        def prepare(data: Any, tenant: str) -> tuple[CompletionRequest, list[EngineRequest], Writer]:
+            body = parse(CompletionRequest, data)
+            service.check_model(body.model)
+            requests = completion_requests(service, body, tenant)
+            return body, requests, CompletionWriter(service, body, requests)
+
+        return await _generate(request, service, prepare)
+
+
+async def _generate(
+    request: Request,
+    service: Service,
+    prepare: Callable[[Any, str], tuple[ChatRequest | CompletionRequest, list[EngineRequest], Writer]],
+) -> Response:
+    """The response to a POST request.
+
+    Args:
+        prepare: From the body's JSON and the tenant: the body, its sequences for the engine, and what writes the reply.
+    """
+    data, tenant = await read_body(request, service.limits), request.state.call.key
+    body, sequences, writer = await service.in_thread(lambda: prepare(parse_json(data), tenant))
+    return await reply(
+        request, lambda: service.generate(sequences), writer, stream=bool(body.stream), with_usage=body.with_usage
+    )
 
 
 def _body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:

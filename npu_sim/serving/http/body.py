@@ -14,14 +14,16 @@ from npu_sim.serving.http.limits import Limits
 
 # Python's own limit on recursion is far above, but not that of all who read the values later.
 _DEEPEST = 64
+# No request needs as many, and each could be an error of its own.
+_MOST_KEYS = 1000
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json(request: Request, limits: Limits) -> Any:
-    """The JSON value in a request's body.
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """A request's body, which should be JSON.
 
     Raises:
-        APIError: 400: it is no valid JSON in UTF-8; 408: it did not arrive in time; 413: it is too large; 415: the
+        APIError: 408: it did not arrive in time; 413: it is too large; 415: the
             request says that it is something else, as a page of another site may without asking (CORS).
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -29,10 +31,9 @@ async def read_json(request: Request, limits: Limits) -> Any:
         raise _refused(415, f"the content type is '{kind}'; send application/json")
     try:
         async with asyncio.timeout(limits.body_seconds):
-            body = await _read(request, limits.body_bytes)
+            return await _read(request, limits.body_bytes)
     except TimeoutError:
         raise _refused(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
-    return parse_json(body)
 
 
 async def _read(request: Request, most: int) -> bytes:
@@ -57,7 +58,7 @@ def _refused(status: int, message: str) -> APIError:
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON in UTF-8, without NaN, infinities, lone surrogates and very deep nesting. Raises `APIError` (400)."""
+    """JSON in UTF-8, without NaN, infinities, lone surrogates, very deep nesting and huge objects. Raises `APIError` (400)."""
     try:
         text = body.decode()
         value = json.loads(text, parse_constant=_no_constant)
@@ -69,8 +70,7 @@ def parse_json(body: bytes) -> Any:
         raise _too_deep() from None
     except ValueError as error:  # an integer of thousands of digits, or one of the constants
         raise APIError(400, f"the body is not JSON: {error}") from None
-    if _depth(value) > _DEEPEST:
-        raise _too_deep()
+    _check_shape(value)
     if _SURROGATE.search(body):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -87,13 +87,16 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _depth(value: Any) -> int:
-    """How deep arrays and objects are nested, without recursion."""
+def _check_shape(value: Any) -> None:
+    """Check how deep arrays and objects are nested, without recursion, and how many keys an object has."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, dict | list) and item]:
         depth += 1
+        if depth > _DEEPEST:
+            raise _too_deep()
+        if any(isinstance(item, dict) and len(item) > _MOST_KEYS for item in level):
+            raise APIError(400, f"an object in the body has more than {_MOST_KEYS} keys")
         level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
 
 
 async def wait_for_disconnect(request: Request) -> None:

@@ -26,7 +26,9 @@ def completion_requests(service: Service, body: CompletionRequest, tenant: str) 
         raise unsupported("echo", "leave out 'logprobs', or 'echo'")
     requests = []
     for number, prompt in enumerate(_prompts(service, body)):
-        most = service.check_lengths(prompt, body.max_tokens or _DEFAULT_NEW_TOKENS, "prompt")
+        most = service.check_lengths(prompt, body.max_tokens, "prompt")
+        if body.max_tokens is None:
+            most = min(most, _DEFAULT_NEW_TOKENS)
         requests += [
             Request(
                 prompt=tuple(prompt),
@@ -51,6 +53,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Sequence[int]]:
     vocab = service.model.text.vocab_size
     found: list[Sequence[int]] = []
     for item in several:
+        if isinstance(item, str):
+            service.check_text(item, "prompt")
         ids = service.model.text.encode(item) if isinstance(item, str) else item
         if wrong := [token for token in ids if not 0 <= token < vocab]:
             raise APIError(400, f"the model has no token {wrong[0]}; ids are 0 to {vocab - 1}", param="prompt")

@@ -89,6 +89,9 @@ class Gate:
             await self._admit(scope, receive, response, call)
         except ClientDisconnect:
             await asyncio.sleep(0)  # uvicorn hears of it now, and does not expect the rest
+        except Exception:
+            response.failed = True
+            raise
         finally:
             self._record(scope, call, response, perf_counter() - begun)
 
@@ -128,7 +131,8 @@ class Gate:
 
     def _record(self, scope: Scope, call: Call, response: _Response, seconds: float) -> None:
         path = scope["path"] if scope["path"] in _PATHS else "other"
-        status = response.status if response.ended else 499  # the client was gone first
+        # A response that has not ended was broken off by the server's own failure, or by the client.
+        status = response.status if response.ended else 500 if response.failed else 499
         self._metrics.requests.labels(path, str(status)).inc()
         if scope["method"] == "POST":
             self._metrics.seconds.observe(seconds)
@@ -162,7 +166,7 @@ class _Response:
         self._metrics = metrics
         self.headers: list[tuple[bytes, bytes]] = []
         self.status = 500
-        self.ended = False
+        self.ended = self.failed = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -11,6 +11,9 @@ from npu_sim.serving.http.errors import APIError, unsupported
 from npu_sim.serving.request import SamplingSettings
 
 NonEmpty = Annotated[str, Field(min_length=1)]
+Item = TypeVar("Item")
+# A long array may be wrong at every place; the first says enough, and a report of millions would take minutes.
+Array = Annotated[list[Item], Field(fail_fast=True)]
 MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -44,7 +47,7 @@ class _Sampled(_Body):
     top_k: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
+    stop: NonEmpty | Annotated[Array[NonEmpty], Field(max_length=MAX_STOPS)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -80,7 +83,7 @@ class _Sampled(_Body):
 class CompletionRequest(_Sampled):
     """`/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Array[str] | Array[int] | Array[Array[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -105,9 +108,9 @@ class Message(_Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Array[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Array[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -160,11 +163,11 @@ class ResponseFormat(_Body):
 class ChatRequest(_Sampled):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Array[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[Array[Tool], Field(min_length=1, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

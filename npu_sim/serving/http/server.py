@@ -11,6 +11,7 @@ import contextlib
 import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -96,11 +97,12 @@ class Server(uvicorn.Server):
             self._ending = asyncio.get_running_loop().create_task(self._end())
 
     async def _drain(self) -> None:
-        engine = self._application.service.engine
-        drained = await asyncio.to_thread(engine.drain, self._drain_seconds)
-        while drained and self._application.gate.active:  # replies that are still being sent
+        engine, gate = self._application.service.engine, self._application.gate
+        end = time.monotonic() + self._drain_seconds
+        await asyncio.to_thread(engine.drain, self._drain_seconds)
+        while gate.active and time.monotonic() < end:  # replies that are still being sent
             await asyncio.sleep(0.02)
-        log("drained" if drained else "drain timed out", active=self._application.gate.active)
+        log("drain timed out" if gate.active else "drained", active=gate.active)
         await self._end()
 
     async def _end(self) -> None:

@@ -53,7 +53,7 @@ class Service:
         self.limits = limits
         self.metrics = metrics
         self.failed = False
-        # Tokenizing a long prompt or building a grammar takes milliseconds, in which other streams should go on.
+        # Reading and tokenizing a long prompt or building a grammar takes time, in which other streams should go on.
         self._workers = ThreadPoolExecutor(2, "http-worker")
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
@@ -74,7 +74,21 @@ class Service:
                 code="model_not_found",
             )
 
-    def check_lengths(self, prompt: Sequence[int], new_tokens: int | None, param: str) -> int | None:
+    def check_text(self, text: str, param: str) -> None:
+        """Refuse a prompt that is too long whatever its tokens are: making them takes a second for a million characters.
+
+        Args:
+            param: The parameter that the prompt came in.
+
+        Raises:
+            APIError: it does not fit the context.
+        """
+        most = self.model.context_length * self.model.text.longest_token
+        if len(text) > most:
+            message = f"the prompt has {len(text)} characters, but the context of {self.model.context_length} tokens"
+            raise APIError(400, f"{message} holds {most} at most", param=param, code="context_length_exceeded")
+
+    def check_lengths(self, prompt: Sequence[int], new_tokens: int | None, param: str) -> int:
         """The maximum number of new tokens of a prompt's reply.
 
         Args:
@@ -89,12 +103,13 @@ class Service:
         if limits.prompt_tokens is not None and len(prompt) > limits.prompt_tokens:
             message = f"the prompt has {len(prompt)} tokens, but this server takes {limits.prompt_tokens}"
             raise APIError(400, message, param=param, code="prompt_too_long")
-        if len(prompt) + (new_tokens or 1) > context:
+        room = context - len(prompt)
+        if room < (new_tokens or 1):
             reply = f" and the reply up to {new_tokens}" if new_tokens else ""
             message = f"the prompt has {len(prompt)} tokens{reply}, but the context holds {context}"
             raise APIError(400, message, param=param, code="context_length_exceeded")
         if new_tokens is None:
-            return limits.new_tokens
+            return room if limits.new_tokens is None else min(room, limits.new_tokens)
         if limits.new_tokens is not None and new_tokens > limits.new_tokens:
             message = f"this server generates at most {limits.new_tokens} tokens, not {new_tokens}"
             raise APIError(400, message, param="max_tokens")
@@ -102,6 +117,9 @@ class Service:
 
     def generate(self, requests: Sequence[Request]) -> Generation:
         """Hand requests to the engine. Raises `APIError` if it does not take one of them."""
+        if len(requests) > self.limits.requests:
+            message = f"this asks for {len(requests)} replies, but the server handles {self.limits.requests} at once"
+            raise APIError(400, message, param="n")
         try:
             return Generation(self.engine, requests)
         except APIError as error:

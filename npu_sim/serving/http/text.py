@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_sim.llm import Checkpoint, encode_chat
+from npu_sim.llm import Checkpoint
+from npu_sim.llm.chat import chat_text
 from npu_sim.llm.tokenizer import tokenizer_json
 from npu_sim.serving.http.grammar import Grammars
 from npu_sim.serving.http.tools import ToolFormat, format_of
@@ -31,18 +32,28 @@ class ModelText:
         eos = self._checkpoint.eos_ids | ({self._tokenizer.eos_token_id} - {None})
         return Grammars(tokenizer_json(self._tokenizer), self.vocab_size, eos)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
     def encode(self, text: str) -> list[int]:
         """A plain text's token ids, with those that the tokenizer puts before a text."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
-    def encode_chat(
+    def encode_chat(self, text: str) -> list[int]:
+        """The token ids of what `chat_text` returns."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         values: Mapping[str, Any],
-    ) -> list[int]:
-        """A conversation's token ids, by the model's chat template.
+    ) -> str:
+        """A conversation as the model's chat template writes it.
 
         Args:
             values: Variables of the template's own, such as `enable_thinking`.
@@ -53,7 +64,7 @@ class ModelText:
         for name in values:
             if name in _TAKEN or not re.search(rf"\b{re.escape(name)}\b", self._template or ""):
                 raise InputError(f"the chat template of {self._checkpoint.name} has no variable '{name}'")
-        return encode_chat(self._checkpoint, messages, tools, **values)
+        return chat_text(self._checkpoint, messages, tools, **values)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
