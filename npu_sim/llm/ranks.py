@@ -94,19 +94,17 @@ class LedStep(Step):
 
     def __init__(self, group: RankGroup, which: StepName, make: Callable[[], Step]) -> None:
         self._group, self._which = group, which
-        with group.calling("prepare", which):
+        with group.asking("prepare", which):
             self._own = make()
         self.executor = self._own.executor
 
     def write(self, **values: "Sequence[Any] | np.ndarray") -> None:
         arrays = {name: np.asarray(value) for name, value in values.items()}
-        self._group.call("write", self._which, arrays)
-        with self._group.together():
+        with self._group.calling("write", self._which, arrays):
             self._own.write(**arrays)
 
     def run(self) -> None:
-        self._group.call("run", self._which)
-        with self._group.together():
+        with self._group.calling("run", self._which):
             self._own.run()
 
     def reader(self) -> Callable[[], Logits]:

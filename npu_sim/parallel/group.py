@@ -74,9 +74,16 @@ class RankGroup:
 
     @contextlib.contextmanager
     def calling(self, name: str, *args: Any) -> Iterator[None]:
-        """`call`, while this process does the same in the context's body; at its end all have done it."""
-        self._send("ask", name, args, expects=True)
+        """`call`, while this process does the same in the context's body."""
         with self.together():
+            self._send("call", name, args)
+            yield
+
+    @contextlib.contextmanager
+    def asking(self, name: str, *args: Any) -> Iterator[None]:
+        """`calling`; at its end all have done it."""
+        with self.together():
+            self._send("ask", name, args, expects=True)
             yield
         self.wait()
 
@@ -94,14 +101,15 @@ class RankGroup:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """For this process's part of what all do: an error here that comes of a lost worker becomes that reason."""
-        try:
-            with _uninterrupted():
+        with _uninterrupted():
+            try:
                 yield
-        except BaseException as error:
-            with self._changed:
-                self._changed.wait_for(lambda: self.failure is not None, _GRACE)
-            self._fail(error if isinstance(error, NPUError) else DeviceError(f"rank 0 of {self.size} failed: {error}"))
-            self.check()
+            except BaseException as error:
+                with self._changed:
+                    self._changed.wait_for(lambda: self.failure is not None, _GRACE)
+                found = DeviceError(f"rank 0 of {self.size} failed: {error}")
+                self._fail(error if isinstance(error, NPUError) else found)
+                self.check()
         self.check()
 
     def do(self, action: Callable[[], None]) -> None:
@@ -222,11 +230,10 @@ def _watch(group: weakref.ref[RankGroup], workers: list[_Worker]) -> None:
             elif kind == "failed":
                 error_type, text = content
                 return found._fail(error_type(f"rank {worker.rank} of {worker.size}: {text}"))
-        if not ready:
-            for worker in workers:
-                if (silent := time.monotonic() - worker.heard) > PATIENCE:
-                    reason = f"rank {worker.rank} of {worker.size} has not answered for {silent:.0f} seconds"
-                    return found._fail(DeviceError(reason))
+        for worker in workers:
+            if (silent := time.monotonic() - worker.heard) > PATIENCE:
+                reason = f"rank {worker.rank} of {worker.size} has not answered for {silent:.0f} seconds"
+                return found._fail(DeviceError(reason))
         del found
 
 

@@ -96,6 +96,42 @@ def test_a_stuck_rank_ends_the_group(pair: LanguageModel, monkeypatch: pytest.Mo
         list(pair.generate(PROMPT, stop=frozenset()))
 
 
+def test_one_stuck_rank_among_others_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the others keep saying that they are alive."""
+    ended: list[bool] = []
+    group = groups.RankGroup(4, "builtins:repr", {}, lambda: ended.append(True))
+    try:
+        group.wait()
+        monkeypatch.setattr(groups, "PATIENCE", 2.5)
+        group._workers[1].process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 15
+        while group.failure is None and time.monotonic() < until:
+            time.sleep(0.05)
+        with pytest.raises(DeviceError, match="rank 2 of 4 has not answered for"):
+            group.check()
+        assert ended == [True]
+    finally:
+        group.close()
+
+
+def test_ctrl_c_within_a_step_comes_after_it(pair: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So all ranks have made the same steps, and the model can go on."""
+    expected = list(pair.generate(PROMPT, NEW, stop=frozenset()))
+    own = pair._decode_step._own  # type: ignore[attr-defined]
+    run = own.run
+
+    def pressed() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        run()
+
+    monkeypatch.setattr(own, "run", pressed)
+    tokens = pair.generate(PROMPT, NEW, stop=frozenset())
+    with pytest.raises(KeyboardInterrupt):
+        list(tokens)
+    monkeypatch.undo()
+    assert list(pair.generate(PROMPT, NEW, stop=frozenset())) == expected
+
+
 def test_a_closed_model_says_so(llama: Checkpoint) -> None:
     network = model(llama, 2)
     network.close()
