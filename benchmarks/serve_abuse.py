@@ -1,11 +1,14 @@
 """Half an hour of clients of every kind against a running server: `python -m benchmarks.serve_abuse URL --minutes 30`.
 
-Good clients, streaming and not; clients that leave in the middle; half-sent requests, slow readers, huge and invalid
-bodies; and a crowd of idle connections. Every good request must get an answer or an error; at the end the server must
-have no request and no KV block in use, and its memory must not have grown after the first part of the time. Start the
-server with short times, such as
+Good clients, streaming and not, some with extreme settings, some with several requests in a row; clients that leave in
+the middle; requests that are sent half or byte by byte; readers that are slow or do not read; huge and invalid bodies;
+and, five times, a crowd of idle connections. Every good request must get its whole reply, or be told to come back; a
+prompt that one key has asked must not be in the cache for another. At the end the server must have no request and no
+KV block in use, and its memory must not have grown after the first part of the time. Start the server with short times
+and two keys, such as
 
-    npu-sim serve smollm2 --device cpu --header-timeout 5 --body-timeout 5 --write-timeout 5 --max-connections 12000
+    npu-sim serve smollm2 --device cpu --header-timeout 5 --body-timeout 5 --write-timeout 5 --max-connections 12000 \\
+        --api-key-file keys
 """
 
 from __future__ import annotations
@@ -21,11 +24,22 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 WARM_UP = 0.2  # of the time: memory may grow until then
 GROWTH = 1.1
-ANSWERED = {200, 400, 429, 503}
+CROWDS = 5
+ANSWERED = {200, 429, 503}
+EXTREME: tuple[dict[str, object], ...] = (
+    {"temperature": 0},
+    {"temperature": 1},
+    {"temperature": 1e-300},
+    {"top_p": 1e-300},
+    {"top_k": 10**300},
+    {"seed": -(2**63), "stop": ["e", "the" * 1000]},
+    {"logprobs": True, "top_logprobs": 20},
+    {"response_format": {"type": "json_object"}},
+)
 
 
 @dataclass
@@ -33,16 +47,18 @@ class Attack:
     """What is known of the server, and what has come back from it.
 
     Attributes:
+        keys: API keys; none if the server uses none.
         outcomes: (kind of client, what it got) → how often.
-        lost: Good requests that were ended without an answer.
+        wrong: What must not happen → how often it did.
     """
 
     host: str
     port: int
     model: str
+    keys: list[str]
     rng: random.Random
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    lost: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.port, limit=2**20)
@@ -50,34 +66,89 @@ class Attack:
     def chat(self, **options: object) -> bytes:
         words = self.rng.choices(["cat", "dog", "France", "blue", "two", "why"], k=self.rng.randint(1, 60))
         body = {"model": self.model, "messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 16}
-        return _post(json.dumps({**body, **options}).encode())
+        return self.post(json.dumps({**body, **options}).encode())
 
+    def post(
+        self, body: bytes, length: int | str | None = None, *, key: str | None = None, connection: str = "close"
+    ) -> bytes:
+        """A request; of some key if none is given."""
+        key = self.rng.choice(self.keys) if self.keys and key is None else key
+        head = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            f"Connection: {connection}",
+            *([] if key is None else [f"Authorization: Bearer {key}"]),
+            "Transfer-Encoding: chunked" if length == "chunked" else f"Content-Length: {length or len(body)}",
+        ]
+        return "\r\n".join([*head, "", ""]).encode() + body
 
-def _post(body: bytes, length: int | None = None) -> bytes:
-    head = [
-        "POST /v1/chat/completions HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        "Connection: close",
-        f"Content-Length: {len(body) if length is None else length}",
-    ]
-    return "\r\n".join([*head, "", ""]).encode() + body
+    async def ask(self, request: bytes) -> bytes:
+        """What comes back until the server ends the connection."""
+        reader, writer = await self.connect()
+        try:
+            writer.write(request)
+            return await asyncio.wait_for(reader.read(), 600)
+        finally:
+            writer.close()
 
 
 async def good(attack: Attack) -> str:
-    """Ask and read to the end; nothing but an answer or an error will do."""
-    stream = attack.rng.random() < 0.5
+    """Ask and read to the end; nothing but the whole reply, or the advice to come back, will do."""
+    stream, settings = attack.rng.random() < 0.5, attack.rng.choice(EXTREME)
+    data = await attack.ask(attack.chat(stream=stream, n=attack.rng.choice([1, 1, 1, 3]), **settings))
+    status = int(data.split(b" ", 2)[1]) if data else 0
+    whole = status != 200 or (b"data: [DONE]" in data if stream else b'"usage"' in data)
+    if status not in ANSWERED or not whole:
+        attack.wrong[f"a good request got {status} {data[-300:]!r}"] += 1
+    return str(status)
+
+
+async def several(attack: Attack) -> str:
+    """Ask again and again on one connection, wrong requests in between; each gets its own answer, in order."""
     reader, writer = await attack.connect()
+    got = []
     try:
-        writer.write(attack.chat(stream=stream, n=attack.rng.choice([1, 1, 1, 3]), temperature=1))
-        data = await asyncio.wait_for(reader.read(), 600)
+        for _ in range(4):
+            body = {"model": attack.model, "prompt": "One two three", "max_tokens": 4, "bad": 1}
+            request = attack.post(json.dumps(body).encode(), connection="keep-alive")
+            count = attack.rng.randint(1, 3)
+            writer.write(request * count)
+            for _ in range(count):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 600)
+                length = int(head.lower().split(b"content-length:")[1].split()[0])
+                await reader.readexactly(length)
+                got.append(int(head.split(b" ", 2)[1]))
+    except asyncio.IncompleteReadError:
+        attack.wrong["a connection with several requests ended early"] += 1
     finally:
         writer.close()
-    status = int(data.split(b" ", 2)[1]) if data else 0
-    whole = b"[DONE]" in data or b'"error"' in data if stream else b'"usage"' in data or b'"error"' in data
-    if status not in ANSWERED or not whole:
-        attack.lost += 1
-    return str(status)
+    if set(got) - {400, 429}:
+        attack.wrong[f"wrong requests in a row got {got}"] += 1
+    return str(got[-1])
+
+
+async def apart(attack: Attack) -> str:
+    """Ask the same long prompt with two keys: what one has asked is in the cache for that one only."""
+    if len(attack.keys) < 2:
+        await asyncio.sleep(5)
+        return "no keys"
+    first, second = attack.rng.sample(attack.keys, 2)
+    text = " ".join(str(attack.rng.random()) for _ in range(12))
+    body = json.dumps(
+        {"model": attack.model, "messages": [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}],
+         "max_tokens": 2}
+    ).encode()  # fmt: skip
+    cached = []
+    for key in (first, first, second):
+        data = await attack.ask(attack.post(body, key=key))
+        if data.split(b" ", 2)[1] != b"200":
+            return data.split(b" ", 2)[1].decode()
+        usage = json.loads(data.partition(b"\r\n\r\n")[2])["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    if cached[0] or cached[2]:
+        attack.wrong[f"of a new prompt {cached} tokens were cached: for its key, then again, then for another key"] += 1
+    return "cached for its own key" if cached[1] else "not cached"
 
 
 async def leaving(attack: Attack) -> str:
@@ -106,6 +177,33 @@ async def half(attack: Attack) -> str:
     return data.split(b" ", 2)[1].decode() if data else "closed"
 
 
+async def trickle(attack: Attack) -> str:
+    """Send a request byte by byte, and wait for the server to end it."""
+    reader, writer = await attack.connect()
+    try:
+        for byte in attack.chat():
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.2)
+    except OSError:
+        return "closed"
+    data = await asyncio.wait_for(reader.read(), 120)
+    writer.close()
+    return data.split(b" ", 2)[1].decode() if data else "closed"
+
+
+async def sip(attack: Attack) -> str:
+    """Ask for much, and read it slowly."""
+    reader, writer = await attack.connect()
+    writer.write(attack.chat(stream=True, n=2, max_tokens=100, logprobs=True, top_logprobs=20))
+    for _ in range(20):
+        if not await reader.read(2000):
+            break
+        await asyncio.sleep(1)
+    writer.transport.abort()
+    return "left"
+
+
 async def slow(attack: Attack) -> str:
     """Ask for much, and read nothing of it."""
     _, writer = await attack.connect()
@@ -125,18 +223,38 @@ async def invalid(attack: Attack) -> str:
             b"[" * 10_000,
             b'{"model": "' + b"x" * 100_000 + b'"}',
             b"null",
+            b'{"model": "\\ud800"}',
+            json.dumps({"model": attack.model, "messages": [{"role": "user", "content": "\xff"}]}).encode("latin-1"),
             attack.rng.randbytes(500),
         ]
     )
-    sent = attack.rng.choice([_post(body), _post(body, 2**40), attack.rng.randbytes(2000) + b"\r\n\r\n"])
-    reader, writer = await attack.connect()
-    writer.write(sent)
-    data = await asyncio.wait_for(reader.read(), 120)
-    writer.close()
+    sent = [attack.post(body), attack.post(body, 2**40), attack.rng.randbytes(2000) + b"\r\n\r\n"]
+    data = await attack.ask(attack.rng.choice(sent))
+    return data.split(b" ", 2)[1].decode(errors="replace") if data else "closed"
+
+
+async def huge(attack: Attack) -> str:
+    """Send megabytes: a text that does not fit, arrays and objects wrong in every place, and more than is allowed."""
+    content = json.dumps("the cat " * 500_000)
+    body = attack.rng.choice(
+        [
+            f'{{"model": "{attack.model}", "messages": [{{"role": "user", "content": {content}}}]}}',
+            f'{{"model": "{attack.model}", "messages": [{",".join(["0"] * 2_000_000)}]}}',
+            f'{{"model": "{attack.model}", {",".join(f""" "a{number}": 0""" for number in range(300_000))}}}',
+            " " * 6_000_000,
+        ]
+    ).encode()
+    chunk = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    sent = attack.rng.choice([attack.post(body), attack.post(chunk, "chunked")])
+    data = await attack.ask(sent)
+    await asyncio.sleep(2)
     return data.split(b" ", 2)[1].decode() if data else "closed"
 
 
-KINDS: dict[Callable[[Attack], Awaitable[str]], int] = {good: 24, leaving: 12, half: 8, slow: 4, invalid: 8}
+KINDS: dict[Callable[[Attack], Awaitable[str]], int] = {
+    good: 24, several: 4, apart: 2, leaving: 12, half: 8, trickle: 4, sip: 4, slow: 4, invalid: 8, huge: 2
+}  # fmt: skip
+MUST_BE_ANSWERED = {good, several, apart}
 
 
 async def repeat(attack: Attack, kind: Callable[[Attack], Awaitable[str]], until: float) -> None:
@@ -146,27 +264,37 @@ async def repeat(attack: Attack, kind: Callable[[Attack], Awaitable[str]], until
             outcome = await kind(attack)
         except (OSError, TimeoutError, ValueError, IndexError) as error:
             outcome = type(error).__name__
-            attack.lost += kind is good
+            if kind in MUST_BE_ANSWERED:
+                attack.wrong[f"a request of kind {kind.__name__} ended with {error!r}"] += 1
         attack.outcomes[kind.__name__, outcome] += 1
 
 
-async def crowd(attack: Attack, size: int) -> str:
-    """Open many connections, one after the other, without a word; the server answers others meanwhile."""
-    writers = []
+async def crowd(attack: Attack, url: str, size: int) -> str:
+    """Open many connections without a word; the server answers others meanwhile."""
+    writers: list[asyncio.StreamWriter] = []
     try:
-        for _ in range(size):
-            writers.append((await attack.connect())[1])
+        while len(writers) < size:
+            opened = await asyncio.gather(*(attack.connect() for _ in range(min(500, size - len(writers)))))
+            writers += [writer for _, writer in opened]
+        held = (await asyncio.to_thread(metrics, url, attack.keys)).get("npu_sim_connections", 0)
         answer = await good(attack)
     except OSError as error:
-        answer = type(error).__name__
+        held, answer = 0, repr(error)
+        attack.wrong[f"a crowd of {size} connections ended with {error!r}"] += 1
     for writer in writers:
         writer.close()
-    return f"{len(writers)} connections open; a chat meanwhile: {answer}"
+    return f"{len(writers)} idle connections, {held:.0f} held by the server; a chat meanwhile: {answer}"
 
 
-def metric(url: str, name: str) -> float:
-    text = urlopen(f"{url}/metrics", timeout=60).read().decode()
-    return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} ")), 0.0)
+def get(url: str, keys: list[str]) -> str:
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    return str(urlopen(Request(url, headers=headers), timeout=60).read().decode())
+
+
+def metrics(url: str, keys: list[str]) -> dict[str, float]:
+    """The server's metrics by name and labels."""
+    lines = (line.rpartition(" ") for line in get(f"{url}/metrics", keys).splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
 
 
 def resident_mb(process: int | None) -> float:
@@ -179,29 +307,31 @@ def resident_mb(process: int | None) -> float:
 
 async def attack_for(attack: Attack, url: str, seconds: float, connections: int, process: int | None) -> list[str]:
     """Run all kinds of clients for some time; what was wrong afterwards."""
-    begun = time.monotonic()
+    begun, state = time.monotonic(), 'npu_sim_cache_blocks{{state="{}"}}'.format
+    before = await asyncio.to_thread(metrics, url, attack.keys)
     tasks = [
         asyncio.create_task(repeat(attack, kind, begun + seconds))
         for kind, count in KINDS.items()
         for _ in range(count)
     ]
-    await asyncio.sleep(seconds * WARM_UP)
-    print(await crowd(attack, connections), flush=True)
-    early = resident_mb(process)
-    while time.monotonic() < begun + seconds:
-        await asyncio.sleep(min(30, seconds / 10))
-        requests = attack.outcomes.total()
-        print(f"{time.monotonic() - begun:6.0f} s, {requests} clients, {resident_mb(process):.0f} MB", flush=True)
+    early, crowds = 0.0, 0
+    while (now := time.monotonic() - begun) < seconds:
+        if now >= seconds * (WARM_UP + crowds * (1 - WARM_UP) / CROWDS):
+            print(await crowd(attack, url, connections), flush=True)
+            crowds += 1
+            early = early or resident_mb(process)
+        await asyncio.sleep(min(30, seconds / 20))
+        print(f"{now:6.0f} s, {attack.outcomes.total()} clients, {resident_mb(process):.0f} MB", flush=True)
     await asyncio.gather(*tasks)
     late = resident_mb(process)
     await asyncio.sleep(10)
-    left = {
-        name: await asyncio.to_thread(metric, url, name)
-        for name in ("npu_sim_requests_active", "npu_sim_requests_running", 'npu_sim_cache_blocks{state="used"}')
-    }
-    wrong = [f"{name} is {value:g} at the end, not 0" for name, value in left.items() if value]
-    if attack.lost:
-        wrong.append(f"{attack.lost} good requests got no answer")
+    after = await asyncio.to_thread(metrics, url, attack.keys)
+    names = ("npu_sim_requests_active", "npu_sim_requests_running", "npu_sim_requests_waiting", state("used"))
+    wrong = [f"{name} is {after[name]:g} at the end, not 0" for name in names if after[name]]
+    blocks = [sum(found[state(kind)] for kind in ("free", "used", "cached")) for found in (before, after)]
+    if blocks[0] != blocks[1]:
+        wrong.append(f"the pool had {blocks[0]:g} blocks and has {blocks[1]:g}")
+    wrong += [f"{count} times: {what}" for what, count in attack.wrong.items()]
     if process is not None and late > GROWTH * early:
         wrong.append(f"memory grew from {early:.0f} to {late:.0f} MB")
     return wrong
@@ -213,11 +343,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--connections", type=int, default=10_000, help="idle connections at once")
     parser.add_argument("--process", type=int, help="the server's process on this machine, to watch its memory")
+    parser.add_argument("--keys", nargs="*", default=[], help="API keys of the server; two, to see that they are apart")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     parts = urlsplit(args.url)
-    model = json.load(urlopen(f"{args.url}/v1/models"))["data"][0]["id"]
-    attack = Attack(parts.hostname or "localhost", parts.port or 80, model, random.Random(args.seed))
+    model = json.loads(get(f"{args.url}/v1/models", args.keys))["data"][0]["id"]
+    attack = Attack(parts.hostname or "localhost", parts.port or 80, model, args.keys, random.Random(args.seed))
     wrong = asyncio.run(attack_for(attack, args.url, 60 * args.minutes, args.connections, args.process))
     for (kind, outcome), count in sorted(attack.outcomes.items()):
         print(f"{kind:8} {outcome:20} {count}")

@@ -60,7 +60,10 @@ def serve(
         int, typer.Option("--port", min=0, max=65535, metavar="INTEGER", help="Port to listen on; 0 is any free one.")
     ] = 8000,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="TEXT", help="What clients call the model. Default: MODEL, without the folders above it.")
+        str | None,
+        typer.Option(
+            "--name", metavar="TEXT", help="What clients call the model. Default: MODEL, without the folders above it."
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
@@ -151,7 +154,16 @@ def serve(
     from npu_sim.llm import load_checkpoint
     from npu_sim.llm.loading import SHORTHANDS
     from npu_sim.serving.engine import Engine
-    from npu_sim.serving.http import Limits, ModelText, ServedModel, listen, make_application, read_keys, run_server
+    from npu_sim.serving.http import (
+        Limits,
+        ModelText,
+        ServedModel,
+        allow_connections,
+        listen,
+        make_application,
+        read_keys,
+        run_server,
+    )
     from npu_sim.serving.http.logs import start_logging
 
     limits = Limits(
@@ -168,6 +180,8 @@ def serve(
         request_seconds=request_timeout,
     )
     keys = read_keys(api_key_file)
+    if (allowed := allow_connections(max_connections)) < max_connections:
+        note(f"warning: this system allows {allowed} connections, not {max_connections}; see ulimit -n")
     listener = listen(host, port)
     loopback = listener.getsockname()[0] in ("127.0.0.1", "::1")
     if not keys and not loopback:
@@ -182,7 +196,7 @@ def serve(
         network = PagedModel(
             checkpoint,
             device=chosen,
-            blocks=None if cache_tokens is None else max(1, cache_tokens // _BLOCK),
+            blocks=None if cache_tokens is None else -(-cache_tokens // _BLOCK),
             block_size=_BLOCK,
             context_length=context_length,
             max_tokens=min(MAX_TOKENS, MAX_TOKENS if prefill_tokens is None else prefill_tokens + max_batch),
@@ -198,7 +212,7 @@ def serve(
         speculate="ngram" if speculate else None,
     )
     called = name or (model if model in SHORTHANDS else checkpoint.name)
-    served = ServedModel(called, text, network.context_length)
+    served = ServedModel(called, text, min(network.context_length, network.blocks * _BLOCK))
     application = make_application(served, engine, keys, limits, only_loopback=loopback and not keys)
     start_logging(log_level)
     device_name = f"{chosen.name} ({chosen.backend.device})"
@@ -211,7 +225,7 @@ def serve(
 
 def _prepare(network: PagedModel) -> None:
     """Compile what steps need, so that no request waits for it: chunks of prompts, and batches of every size."""
-    sizes = [1 << power for power in range(network.max_tokens.bit_length()) if 1 << power <= network.max_tokens]
+    sizes = [min(1 << power, network.max_tokens) for power in range((network.max_tokens - 1).bit_length() + 1)]
     steps = [(size, outputs) for size in sizes for outputs in sorted({1, min(size, network.max_outputs)})]
     note("preparing the programs for batches of every size; the first start with a model compiles them, for minutes")
     with progress("preparing the programs") as report:
@@ -219,3 +233,4 @@ def _prepare(network: PagedModel) -> None:
             report(done, len(steps))
             network.prepare(size, outputs)
             network.prepare(size, outputs, sampling=True)
+        network.prepare_copies()

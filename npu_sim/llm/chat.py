@@ -159,7 +159,7 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **values: Any,
 ) -> list[int]:
-    """The token ids of a conversation up to where the assistant's reply begins; arguments and errors as in `chat_text`."""
+    """The token ids of what `chat_text` returns for the same arguments."""
     text = chat_text(checkpoint, messages, tools, **values)
     ids: list[int] = checkpoint.tokenizer.encode(text, add_special_tokens=False)
     return ids

@@ -75,7 +75,7 @@ def make_sampler(
         seed: Of the generator. Default: a random one.
 
     Raises:
-        InputError: temperature is negative or not finite, top_k is below 1, top_p is outside (0, 1], or seed is negative.
+        InputError: temperature is negative or not finite, top_k is below 1, top_p is outside (0, 1], or seed below 0.
     """
     _check(temperature, top_k, top_p)
     if seed is not None and seed < 0:

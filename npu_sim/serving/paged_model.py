@@ -135,6 +135,18 @@ class PagedModel:
         """
         self._step(self._shape_for(tokens, outputs), sampling and self.runs_ahead)
 
+    def prepare_copies(self) -> Step:
+        """Compile now what `copy_blocks` needs, and return it; otherwise the first copy does."""
+        from npu_runtime import Executor
+
+        if self._copier is None:
+            rows, pool_rows = COPIED_BLOCKS * self.block_size, (self.blocks + 1) * self.block_size
+            program = compile_copy_rows(self.checkpoint, rows, pool_rows, self.device.backend.target)
+            names = (spec.name for spec in program.input_specs if spec.name.startswith("pools_"))
+            pools = dict(zip(names, self._pools.values(), strict=True))
+            self._copier = Step(program, Executor(program, self.device), {}, pools, self.device)
+        return self._copier
+
     def _shape_for(self, tokens: int, outputs: int) -> PagedShape:
         """The sizes of the smallest program that holds a step."""
         size = _power_of_two(tokens)
@@ -206,24 +218,16 @@ class PagedModel:
         Raises:
             InputError: a block is outside the pool, or is copied to twice, or both from and to.
         """
-        from npu_runtime import Executor
-
         check_pairs(pairs, self.blocks)
         if not pairs:
             return
-        rows = COPIED_BLOCKS * self.block_size
-        if self._copier is None:
-            pool_rows = (self.blocks + 1) * self.block_size
-            program = compile_copy_rows(self.checkpoint, rows, pool_rows, self.device.backend.target)
-            names = (spec.name for spec in program.input_specs if spec.name.startswith("pools_"))
-            pools = dict(zip(names, self._pools.values(), strict=True))
-            self._copier = Step(program, Executor(program, self.device), {}, pools, self.device)
+        copier = self.prepare_copies()
         for start in range(0, len(pairs), COPIED_BLOCKS):
             blocks = np.full((COPIED_BLOCKS, 2), self.blocks)
             blocks[: len(pairs[start : start + COPIED_BLOCKS])] = pairs[start : start + COPIED_BLOCKS]
             moved = blocks[:, None] * self.block_size + np.arange(self.block_size)[:, None]
-            self._copier.write(source=moved[..., 0].reshape(-1), target=moved[..., 1].reshape(-1))
-            self._copier.run()
+            copier.write(source=moved[..., 0].reshape(-1), target=moved[..., 1].reshape(-1))
+            copier.run()
 
 
 class _Result:

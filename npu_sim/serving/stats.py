@@ -70,7 +70,7 @@ class EngineStats:
         batch_size: Sequences of the latest step.
         steps: Steps launched.
         prompt_tokens: Tokens of the prompts that were submitted, of which `cached_tokens` were found in the cache.
-        new_tokens: Tokens chosen, those that ended a sequence included.
+        new_tokens: Tokens chosen, without those that ended a sequence.
         drafted_tokens, accepted_tokens: Tokens that were guessed, and those of them that were right.
         blocks_free, blocks_used, blocks_cached: Blocks of the pool that hold nothing, belong to running requests, or
             hold a prefix that a later prompt can reuse.

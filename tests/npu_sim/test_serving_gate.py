@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.keys import VARIABLE, read_keys
 from npu_sim.serving.http.limits import Admission, Limits
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
+from npu_sim.serving.http.server import allow_connections
 from npu_sim.serving.http.text import ModelText
 
 CHAT = "/v1/chat/completions"
@@ -142,6 +144,14 @@ def test_a_body_that_is_no_request_is_refused(server: Served, request_: bytes, s
     assert server.engine.active == set()
 
 
+def test_a_body_that_nobody_reads_ends_the_connection_after_one_answer(server: Served) -> None:
+    with closing(connect(server)) as connection:
+        connection.sendall(head(50_000, "/v1/nothing") + b" " * 1000)
+        status, headers, _ = receive(connection)
+        assert (status, headers["connection"]) == (404, "close")
+        assert connection.recv(1000) == b""
+
+
 def test_a_body_in_chunks_is_measured_as_it_comes(server: Served) -> None:
     start = head(0, CHAT, "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
     with closing(connect(server)) as connection:
@@ -199,7 +209,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 
 def test_a_key_is_needed_where_keys_are_used(checkpoint: Checkpoint) -> None:
-    keys = {"alice": "a" * 20, "bob": "b" * 20}
+    keys = {"alice": "a" * 20, "bob": "é" * 20}
     with served(checkpoint, keys=keys) as running:
         for wrong in ((), ("Authorization: Bearer " + "c" * 20,), ("Authorization: Basic " + "a" * 20,)):
             status, headers, body = ask(running, post(HELLO, *wrong))
@@ -216,7 +226,7 @@ def test_a_key_is_needed_where_keys_are_used(checkpoint: Checkpoint) -> None:
 def test_keys_come_from_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\n\nalice  0123456789abcdef\n")
-    monkeypatch.setenv(VARIABLE, "fedcba9876543210")
+    monkeypatch.setenv(VARIABLE, "fedcba9876543210\n")
     keys = read_keys(path)
     assert keys.name_of("Bearer 0123456789abcdef") == "alice"
     assert keys.name_of("Bearer fedcba9876543210") == "default"
@@ -295,6 +305,18 @@ def test_too_many_requests_are_told_when_to_come_back(checkpoint: Checkpoint) ->
     with served(checkpoint, capacity=0) as running:
         status, headers, body = ask(running, post(HELLO))
         assert (status, body["error"]["code"], headers["retry-after"]) == (429, "queue_full", "1")
+
+
+def test_the_limit_on_open_files_is_raised_for_connections() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 10_000 if before[1] == resource.RLIM_INFINITY else before[1]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most // 4, before[1]))
+        assert allow_connections(most // 2) == most // 2
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > most // 2
+        assert before[1] == resource.RLIM_INFINITY or allow_connections(2 * most) < most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_connections_are_limited(checkpoint: Checkpoint) -> None:

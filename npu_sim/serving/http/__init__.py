@@ -3,7 +3,7 @@
 from npu_sim.serving.http.app import Application, make_application
 from npu_sim.serving.http.keys import APIKeys, read_keys
 from npu_sim.serving.http.limits import Limits
-from npu_sim.serving.http.server import listen, run_server
+from npu_sim.serving.http.server import allow_connections, listen, run_server
 from npu_sim.serving.http.service import ServedModel
 from npu_sim.serving.http.text import ModelText
 
@@ -13,6 +13,7 @@ __all__ = [
     "Limits",
     "ModelText",
     "ServedModel",
+    "allow_connections",
     "listen",
     "make_application",
     "read_keys",

@@ -184,7 +184,8 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         405: f"{request.url.path} has no method {request.method}",
     }
     message = messages.get(error.status_code, str(error.detail))
-    return APIError(error.status_code, message, headers=error.headers).response()
+    unread = {} if request.method in ("GET", "HEAD") else {"Connection": "close"}  # its body, if it has one
+    return APIError(error.status_code, message, headers={**(error.headers or {}), **unread}).response()
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:

@@ -58,7 +58,11 @@ def _refused(status: int, message: str) -> APIError:
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON in UTF-8, without NaN, infinities, lone surrogates, very deep nesting and huge objects. Raises `APIError` (400)."""
+    """JSON in UTF-8, without NaN, infinities, lone surrogates, very deep nesting and huge objects.
+
+    Raises:
+        APIError: 400: it is none.
+    """
     try:
         text = body.decode()
         value = json.loads(text, parse_constant=_no_constant)

@@ -76,6 +76,9 @@ class ChatWriter:
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in self._parsers]
         self._reasons: list[str | None] = [None for _ in self._parsers]
         self._wants_logprobs = bool(body.logprobs)
+        self._is_stream = bool(body.stream)
+        if self._wants_logprobs:
+            self._text.prepare_token_bytes()
         self.prompts: Sequence[int] = (0,)
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -91,9 +94,10 @@ class ChatWriter:
             self._reasons[choice] = "tool_calls" if parser.calls else update.finish_reason
         entries = [logprob_entry(self._text, item) for item in update.logprobs]
         first = len(self._calls[choice])
-        self._contents[choice].append(content)
         self._calls[choice] += calls
-        self._logprobs[choice] += entries
+        if not self._is_stream:
+            self._contents[choice].append(content)
+            self._logprobs[choice] += entries
         if content or entries:
             yield self._chunk(choice, {"content": content}, entries)
         for index, call in enumerate(calls, first):

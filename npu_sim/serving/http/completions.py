@@ -75,6 +75,9 @@ class CompletionWriter:
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in requests]
         self._reasons: list[str | None] = [None for _ in requests]
         self._wants_logprobs = body.logprobs is not None
+        self._is_stream = bool(body.stream)
+        if self._wants_logprobs:
+            self._text.prepare_token_bytes()
         self.prompts: Sequence[int] = range(0, len(requests), body.choices)
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -83,11 +86,11 @@ class CompletionWriter:
                 yield self._chunk(choice, echo)
 
     def chunks(self, choice: int, update: Update) -> Iterator[dict[str, Any]]:
-        self._texts[choice].append(update.text)
         self._reasons[choice] = update.finish_reason
         logprobs = self._found(choice, update.logprobs) if update.logprobs else None
-        if logprobs is not None:
-            self._logprobs[choice].append(logprobs)
+        if not self._is_stream:
+            self._texts[choice].append(update.text)
+            self._logprobs[choice] += [] if logprobs is None else [logprobs]
         if update.text or logprobs or update.finish_reason:
             yield self._chunk(choice, update.text, logprobs, update.finish_reason)
 

@@ -119,7 +119,7 @@ class Gate:
                 self._admission.leave(call.key)
 
     def _identify(self, authorization: bytes | None) -> str:
-        name = self._keys.name_of(None if authorization is None else authorization.decode("latin-1"))
+        name = self._keys.name_of(None if authorization is None else authorization.decode(errors="surrogateescape"))
         if name is None:
             raise APIError(
                 401,

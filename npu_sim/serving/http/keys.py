@@ -57,7 +57,8 @@ def read_keys(path: Path | None) -> APIKeys:
     Raises:
         InputError: the file has another form, no keys, a name twice, or a key that is shorter than 16 characters.
     """
-    keys = {"default": os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
+    of_environment = os.environ.get(VARIABLE, "").strip()
+    keys = {"default": of_environment} if of_environment else {}
     where = VARIABLE
     if path is not None:
         where = f"'{path}'"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import resource
 import signal
 import socket
 import time
@@ -23,7 +24,19 @@ from npu_sim.serving.http.logs import log
 from npu_sim.serving.http.protocol import limited_protocol
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_OTHER_FILES = 200  # open files of a server besides its connections
 _FORCED_SECONDS = 2  # for responses to end after their sequences were cancelled
+
+
+def allow_connections(count: int) -> int:
+    """Raise the limit on this process's open files, if need be, for that many connections; how many it then allows."""
+    needed = count + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return count
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return min(count, allowed - _OTHER_FILES)
 
 
 def listen(host: str, port: int) -> socket.socket:

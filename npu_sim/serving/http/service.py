@@ -75,7 +75,7 @@ class Service:
             )
 
     def check_text(self, text: str, param: str) -> None:
-        """Refuse a prompt that is too long whatever its tokens are: making them takes a second for a million characters.
+        """Refuse a prompt that is too long whatever its tokens: to find them takes seconds for a million characters.
 
         Args:
             param: The parameter that the prompt came in.

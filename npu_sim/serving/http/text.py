@@ -69,6 +69,14 @@ class ModelText:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def prepare_token_bytes(self) -> None:
+        """Make now what `token_bytes` needs, which takes a second; otherwise the first call does.
+
+        Raises:
+            InputError: the tokenizer does not tell what its tokens stand for.
+        """
+        _ = self.grammars.tokenizer
+
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, which need not be whole characters."""
         return self.grammars.token_bytes(token)
