@@ -30,6 +30,7 @@ from npu_compiler.errors import DeviceError, InputError, NPUError
 from npu_runtime.cpu.native.threads import usable_threads
 
 PATIENCE = 20.0  # seconds of silence after which a worker counts as stuck
+_START = 100.0  # seconds more for its interpreter to start
 _GRACE = 3.0  # seconds that a worker has to end by itself, and a watcher to find out what failed
 
 
@@ -176,7 +177,7 @@ class _Worker:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.heard = time.monotonic()
+        self.heard = time.monotonic() + _START
         self.output: IO[bytes] = tempfile.TemporaryFile()
         self.connection, theirs = Pipe()
         environment = {

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,8 +84,10 @@ def receive(connection: socket.socket) -> tuple[int, dict[str, str], Any]:
     top, _, body = data.partition(b"\r\n\r\n")
     first, *rest = top.decode().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
-    while len(body) < int(headers.get("content-length", 0)):
+    length = int(headers.get("content-length", 0))
+    while len(body) < length:
         body += connection.recv(65536)
+    body = body[:length] if length else body  # of two requests at once, the other's answer may have come too
     status = int(first.split()[1])
     return status, headers, json.loads(body) if headers.get("content-type") == "application/json" else body
 
@@ -529,6 +532,21 @@ def test_serving_without_its_packages_says_what_to_install(monkeypatch: pytest.M
     done = CliRunner().invoke(app, ["serve", str(tmp_path), "--device", "cpu"])
     assert done.exit_code == 2
     assert "serving needs llguidance, which is not installed: pip install 'npu-simulation[serve]'" in done.stderr
+
+
+def test_programs_for_steps_of_every_size_are_prepared() -> None:
+    prepared: list[Any] = []
+    network: Any = SimpleNamespace(
+        max_tokens=36,
+        max_outputs=20,
+        prepare=lambda tokens, outputs, sampling=False: prepared.append((tokens, outputs, sampling)),
+        prepare_copies=lambda: prepared.append("copies"),
+    )
+    serve._prepare(network)
+    assert prepared.pop() == "copies" and all(tokens <= 36 and outputs <= 20 for tokens, outputs, _ in prepared)
+    for sampling in (False, True):
+        largest = {tokens for tokens, outputs, drawn in prepared if drawn == sampling and outputs == min(tokens, 20)}
+        assert largest == {1, 2, 4, 8, 16, 32, 36}
 
 
 def test_a_drain_lets_requests_end_and_takes_no_new_ones(checkpoint: Checkpoint) -> None:
