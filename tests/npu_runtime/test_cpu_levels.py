@@ -152,7 +152,9 @@ print("right")
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in RUNNABLE[:-1]), *RUNNABLE[-1:]]
+)
 def test_a_forced_level_is_used_and_rounds_16_bit_products_once(name: str) -> None:
     environment = os.environ | {levels.VARIABLE: name, "NPU_SIM_NATIVE": "1", "PYTHONPATH": SUPPORT}
     command = [sys.executable, "-c", ROUNDS_ONCE, name]
@@ -424,6 +426,17 @@ def test_a_compiler_that_cannot_build_a_level_gives_the_next_with_a_warning(
     with pytest.warns(UserWarning, match="cannot build the native kernels for CPU level x86-64-v4 and x86-64-v3, so"):
         outcome = build._find.__wrapped__()
     assert isinstance(outcome, build.Library) and outcome.level.name == "x86-64-v2"
+
+
+def test_a_forced_level_is_built_in_place_of_the_best(fake_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_at(monkeypatch, "x86-64-v4")
+    built = []
+    for name in ("", "v2", "v3"):
+        monkeypatch.setenv(levels.VARIABLE, name)
+        outcome = build._find.__wrapped__()
+        assert isinstance(outcome, build.Library)
+        built.append(outcome.level.name)
+    assert built == ["x86-64-v4", "x86-64-v2", "x86-64-v3"]
 
 
 def test_a_forced_level_that_the_compiler_cannot_build_is_an_error(
