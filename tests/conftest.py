@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import traces
+import typer.testing
 from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, settings
 
@@ -32,6 +34,10 @@ settings.load_profile("npu")
 
 # What collecting makes stays: the garbage collector would walk over it, syntax trees too, time and again.
 gc.disable()
+
+# Typer would build all commands for each one that is run, which takes 50 ms; most commands take less.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
+
 
 def pytest_collection_finish() -> None:
     """Turn the garbage collector on again, with what is there now left out of its walks."""

@@ -44,9 +44,11 @@ for module, name in [
 ]:
     setattr(module, name, loaded)
 
+import functools, typer.testing
 from typer.testing import CliRunner
 from npu_sim.cli import app
 
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # as in conftest.py
 results = []
 for args, given in json.load(open("cases.json")):
     done = CliRunner().invoke(app, args, prog_name="npu-sim", input=bytes.fromhex(given) if given is not None else None)

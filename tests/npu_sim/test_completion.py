@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,15 +20,27 @@ class Blocked:
             raise ImportError(f"{name} was imported")
 
 sys.meta_path.insert(0, Blocked())
+"""
+ONE = """
 sys.argv = ["npu-sim", *sys.argv[1:]]
 from npu_sim.cli import main
 main()
+"""
+# Answers many questions in one process, which is importing for most of its time: environments in, what is printed out.
+MANY = """
+import functools, json, typer.testing
+from npu_sim.cli import app
+
+typer.testing._get_command = functools.cache(typer.testing._get_command)  # as in conftest.py
+runner = typer.testing.CliRunner()
+done = [runner.invoke(app, [], prog_name="npu-sim", env=environment) for environment in json.load(sys.stdin)]
+print(json.dumps([(result.stdout, result.stderr) for result in done]))
 """
 
 
 def npu_sim(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", CODE, *args],
+        [sys.executable, "-c", CODE + ONE, *args],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
@@ -36,57 +49,85 @@ def npu_sim(folder: Path, *args: str, **environment: str) -> subprocess.Complete
     )
 
 
+def with_files(folder: Path) -> Path:
+    for name in ("net.npubin", "net.json", "net.txt", "model.gguf", "sub/deep.npubin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("net.npubin", "net.json", "net.txt", "model.gguf", "sub/deep.npubin"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    return tmp_path
+    return with_files(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("npu-sim cl", {"classify"}),
-        ("npu-sim run --dev", {"--device"}),
-        ("npu-sim run --device me", {"metal", "metal-emulator", "metal-emulator-fast"}),
-        ("npu-sim generate smollm2 --dtype ", {"float16", "bfloat16", "float32"}),
-        ("npu-sim generate smollm2 --activations ", {"checkpoint", "none", "int8", "fp8"}),
-        ("npu-sim generate smollm2 --kv-cache ", {"none", "int8", "fp8"}),
-        ("npu-sim compile net.json --activations ", {"int8", "fp8"}),
-        ("npu-sim generate s", {"smollm2", "sub/"}),
-        ("npu-sim generate m", {"model.gguf"}),
-        ("npu-sim serve m", {"model.gguf"}),
-        ("npu-sim serve smollm2 --log-level ", {"debug", "info", "warning", "error"}),
-        ("npu-sim classify x.png --model res", {"resnet18", "resnet50"}),
-        ("npu-sim compile net.json --target ", {"op_level", "metal_gpu", "cuda_gpu"}),
-        ("npu-sim compile net.json --disable-fusion linear_r", {"linear_residual"}),
-        ("npu-sim extract m --task text-", {"text-generation", "text-classification"}),
-        ("npu-sim compile n", {"net.json"}),
-        ("npu-sim simulate res", {"resnet18", "resnet50"}),
-        ("npu-sim simulate net", {"net.npubin", "net.json"}),
-        ("npu-sim simulate net.npubin --npu e", {"edge"}),
-        ("npu-sim run ", {"net.npubin", "sub/"}),
-        ("npu-sim run sub/", {"sub/deep.npubin"}),
-        ("npu-sim report net", {"net.npubin", "net.json"}),
-        ("npu-sim diff net.npubin s", set()),
-        ("npu-sim describe net", {"net.npubin", "net.json"}),
-        ("npu-sim run net.t", set()),
-        ("npu-sim run absent/", set()),
-        ("npu-sim bench cpu", {"cpu", "cpu_int8"}),
-    ],
-)
-def test_bash_is_offered_names_and_files(folder: Path, line: str, offered: set[str]) -> None:
-    words = line.split(" ")
-    done = npu_sim(
-        folder, _NPU_SIM_COMPLETE="complete_bash", COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)
+# Line → what bash is offered.
+OFFERED = {
+    "npu-sim cl": {"classify"},
+    "npu-sim run --dev": {"--device"},
+    "npu-sim run --device me": {"metal", "metal-emulator", "metal-emulator-fast"},
+    "npu-sim generate smollm2 --dtype ": {"float16", "bfloat16", "float32"},
+    "npu-sim generate smollm2 --activations ": {"checkpoint", "none", "int8", "fp8"},
+    "npu-sim generate smollm2 --kv-cache ": {"none", "int8", "fp8"},
+    "npu-sim compile net.json --activations ": {"int8", "fp8"},
+    "npu-sim generate s": {"smollm2", "sub/"},
+    "npu-sim generate m": {"model.gguf"},
+    "npu-sim serve m": {"model.gguf"},
+    "npu-sim serve smollm2 --log-level ": {"debug", "info", "warning", "error"},
+    "npu-sim classify x.png --model res": {"resnet18", "resnet50"},
+    "npu-sim compile net.json --target ": {"op_level", "metal_gpu", "cuda_gpu"},
+    "npu-sim compile net.json --disable-fusion linear_r": {"linear_residual"},
+    "npu-sim extract m --task text-": {"text-generation", "text-classification"},
+    "npu-sim compile n": {"net.json"},
+    "npu-sim simulate res": {"resnet18", "resnet50"},
+    "npu-sim simulate net": {"net.npubin", "net.json"},
+    "npu-sim simulate net.npubin --npu e": {"edge"},
+    "npu-sim run ": {"net.npubin", "sub/"},
+    "npu-sim run sub/": {"sub/deep.npubin"},
+    "npu-sim report net": {"net.npubin", "net.json"},
+    "npu-sim diff net.npubin s": set(),
+    "npu-sim describe net": {"net.npubin", "net.json"},
+    "npu-sim run net.t": set(),
+    "npu-sim run absent/": set(),
+    "npu-sim bench cpu": {"cpu", "cpu_int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """Line → standard output and standard error of the command that bash runs to complete it."""
+    folder = with_files(tmp_path_factory.mktemp("completion"))
+    questions = [
+        {
+            "_NPU_SIM_COMPLETE": "complete_bash",
+            "COMP_WORDS": line.replace(" ", "\n"),
+            "COMP_CWORD": str(line.count(" ")),
+        }
+        for line in OFFERED
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", CODE + MANY],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert set(done.stdout.split()) == offered, done.stderr
+    assert done.returncode == 0, done.stderr
+    return dict(zip(OFFERED, json.loads(done.stdout), strict=True))
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_are_offered_the_same(folder: Path, shell: str) -> None:
-    environment = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"} if shell == "fish" else {}
+@pytest.mark.parametrize("line", OFFERED)
+def test_bash_is_offered_names_and_files(answers: dict[str, tuple[str, str]], line: str) -> None:
+    output, errors = answers[line]
+    assert set(output.split()) == OFFERED[line], errors
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_runs_the_command_to_complete_a_line(folder: Path, shell: str) -> None:
+    words = {"COMP_WORDS": "npu-sim\nrun\n--device\nmetal-emulator-", "COMP_CWORD": "3"}
+    environment = {"bash": words, "zsh": {}, "fish": {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}}[shell]
     done = npu_sim(
         folder,
         _NPU_SIM_COMPLETE=f"complete_{shell}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -86,9 +87,15 @@ def _commands(snippet: Snippet) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
+@functools.cache
+def _known_commands() -> dict[str, Any]:
+    commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    return commands
+
+
 def _unknown(words: list[str]) -> list[str]:
     """The options of a command line that the command does not have; its name, if there is no such command."""
-    command = get_command(app).commands.get(words[1])  # type: ignore[attr-defined]
+    command = _known_commands().get(words[1])
     if command is None:
         return [words[1]]
     known = {option for parameter in command.params for option in parameter.opts}
