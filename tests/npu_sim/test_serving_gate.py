@@ -612,25 +612,31 @@ def test_signals_end_the_server(folder: Path, checkpoint: Checkpoint, reply: str
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         url = next(line for line in process.stdout if line.startswith("http://"))
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
             connection.sendall(post({**HELLO, "stream": True}))
             received = [connection.recv(1000)]
+            while b"the" not in b"".join(received):
+                received.append(connection.recv(1000))
+                assert received[-1], received
             reader = threading.Thread(target=lambda: received.extend(iter(lambda: connection.recv(65536), b"")))
             reader.start()
-            for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            logged = []
+            while not (logged and '"draining"' in logged[-1]):
+                logged.append(process.stderr.readline())
+                assert logged[-1], logged
+            if signals == 2:
                 process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
-            output, errors = process.communicate(timeout=20)
-            reader.join(5)
-        assert process.returncode == 0 and output == "ended 0\n"
+            logged += process.stderr.readlines()
+            assert process.wait(timeout=60) == 0 and process.stdout.read() == "ended 0\n"
+            reader.join(60)
         assert (b"[DONE]" in b"".join(received)) == (reply == "short")
-        logs = [json.loads(line) for line in errors.splitlines()]
-        assert "draining" in [entry["event"] for entry in logs]
+        logs = [json.loads(line) for line in logged]
         (request,) = [entry for entry in logs if entry["event"] == "request"]
         assert request["path"] == CHAT and request["new_tokens"] > 0
-        assert "the cat" not in errors and '"Hi"' not in errors
+        assert not any("the cat" in line or '"Hi"' in line for line in logged)
     finally:
         process.kill()
