@@ -14,8 +14,12 @@ from npu_compiler.program.describe import describe_plan
 from npu_compiler.program.format import FORMAT_VERSION, MAGIC, decode, encode, sign
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import ExecutionPlan, WeightSpec
+from npu_compiler.program.target import load_plugin_target
 from npu_compiler.program.trust import ALLOWED, UNKNOWN, Trust
+from npu_compiler.target_config import METAL_GPU, OP_LEVEL
 from npu_compiler.version import __version__
+
+_BUILT_IN = (OP_LEVEL.name, METAL_GPU.name)
 
 __all__ = ["FORMAT_VERSION", "MAGIC", "CompiledProgram", "sign_program"]
 
@@ -108,6 +112,8 @@ class CompiledProgram:
         if not program.contains_code:  # its calls are all that it brings
             import npu_compiler.ops  # noqa: F401  (declares the kernels)
 
+            if program.target not in _BUILT_IN:
+                load_plugin_target(program.target)  # declares its own
             try:
                 check_calls(program.plan)
             except ProgramFormatError as error:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.constraint_checker import check_constraints
+from npu_compiler.constraint_checker import check_constraints, check_target
 from npu_compiler.errors import IRError, ProgramFormatError
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
@@ -53,6 +53,8 @@ _NORMALIZE: list[Stage] = [
     ("eliminate_dead_code", eliminate_dead_code),
 ]
 
+_CHECKS = ("check_constraints", "check_target")
+
 
 def _with_native_dtype(graph: IRGraph) -> IRGraph:
     """The graph with its native dtype noted, while all its weights are still there."""
@@ -80,13 +82,14 @@ def default_stages(
         ("lower_batch_norm", lower_batch_norm),
         ("mark_quantized_weights", mark),
         *([] if mesh is None else [("shard", partial(shard, mesh=mesh))]),
-        ("fuse", partial(fuse, disabled={*disabled_fusions, *unavailable})),
+        ("fuse", partial(fuse, disabled={*disabled_fusions, *unavailable}, target=target)),
         ("eliminate_noops", eliminate_noops),
         ("eliminate_dead_code", eliminate_dead_code),
         ("assign_storage", partial(assign_storage, compute_dtype=compute_dtype)),
         ("split_quantized_weights", split_quantized_weights),
         ("quantize_caches", partial(quantize_caches, kv_cache=kv_cache, config=target.config)),
         ("assign_layout", partial(assign_layout, config=target.config)),
+        ("check_target", partial(check_target, target=target)),
     ]
 
 
@@ -180,6 +183,6 @@ def trace_stages(
     for name, stage in _stages(
         dtype, target or OpLevelTarget(), disabled_fusions, quantization, kv_cache, mesh, stages
     ):
-        if stage is not check_constraints:
+        if name not in _CHECKS:
             graph = stage(graph)
             yield name, graph

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from npu_compiler.errors import ConstraintError
-from npu_compiler.graph.model import IRGraph
+from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.op_support import supports_node
 from npu_compiler.ops.registry import UNSUPPORTED_DTYPES, unsupported_reason
 from npu_compiler.ops.rotary_region import OPAQUE_OP
 from npu_compiler.passes.integer_ranges import find_integer_ranges
+from npu_compiler.program.target import CodegenTarget
+
+_ADVICE = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim partition`)"
 
 
 def find_violations(graph: IRGraph) -> list[str]:
@@ -24,13 +28,14 @@ def find_violations(graph: IRGraph) -> list[str]:
     for node in graph.nodes:
         reason = reasons[node.name]
         if reason is not None:
-            shapes = ", ".join(str(list(graph.tensors[out].shape)) for out in node.outputs) or "nothing"
-            if node.op_type == OPAQUE_OP:
-                advice = "extract the IR under torch.no_grad()"
-            else:
-                advice = "use partition() and DAGExecutor, which run it on the CPU (see `npu-sim partition`)"
-            violations.append(f"node '{node.name}' ({node.op_type} → {shapes}): {reason}; {advice}")
+            advice = "extract the IR under torch.no_grad()" if node.op_type == OPAQUE_OP else _ADVICE
+            violations.append(_violation(node, graph, reason, advice))
     return violations
+
+
+def _violation(node: OpNode, graph: IRGraph, reason: str, advice: str) -> str:
+    shapes = ", ".join(str(list(graph.tensors[out].shape)) for out in node.outputs) or "nothing"
+    return f"node '{node.name}' ({node.op_type} → {shapes}): {reason}; {advice}"
 
 
 def check_constraints(graph: IRGraph) -> IRGraph:
@@ -43,3 +48,21 @@ def check_constraints(graph: IRGraph) -> IRGraph:
     if violations:
         raise ConstraintError(violations)
     return graph
+
+
+def check_target(graph: IRGraph, target: CodegenTarget) -> IRGraph:
+    """The graph as it is.
+
+    Raises:
+        ConstraintError: the target lacks ops that are left after all fusions; lists all of their nodes.
+    """
+    reason = target_reason(target)
+    violations = [_violation(node, graph, reason, _ADVICE) for node in graph.nodes if not supports_node(target, node)]
+    if violations:
+        raise ConstraintError(violations)
+    return graph
+
+
+def target_reason(target: CodegenTarget) -> str:
+    """Why a node cannot run where the target lacks its op."""
+    return f"the target '{target.config.name}' does not support it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from npu_compiler.errors import NPUError
 from npu_compiler.fusions.activations import ADD_RELU, GATED_ACTIVATION, GELU, GELU_TANH, SILU
@@ -21,6 +22,8 @@ from npu_compiler.fusions.linear import (
 from npu_compiler.fusions.norms import LAYER_NORM, RMS_NORM
 from npu_compiler.fusions.rope import ROPE, share_rope
 from npu_compiler.graph.model import IRGraph
+from npu_compiler.op_support import supports_node
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 
 INTEGER_KERNELS = "integer_kernels"  # the fusion for targets that have these
 
@@ -48,16 +51,23 @@ FUSIONS: dict[str, Fusion | Callable[[IRGraph], IRGraph]] = {
 }
 
 
-def fuse(graph: IRGraph, disabled: Collection[str] = ()) -> IRGraph:
-    """Apply every fusion in `FUSIONS` order but those named in `disabled`.
+def fuse(graph: IRGraph, disabled: Collection[str] = (), target: CodegenTarget | None = None) -> IRGraph:
+    """Apply every fusion in `FUSIONS` order but those named in `disabled`, where the target supports what they make.
 
     Raises:
         NPUError: `disabled` names no known fusion.
     """
     check_fusion_names(disabled)
+    supports = partial(supports_node, target or OpLevelTarget())
     for name, fusion in FUSIONS.items():
-        if name not in disabled:
-            graph = apply_fusion(graph, fusion) if isinstance(fusion, Fusion) else fusion(graph)
+        if name in disabled:
+            continue
+        if isinstance(fusion, Fusion):
+            graph = apply_fusion(graph, fusion, supports)
+        else:
+            before, fused = set(map(id, graph.nodes)), fusion(graph)
+            if all(supports(node) for node in fused.nodes if id(node) not in before):
+                graph = fused
     return graph
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.compiler import compile, normalize
+from npu_compiler.compiler import compile, normalize, trace_stages
+from npu_compiler.constraint_checker import target_reason
 from npu_compiler.graph.dtypes import is_int, itemsize
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.graph.reader import read_ir
 from npu_compiler.graph.writer import graph_to_dict
-from npu_compiler.op_support import is_op_supported
+from npu_compiler.op_support import given_attrs, is_op_supported, supports_node
 from npu_compiler.ops.registry import unsupported_reason
 from npu_compiler.passes.integer_ranges import INT32_RANGE, find_integer_ranges, with_bounds
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
@@ -126,16 +127,19 @@ def partition(
     ir: str | Path | Mapping[str, Any] | IRGraph | Any,
     is_supported_fn: SupportFn = is_op_supported,
     *,
+    target: CodegenTarget | None = None,
     compute_dtype: str | None = None,
     quantization: Quantization | None = None,
 ) -> PartitionPlan:
     """Group a graph's nodes by device.
 
-    A node goes to the device if `is_supported_fn(op_type, attrs)` (or `is_supported_fn(op_type)`) says so and the op
-    table can lower it; all others go to the CPU. Nodes are scheduled so that each partition takes every node that is
-    ready, which gathers independent CPU nodes instead of splitting a device run around each.
+    A node goes to the device if `is_supported_fn(op_type, attrs)` (or `is_supported_fn(op_type)`) says so, the op
+    table can lower it, and the target supports it or what it is fused into; all others go to the CPU. Nodes are
+    scheduled so that each partition takes every node that is ready, which gathers independent CPU nodes instead of
+    splitting a device run around each.
 
     Args:
+        target: Of the device that will run the plan. Default: one that supports the whole op table.
         compute_dtype, quantization: As for `compile`; partitions on the CPU read weights in PyTorch's dtypes.
 
     Raises:
@@ -146,13 +150,20 @@ def partition(
     graph = normalize(read_ir(ir))
     formats = find_formats(graph, quantization) if quantization else {}
     dtype = choose_compute_dtype(graph, compute_dtype)
-    reasons = _cpu_reasons(graph, is_supported_fn)
-    integers = find_integer_ranges(graph, on_cpu=reasons)
-    reasons |= integers.overflows
-    graph = with_bounds(graph, integers.bounds)
-    devices: dict[str, DeviceKind] = {node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes}
-    groups = min((_schedule(graph, devices, first) for first in ("npu", "cpu")), key=len)
-    partitions = _build_partitions(graph, groups, dtype, integers.ranges)
+    lacking: dict[str, str] = {}
+    while True:
+        reasons = _cpu_reasons(graph, is_supported_fn, lacking)
+        integers = find_integer_ranges(graph, on_cpu=reasons)
+        reasons |= integers.overflows
+        bounded = with_bounds(graph, integers.bounds)
+        devices: dict[str, DeviceKind] = {node.name: "cpu" if node.name in reasons else "npu" for node in graph.nodes}
+        groups = min((_schedule(bounded, devices, first) for first in ("npu", "cpu")), key=len)
+        partitions = _build_partitions(bounded, groups, dtype, integers.ranges)
+        more = {} if target is None or target.supports_all else _lacking(partitions, target, dtype, formats)
+        if not more:
+            break
+        lacking |= more  # which divides the graph in another way, so that other nodes may meet in a fusion or not
+    graph = bounded
     on_device = {name for p in partitions if p.device == "npu" for name in p.graph.outputs}
     back = tuple(
         TransferOp(name, "npu", "cpu", tensor_bytes(graph.tensors[name]))
@@ -162,22 +173,48 @@ def partition(
     return PartitionPlan(graph, partitions, dtype, back, reasons, formats)
 
 
-def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn) -> dict[str, str]:
+def _cpu_reasons(graph: IRGraph, is_supported_fn: SupportFn, lacking: Mapping[str, str]) -> dict[str, str]:
     takes_attrs = _takes_attrs(is_supported_fn)
     producers = graph.producers()
     reasons: dict[str, str] = {}
     for node in graph.nodes:
-        attrs = {key: value for key, value in node.attrs.items() if not key.startswith("_")}
-        supported = is_supported_fn(node.op_type, attrs) if takes_attrs else is_supported_fn(node.op_type)
+        supported = is_supported_fn(node.op_type, given_attrs(node)) if takes_attrs else is_supported_fn(node.op_type)
         reason = unsupported_reason(node, graph)
         if reason is None and not supported:
             reason = "the given support function rejects the op"
+        reason = reason or lacking.get(node.name)
         source = producers.get(node.inputs[0]) if node.base == "getitem" else None
         if source is not None:
             reason = f"its producer '{source.name}' is on the CPU" if source.name in reasons else None
         if reason is not None:
             reasons[node.name] = reason
     return reasons
+
+
+def _lacking(
+    partitions: Sequence[Partition], target: CodegenTarget, dtype: str, formats: Mapping[str, QuantizedFormat]
+) -> dict[str, str]:
+    """Why nodes of device partitions must go to the CPU: the target lacks what the compiler makes of them."""
+    reason, found = target_reason(target), {}
+    for part in partitions:
+        if part.device == "npu":
+            *_, (_, final) = trace_stages(part.graph, target, compute_dtype=dtype, quantization=formats)
+            for node in final.nodes:
+                if not supports_node(target, node):
+                    found.update(dict.fromkeys(_made_into(node, part.graph, final), reason))
+    return found
+
+
+def _made_into(node: OpNode, graph: IRGraph, final: IRGraph) -> set[str]:
+    """The nodes of a graph for which a node stands in what the compiler made of it."""
+    before, after = graph.producers(), final.producers()
+    names, wanted = set(), list(node.outputs)
+    while wanted:
+        source = before.get(wanted.pop())
+        if source is not None and source.name not in names:
+            names.add(source.name)
+            wanted += [name for name in source.inputs if name not in after]
+    return names
 
 
 def _takes_attrs(function: SupportFn) -> bool:

@@ -231,8 +231,12 @@ class Fusion:
     rewrite: RewriteFn
 
 
-def apply_fusion(graph: IRGraph, fusion: Fusion) -> IRGraph:
-    """Replace every match, last nodes first, so that the longest chain wins."""
+def apply_fusion(graph: IRGraph, fusion: Fusion, supports: Callable[[OpNode], bool] = lambda node: True) -> IRGraph:
+    """Replace every match, last nodes first, so that the longest chain wins.
+
+    Args:
+        supports: Whether a node may be made; a match whose rewrite makes another one stays as it is.
+    """
     roots = {op for pattern in fusion.patterns for op in pattern.ops.split()}
     if not any(node.base in roots for node in graph.nodes):
         return graph
@@ -249,7 +253,7 @@ def apply_fusion(graph: IRGraph, fusion: Fusion) -> IRGraph:
                 continue
             rewriter = Rewriter(graph, tensors)
             fused = fusion.rewrite(match, rewriter)
-            if fused is not None:
+            if fused is not None and all(map(supports, (*rewriter.added, fused))):
                 replaced[node.name] = [*rewriter.added, fused]
                 consumed.update(match.nodes)
                 break

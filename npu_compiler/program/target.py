@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
+from npu_compiler.errors import InputError
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
 from npu_compiler.program.kernels import KERNELS
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.target_config import METAL_GPU, OP_LEVEL, TargetConfig
+
+PLUGINS = "npu_simulation.targets"
 
 
 class CodegenTarget(ABC):
@@ -39,6 +44,19 @@ class CodegenTarget(ABC):
     @abstractmethod
     def shader_source(self, filename: str) -> str:
         """The path or package resource of a source file."""
+
+    def supports(self, op_type: str, attrs: Mapping[str, Any]) -> bool:
+        """Whether the hardware has an op of the op table, or a fused one (`npu.…`); by default, it has all of them.
+
+        An op that it lacks is refused by `compile()`, and runs on the CPU where a graph is partitioned. A fusion that
+        would make one leaves the graph as it is. Views, such as `aten.slice`, are not asked about.
+        """
+        return True
+
+    @property
+    def supports_all(self) -> bool:
+        """Whether this target leaves `supports` as it is."""
+        return type(self).supports is CodegenTarget.supports
 
     def finish(self, plan: ExecutionPlan) -> ExecutionPlan:
         """What this target does with the calls before memory is planned: fuse them, generate their sources."""
@@ -87,3 +105,27 @@ class MetalCodegenTarget(OpLevelTarget):
 
     def shader_source(self, filename: str) -> str:
         return f"metal_kernels/{filename}"
+
+
+def plugin_targets() -> list[str]:
+    """Names of the targets that installed packages offer under the entry point group `npu_simulation.targets`."""
+    from importlib.metadata import entry_points
+
+    return sorted(entry_points(group=PLUGINS).names)
+
+
+def load_plugin_target(name: str) -> CodegenTarget | None:
+    """The target of that name of an installed package, whose import declares its kernels; None if there is none.
+
+    Raises:
+        InputError: the entry point of that name makes a target of another name.
+    """
+    from importlib.metadata import entry_points
+
+    found = entry_points(group=PLUGINS, name=name)
+    if not found:
+        return None
+    target: CodegenTarget = next(iter(found)).load()()
+    if target.config.name != name:
+        raise InputError(f"the entry point '{name}' of {PLUGINS} makes a target named '{target.config.name}'")
+    return target

@@ -56,9 +56,9 @@ def cpu_levels(incomplete: str) -> list[str]:
 
 
 def targets(incomplete: str) -> list[str]:
-    from npu_sim.commands.targets import TARGETS
+    from npu_sim.commands.targets import target_names
 
-    return beginning(incomplete, TARGETS)
+    return beginning(incomplete, target_names())
 
 
 def fusions(incomplete: str) -> list[str]:

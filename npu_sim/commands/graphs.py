@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from npu_sim.commands.checks import check_device_options, check_not_overwritten, check_output
-from npu_sim.commands.completion import tasks
+from npu_sim.commands.completion import targets, tasks
 from npu_sim.commands.console import EXIT_DIFFERS, note, print_json, progress, step
 from npu_sim.commands.options import AsJSON, CPULevel, DeviceName, Dtype, Fast, Inputs, IRFile, NoTune, Seed, Weights
 from npu_sim.commands.resources import open_device, weights_for
+from npu_sim.commands.targets import find_target
 
 SAMPLES = 3
 TOKENS = 128
@@ -90,6 +91,12 @@ def partition(
         list[str] | None,
         typer.Option("--cpu", metavar="OP", help="Run this op, given by its ATen name, on the CPU; repeatable."),
     ] = None,
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target", metavar="NAME", autocompletion=targets, help="Target whose missing ops run on the CPU."
+        ),
+    ] = "op_level",
     dtype: Dtype = None,
 ) -> None:
     """Show how a graph is partitioned between the device and the CPU."""
@@ -101,12 +108,16 @@ def partition(
 
     if json and mermaid:
         raise InputError("choose either --json or --mermaid")
+    codegen = find_target(target)
     with step(f"partitioning {ir}"):
         graph = read_ir(ir)
         kept = {base_op(op) for op in cpu or ()}
         absent = sorted(kept - {node.base for node in graph})
         plan = partition_graph(
-            graph, lambda op, attrs: base_op(op) not in kept and is_op_supported(op, attrs), compute_dtype=dtype
+            graph,
+            lambda op, attrs: base_op(op) not in kept and is_op_supported(op, attrs),
+            target=codegen,
+            compute_dtype=dtype,
         )
     if absent:
         note(f"warning: the graph has no op {', '.join(absent)}")

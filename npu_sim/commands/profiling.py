@@ -29,7 +29,7 @@ from npu_sim.commands.resources import inputs_for, load_onto, open_device, open_
 if TYPE_CHECKING:
     import numpy as np
 
-    from npu_compiler import CompiledProgram, PartitionPlan
+    from npu_compiler import CodegenTarget, CompiledProgram, PartitionPlan
     from npu_runtime import Device, Profiler
 
 Run = Callable[["Profiler | None"], object]
@@ -64,17 +64,18 @@ def profile(
 
     check_device_options(device, cpu_level, fast, no_tune)
     check_not_overwritten(trace, [file, weights, *assigned_files(inputs)])
-    model = _partitioned(file) if file.suffix == ".json" else CompiledProgram.load(file, allow_code)
-    if isinstance(model, CompiledProgram):
+    if file.suffix != ".json":
+        model = CompiledProgram.load(file, allow_code)
         state = weights_for(model, weights)
         arrays, used_seed = inputs_for(model.input_specs, inputs, seed)
         chosen = open_device_for(model, device, fast, no_tune)
         run = _program_run(model, chosen, state, arrays)
     else:
-        state = weights_for(model.graph, weights)
-        arrays, used_seed = inputs_for([model.graph.tensors[name] for name in model.graph.inputs], inputs, seed)
         chosen = open_device(device, fast, no_tune)
-        run = _plan_run(model, chosen, state, arrays)
+        plan = _partitioned(file, chosen.backend.target)
+        state = weights_for(plan.graph, weights)
+        arrays, used_seed = inputs_for([plan.graph.tensors[name] for name in plan.graph.inputs], inputs, seed)
+        run = _plan_run(plan, chosen, state, arrays)
     profiler, plain = Profiler(), []
     with progress("running") as report:
         run(None)
@@ -107,11 +108,11 @@ def profile(
         typer.echo(f"trace written to {trace}; ui.perfetto.dev opens it")
 
 
-def _partitioned(ir: Path) -> PartitionPlan:
-    from npu_compiler import is_op_supported, partition, read_ir
+def _partitioned(ir: Path, target: CodegenTarget) -> PartitionPlan:
+    from npu_compiler import partition, read_ir
 
     with step(f"partitioning {ir}"):
-        return partition(read_ir(ir), is_op_supported)
+        return partition(read_ir(ir), target=target)
 
 
 def _program_run(

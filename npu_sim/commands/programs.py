@@ -56,7 +56,7 @@ def compile(
             "--target",
             metavar="NAME",
             autocompletion=targets,
-            help="Target: op_level (for the CPU and Metal), metal_gpu or cuda_gpu.",
+            help="Target: op_level (for the CPU and Metal), metal_gpu, cuda_gpu or an installed package's.",
         ),
     ] = "op_level",
     dtype: Dtype = None,

@@ -187,7 +187,7 @@ def _compile(path: Path, target: Any, options: Mapping[str, Any], disabled: list
         try:
             program = compile_ir(graph, target, disabled_fusions=disabled, **options)
         except ConstraintError:
-            plan = partition(graph, **options)
+            plan = partition(graph, target=target, **options)
             stages = stage_graphs([("read", graph)])
             stages.add_partitions(plan)
             parts = [plan.compile(part, target) for part in plan.partitions if part.device == "npu"]

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from npu_compiler import CodegenTarget
 
-TARGETS = ("op_level", "metal_gpu", "cuda_gpu")
-
 
 def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
-    """The target of that name; a device's name stands for its target.
+    """The target of that name, which may be an installed package's; a device's name stands for its target.
 
     Args:
         phase_clocks: As `CUDACodegenTarget` takes it.
@@ -22,6 +20,7 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
     from cuda_compiler import CUDACodegenTarget
     from npu_compiler import MetalCodegenTarget, OpLevelTarget
     from npu_compiler.errors import InputError
+    from npu_compiler.program.target import load_plugin_target
 
     if name in ("cuda", "cuda_gpu"):
         return CUDACodegenTarget(phase_clocks=phase_clocks)
@@ -29,8 +28,17 @@ def find_target(name: str, phase_clocks: bool = False) -> CodegenTarget:
         raise InputError(f"--phase-clocks is for --target cuda_gpu only; this is {name}")
     if name in ("metal", "metal_gpu"):
         return MetalCodegenTarget()
-    if name not in ("cpu", "op_level"):
-        raise InputError(
-            f"unknown target '{name}'; choose one of op_level (for the CPU and Metal), metal_gpu and cuda_gpu"
-        )
-    return OpLevelTarget()
+    if name in ("cpu", "op_level"):
+        return OpLevelTarget()
+    target = load_plugin_target(name)
+    if target is None:
+        known = ", ".join(["op_level (for the CPU and Metal)", *target_names()[1:]])
+        raise InputError(f"unknown target '{name}'; choose one of {known}")
+    return target
+
+
+def target_names() -> list[str]:
+    """Names of the targets known here, op_level first."""
+    from npu_compiler.program.target import plugin_targets
+
+    return ["op_level", "metal_gpu", "cuda_gpu", *plugin_targets()]

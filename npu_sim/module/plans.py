@@ -10,12 +10,17 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 if TYPE_CHECKING:
     from npu_compiler.partitioner import PartitionPlan
     from npu_compiler.passes.quantize import Quantization
+    from npu_compiler.program.target import CodegenTarget
 
 PROGRAMS = 8  # that a module keeps by default
 
 
 def plan_for(
-    ir: Mapping[str, Any], sizes: Mapping[str, int], dtype: str | None, quantization: Quantization | None = None
+    ir: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    dtype: str | None,
+    target: CodegenTarget,
+    quantization: Quantization | None = None,
 ) -> PartitionPlan:
     """The plan of a traced module's graph.
 
@@ -23,6 +28,7 @@ def plan_for(
         ir: Symbolic where sizes may change.
         sizes: Symbol → its value.
         dtype: Compute dtype. Default: the graph's own, if that is a float of 16 bits, else float32.
+        target: The device's.
         quantization: As for `npu_compiler.compile`.
 
     Raises:
@@ -37,4 +43,4 @@ def plan_for(
     if dtype is None:
         own = native_dtype(graph)
         dtype = own if own in HALF_DTYPES else "float32"
-    return partition(graph, compute_dtype=dtype, quantization=quantization)
+    return partition(graph, target=target, compute_dtype=dtype, quantization=quantization)

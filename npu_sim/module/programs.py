@@ -58,7 +58,8 @@ class Compiled:
         """The plan for these sizes, and its programs where they have been compiled before."""
         if key not in self._known:
             sizes = dict(zip(symbols, key, strict=True))
-            plan = plan_for(self._trace.ir, sizes, self._settings.dtype, self._settings.quantization)
+            chosen = self._settings
+            plan = plan_for(self._trace.ir, sizes, chosen.dtype, chosen.backend.target, chosen.quantization)
             self.keep(key, plan, None)
         return self._known[key]
 

@@ -235,9 +235,8 @@ class LoadedModule:
         return self._checked(DeviceProgram(program, saved.outputs, {}, self._memory, self._donors()))
 
     def _compiled(self, key: Key) -> DeviceProgram | MixedPlan:
-        plan = plan_for(
-            self._ir, dict(zip(self._shapes.symbols, key, strict=True)), self.content.dtype, self.content.formats
-        )
+        sizes = dict(zip(self._shapes.symbols, key, strict=True))
+        plan = plan_for(self._ir, sizes, self.content.dtype, self.backend.target, self.content.formats)
         if [part.device for part in plan.partitions] != ["npu"]:
             if plan.reasons:
                 self._need_torch(plan.reasons)
