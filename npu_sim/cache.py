@@ -5,6 +5,7 @@ It lies in $NPU_SIM_CACHE or, if that is not set, in ~/.cache/npu-simulation.
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
@@ -109,7 +110,7 @@ def _program_place(
     mesh: "Mesh | None",
 ) -> Path:
     formats = dict(quantization) if isinstance(quantization, Mapping) else quantization
-    return _place(name, [key, target.key, compute_dtype, formats, kv_cache, mesh, _compiler_digest()], "npubin")
+    return _place(name, [key, target.key, compute_dtype, formats, kv_cache, mesh, _compiler_digest(target)], "npubin")
 
 
 def _place(name: str, key: Any, suffix: str) -> Path:
@@ -117,9 +118,16 @@ def _place(name: str, key: Any, suffix: str) -> Path:
     return cache_folder() / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:20]}.{suffix}"
 
 
-def _compiler_digest() -> str:
-    """A hash of the sources of the compiler and the kernels, any change of which may change the program."""
-    return source_digest("npu_compiler", "cuda_compiler", "metal_kernels")
+def _compiler_digest(target: "CodegenTarget") -> str:
+    """A hash of the sources of the compiler and the kernels, any change of which may change the program.
+
+    Where the target is another package's, that package is a part of the compiler.
+    """
+    own = type(target).__module__.partition(".")[0]
+    packages = ["npu_compiler", "cuda_compiler", "metal_kernels"]
+    if own not in packages and hasattr(sys.modules[own], "__path__"):
+        packages.append(own)
+    return source_digest(*packages)
 
 
 @cache

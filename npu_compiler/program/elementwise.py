@@ -88,6 +88,10 @@ class ElementwiseKernel(KernelDecl):
     is_strided: bool = field(kw_only=True)
     function: str = field(kw_only=True)
 
+    def __str__(self) -> str:
+        inputs, outputs = (" ".join(map(str, operands)) for operands in (self.inputs, self.outputs))
+        return f"{self.name}: {inputs} -> {outputs}, scalars, {self.op.expr}"
+
     def parameters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """A call's parameters as `fields` has them; an absent operand's value is a scalar."""
         scalars = [0 if x is None else x for x in params["scalars"]]

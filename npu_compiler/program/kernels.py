@@ -71,7 +71,7 @@ class KernelDecl:
     """A kernel's name, operands and parameters, declared once beside its lowering.
 
     Attributes:
-        source: The shader file in `metal_kernels`; empty for a kernel that only the CPU device has.
+        source: The shader file in `metal_kernels`; empty for a kernel that Metal does not have.
         inputs: The operands it reads, in the order of a call's inputs.
         outputs: The operands it writes.
         fields: Parameter name → format. A `struct` format (`I`, `i`, `f`, `4I`, …) is a member of the parameter struct,
@@ -94,6 +94,12 @@ class KernelDecl:
     where: Condition | None = None
     index_limit: Callable[[SimpleNamespace], int] | None = None
     products: Products | None = None
+
+    def __str__(self) -> str:
+        """Its name, operands and parameters, as `declare_kernel` takes them."""
+        inputs, outputs = (" ".join(map(str, operands)) for operands in (self.inputs, self.outputs))
+        fields = "".join(f", {name}={fmt!r}" for name, fmt in self.fields.items())
+        return f"{self.name}: {inputs} -> {outputs}{fields}"
 
     def problem(self, call: KernelCall) -> str | None:
         """Why a call does not fit this declaration, in words; None where it does.
@@ -255,7 +261,7 @@ def declare_kernel(
     family: Family,
     operands: str,
     *,
-    source: str,
+    source: str = "",
     grid: Grid = Grid.ELEMENTS,
     where: Condition | None = None,
     index_limit: Callable[[SimpleNamespace], int] | None = None,
@@ -266,7 +272,7 @@ def declare_kernel(
 
     Args:
         operands: `"x[m,.k] weight[n,k] bias?[n] -> out[m,n]"`, as `operands` explains.
-        source: The shader file in `metal_kernels`.
+        source: The shader file in `metal_kernels`, for a kernel that Metal has.
         where, index_limit, products: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
         fields: Parameter name → format, as `KernelDecl.fields` has them.
     """

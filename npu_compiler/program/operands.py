@@ -19,6 +19,7 @@ from typing import Any
 from npu_compiler.program.views import View, is_contiguous
 
 _DTYPES = {"f": ("float32", "float16", "bfloat16"), "i": ("int32",), "b": ("bool",), "u": ("uint8",), "c": ("int8",)}
+_ANY = "fib"  # kinds of an operand that names none
 _OPERAND = re.compile(r"(?P<name>\w+)(?P<optional>\?)?(?::(?P<kinds>[fibuc]+))?(?:\[(?P<sizes>[^\]]*)\])?")
 
 Sizes = dict[str, Any]  # name of a dimension → its size; name of a group of dimensions → their sizes
@@ -42,6 +43,15 @@ class Operand:
     sizes: tuple[str, ...] | None = None
     packed: int | None = None
 
+    def __str__(self) -> str:
+        """The text that declares it."""
+        kinds = "".join(kind for kind, names in _DTYPES.items() if self.dtypes.issuperset(names))
+        text = f"{self.name}{'?' * self.optional}" + (f":{kinds}" if kinds != _ANY else "")
+        if self.sizes is None:
+            return text
+        first = None if self.packed is None else self.packed % len(self.sizes)
+        return f"{text}[{','.join('.' * (index == first) + size for index, size in enumerate(self.sizes))}]"
+
     def problem(self, view: View, known: Sizes) -> str | None:
         """What of a view does not fit, in words; enters into `known` the sizes that the view is the first to tell."""
         if view.dtype not in self.dtypes:
@@ -63,7 +73,7 @@ def _parse(text: str) -> Operand:
     match = _OPERAND.fullmatch(text)
     if match is None:
         raise ValueError(f"'{text}' declares no operand")
-    dtypes = frozenset(name for kind in match["kinds"] or "fib" for name in _DTYPES[kind])
+    dtypes = frozenset(name for kind in match["kinds"] or _ANY for name in _DTYPES[kind])
     written = None if match["sizes"] is None else match["sizes"].split(",") if match["sizes"] else []
     packed = next((index for index, size in enumerate(written or ()) if size.startswith(".")), None)
     if written is not None and packed is not None and any(size.startswith("*") for size in written[:packed]):

@@ -22,6 +22,9 @@ from ir_builder import IRBuilder
 from npu_compiler import CompiledProgram, InputError, ProgramFormatError, __version__, compile
 from npu_compiler.compiled_program import FORMAT_VERSION, MAGIC
 from npu_compiler.program.describe import format_bytes, format_flops, summary
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
+from npu_compiler.program.kernels import KERNELS
+from npu_compiler.program.operands import parse_operands
 from npu_runtime import CPUBackend, Executor, load_weights
 
 
@@ -481,3 +484,15 @@ def test_a_program_whose_only_intermediate_value_is_empty_runs() -> None:
     ones = np.ones((2, 3), np.float32)
     result = Executor(CompiledProgram.from_bytes(program.to_bytes()), CPUBackend()).run({"x": ones, "y": ones})
     assert np.array_equal(result["z"].to_numpy(), ones)
+
+
+def test_a_declaration_prints_the_text_that_declares_it() -> None:
+    for kernel in (*KERNELS.values(), *ELEMENTWISE_KERNELS.values()):
+        inputs, outputs = (" ".join(map(str, listed)) for listed in (kernel.inputs, kernel.outputs))
+        assert parse_operands(f"{inputs} -> {outputs}") == (kernel.inputs, kernel.outputs)
+    assert str(KERNELS["embedding_kernel"]) == (
+        "embedding_kernel: table[rows,.width] ids:i[*s] -> out[*s,width], rows='I', width='I', checked='?'"
+    )
+    assert str(ELEMENTWISE_KERNELS["add_scalar_kernel"]) == (
+        "add_scalar_kernel: a?[.*s] b?[.*s] c?[.*s] -> out[.*s], scalars, a + alpha * b"
+    )

@@ -22,6 +22,8 @@ from npu_compiler import OP_LEVEL, ConstraintError, InputError, OpLevelTarget, P
 from npu_compiler.graph.model import base_op
 from npu_compiler.program.target import load_plugin_target, plugin_targets
 from npu_runtime import CPUBackend, DAGExecutor
+from npu_sim.cache import compile_cached, has_program, source_digest
+from npu_sim.commands.targets import find_target
 
 
 class Chip(OpLevelTarget):
@@ -199,7 +201,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1\n")
     points = "plugin = plugin_target:Target\nmisnamed = plugin_target:Target\n"
     (info / "entry_points.txt").write_text(f"[npu_simulation.targets]\n{points}")
-    (tmp_path / "plugin_target.py").write_text(PACKAGE)
+    (tmp_path / "plugin_target").mkdir()
+    (tmp_path / "plugin_target" / "__init__.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
     target = load_plugin_target("plugin")
     assert target is not None
@@ -226,6 +229,21 @@ def test_without_the_package_its_program_is_refused(plugin: Path) -> None:
 @pytest.mark.usefixtures("plugin")
 def test_an_installed_packages_targets_are_listed_and_known_by_their_own_names() -> None:
     assert {"plugin", "misnamed"} <= set(plugin_targets())
+    assert find_target("plugin").config.name == "plugin"
     assert load_plugin_target("absent") is None
     with pytest.raises(InputError, match="the entry point 'misnamed' of npu_simulation.targets makes a target named"):
         load_plugin_target("misnamed")
+
+
+def test_a_cached_program_is_made_again_when_the_package_of_its_target_changes(
+    plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_CACHE", str(plugin / "cache"))
+    source_digest.cache_clear()
+    target, ir = find_target("plugin"), extracted(nn.Linear(4, 4), torch.randn(2, 4))
+    compile_cached(ir, target=target)
+    assert has_program(ir["model_name"], ir, None, target)
+    with (plugin / "plugin_target" / "__init__.py").open("a") as source:
+        source.write("# another finish()")
+    source_digest.cache_clear()
+    assert not has_program(ir["model_name"], ir, None, target)

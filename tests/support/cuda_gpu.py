@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ def gpu_problem() -> str:
 
 
 PROBLEM = gpu_problem()
-# The devices by name, as parameters of a test: the CPU, and the GPU where there is one.
-DEVICES: list[Any] = ["cpu"] if PROBLEM else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# The devices by name, as parameters of a test: the CPU, the GPU where there is one, and one that TEST_DEVICE names.
+DEVICES: list[Any] = [
+    "cpu",
+    *([] if PROBLEM else [pytest.param("cuda", marks=pytest.mark.gpu)]),
+    *filter(None, [os.environ.get("TEST_DEVICE")]),
+]
 
 
 def need_gpu() -> None:
