@@ -66,12 +66,14 @@ class Layout:
         lanes: Floats in a vector.
         max_rows: Rows that the product of gemm.h handles at once.
         has_pairs: Whether bfloat16 is multiplied in pairs.
+        has_byte_quads: Whether there is an instruction for products of unsigned with signed bytes.
         has_tiles: Whether there is a matrix unit for bfloat16 that this process may use.
     """
 
     lanes: int
     max_rows: int
     has_pairs: bool
+    has_byte_quads: bool
     has_tiles: bool
 
     @property
@@ -87,7 +89,8 @@ def layout() -> Layout:
     if loaded is None:
         raise RuntimeError("there are no native kernels in this process")
     lanes, max_rows = _integer(loaded, "npu_lanes"), _integer(loaded, "npu_max_rows")
-    return Layout(lanes, max_rows, bool(_integer(loaded, "npu_has_pairs")), bool(_integer(loaded, "npu_has_tiles")))
+    features = ("npu_has_pairs", "npu_has_byte_quads", "npu_has_tiles")
+    return Layout(lanes, max_rows, *(bool(_integer(loaded, name)) for name in features))
 
 
 def _integer(loaded: ctypes.CDLL, name: str) -> int:

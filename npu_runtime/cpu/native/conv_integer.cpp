@@ -1,8 +1,9 @@
 // Integer convolution as a product: rows of pixels, each with what its window holds, times panels of output channels.
 //
-// The bytes of x become int16 while a row is packed, and x's zero point is subtracted there, so padding is 0 and sums
-// are exact: products of such numbers with those of a weight, two at a time, fit in int32 (MOST_TERMS in ops/integer.py).
-// The elements of a window are its rows, columns and channels, channels innermost.
+// The elements of a window are its rows, columns and channels, channels innermost. In the format Pairs the bytes of x
+// become int16 while a row is packed, and x's zero point is subtracted there, so padding is 0 and sums are exact:
+// products of such numbers with those of a weight, two at a time, fit in int32 (MOST_TERMS in ops/integer.py). In Quads
+// they stay bytes, int8 with 128 added, and padding is x's zero point; sums begin with what that takes off again.
 #include "integer_args.h"
 #include "integer_gemm.h"
 #include "pool.h"
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int64_t kRowBytes = 224 << 10;  // what a task packs of rows: with a panel, a second-level cache
 constexpr int64_t kFewRows = 4 * kMaxRows;
-constexpr int64_t kTogether = 16 * kMaxRows;  // rows whose sums become results together
+constexpr int64_t kTogether = 4 * kMaxRows;  // rows whose sums become results together
 
 // to[i] = from[i] - zero, for n elements; nothing beyond them is read, and a vector at most beyond them written.
 template <class X>
@@ -43,116 +44,176 @@ NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = int16_t(from[i]) - zero;
 }
 
-// The geometry of a packed row.
-struct Row {
-  int64_t length, stride;  // elements, and with those up to whole pairs and room for `widen`
-  explicit Row(const Args& a)
-      : length(a.kernel_h * a.kernel_w * a.in_channels), stride(round_up(length, 2) + 2 * kLanes) {}
-  int64_t pairs() const { return divide_up(length, 2); }
+// How a format stores elements of windows.
+template <class Format>
+struct Packer;
+
+template <>
+struct Packer<Pairs> {
+  int16_t zero;
+  explicit Packer(const Args& a) : zero(a.zero_point) {}
+  template <class X>
+  void put(const X* from, int64_t n, int16_t* to) const {
+    widen(from, n, zero, to);
+  }
+  void pad(int16_t* to, int64_t n) const { std::memset(to, 0, n * sizeof(int16_t)); }
 };
 
-template <class X>
-void pack_window(const Args& a, const X* image, int64_t group, int64_t y, int64_t x, int16_t* to) {
+template <>
+struct Packer<Quads> {
+  uint8_t zero;
+  explicit Packer(const Args& a) : zero(a.zero_point + (a.x_type == Stored::i8 ? 128 : 0)) {}
+  template <int64_t kWidth = 64, class X>
+  NPU_INLINE void put(const X* from, int64_t n, uint8_t* to) const {
+    typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
+    constexpr uint8_t kMove = std::is_same_v<X, int8_t> ? 128 : 0;
+    const auto copy = [&](int64_t i) __attribute__((always_inline)) {
+      const Bytes moved = load_bits<Bytes>(from + i) ^ kMove;
+      std::memcpy(to + i, &moved, sizeof(moved));
+    };
+    if (n >= kWidth) {
+      for (int64_t i = 0; i + kWidth <= n; i += kWidth) copy(i);
+      if (n % kWidth) copy(n - kWidth);
+    } else if constexpr (kWidth > 4) {
+      put<kWidth / 2>(from, n, to);
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = uint8_t(from[i]) ^ kMove;
+    }
+  }
+  void pad(uint8_t* to, int64_t n) const { std::memset(to, zero, n); }
+};
+
+// The geometry of a packed row.
+template <class Format>
+struct Row {
+  int64_t length, steps, stride;  // elements; steps that they take; elements with room for what `widen` writes
+  explicit Row(const Args& a)
+      : length(a.kernel_h * a.kernel_w * a.in_channels),
+        steps(divide_up(length, Format::kStep)),
+        stride(steps * Format::kStep + (std::is_same_v<Format, Pairs> ? 2 * kLanes : 0)) {}
+};
+
+bool is_pointwise(const Args& a) {
+  return a.kernel_h * a.kernel_w * a.stride_h * a.stride_w == 1 && a.out_h == a.in_h && a.out_w == a.in_w;
+}
+
+// Fills a row up to whole steps; their weights there are 0.
+template <class Format>
+void fill(const Row<Format>& row, typename Format::Row* to) {
+  for (int64_t i = row.length; i < row.steps * Format::kStep; ++i) to[i] = 0;
+}
+
+template <class Format, class X>
+void pack_window(const Args& a, const X* image, int64_t group, int64_t y, int64_t x, typename Format::Row* to) {
   const int64_t channels = a.in_channels, pitch = a.groups * channels;
   const bool together = a.groups == 1 && a.dilation_w == 1;
-  const int16_t zero = a.zero_point;
+  const Packer<Format> packer(a);
   const int64_t left = x * a.stride_w - a.pad_left;
   for (int64_t ky = 0; ky < a.kernel_h; ++ky, to += a.kernel_w * channels) {
     const int64_t in_y = y * a.stride_h - a.pad_top + ky * a.dilation_h;
     if (in_y < 0 || in_y >= a.in_h) {
-      std::memset(to, 0, a.kernel_w * channels * sizeof(int16_t));
+      packer.pad(to, a.kernel_w * channels);
       continue;
     }
     const X* line = image + in_y * a.in_w * pitch + group * channels;
     if (together) {
       const int64_t begin = std::clamp<int64_t>(-left, 0, a.kernel_w);
       const int64_t end = std::clamp<int64_t>(a.in_w - left, begin, a.kernel_w);
-      if (begin) std::memset(to, 0, begin * channels * sizeof(int16_t));
-      widen(line + (left + begin) * pitch, (end - begin) * channels, zero, to + begin * channels);
-      if (end < a.kernel_w) std::memset(to + end * channels, 0, (a.kernel_w - end) * channels * sizeof(int16_t));
+      if (begin) packer.pad(to, begin * channels);
+      packer.put(line + (left + begin) * pitch, (end - begin) * channels, to + begin * channels);
+      if (end < a.kernel_w) packer.pad(to + end * channels, (a.kernel_w - end) * channels);
       continue;
     }
     for (int64_t kx = 0; kx < a.kernel_w; ++kx) {
       const int64_t in_x = left + kx * a.dilation_w;
-      if (in_x < 0 || in_x >= a.in_w) std::memset(to + kx * channels, 0, channels * sizeof(int16_t));
-      else widen(line + in_x * pitch, channels, zero, to + kx * channels);
+      if (in_x < 0 || in_x >= a.in_w) packer.pad(to + kx * channels, channels);
+      else packer.put(line + in_x * pitch, channels, to + kx * channels);
     }
   }
-  if (a.kernel_h * a.kernel_w * channels % 2) *to = 0;
 }
 
 // Rows for pixels [begin, end) of all images.
-template <class X>
-void pack_rows(const Args& a, const Row& row, int64_t group, int64_t begin, int64_t end, int16_t* to) {
+template <class Format, class X>
+void pack_rows(const Args& a, const Row<Format>& row, int64_t group, int64_t begin, int64_t end,
+               typename Format::Row* to) {
   const X* data = reinterpret_cast<const X*>(a.x);
   const int64_t plane = a.out_h * a.out_w, image = a.in_h * a.in_w * a.groups * a.in_channels;
-  const int64_t channels = a.in_channels;
-  if (a.groups == 1 && a.kernel_h * a.kernel_w * a.stride_h * a.stride_w == 1 && plane == a.in_h * a.in_w) {
-    const int16_t zero = a.zero_point;
-    for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
-      widen(data + pixel * channels, channels, zero, to);
-      if (channels % 2) to[channels] = 0;
-    }
-    return;
-  }
+  const Packer<Format> packer(a);
+  const bool copies = is_pointwise(a) && a.groups == 1;
   for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
-    const int64_t item = pixel / plane, place = pixel % plane;
-    pack_window(a, data + item * image, group, place / a.out_w, place % a.out_w, to);
+    if (copies) {
+      packer.put(data + pixel * a.in_channels, a.in_channels, to);
+    } else {
+      const int64_t item = pixel / plane, place = pixel % plane;
+      pack_window<Format>(a, data + item * image, group, place / a.out_w, place % a.out_w, to);
+    }
+    fill(row, to);
   }
 }
 
 // A task is some rows and a part of the panels, over which they all pass.
 struct Tasks {
   int64_t rows, count, parts;  // rows of a task, tasks that cover the rows, parts of the panels
-  Tasks(const Args& a, const Row& row, int64_t panels) {
+  Tasks(const Args& a, int64_t row_bytes, int64_t panels) {
     const int64_t all = a.batch * a.out_h * a.out_w, threads = num_threads();
-    const int64_t fitting = std::max<int64_t>(kMaxRows, kRowBytes / int64_t(row.stride * sizeof(int16_t)));
-    const int64_t even = std::max(kFewRows, divide_up(all, 2 * threads));
-    rows = round_up(std::min(fitting, even), kMaxRows);
-    count = divide_up(all, rows);
-    rows = round_up(divide_up(all, count), kMaxRows);
+    const int64_t fitting = std::max<int64_t>(kMaxRows, kRowBytes / row_bytes);
+    count = std::max(divide_up(all, fitting), std::min(2 * threads, all / kFewRows));
+    rows = divide_up(all, std::max<int64_t>(1, count));
     count = divide_up(all, rows);
     parts = a.groups * count >= 2 * threads ? 1 : std::min(panels, divide_up(4 * threads, a.groups * count));
   }
 };
 
-template <class X>
+template <class Format, class X>
 void convolve_bytes(const Args& a) {
-  const Row row(a);
+  using Element = typename Format::Row;
+  const Row<Format> row(a);
   const int64_t panels = divide_up(a.out_channels, kPanel), all = a.batch * a.out_h * a.out_w;
-  const Tasks tasks(a, row, panels);
+  const Tasks tasks(a, row.stride * sizeof(Element), panels);
   const Finish finish = finish_of(a);
+  // Rows that lie in x as they would be packed.
+  const bool in_place =
+      std::is_same_v<Format, Quads> && std::is_same_v<X, uint8_t> && is_pointwise(a) && a.in_channels % 4 == 0;
+  const int64_t stride = in_place ? a.groups * a.in_channels : row.stride;
+  const auto* weights = static_cast<const typename Format::Weight*>(a.weight);
   parallel_for(a.groups * tasks.count * tasks.parts, 1, [&](int64_t first, int64_t last, int) {
-    int16_t* rows = thread_scratch().get<int16_t>((tasks.rows + 1) * row.stride * sizeof(int16_t));
+    Element* memory = in_place ? nullptr : thread_scratch().get<Element>((tasks.rows + 1) * stride * sizeof(Element));
     alignas(64) int32_t sums[kTogether * kPanel];
     int64_t packed = -1;
     for (int64_t task = first; task < last; ++task) {
       const int64_t part = task % tasks.parts, which = task / tasks.parts;
       const int64_t group = which / tasks.count, begin = which % tasks.count * tasks.rows;
       const int64_t end = std::min(begin + tasks.rows, all);
-      if (packed != which) pack_rows<X>(a, row, group, begin, end, rows);
+      if (packed != which && !in_place) pack_rows<Format, X>(a, row, group, begin, end, memory);
       packed = which;
-      const int16_t* weight = a.weight + group * a.weight_group_stride;
+      const Element* rows = memory;
+      if (in_place) rows = reinterpret_cast<const Element*>(a.x) + begin * stride + group * a.in_channels;
       for (int64_t p = panels * part / tasks.parts; p < panels * (part + 1) / tasks.parts; ++p) {
         const int64_t channel = p * kPanel, channels = std::min(kPanel, a.out_channels - channel);
-        const int16_t* panel = weight + p * row.pairs() * 2 * kPanel;
-        for (int64_t pixel = begin; pixel < end; pixel += kTogether) {
-          const int64_t count = std::min(kTogether, end - pixel);
-          for (int64_t r = 0; r < count; r += kMaxRows)
-            multiply(std::min<int64_t>(kMaxRows, count - r), rows + (pixel - begin + r) * row.stride, row.stride, panel,
-                     row.pairs(), sums + r * kPanel);
-          finish(a, {sums, kPanel, pixel, count, group * a.out_channels + channel, channels});
+        const int64_t whole = group * a.out_channels + channel;
+        const auto* panel = weights + group * a.weight_group_stride + p * row.steps * Format::kStep * kPanel;
+        const int32_t* start = std::is_same_v<Format, Quads> ? a.offsets + whole : nullptr;
+        const RowBlocks finished(end - begin, kTogether);
+        for (int64_t f = 0; f < finished.count; ++f) {
+          const int64_t done = finished.begin(f), pixel = begin + done;
+          const RowBlocks blocks(finished.size(f));
+          for (int64_t i = 0; i < blocks.count; ++i)
+            multiply(blocks.size(i), rows + (done + blocks.begin(i)) * stride, stride, panel, row.steps, start,
+                     sums + blocks.begin(i) * kPanel);
+          finish(a, {sums, kPanel, pixel, blocks.rows, whole, channels});
         }
       }
     }
   });
 }
 
+template <class Format>
 void convolve(const Args& a) {
-  with_bytes(a.x_type, [&](auto* type) { convolve_bytes<std::remove_pointer_t<decltype(type)>>(a); });
+  with_bytes(a.x_type, [&](auto* type) { convolve_bytes<Format, std::remove_pointer_t<decltype(type)>>(a); });
 }
 
 }  // namespace
 }  // namespace npu::integer
 
-NPU_KERNEL(integer_conv2d, npu::integer::Args, npu::integer::convolve)
+NPU_KERNEL(integer_conv2d, npu::integer::Args, npu::integer::convolve<npu::integer::Pairs>)
+NPU_KERNEL(integer_conv2d_bytes, npu::integer::Args, npu::integer::convolve<npu::integer::Quads>)

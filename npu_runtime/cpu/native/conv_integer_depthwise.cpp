@@ -56,7 +56,7 @@ NPU_INLINE void sum_taps(const Args& a, const At& at, int64_t pairs, int64_t cha
   IVec sum[kVecs];
 #pragma GCC unroll 4
   for (int v = 0; v < kVecs; ++v) sum[v] = load_bits<IVec>(a.offsets + channel + v * kLanes);
-  const int16_t* w = a.weight + 2 * channel;
+  const int16_t* w = static_cast<const int16_t*>(a.weight) + 2 * channel;
 #pragma GCC unroll 8
   for (int64_t p = 0; p < (kPairs ? kPairs : pairs); ++p, w += 2 * a.groups) {
     const auto *first = at(2 * p) + channel, *second = at(2 * p + 1) + channel;

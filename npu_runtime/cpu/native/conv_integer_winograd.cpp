@@ -91,6 +91,7 @@ void convolve_bytes(const Args& a) {
   const int64_t panels = divide_up(a.out_channels, kPanel), channels = a.in_channels, pairs = channels / 2;
   const Tiles tiles(a, panels);
   const Finish finish = finish_of(a);
+  const int16_t* weights = static_cast<const int16_t*>(a.weight);
   const int64_t point_stride = tiles.size * channels, sum_stride = tiles.size * kPanel;
   parallel_for(tiles.count * tiles.parts, 1, [&](int64_t first, int64_t last, int) {
     const int64_t sums_bytes = kPoints * sum_stride * sizeof(int32_t), lines_bytes = 4 * sum_stride * sizeof(int32_t);
@@ -110,10 +111,10 @@ void convolve_bytes(const Args& a) {
       transformed = which;
       for (int64_t p = panels * part / tiles.parts; p < panels * (part + 1) / tiles.parts; ++p) {
         for (int64_t point = 0; point < kPoints; ++point) {
-          const int16_t* panel = a.weight + (p * kPoints + point) * channels * kPanel;
+          const int16_t* panel = weights + (p * kPoints + point) * channels * kPanel;
           for (int64_t t = 0; t < end - begin; t += kMaxRows)
             multiply(std::min<int64_t>(kMaxRows, end - begin - t), inputs + point * point_stride + t * channels, channels,
-                     panel, pairs, sums + point * sum_stride + t * kPanel);
+                     panel, pairs, nullptr, sums + point * sum_stride + t * kPanel);
         }
         const int64_t channel = p * kPanel, count = std::min(kPanel, a.out_channels - channel);
         for (int64_t t = begin; t < end;) {

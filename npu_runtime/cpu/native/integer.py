@@ -19,6 +19,7 @@ from npu_runtime.cpu.native.conv import ACTIVATIONS
 _STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
 _KERNELS = {
+    "bytes": "integer_conv2d_bytes",
     "direct": "integer_conv2d",
     "depthwise": "integer_conv2d_depthwise",
     "winograd": "integer_conv2d_winograd",
@@ -90,7 +91,7 @@ def _set_window(args: _Args, params: Params, kernel: tuple[int, ...], padding: t
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight as a kernel reads it: int16, a row for each group; and the sum of each output channel."""
+    """A weight as a kernel reads it, a row for each group; and the sum of each output channel."""
 
     data: np.ndarray
     sums: np.ndarray
@@ -111,13 +112,23 @@ def _stored(rows: np.ndarray, wide: np.ndarray) -> _Packed:
 
 
 def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _Packed:
-    """A weight [o, i, kh, kw] or [o, i] in panels of pairs (conv_integer.cpp), the channels of its window innermost."""
-    wide, panel = _centred(weight, zeros), layout().panel
-    order = (0, 2, 3, 1) if wide.ndim == 4 else (0, 1)
-    flat = wide.transpose(order).reshape(groups, len(wide) // groups, -1)
-    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % panel), (0, flat.shape[2] % 2)))
-    pairs = flat.reshape(groups, -1, panel, flat.shape[2] // 2, 2).transpose(0, 1, 3, 2, 4)
-    return _stored(pairs.reshape(groups, -1), wide)
+    """A weight [o, i, kh, kw] or [o, i] in panels of int16 (integer_gemm.h), the channels of its window innermost."""
+    wide = _centred(weight, zeros)
+    return _stored(_panels(wide, groups, 2), wide)
+
+
+def pack_byte_panels(weight: np.ndarray, groups: int) -> _Packed:
+    """The same in panels of int8, for a weight without zero points."""
+    return _stored(_panels(weight, groups, 4), weight)
+
+
+def _panels(weight: np.ndarray, groups: int, step: int) -> np.ndarray:
+    panel = layout().panel
+    order = (0, 2, 3, 1) if weight.ndim == 4 else (0, 1)
+    flat = weight.transpose(order).reshape(groups, len(weight) // groups, -1)
+    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % panel), (0, -flat.shape[2] % step)))
+    steps = flat.reshape(groups, -1, panel, flat.shape[2] // step, step).transpose(0, 1, 3, 2, 4)
+    return steps.reshape(groups, -1)
 
 
 _TRANSFORM = np.array([[2, 0, 0], [1, 1, 1], [1, -1, 1], [0, 0, 2]], np.int32)  # twice that of F(2, 3)
@@ -152,12 +163,16 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
         weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known))
     elif algorithm == "winograd":
         weight = call.prepared(1, "integer points", lambda w: pack_points(w, known))
+    elif algorithm == "bytes":
+        weight = call.prepared(1, f"integer byte panels {groups}", lambda w: pack_byte_panels(w, groups))
     else:
         weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups))
     added, spare = call.at(bias), (0, layout().panel)
+    # The least code of x is 0 for the kernel on bytes.
+    zero_point = params["zero_point"] + (128 if algorithm == "bytes" and call.inputs[0].dtype == np.int8 else 0)
     scales = np.pad(call.inputs[2].astype(np.float32) * np.float32(params["x_scale"]), spare)
     biases = np.zeros(len(scales), np.float32) if added is None else np.pad(added.astype(np.float32), spare)
-    offsets = np.pad(-params["zero_point"] * weight.sums, spare)
+    offsets = np.pad(-zero_point * weight.sums, spare)
     other = call.at(residual)
     args = _base(call.inputs[0], other, call.out, params)
     args.weight, args.scales, args.bias = address(weight.data), address(scales), address(biases)
@@ -191,7 +206,14 @@ def _choose(call: ArrayCall) -> str:
     weight = call.inputs[1]
     if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
         return "depthwise"
+    if _may_be_bytes(call):
+        return "bytes"
     return "winograd" if _may_be_winograd(call) else "direct"
+
+
+def _may_be_bytes(call: ArrayCall) -> bool:
+    (zeros,) = call.optional(("has_weight_zeros",), 3)
+    return layout().has_byte_quads and (zeros is None or not call.inputs[zeros].any())
 
 
 def _may_be_winograd(call: ArrayCall) -> bool:
@@ -213,14 +235,15 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
     rows = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
     if not all(map(_is_packed, rows)):
         return None
-    found = _product(call, "direct", 1)
+    algorithm = "bytes" if _may_be_bytes(call) else "direct"
+    found = _product(call, algorithm, 1)
     if found is None:
         return None
     args, keep = found
     _set(args, batch=1, groups=1, in_channels=weight.shape[1], out_channels=len(weight))
     _set(args, in_h=1, in_w=len(x), out_h=1, out_w=len(x))
     _set_window(args, {"stride": (1, 1), "dilation": (1, 1)}, (1, 1), (0, 0))
-    return NativeLaunch("integer_conv2d", args, keep)
+    return NativeLaunch(_KERNELS[algorithm], args, keep)
 
 
 def _same_order(x: np.ndarray, out: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ inline bool is_bytes(Stored stored) { return stored == Stored::i8 || stored == S
 // element for each channel, and a vector more than there are. `weight` is packed as the kernel at hand wants it.
 struct Args {
   const char* x;
-  const int16_t* weight;
+  const void* weight;
   const float* scales;     // of the sums: those of x and of the weight
   const float* bias;
   const int32_t* offsets;  // what the sums begin with, where a kernel does not subtract x's zero point itself

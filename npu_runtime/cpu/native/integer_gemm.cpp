@@ -6,25 +6,46 @@
 namespace npu::integer {
 namespace {
 
-template <int kRows>
-void multiply_rows(const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums) {
+NPU_INLINE IVec multiply_add(Pairs, IVec sum, IVec x, IVec w) {
+  return add_integer_pairs(sum, bit_cast<ShortVec>(x), bit_cast<ShortVec>(w));
+}
+NPU_INLINE IVec multiply_add(Quads, IVec sum, IVec x, IVec w) {
+  return add_byte_quads(sum, bit_cast<ByteVec>(x), bit_cast<ByteVec>(w));
+}
+
+template <class Format>
+using Multiply = void (*)(const typename Format::Row*, int64_t, const typename Format::Weight*, int64_t, const int32_t*,
+                          int32_t*);
+
+template <class Format, int kRows>
+void multiply_rows(const typename Format::Row* x, int64_t row_stride, const typename Format::Weight* panel,
+                   int64_t steps, const int32_t* start, int32_t* sums) {
+  constexpr int64_t kStep = Format::kStep;
   IVec sum[kRows][2] = {};
-  const auto step = [&](const int16_t* at, const int16_t* w) __attribute__((always_inline)) {
-    const ShortVec first = in_register(load_bits<ShortVec>(w));
-    const ShortVec second = in_register(load_bits<ShortVec>(w + 2 * kLanes));
+  if (start) {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const ShortVec value = bit_cast<ShortVec>(splat_bits(load_bits<int32_t>(at + r * row_stride)));
-      sum[r][0] = add_integer_pairs(sum[r][0], value, first);
-      sum[r][1] = add_integer_pairs(sum[r][1], value, second);
+      sum[r][0] = load_bits<IVec>(start);
+      sum[r][1] = load_bits<IVec>(start + kLanes);
+    }
+  }
+  const auto step = [&](const typename Format::Row* at, const typename Format::Weight* w)
+      __attribute__((always_inline)) {
+    const IVec first = in_register(load_bits<IVec>(w));
+    const IVec second = in_register(load_bits<IVec>(w + kStep * kLanes));
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));
+      sum[r][0] = multiply_add(Format(), sum[r][0], value, first);
+      sum[r][1] = multiply_add(Format(), sum[r][1], value, second);
     }
   };
   int64_t i = 0;
-  for (; i + 2 <= pairs; i += 2, x += 4, panel += 4 * kPanel) {
+  for (; i + 2 <= steps; i += 2, x += 2 * kStep, panel += 2 * kStep * kPanel) {
     step(x, panel);
-    step(x + 2, panel + 2 * kPanel);
+    step(x + kStep, panel + kStep * kPanel);
   }
-  if (i < pairs) step(x, panel);
+  if (i < steps) step(x, panel);
 #pragma GCC unroll 12
   for (int r = 0; r < kRows; ++r) {
     std::memcpy(sums + r * kPanel, &sum[r][0], sizeof(IVec));
@@ -32,17 +53,23 @@ void multiply_rows(const int16_t* x, int64_t row_stride, const int16_t* panel, i
   }
 }
 
-using Multiply = void (*)(const int16_t*, int64_t, const int16_t*, int64_t, int32_t*);
-template <int... i>
-constexpr std::array<Multiply, sizeof...(i)> table(std::integer_sequence<int, i...>) {
-  return {multiply_rows<i + 1>...};
+template <class Format, int... i>
+constexpr std::array<Multiply<Format>, sizeof...(i)> table(std::integer_sequence<int, i...>) {
+  return {multiply_rows<Format, i + 1>...};
 }
-constexpr auto kTable = table(std::make_integer_sequence<int, kMaxRows>());
+template <class Format>
+constexpr auto kTable = table<Format>(std::make_integer_sequence<int, kMaxRows>());
 
 }  // namespace
 
-void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums) {
-  kTable[rows - 1](x, row_stride, panel, pairs, sums);
+void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+              const int32_t* start, int32_t* sums) {
+  kTable<Pairs>[rows - 1](x, row_stride, panel, steps, start, sums);
+}
+
+void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
+              const int32_t* start, int32_t* sums) {
+  kTable<Quads>[rows - 1](x, row_stride, panel, steps, start, sums);
 }
 
 }  // namespace npu::integer

@@ -1,13 +1,32 @@
-// The product of int16 that integer convolutions share: rows times one panel of packed columns, with sums in int32.
+// The products that integer convolutions share: rows times one panel of packed columns, with sums in int32.
 //
-// A panel holds kPanel output channels: for one pair of a row's elements after the other, each channel's two int16.
+// A panel holds kPanel output channels: for one step of a row's elements after the other, each channel's elements. A
+// step is two int16 or four bytes.
 #pragma once
 
 #include "gemm.h"
 
 namespace npu::integer {
 
-// sums[r][0..kPanel) = x[r] . panel, for 1 to kMaxRows rows of `pairs` pairs, `row_stride` elements apart.
-void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t pairs, int32_t* sums);
+// Rows and weights in int16, for weights with zero points and where no instruction multiplies bytes.
+struct Pairs {
+  using Row = int16_t;
+  using Weight = int16_t;
+  static constexpr int64_t kStep = 2;
+};
+
+// Rows of bytes from 0 to 255, weights of bytes from -128 to 127.
+struct Quads {
+  using Row = uint8_t;
+  using Weight = int8_t;
+  static constexpr int64_t kStep = 4;
+};
+
+// sums[r][0..kPanel) = start + x[r] . panel, for 1 to kMaxRows rows of `steps` steps, `row_stride` elements apart. Where
+// `start` is null, sums begin with 0.
+void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+              const int32_t* start, int32_t* sums);
+void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
+              const int32_t* start, int32_t* sums);
 
 }  // namespace npu::integer

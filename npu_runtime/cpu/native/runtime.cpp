@@ -39,5 +39,6 @@ extern "C" int64_t npu_run(const npu::Launch* launches, int64_t count) {
 extern "C" int64_t npu_lanes() { return npu::kLanes; }
 extern "C" int64_t npu_max_rows() { return npu::kMaxRows; }
 extern "C" int64_t npu_has_pairs() { return npu::kHasPairs; }
+extern "C" int64_t npu_has_byte_quads() { return npu::kHasByteQuads; }
 extern "C" int64_t npu_has_tiles() { return npu::tiles_allowed(); }
 extern "C" const char* npu_level() { return npu::level_name(); }

@@ -111,7 +111,8 @@ NPU_INLINE T load_bits(const void* p) {
 
 NPU_INLINE Vec abs(Vec x) { return bit_cast<Vec>(bit_cast<UVec>(x) & 0x7fffffffu); }
 
-// The value, in a register from here on: g++ would rather load it at each use, or compute it later.
+// The value, in a register from here on: g++ would rather load it at each use, or compute it later. Of sums to which one
+// instruction multiplies and adds, it would keep copies, which no longer fit into the registers.
 template <class V>
 NPU_INLINE V in_register(V value) {
 #if defined(__x86_64__)
@@ -295,7 +296,7 @@ NPU_INLINE void for_overlapping(int64_t count, const F& body) {
 #if defined(NPU_AVX512) && defined(__AVX512BF16__)
 inline constexpr bool kHasPairs = true;
 NPU_INLINE Vec add_pairs(Vec sum, Vec a, Vec b) {
-  return _mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
+  return in_register(_mm512_dpbf16_ps(sum, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b)));
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 inline constexpr bool kHasPairs = true;
@@ -316,17 +317,17 @@ inline constexpr bool kHasIntegerPairs = true;
 inline constexpr bool kHasIntegerPairs = false;
 #endif
 NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
+#if defined(NPU_X86)
 #if defined(NPU_AVX512) && defined(__AVX512VNNI__)
-  return bit_cast<IVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
-#elif defined(NPU_X86)
-#if defined(NPU_AVX512)
+  sum = bit_cast<IVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#elif defined(NPU_AVX512)
   sum += bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 #elif defined(NPU_AVX2)
   sum += bit_cast<IVec>(_mm256_madd_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
 #else
   sum += bit_cast<IVec>(_mm_madd_epi16(bit_cast<__m128i>(a), bit_cast<__m128i>(b)));
 #endif
-  return in_register(sum);  // g++ would put additions off until the products no longer fit into registers
+  return in_register(sum);
 #elif defined(__aarch64__)
   const int16x8_t x = bit_cast<int16x8_t>(a), y = bit_cast<int16x8_t>(b);
   const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
@@ -347,12 +348,34 @@ NPU_INLINE IVec quad_products(ByteVec a, ByteVec b) {
          (x >> 24) * (y >> 24);
 }
 
+// sum + a * b over quads, the bytes of a from 0 to 255: in one instruction where kHasByteQuads.
+#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+inline constexpr bool kHasByteQuads = true;
+NPU_INLINE IVec add_byte_quads(IVec sum, ByteVec a, ByteVec b) {
+  const __m512i x = bit_cast<__m512i>(a), y = bit_cast<__m512i>(b);
+  return in_register(bit_cast<IVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), x, y)));
+}
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+inline constexpr bool kHasByteQuads = true;
+NPU_INLINE IVec add_byte_quads(IVec sum, ByteVec a, ByteVec b) {
+  return vusdotq_s32(sum, bit_cast<uint8x16_t>(a), bit_cast<int8x16_t>(b));
+}
+#else
+inline constexpr bool kHasByteQuads = false;
+NPU_INLINE IVec add_byte_quads(IVec sum, ByteVec a, ByteVec b) {
+  const UVec x = bit_cast<UVec>(a);
+  const IVec y = bit_cast<IVec>(b);
+  return sum + bit_cast<IVec>(x & 0xff) * (y << 24 >> 24) + bit_cast<IVec>(x >> 8 & 0xff) * (y << 16 >> 24) +
+         bit_cast<IVec>(x >> 16 & 0xff) * (y << 8 >> 24) + bit_cast<IVec>(x >> 24) * (y >> 24);
+}
+#endif
+
 // sum + (a + kQuadBias) * b over quads; no byte of b is -128.
 #if defined(NPU_AVX512) && defined(__AVX512VNNI__)
 inline constexpr int32_t kQuadBias = 128;  // the instruction wants a as unsigned
 NPU_INLINE IVec add_quads(IVec sum, ByteVec a, ByteVec b) {
-  const UVec biased = bit_cast<UVec>(a) ^ 0x80808080u;
-  return bit_cast<IVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(biased), bit_cast<__m512i>(b)));
+  const ByteVec biased = bit_cast<ByteVec>(bit_cast<UVec>(a) ^ 0x80808080u);
+  return add_byte_quads(sum, biased, b);
 }
 #else
 inline constexpr int32_t kQuadBias = 0;
@@ -398,7 +421,7 @@ typedef IVec SmallSums;
 inline constexpr int64_t kSmallSteps = 1 << 20;
 NPU_INLINE SmallSums add_small_quads(SmallSums sum, ByteVec a, ByteVec b) {
 #if defined(NPU_AVX512)
-  return bit_cast<IVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+  return add_byte_quads(sum, a, b);
 #else
   return add_quads(sum, a, b);
 #endif
@@ -436,7 +459,13 @@ NPU_INLINE void copy_bytes(const void* from, void* to, int64_t count) {
 // The lanes of two vectors of integers, one after the other, as bytes, of which they are.
 template <class T>
 NPU_INLINE void store_bytes(T* p, IVec first, IVec second) {
-#if defined(NPU_AVX2)
+#if defined(NPU_AVX512)
+  const __m512i pairs = _mm512_packs_epi32(bit_cast<__m512i>(first), bit_cast<__m512i>(second));
+  const __m512i packed = std::is_signed_v<T> ? _mm512_packs_epi16(pairs, pairs) : _mm512_packus_epi16(pairs, pairs);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
+  const __m256i bytes = _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, packed));
+  std::memcpy(p, &bytes, sizeof(bytes));
+#elif defined(NPU_AVX2)
   const __m256i pairs = _mm256_packs_epi32(bit_cast<__m256i>(first), bit_cast<__m256i>(second));
   const __m256i packed = std::is_signed_v<T> ? _mm256_packs_epi16(pairs, pairs) : _mm256_packus_epi16(pairs, pairs);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
@@ -492,8 +521,12 @@ NPU_INLINE IVec load_bytes(const T* p, int64_t count) {
 NPU_INLINE Vec to_floats(IVec v) { return __builtin_convertvector(v, Vec); }
 // The nearest integers, ties to even, of floats between -2^22 and 2^22.
 NPU_INLINE IVec to_nearest(Vec v) {
+#if defined(NPU_X86)
+  return bit_cast<IVec>(NPU_X86(cvtps_epi32)(v));
+#else
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it has no fraction bits left
   return bit_cast<IVec>(v + kRound) - bit_cast<IVec>(splat(kRound));
+#endif
 }
 
 // Tiles: products of 32 rows by 32 columns of bfloat16 pairs in a matrix unit, where kHasTiles. A thread may multiply
