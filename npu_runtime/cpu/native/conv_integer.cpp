@@ -12,9 +12,10 @@
 namespace npu::integer {
 namespace {
 
-constexpr int64_t kRowBytes = 224 << 10;  // what a task packs of rows: with a panel, a second-level cache
-constexpr int64_t kFewRows = 4 * kMaxRows;
-constexpr int64_t kTogether = 4 * kMaxRows;  // rows whose sums become results together
+// Rows of a task, whose results stay in the first-level cache while all panels pass over them; and what is packed of
+// them at most, which with a panel has room in the second-level cache.
+constexpr int64_t kTaskRows = 64, kRowBytes = 224 << 10;
+constexpr int64_t kTogether = 2 * kMaxRows;  // rows whose sums become results together
 
 // to[i] = from[i] - zero, for n elements; nothing beyond them is read, and a vector at most beyond them written.
 template <class X>
@@ -108,9 +109,16 @@ void pack_window(const Args& a, const X* image, int64_t group, int64_t y, int64_
   const int64_t channels = a.in_channels, pitch = a.groups * channels;
   const bool together = a.groups == 1 && a.dilation_w == 1;
   const Packer<Format> packer(a);
-  const int64_t left = x * a.stride_w - a.pad_left;
+  const int64_t left = x * a.stride_w - a.pad_left, top = y * a.stride_h - a.pad_top;
+  if (together && left >= 0 && left + a.kernel_w <= a.in_w && top >= 0 &&
+      top + (a.kernel_h - 1) * a.dilation_h < a.in_h) {
+    const int64_t size = a.kernel_w * channels, step = a.dilation_h * a.in_w * pitch;
+    const X* line = image + (top * a.in_w + left) * pitch;
+    for (int64_t ky = a.kernel_h; ky; --ky, to += size, line += step) packer.put(line, size, to);
+    return;
+  }
   for (int64_t ky = 0; ky < a.kernel_h; ++ky, to += a.kernel_w * channels) {
-    const int64_t in_y = y * a.stride_h - a.pad_top + ky * a.dilation_h;
+    const int64_t in_y = top + ky * a.dilation_h;
     if (in_y < 0 || in_y >= a.in_h) {
       packer.pad(to, a.kernel_w * channels);
       continue;
@@ -139,15 +147,22 @@ void pack_rows(const Args& a, const Row<Format>& row, int64_t group, int64_t beg
   const X* data = reinterpret_cast<const X*>(a.x);
   const int64_t plane = a.out_h * a.out_w, image = a.in_h * a.in_w * a.groups * a.in_channels;
   const Packer<Format> packer(a);
-  const bool copies = is_pointwise(a) && a.groups == 1;
-  for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
-    if (copies) {
+  if (is_pointwise(a) && a.groups == 1) {
+    for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
       packer.put(data + pixel * a.in_channels, a.in_channels, to);
-    } else {
-      const int64_t item = pixel / plane, place = pixel % plane;
-      pack_window<Format>(a, data + item * image, group, place / a.out_w, place % a.out_w, to);
+      fill(row, to);
     }
+    return;
+  }
+  int64_t item = begin / plane, y = begin % plane / a.out_w, x = begin % a.out_w;
+  for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
+    pack_window<Format>(a, data + item * image, group, y, x, to);
     fill(row, to);
+    if (++x < a.out_w) continue;
+    x = 0;
+    if (++y < a.out_h) continue;
+    y = 0;
+    ++item;
   }
 }
 
@@ -156,11 +171,11 @@ struct Tasks {
   int64_t rows, count, parts;  // rows of a task, tasks that cover the rows, parts of the panels
   Tasks(const Args& a, int64_t row_bytes, int64_t panels) {
     const int64_t all = a.batch * a.out_h * a.out_w, threads = num_threads();
-    const int64_t fitting = std::max<int64_t>(kMaxRows, kRowBytes / row_bytes);
-    count = std::max(divide_up(all, fitting), std::min(2 * threads, all / kFewRows));
-    rows = divide_up(all, std::max<int64_t>(1, count));
+    const int64_t fitting = std::clamp<int64_t>(kRowBytes / row_bytes, kMaxRows, kTaskRows);
+    count = divide_up(all, fitting);
+    rows = divide_up(all, count);
     count = divide_up(all, rows);
-    parts = a.groups * count >= 2 * threads ? 1 : std::min(panels, divide_up(4 * threads, a.groups * count));
+    parts = std::min(panels, divide_up(4 * threads, a.groups * count));
   }
 };
 
