@@ -31,7 +31,7 @@ def product(x: np.ndarray, weight: QuantizedArray, dtype: np.dtype = DTYPES[0]) 
     return out
 
 
-@pytest.mark.parametrize("rows", (1, 2, 13, 47, 101))
+@pytest.mark.parametrize("rows", (1, 2, 4, 7, 12, 13, 47, 101))
 @pytest.mark.parametrize(("codes", "offsets"), KINDS)
 def test_products_of_whole_numbers_are_exact(codes: str, offsets: str, rows: int) -> None:
     for index, (n, k, group) in enumerate(SHAPES):

@@ -55,27 +55,19 @@ void run_panels(const QuantizedLinearArgs& q, const RowBlocks& rows, int64_t sli
   });
 }
 
-// A single row: every panel is read exactly once, from memory, and its codes stay in registers. multiply(panel, sums) is
-// the row's product with a panel.
+// So few rows that every panel is read exactly once, from memory, and its codes stay in registers. multiply(panel, sums)
+// is the rows' product with a panel.
 template <class Multiply>
 void run_stream(const LinearArgs& a, const QuantizedFormat& f, const Multiply& multiply) {
   const int64_t panels = divide_up(a.n, kPanel), panel_bytes = f.panel_bytes();
   const Finish finish = finish_for(a);
   parallel_for(panels, stream_grain(panels, panel_bytes), [&](int64_t begin, int64_t end, int) {
-    alignas(64) float sums[kPanel];
+    alignas(64) float sums[kMaxStreamRows * kPanel];
     for (int64_t p = begin; p < end; ++p) {
       multiply(static_cast<const char*>(a.weight) + p * panel_bytes, sums);
-      finish(a, sums, 0, 1, p * kPanel);
+      finish(a, sums, 0, a.x.size[2], p * kPanel);
     }
   });
-}
-
-void run_integer_row(const QuantizedLinearArgs& q) {
-  const LinearArgs& a = q.linear;
-  const QuantizedFormat& f = q.format;
-  IntegerRows x(f, 1, shared_scratch().get<char>(IntegerRows::bytes(f, 1)));
-  make_integers(f, a.x.data, a.x.dtype, 1, 0, x);
-  run_stream(a, f, [&](const char* panel, float* sums) { multiply_row(f, x, panel, sums); });
 }
 
 void run_integers(const QuantizedLinearArgs& q) {
@@ -90,6 +82,8 @@ void run_integers(const QuantizedLinearArgs& q) {
       make_integers(f, row, a.x.dtype, rows.size(b), r, x.from(f, rows.begin(b)));
     }
   });
+  if (rows.rows <= kMaxStreamRows)
+    return run_stream(a, f, [&](const char* panel, float* sums) { stream_rows(f, rows.rows, x, panel, sums); });
   const int64_t slice = slice_blocks(f, IntegerPanel::bytes(f, 1));
   run_panels(
       q, rows, slice, IntegerPanel::bytes(f, slice),
@@ -215,8 +209,7 @@ void exact_linear(const QuantizedLinearArgs& q) {
     if (fits && f.group % 2 == 0 && tiles_allowed()) return run_quantized_tiles(q);
   }
   const bool integers = f.codes != Codes::float8_e4m3 && a.x.dtype != Dtype::f32;
-  if (integers && rows.rows == 1) return run_integer_row(q);
-  if (integers && kHasIntegerPairs) return run_integers(q);
+  if (integers && (kHasIntegerPairs || rows.rows == 1)) return run_integers(q);
   with_type(a.x.dtype, [&](auto* type) {
     using From = std::remove_pointer_t<decltype(type)>;
     if constexpr (kHasPairs && std::is_same_v<From, bf16>) {

@@ -24,6 +24,11 @@ enum class Offsets : int64_t { none = 0, minimum = 1, zero_point = 2 };
 // broadcast of x and a product.
 inline constexpr int kMaxIntegerRows = kRegisters == 32 ? 12 : 6;
 
+// Rows for which a panel's codes are made integers in registers, instead of once in memory for all rows: besides two
+// accumulators a row, registers hold two vectors of codes and the integers of both.
+inline constexpr int kMaxStreamRows = kRegisters == 32 ? 12 : 4;
+static_assert(kMaxStreamRows <= kMaxIntegerRows);
+
 inline constexpr int64_t kMaxBlock = 64;  // the most elements of a block: 64 * 255 * 2^15 is below 2^31
 
 struct QuantizedFormat {
@@ -86,8 +91,8 @@ struct IntegerRows {
 // Makes row `row` of a block of `rows` from 16-bit floats.
 void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t rows, int64_t row, const IntegerRows& out);
 
-// sums[kPanel] = a single row times a packed panel.
-void multiply_row(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums);
+// sums[rows][kPanel] = 1 to kMaxStreamRows rows times a packed panel, whose codes stay in registers.
+void stream_rows(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, const char* panel, float* sums);
 
 // Blocks of a panel as 16-bit integers with zero points subtracted, in pairs of neighbours in k, and per block the
 // outputs' scales and minimums.

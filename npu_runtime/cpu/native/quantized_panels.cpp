@@ -33,40 +33,65 @@ NPU_INLINE Vec number_of(UVec unit, int k, IVec zero) {
 
 NPU_INLINE ShortVec splat_pair(const int16_t* x) { return bit_cast<ShortVec>(IVec{} + load_bits<int32_t>(x)); }
 
-template <Codes kCodes, Offsets kOffsets>
-void multiply_row_by(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums) {
+template <Codes kCodes, Offsets kOffsets, int kRows>
+void stream_rows_of(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums) {
   const int16_t* values = x.values;
   const IntegerRows::Block* block = x.blocks;
   const int64_t units = f.block / kUnit<kCodes>, group_blocks = f.group_blocks();
-  Vec total[2] = {};
+  Vec total[kRows][2] = {};
   for (int64_t g = 0; g < f.groups; ++g) {
     const GroupScales<kCodes, kOffsets> group(f, panel);
     panel += f.header_bytes();
-    for (int64_t b = 0; b < group_blocks; ++b, ++block) {
-      const IVec x_sum = IVec{} + int32_t(block->sum);
-      IVec sum[2] = {group.zero[0] * -x_sum, group.zero[1] * -x_sum};
-      for (int64_t u = 0; u < units; ++u, panel += kUnitBytes, values += kUnit<kCodes>) {
+    for (int64_t b = 0; b < group_blocks; ++b, block += kRows) {
+      IVec sum[kRows][2];
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
+        const IVec x_sum = IVec{} + int32_t(block[r].sum);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) sum[r][v] = group.zero[v] * -x_sum;
+      }
+      for (int64_t u = 0; u < units; ++u, panel += kUnitBytes, values += kUnit<kCodes> * kRows) {
         const UVec unit[2] = {in_register(load_bits<UVec>(panel)), in_register(load_bits<UVec>(panel + kUnitBytes / 2))};
 #pragma GCC unroll 4
         for (int pair = 0; pair < kUnit<kCodes> / 2; ++pair) {
-          const ShortVec value = splat_pair(values + 2 * pair);
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) sum[v] = add_integer_pairs(sum[v], pair_of<kCodes>(unit[v], pair), value);
+          const ShortVec low = pair_of<kCodes>(unit[0], pair), high = pair_of<kCodes>(unit[1], pair);
+#pragma GCC unroll 12
+          for (int r = 0; r < kRows; ++r) {
+            const ShortVec value = splat_pair(values + (pair * kRows + r) * 2);
+            sum[r][0] = add_integer_pairs(sum[r][0], low, value);
+            sum[r][1] = add_integer_pairs(sum[r][1], high, value);
+          }
         }
         // A stream from memory, which the hardware prefetches up to the end of a page.
         __builtin_prefetch(panel + 4096);
       }
+#pragma GCC unroll 12
+      for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        Vec scaled = __builtin_convertvector(sum[v], Vec) * group.scale[v];
-        if constexpr (kOffsets == Offsets::minimum) scaled += group.minimum[v] * block->sum;
-        total[v] += scaled * block->scale;
+        for (int v = 0; v < 2; ++v) {
+          Vec scaled = __builtin_convertvector(sum[r][v], Vec) * group.scale[v];
+          if constexpr (kOffsets == Offsets::minimum) scaled += group.minimum[v] * block[r].sum;
+          total[r][v] += scaled * block[r].scale;
+        }
       }
     }
   }
-  store(sums, total[0]);
-  store(sums + kLanes, total[1]);
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) store(sums + r * kPanel + v * kLanes, total[r][v]);
 }
+
+using Stream = void (*)(const QuantizedFormat&, const IntegerRows&, const char*, float*);
+struct Streams {
+  Stream of[kMaxStreamRows];
+};
+template <Codes kCodes, Offsets kOffsets, int... i>
+constexpr Streams make_streams(std::integer_sequence<int, i...>) {
+  return {{stream_rows_of<kCodes, kOffsets, i + 1>...}};
+}
+template <Codes kCodes, Offsets kOffsets>
+constexpr Streams kStreams = make_streams<kCodes, kOffsets>(std::make_integer_sequence<int, kMaxStreamRows>());
 
 template <Codes kCodes, Offsets kOffsets>
 void unpack_blocks_of(const QuantizedFormat& f, const char* panel, int64_t first, int64_t count, IntegerPanel& out) {
@@ -279,9 +304,10 @@ void make_integers(const QuantizedFormat& f, const char* x, Dtype dtype, int64_t
   });
 }
 
-void multiply_row(const QuantizedFormat& f, const IntegerRows& x, const char* panel, float* sums) {
+void stream_rows(const QuantizedFormat& f, int64_t rows, const IntegerRows& x, const char* panel, float* sums) {
   with_format(f, [&](auto codes, auto offsets) {
-    if constexpr (codes.value != Codes::float8_e4m3) multiply_row_by<codes.value, offsets.value>(f, x, panel, sums);
+    if constexpr (codes.value != Codes::float8_e4m3)
+      kStreams<codes.value, offsets.value>.of[rows - 1](f, x, panel, sums);
   });
 }
 
