@@ -1,10 +1,18 @@
-"""`DraftControl`: how long a draft is worth its time."""
+"""How long drafts are worth their time: `DraftControl` for a sequence, `worthwhile` for the drafts of a step.
 
-MAX_DRAFT = 7  # tokens: a step of eight rows takes about as long as one of one row
+A row more makes a step longer, on some devices by much. So a step drafts what brings most tokens a second, by how long
+steps of that many rows have taken (`StepTimes`) and how often each sequence's drafts were right.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+MAX_DRAFT = 7  # tokens: with the token before them eight rows, which some devices compute in the time of one
+LEAST_GAIN = 1.05  # times as many tokens a second, below which drafts are not worth it
 _FIRST_DRAFT = 2
 _FIRST_PAUSE = 16
 _LONGEST_PAUSE = 512
-_POOR = 0.5  # accepted tokens per draft, below which drafting costs more than it gains
+_FIRST_RIGHT, _FIRST_WRONG = 1.6, 0.4  # as if two tokens had been drafted: four in five are right until more is known
 
 
 class DraftControl:
@@ -17,24 +25,59 @@ class DraftControl:
     def __init__(self, longest: int = MAX_DRAFT) -> None:
         self._longest = longest
         self._length = min(_FIRST_DRAFT, longest)
-        self._mean = 1.0
+        self._right, self._wrong = _FIRST_RIGHT, _FIRST_WRONG
         self._pause = _FIRST_PAUSE
         self._resume = 0
+
+    @property
+    def probability(self) -> float:
+        """How probable it is that a drafted token is right if those before it are."""
+        return self._right / (self._right + self._wrong)
 
     def length(self, tokens: int) -> int:
         """How many tokens to draft for a sequence of that many tokens."""
         return self._length if tokens >= self._resume else 0
 
-    def learn(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Take the outcome of a draft; `tokens` is the sequence's length after it."""
-        self._mean = 0.5 * self._mean + 0.5 * accepted
-        if accepted == drafted:
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Take the outcome of a draft."""
+        all_right = accepted == drafted
+        self._right = 0.5 * self._right + accepted
+        self._wrong = 0.5 * self._wrong + (not all_right)
+        if all_right:
             self._length = min(2 * self._length, self._longest)
             self._pause = _FIRST_PAUSE
-        elif self._mean < _POOR:
-            self._length = min(_FIRST_DRAFT, self._longest)
-            self._resume = tokens + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            self._mean = 1.0
         else:
-            self._length = max(_FIRST_DRAFT, min(accepted + 1, self._longest))
+            self._length = min(max(_FIRST_DRAFT, accepted + 1), self._longest)
+
+    def pause(self, tokens: int) -> None:
+        """Draft nothing for a while, each time longer: a draft was not worth it when the sequence had that many tokens."""
+        self._resume = tokens + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._length = min(_FIRST_DRAFT, self._longest)
+        self._right, self._wrong = _FIRST_RIGHT, _FIRST_WRONG
+
+
+def worthwhile(
+    rows: int, drafts: Sequence[tuple[float, int]], seconds: Callable[[int], float], drafting: float
+) -> list[int]:
+    """How many tokens of each draft a step should compute, for the most tokens a second.
+
+    Args:
+        rows: Tokens of the step without drafts, each of which brings one.
+        drafts: Of each draft the probability that a token is right if those before it are, and the number of tokens.
+        seconds: The time of a step of a number of tokens.
+        drafting: Seconds that it took to draft.
+    """
+    chances = [(probability**place, index) for index, (probability, length) in enumerate(drafts) for place in range(1, length + 1)]
+    chances.sort(key=lambda chance: -chance[0])  # stable, so a draft's tokens stay in order
+    expected = list(accumulate((chance for chance, _ in chances), initial=float(rows)))
+    best, count = LEAST_GAIN * rows / seconds(rows), 0
+    for more in range(1, len(chances) + 1):
+        if more == len(chances) or (rows + more).bit_count() == 1:  # steps are as long as one of the next power of two
+            rate = expected[more] / (seconds(rows + more) + drafting)
+            if rate > best:
+                best, count = rate, more
+    lengths = [0] * len(drafts)
+    for _, index in chances[:count]:
+        lengths[index] += 1
+    return lengths

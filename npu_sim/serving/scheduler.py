@@ -18,13 +18,15 @@ Invariants:
 
 import bisect
 import heapq
+import time
 from collections import Counter
 
 import numpy as np
 
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.pace import Pace
+from npu_sim.serving.draft_control import worthwhile
+from npu_sim.serving.pace import Pace, StepTimes
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter
 from npu_sim.serving.step import Choice, Step, StepBuilder
@@ -41,7 +43,7 @@ class Scheduler:
     Attributes:
         running: In order of arrival.
         waiting: Number of sequences that wait.
-        pace: Learns how long steps take.
+        pace, times: Learn how long steps take.
         admitted: Those that were admitted for the first time; the caller empties it.
         preemptions: How often a sequence lost its blocks.
     """
@@ -50,7 +52,7 @@ class Scheduler:
         self._block_size = model.block_size
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
         self._prefill_tokens = prefill_tokens
-        self.pace = Pace()
+        self.pace, self.times = Pace(), StepTimes()
         self._drafter = drafter
         self.max_running = min(model.max_sequences, model.max_outputs, model.max_tokens)
         self.max_rows = min(model.context_length, model.blocks * model.block_size)
@@ -114,7 +116,7 @@ class Scheduler:
         if choice.draft:
             sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
             if sequence.control is not None and tokens:
-                sequence.control.learn(len(choice.draft), len(tokens) - 1, len(sequence.tokens))
+                sequence.control.learn(len(choice.draft), len(tokens) - 1)
         self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
@@ -165,13 +167,32 @@ class Scheduler:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
         spare = min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
-        for sequence, draft in (self._drafter.drafts(wanted) if wanted else {}).items():
+        for sequence, draft in self._worthwhile(wanted, len(ready)).items():
             own = sequence.computed + 1
             draft = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
             if draft:
                 drafts[sequence] = draft
                 spare -= len(draft)
         return drafts
+
+    def _worthwhile(self, wanted: dict[Sequence, int], rows: int) -> dict[Sequence, list[int]]:
+        """The drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens. Where no
+        draft is, none is made for a while; where it is not known how long a step without drafts takes, this one has none.
+        """
+        if not wanted or self._drafter is None or not self.times.knows(rows):
+            return {}
+        begun = time.perf_counter()
+        found = self._drafter.drafts(wanted)
+        self.times.learn_drafting(time.perf_counter() - begun)
+        chances = [
+            (sequence.control.probability if sequence.control else 0.0, len(draft)) for sequence, draft in found.items()
+        ]
+        lengths = worthwhile(rows, chances, self.times.seconds, self.times.drafting)
+        if not any(lengths):
+            for sequence in found:
+                if sequence.control is not None:
+                    sequence.control.pause(len(sequence.tokens))
+        return {sequence: draft[:length] for (sequence, draft), length in zip(found.items(), lengths, strict=True)}
 
     def _draft_length(self, sequence: Sequence) -> int:
         if sequence.control is None or self._drafter is None or sequence.handle.request.token_filter is not None:

@@ -15,10 +15,10 @@ from toy_batches import VOCAB, ToyModel, alone
 
 from npu_sim.serving.blocks import BlockPool, next_digest, tenant_digest
 from npu_sim.serving.core import Core
-from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl
+from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl, worthwhile
 from npu_sim.serving.drafting import ModelDrafter
 from npu_sim.serving.handle import Handle
-from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, Pace
+from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, Pace, StepTimes
 from npu_sim.serving.request import Request, SamplingSettings
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter, PromptLookup
@@ -28,12 +28,25 @@ from npu_sim.serving.writer import News
 STOPS = frozenset({7})
 
 
+class EvenTimes(StepTimes):
+    """All steps take equally long, so drafts do not depend on how fast the machine is."""
+
+    drafting = 0.0
+
+    def knows(self, tokens: int) -> bool:
+        return True
+
+    def seconds(self, tokens: int) -> float:
+        return 1.0
+
+
 class Bench:
     """A core, the requests that it got and what it has told of them."""
 
     def __init__(self, model: ToyModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
         self.model, self._drafts = model, drafter is not None
         self.core = Core(model, prefill_tokens, drafter, self._tell)
+        self.core.scheduler.times = EvenTimes()
         self.limit = self.core.scheduler.max_rows + 1
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -360,12 +373,15 @@ def test_a_draft_model_that_fails_only_ends_the_drafts(caplog: pytest.LogCapture
     assert small.steps == 2 and "the draft model has failed" in caplog.text
 
 
-def test_drafting_pauses_longer_each_time_that_it_fails() -> None:
+def test_drafting_pauses_longer_each_time_that_it_is_not_worth_it() -> None:
     control, tokens, drafted = DraftControl(), 0, []
     while tokens < 2000:
         if length := control.length(tokens):
-            drafted.append(tokens)
-            control.learn(length, 0, tokens + 1)
+            if any(worthwhile(1, [(control.probability, length)], lambda rows: 1 + 0.1 * rows, 0.0)):
+                drafted.append(tokens)
+                control.learn(length, 0)
+            else:
+                control.pause(tokens)
         tokens += 1
     pauses = np.diff([place for place in drafted if place - 1 not in drafted])
     assert len(drafted) < 40 and (np.diff(pauses) >= 0).all() and pauses[-1] > 500
@@ -375,8 +391,56 @@ def test_drafts_grow_while_they_are_right() -> None:
     control, lengths = DraftControl(), []
     for tokens in range(4):
         lengths.append(control.length(tokens))
-        control.learn(lengths[-1], lengths[-1], tokens)
+        control.learn(lengths[-1], lengths[-1])
     assert lengths == [2, 4, 7, 7]
+    assert control.probability > 0.95
+
+
+@pytest.mark.parametrize(
+    ("rows", "drafts", "per_row", "expected"),
+    [
+        (1, [(0.9, 7)], 0.0, [7]),  # rows cost nothing
+        (1, [(0.9, 7)], 0.1, [7]),
+        (1, [(0.5, 7)], 0.2, [1]),  # a step of eight rows is too long for what it brings
+        (1, [(0.5, 7)], 1.0, [0]),
+        (1, [(0.1, 7)], 0.2, [0]),
+        (2, [(0.9, 3), (0.2, 3)], 0.05, [3, 3]),  # the last rows cost nothing: steps are padded to eight
+        (6, [(0.9, 3), (0.5, 3)], 0.3, [2, 0]),
+    ],
+)
+def test_a_step_drafts_what_brings_most_tokens_a_second(
+    rows: int, drafts: list[tuple[float, int]], per_row: float, expected: list[int]
+) -> None:
+    def seconds(tokens: int) -> float:
+        return 1 + per_row * (1 << (tokens - 1).bit_length())
+
+    assert worthwhile(rows, drafts, seconds, 0.0) == expected
+    assert not any(worthwhile(rows, drafts, seconds, 100.0))  # where drafting itself takes too long
+
+
+def test_times_of_steps_are_known_after_two_and_forgotten_after_many() -> None:
+    times = StepTimes()
+    times.learn(1, 9.0)  # which compiled a program
+    assert not times.knows(1)
+    times.learn(1, 1.0)
+    assert times.knows(1) and times.seconds(1) == times.seconds(8) == 1.0
+    for _ in range(3):
+        times.learn(7, 3.0)
+    assert times.seconds(8) == 3.0 and times.seconds(4) == 1.0 and not times.knows(9)
+    for _ in range(300):
+        times.learn(6, 3.0)
+    assert not times.knows(1) and times.knows(5)
+
+
+def test_a_sequence_drafts_nothing_before_the_time_of_a_plain_step_is_known() -> None:
+    bench = Bench(ToyModel(blocks=60, context_length=64), drafter=PromptLookup())
+    times = bench.core.scheduler.times = StepTimes()
+    bench.submit(greedy(*(1, 2, 3) * 6, new=30))
+    while not times.knows(1):
+        assert bench.core.stats().drafted_tokens == 0
+        bench.core.advance()
+    bench.finish()
+    bench.check(0)
 
 
 def test_prompt_lookup_continues_what_came_before() -> None:
