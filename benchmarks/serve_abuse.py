@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import json
 import random
+import secrets
 import sys
 import time
 from collections import Counter
@@ -134,7 +135,7 @@ async def apart(attack: Attack) -> str:
         await asyncio.sleep(5)
         return "no keys"
     first, second = attack.rng.sample(attack.keys, 2)
-    text = " ".join(str(attack.rng.random()) for _ in range(12))
+    text = secrets.token_hex(120)  # not of the seed: a run before may have asked the same of this server
     body = json.dumps(
         {"model": attack.model, "messages": [{"role": "system", "content": text}, {"role": "user", "content": "Hi"}],
          "max_tokens": 2}

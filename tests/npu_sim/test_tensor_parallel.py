@@ -126,8 +126,12 @@ def test_ctrl_c_within_a_step_comes_after_it(pair: LanguageModel, monkeypatch: p
 
     monkeypatch.setattr(own, "run", pressed)
     tokens = pair.generate(PROMPT, NEW, stop=frozenset())
-    with pytest.raises(KeyboardInterrupt):
-        list(tokens)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(tokens)
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     assert list(pair.generate(PROMPT, NEW, stop=frozenset())) == expected
 
