@@ -152,7 +152,11 @@ WRONG = [
     # partition
     (["partition", "absent.json"], "cannot read IR file 'absent.json'"),
     (["partition", "tiny.json", "--json", "--mermaid"], "choose either --json or --mermaid"),
-    *options(["partition", "tiny.json"], DTYPE),
+    *options(
+        ["partition", "tiny.json"],
+        DTYPE,
+        (["--target", "tpu"], "unknown target 'tpu'; choose one of op_level"),
+    ),
     # report, diff
     (["report", "absent.npubin", "-o", "r.html"], "cannot read program 'absent.npubin'"),
     (["report", "absent.json", "-o", "r.html"], "cannot read IR file 'absent.json'"),
