@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -581,11 +582,12 @@ def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(
 def test_version_and_help_in_a_real_process(folder: Path) -> None:
     out, _ = process(folder, "--version").communicate(timeout=60)
     assert out.startswith("npu-sim 0")
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown = process(folder, "--help")
     out, _ = shown.communicate(timeout=60)
     assert shown.returncode == 0 and all(command in out for command in COMMANDS)
-    assert time.perf_counter() - start < 5
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 2, "seconds of a processor, however busy the machine is"
 
 
 def test_a_closed_pipe_is_no_traceback(folder: Path) -> None:
