@@ -251,7 +251,7 @@ class Served:
         lines = [line.rpartition(" ") for line in self.application.metrics.text().decode().splitlines()]
         return next((float(value) for found, _, value in lines if found == name), 0.0)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         """Wait for a condition, and fail if it does not come."""
         until = time.monotonic() + seconds
         while not condition():
