@@ -140,6 +140,14 @@ def test_long_contexts_and_long_pieces(library: str, width: int, dtype: np.dtype
     check(library, make_pool(seed, lengths, block_size=16, heads=(6, 1), width=width, dtype=dtype))
 
 
+@pytest.mark.parametrize("new", (1, 4))
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_context_just_too_long_for_its_ranges_of_keys(library: str, new: int, seed: int) -> None:
+    """Ranges are rounded up to whole blocks of keys, which leaves none to the last of them."""
+    for keys in (257, 385, 513, 577, 641, 769, 1025):
+        check(library, make_pool(seed, [(keys - new, new)], block_size=16, heads=(3, 3), width=64))
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_is_out_of_range_is_the_nearest_that_exists(library: str) -> None:
     pool = make_pool(3, [(0, 1), (30, 9)], block_size=8)

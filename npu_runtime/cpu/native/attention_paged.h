@@ -117,6 +117,7 @@ void attend_pages(const PagedArgs& a, TokenGroup* groups, int64_t count) {
   for (TokenGroup* g = groups; g < groups + count; ++g) {
     g->splits = std::clamp<int64_t>(g->keys() / kSplitKeys, 1, wanted_splits);
     g->range = round_up(divide_up(g->keys(), g->splits), kKeyBlock);
+    g->splits = divide_up(g->keys(), g->range);  // rounding up may leave no keys to the last ones
     ranges += g->chunks * g->splits;
   }
   // The rows of all heads lie beside each other: a task that takes them all reads the pool in order.
