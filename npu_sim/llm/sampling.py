@@ -6,6 +6,7 @@ https://arxiv.org/abs/1904.09751).
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ Sampler = Callable[[Logits], int]
 _NEGLIGIBLE = 50.0
 _FLOAT32 = np.finfo(np.float32)
 _LARGEST_TOP_K = 1 << 24  # integers up to here are exact in float32
-_FIRST_SORTED = 64  # `draw` first sorts this many tokens, which nearly always include the sampled one
+_FIRST_SORTED = 64  # this many tokens are sorted first, which nearly always include the sampled one
 NOT_FINITE = "the model's logits are not finite; try another compute dtype, such as --dtype float32"
 
 
@@ -51,8 +52,8 @@ class Drawing:
         self.settings = np.array((np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max), kept, share), np.float32)
 
     def __call__(self, logits: Logits) -> int:
-        weights = probabilities(logits, self._temperature, top_k=self._top_k, top_p=self._top_p)
-        return draw(weights, float(self._rng.random(dtype=np.float32)))
+        uniform = float(self._rng.random(dtype=np.float32))
+        return choose(logits, uniform, self._temperature, top_k=self._top_k, top_p=self._top_p)
 
     def upcoming(self, count: int) -> NDArray[np.float32]:
         """The uniform numbers that the next `count` calls will use; the generator does not advance."""
@@ -81,6 +82,46 @@ def make_sampler(
     if seed is not None and seed < 0:
         raise InputError(f"seed must be at least 0, not {seed}")
     return greedy if temperature == 0 else Drawing(temperature, top_k, top_p, seed)
+
+
+def choose(
+    logits: Logits, uniform: float, temperature: float = 1.0, *, top_k: int | None = None, top_p: float | None = None
+) -> int:
+    """The token that `draw(probabilities(...), uniform)` samples, from the most probable ones instead of all.
+
+    Where only all of them together have their total, it is summed in float32's precision.
+
+    Args:
+        logits: [vocab].
+        uniform: A random number from [0, 1).
+
+    Raises:
+        NPUError: a logit is NaN or infinite.
+    """
+    highest = _finite(logits).max()
+    count, total = (_FIRST_SORTED, _total(logits, temperature)) if top_k is None else (min(top_k, len(logits)), np.inf)
+    while True:
+        order = _most_probable(logits, count)
+        with np.errstate(over="ignore"):  # an extreme temperature leaves the most probable token, or all of them
+            weights = np.exp((logits[order].astype(np.float64) - float(highest)) / temperature)
+        reached = np.cumsum(weights)
+        complete = top_k is not None or len(order) == len(logits)
+        whole = reached[-1] if complete else total
+        if top_p is not None and (complete or reached[-1] >= top_p * whole):
+            reached = reached[reached - weights < top_p * whole]
+            complete, whole = True, reached[-1]
+        goal = uniform * whole
+        if complete or (top_p is None and reached[-1] > goal):
+            place = int(np.searchsorted(reached, goal, side="right"))
+            return int(order[min(place, len(reached) - 1)])
+        count *= _FIRST_SORTED
+
+
+def _total(logits: Logits, temperature: float) -> float:
+    """The sum of exp((logits - their maximum) / temperature)."""
+    divisor = np.float32(np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max))
+    with np.errstate(over="ignore"):
+        return float(np.exp((logits - logits.max()) / divisor).sum(dtype=np.float64))
 
 
 def probabilities(
@@ -112,7 +153,7 @@ def probabilities(
     return result
 
 
-def _most_probable(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+def _most_probable(scores: NDArray[np.floating[Any]], count: int) -> NDArray[np.intp]:
     """The indices of the `count` highest scores in descending order; on ties, lower indices are kept and come first."""
     if count < len(scores):
         candidates = np.flatnonzero(scores >= np.partition(scores, -count)[-count])

@@ -3,8 +3,8 @@
 import numpy as np
 
 from npu_compiler.errors import NPUError
-from npu_sim.llm import greedy, probabilities
-from npu_sim.llm.sampling import Logits, draw
+from npu_sim.llm import greedy
+from npu_sim.llm.sampling import Logits, choose
 from npu_sim.serving.request import SamplingSettings, TokenFilter, TokenLogprobs
 
 
@@ -23,8 +23,8 @@ def choose_allowed(logits: Logits, filter: TokenFilter, sampling: SamplingSettin
         raise NPUError("the grammar allows no further token")
     if sampling.temperature == 0:
         return int(allowed[greedy(logits[allowed])])
-    weights = probabilities(logits[allowed], sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    return int(allowed[draw(weights, uniform)])
+    place = choose(logits[allowed], uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    return int(allowed[place])
 
 
 def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:

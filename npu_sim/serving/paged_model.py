@@ -11,7 +11,7 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import itemsize
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, kv_shape, state_with_buffers
-from npu_sim.llm.sampling import draw, probabilities
+from npu_sim.llm.sampling import choose
 from npu_sim.llm.session import cache_capacity
 from npu_sim.llm.step import Step
 from npu_sim.serving.batch import Batch, StepResult
@@ -263,8 +263,7 @@ class _Result:
             temperature, top_k, top_p = map(float, batch.settings[row])
             if np.isfinite(logits[row]).all():
                 top = None if math.isinf(top_k) else int(top_k), None if top_p == 1 else top_p
-                weights = probabilities(logits[row], temperature, top_k=top[0], top_p=top[1])
-                tokens[row] = draw(weights, float(batch.uniforms[row]))
+                tokens[row] = choose(logits[row], float(batch.uniforms[row]), temperature, top_k=top[0], top_p=top[1])
         self._tokens, self._on_host = tokens, True
 
     def stand_in(self, outputs: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -45,7 +45,7 @@ from npu_sim.llm import (
 )
 from npu_sim.llm.graph import meta_model
 from npu_sim.llm.modules import drawn
-from npu_sim.llm.sampling import draw
+from npu_sim.llm.sampling import choose, draw
 from npu_sim.llm.tokenizer import load_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -387,6 +387,19 @@ def test_tokens_are_drawn_as_often_as_they_should_be(device: str) -> None:
         assert (on_device[expected == 0] == 0).all()
         expected, found = expected[expected > 0], on_device[expected > 0]
         assert np.sum((found - expected) ** 2 / expected) < 20  # of four degrees of freedom, one in 2,000 is more
+
+
+@pytest.mark.parametrize("spread", [0.05, 1.0, 6.0])
+def test_choosing_is_drawing_from_the_probabilities(rng: np.random.Generator, spread: float) -> None:
+    for vocab in (3, 50, 6000):
+        logits = (np.round(8 * rng.standard_normal(vocab)) / 8 * spread).astype(np.float32)  # with many equals
+        for top_k, top_p in ((None, None), (40, None), (None, 0.9), (40, 0.5), (None, 1e-6), (10**6, 1.0)):
+            weights = probabilities(logits, 0.8, top_k=top_k, top_p=top_p)
+            for uniform in (0.0, 0.999, *rng.random(8)):
+                token = choose(logits, float(uniform), 0.8, top_k=top_k, top_p=top_p)
+                assert token == draw(weights, float(uniform)), (vocab, top_k, top_p, uniform)
+    with pytest.raises(NPUError, match="not finite"):
+        choose(np.array([0.0, np.nan], np.float32), 0.5)
 
 
 def test_a_cuda_step_that_samples_is_the_greedy_one_up_to_the_logits_and_compiles() -> None:
