@@ -43,6 +43,7 @@ class Core:
 
     Attributes:
         sequences: All that have not ended, by arrival.
+        failures: Steps that have failed since one did not.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Core:
     ) -> None:
         self.scheduler = Scheduler(model, prefill_tokens, drafter)
         self.sequences: dict[int, Sequence] = {}
+        self.failures = 0
         self._model = model
         self._tell = tell
         self._launched: deque[_Launched] = deque()
@@ -165,6 +167,7 @@ class Core:
                 self._fail(error, [step, *(later.step for later in self._launched)])
                 self._launched.clear()
                 return
+            self.failures = 0
             now = time.perf_counter()
             seconds = now - max(launched.time, self._read_time)
             self._read_time = now
@@ -283,6 +286,7 @@ class Core:
 
     def _fail(self, error: Exception, steps: list[Step]) -> None:
         """Steps have failed: end their sequences. What the pool holds cannot be trusted, so the others start over."""
+        self.failures += 1
         for sequence in {sequence: None for step in steps for sequence in step.sequences}:
             self.end(sequence, "error", str(error) or type(error).__name__)
         self.scheduler.start_over()

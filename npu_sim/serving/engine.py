@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from npu_compiler.errors import InputError, NPUError
+from npu_compiler.errors import DeviceError, InputError, NPUError
 from npu_sim.llm import Checkpoint
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.core import Core
@@ -29,6 +29,9 @@ from npu_sim.serving.speculation import Drafter, PromptLookup
 from npu_sim.serving.stats import EngineStats
 from npu_sim.serving.text import TextOutput
 from npu_sim.serving.writer import Writer
+
+
+MOST_FAILURES = 8  # steps that fail one after the other, after which the device counts as lost
 
 
 class QueueFullError(NPUError):
@@ -50,6 +53,9 @@ class Engine:
             hardly notice (`Pace`), and as many as the model takes where none does.
         speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
             likes. Default: do not.
+
+    Attributes:
+        failed: Why the engine has ended by itself: its own thread has failed, or its device is lost. None: it has not.
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class Engine:
         self._arrivals = count()
         self._door = threading.Lock()
         self._accepting = True
+        self.failed: str | None = None
         self._closing = self._closed = False
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._when_empty: list[Callable[[], None]] = []
@@ -94,12 +101,12 @@ class Engine:
         Raises:
             InputError: the request is wrong in itself, or too long for the model's context or KV pool.
             QueueFullError: too many requests wait.
-            EngineClosedError: the engine has been drained or closed.
+            EngineClosedError: the engine has been drained or closed, or has failed.
         """
         sequence = self._sequence(request)
         with self._door:  # invariant 2
             if not self._accepting:
-                raise EngineClosedError("the engine takes no more requests")
+                raise EngineClosedError(self.failed or "the engine takes no more requests")
             if self._max_waiting is not None and self._core.scheduler.waiting + self._inbox.qsize() > self._max_waiting:
                 raise QueueFullError(f"more than {self._max_waiting} requests are waiting; try again later")
             self._inbox.put(partial(self._core.add, sequence))
@@ -195,15 +202,18 @@ class Engine:
                 self._take_messages()
                 if self._core.busy:
                     self._core.advance()
+                if self._core.failures >= MOST_FAILURES:
+                    raise DeviceError(f"{MOST_FAILURES} steps have failed one after the other")
         except BaseException as error:
-            self._core.abandon("error", f"the engine has failed: {error!r}")
+            self.failed = f"the engine has failed: {error!r}"
+            self._core.abandon("error", self.failed)
             raise
         finally:
             with self._door:  # invariant 2
                 self._accepting, self._closed = False, True
             while not self._inbox.empty():
                 self._inbox.get_nowait()()
-            self._core.abandon("cancelled")
+            self._core.abandon("error" if self.failed else "cancelled", self.failed)
             self._call_when_empty()
 
     def _take_messages(self) -> None:

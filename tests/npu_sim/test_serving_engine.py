@@ -18,7 +18,7 @@ from toy_batches import logits_of as toy_logits
 
 from npu_compiler.errors import InputError
 from npu_sim.llm import Checkpoint, StreamDecoder, load_checkpoint
-from npu_sim.serving.engine import Engine, EngineClosedError, QueueFullError
+from npu_sim.serving.engine import MOST_FAILURES, Engine, EngineClosedError, QueueFullError
 from npu_sim.serving.request import Request, SamplingSettings, Update
 from npu_sim.serving.text import TextOutput
 
@@ -172,9 +172,33 @@ def test_an_engine_that_breaks_ends_all_requests(monkeypatch: pytest.MonkeyPatch
     end = handle.result()
     assert end.finish_reason == "error" and "the engine has failed: ZeroDivisionError" in str(end.error)
     assert engine.drain(30)
-    with pytest.raises(EngineClosedError):
+    assert engine.failed is not None
+    with pytest.raises(EngineClosedError, match="ZeroDivisionError"):
         engine.submit(Request((1,)))
     engine.close()
+
+
+def test_a_device_whose_steps_all_fail_is_lost_and_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    model = ToyModel(max_sequences=1)
+    model.fail_launching = set(range(1, 1000))
+    engine = Engine(model)
+    handles = [engine.submit(Request((1,), 20)) for _ in range(MOST_FAILURES)]
+    assert {handle.result().error for handle in handles} == {"the toy has failed at the launch"}
+    wait_until(lambda: engine.failed is not None)
+    assert f"{MOST_FAILURES} steps have failed one after the other" in str(engine.failed)
+    with pytest.raises(EngineClosedError, match="steps have failed"):
+        engine.submit(Request((1,)))
+    engine.close()
+
+
+def test_a_device_some_of_whose_steps_fail_goes_on() -> None:
+    model = ToyModel(max_sequences=1)
+    model.fail_launching = set(range(1, 1000, 2))
+    with Engine(model) as engine:
+        answers = engine.generate([Request((1,), 1)] * 3 * MOST_FAILURES)
+        assert engine.failed is None
+    assert sum(answer.error is None for answer in answers) >= MOST_FAILURES
 
 
 def test_draining_waits_for_the_requests_and_takes_no_more() -> None:

@@ -28,7 +28,6 @@ from npu_compiler.errors import InputError
 from npu_sim.cli import app
 from npu_sim.commands import serve
 from npu_sim.llm import Checkpoint
-from npu_sim.serving.engine import EngineClosedError
 from npu_sim.serving.http.body import parse_json
 from npu_sim.serving.http.chat import ChatWriter
 from npu_sim.serving.http.errors import APIError
@@ -477,16 +476,16 @@ def test_many_connections_at_once_leave_nothing_behind(checkpoint: Checkpoint) -
 # ---- the end
 
 
-def test_health_tells_that_the_engine_has_failed(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(self: FakeEngine, request: Any) -> Any:
-        raise EngineClosedError("the engine takes no more requests")
-
+def test_health_tells_that_the_engine_has_failed_and_why(checkpoint: Checkpoint) -> None:
     with served(checkpoint) as running:
         assert get(running, "/health")[0] == get(running, "/health/live")[0] == 200
-        monkeypatch.setattr(FakeEngine, "submit", closed)
+        running.engine.failed = "the engine has failed: DeviceError('lost')"
+        for path in ("/health", "/health/ready", "/health/live"):
+            status, body = get(running, path)[::2]
+            assert (status, body["status"], body["reason"]) == (503, "failed", running.engine.failed)
         status, headers, body = ask(running, post(HELLO))
         assert (status, body["error"]["code"]) == (503, "engine_unavailable") and "retry-after" in headers
-        assert get(running, "/health")[0] == get(running, "/health/live")[0] == 503
+        assert body["error"]["message"] == running.engine.failed
 
 
 def test_a_fault_of_the_server_is_an_error_without_details(

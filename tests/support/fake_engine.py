@@ -16,7 +16,7 @@ import numpy as np
 
 from npu_sim.llm import Checkpoint, StreamDecoder
 from npu_sim.llm.tokenizer import load_tokenizer
-from npu_sim.serving.engine import QueueFullError
+from npu_sim.serving.engine import EngineClosedError, QueueFullError
 from npu_sim.serving.http.app import Application, make_application
 from npu_sim.serving.http.keys import APIKeys
 from npu_sim.serving.http.limits import Limits
@@ -95,11 +95,14 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.active: set[FakeHandle] = set()
         self.closed = False
+        self.failed: str | None = None
         self._draining = False
         self._script = script
         self._capacity = capacity
 
     def submit(self, request: Request) -> FakeHandle:
+        if self.failed:
+            raise EngineClosedError(self.failed)
         if self._draining or self.closed or len(self.active) >= self._capacity:
             raise QueueFullError("the queue is full")
         script = self._script if isinstance(self._script, Script) else self._script(request)

@@ -137,13 +137,15 @@ def _add_health(app: FastAPI, gate: Gate, service: Service) -> None:
     @app.get("/health")
     @app.get("/health/ready")
     async def ready() -> JSONResponse:
-        status = "draining" if gate.draining else "failed" if service.failed else "ready"
-        return JSONResponse({"status": status, "model": service.model.name}, 200 if status == "ready" else 503)
+        failed = service.engine.failed
+        status = "failed" if failed else "draining" if gate.draining else "ready"
+        content = {"status": status, "model": service.model.name, **({"reason": failed} if failed else {})}
+        return JSONResponse(content, 200 if status == "ready" else 503)
 
     @app.get("/health/live")
     async def live() -> JSONResponse:
-        failed = service.failed and not gate.draining
-        return JSONResponse({"status": "failed" if failed else "live"}, 503 if failed else 200)
+        failed = service.engine.failed
+        return JSONResponse({"status": "failed", "reason": failed} if failed else {"status": "live"}, 503 if failed else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -9,7 +9,13 @@ from npu_sim.serving.stats import EngineStats
 
 
 class EngineLike(Protocol):
-    """Takes requests from any thread and generates their tokens."""
+    """Takes requests from any thread and generates their tokens.
+
+    Attributes:
+        failed: Why it has ended by itself; None: it has not.
+    """
+
+    failed: str | None
 
     def submit(self, request: Request) -> RequestHandle:
         """Queue a request.

@@ -42,9 +42,6 @@ class Service:
 
     Args:
         engine: Runs the model.
-
-    Attributes:
-        failed: The engine takes no more requests.
     """
 
     def __init__(self, model: ServedModel, engine: EngineLike, limits: Limits, metrics: Metrics) -> None:
@@ -52,7 +49,6 @@ class Service:
         self.engine = engine
         self.limits = limits
         self.metrics = metrics
-        self.failed = False
         # Reading and tokenizing a long prompt or building a grammar takes time, in which other streams should go on.
         self._workers = ThreadPoolExecutor(2, "http-worker")
 
@@ -120,11 +116,7 @@ class Service:
         if len(requests) > self.limits.requests:
             message = f"this asks for {len(requests)} replies, but the server handles {self.limits.requests} at once"
             raise APIError(400, message, param="n")
-        try:
-            return Generation(self.engine, requests)
-        except APIError as error:
-            self.failed |= error.code == "engine_unavailable"
-            raise
+        return Generation(self.engine, requests)
 
     def close(self) -> None:
         """End the threads."""
