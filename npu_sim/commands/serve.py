@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from npu_sim.commands.checks import check_device_options, check_file, check_log_level, check_text
-from npu_sim.commands.completion import log_levels
+from npu_sim.commands.completion import language_models, log_levels
 from npu_sim.commands.console import concerning, note, progress, step
 from npu_sim.commands.options import (
     Activations,
@@ -25,6 +25,8 @@ from npu_sim.commands.options import (
 from npu_sim.commands.resources import open_device
 
 if TYPE_CHECKING:
+    from npu_sim.llm import Checkpoint
+    from npu_sim.serving.drafting import ModelDrafter
     from npu_sim.serving.paged_model import PagedModel
 
 _BLOCK = 16  # tokens
@@ -93,6 +95,15 @@ def serve(
     speculate: Annotated[
         bool, typer.Option("--speculate", help="Guess tokens from a request's own text and verify several at once.")
     ] = False,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            metavar="MODEL",
+            autocompletion=language_models,
+            help="Guess tokens with this smaller model, which has the same tokenizer, and verify several at once.",
+        ),
+    ] = None,
     max_requests: Annotated[int, _count("--max-requests", "Maximum requests at once, the queue included.")] = 256,
     max_requests_per_key: Annotated[
         int | None, _count("--max-requests-per-key", "Maximum requests at once with one API key.")
@@ -146,13 +157,19 @@ def serve(
         raise InputError(f"--cache-tokens {cache_tokens} is less than --context-length {context_length}")
     if check_text(name, "the model's name") == "":
         raise InputError("--name is empty; leave it out for the model's own")
+    if speculate and draft is not None:
+        raise InputError("--speculate and --draft are two ways to guess tokens; leave out one of them")
     find_checkpoint(model)
+    if draft is not None:
+        with concerning("--draft"):
+            find_checkpoint(draft)
     if missing := [package for package in _PACKAGES if find_spec(package) is None]:
         raise InputError(
             f"serving needs {' and '.join(missing)}, which is not installed: pip install 'npu-simulation[serve]'"
         )
     from npu_sim.llm import load_checkpoint
     from npu_sim.llm.loading import SHORTHANDS
+    from npu_sim.serving.drafting import check_same_tokens
     from npu_sim.serving.engine import Engine
     from npu_sim.serving.http import (
         Limits,
@@ -189,6 +206,11 @@ def serve(
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype, quantization, activations)
         text = ModelText(checkpoint)
+    small = None
+    if draft is not None:
+        with step(f"opening {draft}"), concerning("--draft"):
+            small = load_checkpoint(draft, dtype)
+            check_same_tokens(small, checkpoint)
     chosen = open_device(device, fast, no_tune)
     with concerning("--context-length"), progress(f"preparing {checkpoint.name}") as report:
         from npu_sim.serving.paged_model import MAX_TOKENS, PagedModel
@@ -204,12 +226,13 @@ def serve(
             progress=report,
         )
     _prepare(network)
+    drafter = None if small is None else _drafter(small, network)
     engine = Engine(
         network,
         checkpoint,
         max_waiting=max_requests,
         prefill_tokens=prefill_tokens,
-        speculate="ngram" if speculate else None,
+        speculate="ngram" if speculate else drafter,
     )
     called = name or (model if model in SHORTHANDS else checkpoint.name)
     served = ServedModel(called, text, min(network.context_length, network.blocks * _BLOCK))
@@ -221,6 +244,27 @@ def serve(
         note(f"{served.name} on {device_name} is served at {url}; Ctrl-C ends it when its requests have ended")
 
     run_server(application, limits, listener, drain_seconds=drain_timeout, ready=announce)
+
+
+def _drafter(small: Checkpoint, large: PagedModel) -> ModelDrafter:
+    """Drafts by a smaller model on the same device, for as many sequences of as many tokens."""
+    from npu_sim.serving.drafting import ModelDrafter
+    from npu_sim.serving.paged_model import PagedModel
+
+    trained = getattr(small.config, "max_position_embeddings", None) or large.context_length
+    with concerning("--draft"), progress(f"preparing {small.name}") as report:
+        model = PagedModel(
+            small,
+            device=large.device,
+            blocks=large.blocks,
+            block_size=large.block_size,
+            context_length=min(trained, large.context_length),
+            max_tokens=large.max_tokens,
+            max_sequences=large.max_sequences,
+            progress=report,
+        )
+    _prepare(model)
+    return ModelDrafter(model)
 
 
 def _prepare(network: PagedModel) -> None:

@@ -90,7 +90,7 @@ def _find_facts(tokenizer: Any) -> dict[str, Any] | None:
 
 
 class StoredTokenizer:
-    """The part of a transformers tokenizer that encodes one text, decodes ids, and renders chat messages.
+    """The part of a transformers tokenizer that encodes one text, decodes ids, lists them, and renders chat messages.
 
     Args:
         facts: From `_find_facts`.
@@ -121,6 +121,10 @@ class StoredTokenizer:
     def get_vocab(self) -> dict[str, int]:
         """Token → id."""
         return dict(self._rust.get_vocab())
+
+    def get_vocab(self) -> dict[str, int]:
+        found: dict[str, int] = self._rust.get_vocab()
+        return found
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False

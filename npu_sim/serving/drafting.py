@@ -10,11 +10,34 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from npu_compiler.errors import InputError
+from npu_sim.llm import Checkpoint
 from npu_sim.serving.batch import Batch, BatchModel, StepResult
 from npu_sim.serving.blocks import BlockPool
 from npu_sim.serving.sequence import Sequence
 
 _log = logging.getLogger(__name__)
+
+
+def check_same_tokens(small: Checkpoint, large: Checkpoint) -> None:
+    """Check that the token ids of a draft model mean what those of the large model mean.
+
+    Raises:
+        InputError: they do not.
+    """
+    ours, theirs = large.tokenizer.get_vocab(), small.tokenizer.get_vocab()
+    wrong = next((token for token, number in theirs.items() if ours.get(token) != number), None)
+    if wrong is not None:
+        there = f"is {ours[wrong]}" if wrong in ours else "does not exist"
+        raise InputError(
+            f"{small.name} cannot draft for {large.name}, whose tokens are others: {wrong!r} is token {theirs[wrong]} of "
+            f"the first and {there} in the second; choose a smaller model of the same family"
+        )
+    sizes = [int(checkpoint.config.vocab_size) for checkpoint in (small, large)]
+    if sizes[0] > sizes[1]:
+        raise InputError(
+            f"{small.name} cannot draft for {large.name}: it has {sizes[0]} token ids, the other only {sizes[1]}"
+        )
 
 
 @dataclass(slots=True)

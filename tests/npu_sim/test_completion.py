@@ -73,6 +73,7 @@ OFFERED = {
     "npu-sim generate s": {"smollm2", "sub/"},
     "npu-sim generate m": {"model.gguf"},
     "npu-sim serve m": {"model.gguf"},
+    "npu-sim serve smollm2 --draft m": {"model.gguf"},
     "npu-sim serve smollm2 --log-level ": {"debug", "info", "warning", "error"},
     "npu-sim classify x.png --model res": {"resnet18", "resnet50"},
     "npu-sim compile net.json --target ": {"op_level", "metal_gpu", "cuda_gpu"},

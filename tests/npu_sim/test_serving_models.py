@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
 import pytest
 from tiny_llms import VOCAB, save_tiny, save_tokenizer
+from toy_batches import EvenTimes
 
-from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
+from npu_compiler.errors import InputError
+from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint, make_sampler
+from npu_sim.serving.drafting import ModelDrafter, check_same_tokens
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request, SamplingSettings
@@ -26,9 +31,41 @@ def alone(model: LanguageModel, request: Request) -> tuple[int, ...]:
     return tuple(model.generate(request.prompt, request.max_new_tokens, sampler))
 
 
-@pytest.mark.parametrize(("speculate", "ahead"), [(None, False), ("ngram", False), (None, True)])
+def draft_model(folder: Path, large: Checkpoint) -> ModelDrafter:
+    """A smaller model of the same tokens, with fewer blocks than the large one may need."""
+    folder.mkdir()
+    save_tiny(folder, "llama", "float32", num_hidden_layers=1)
+    save_tokenizer(folder, "")
+    small = load_checkpoint(folder, "float32")
+    check_same_tokens(small, large)
+    return ModelDrafter(
+        PagedModel(small, device="cpu", block_size=4, blocks=100, context_length=48, max_tokens=16, max_sequences=8)
+    )
+
+
+def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    checkpoints = []
+    for name, vocab in (("small", VOCAB), ("large", VOCAB), ("larger", VOCAB + 8)):
+        (tmp_path / name).mkdir()
+        save_tiny(tmp_path / name, "llama", "float32", vocab_size=vocab)
+        save_tokenizer(tmp_path / name, "")
+        checkpoints.append(load_checkpoint(tmp_path / name, "float32"))
+    small, large, larger = checkpoints
+    check_same_tokens(small, large)
+    check_same_tokens(small, larger)
+    with pytest.raises(InputError, match=f"larger cannot draft for small: it has {VOCAB + 8} token ids, the other only"):
+        check_same_tokens(larger, small)
+    tokens = {**large.tokenizer.get_vocab(), "</s>": 7}
+    other = replace(large, load_tokenizer=lambda: SimpleNamespace(get_vocab=lambda: tokens))
+    with pytest.raises(InputError, match="cannot draft for large, whose tokens are others: '</s>' is token .* and is 7 in"):
+        check_same_tokens(small, other)
+
+
+@pytest.mark.parametrize(
+    ("speculate", "ahead"), [(None, False), ("ngram", False), ("model", False), (None, True), ("model", True)]
+)
 def test_a_small_model_says_in_a_crowd_what_it_says_alone(
-    tmp_path: Path, speculate: Literal["ngram"] | None, ahead: bool, seed: int
+    tmp_path: Path, speculate: Literal["ngram", "model"] | None, ahead: bool, seed: int
 ) -> None:
     folder = save_tiny(tmp_path, "llama", "float32")
     save_tokenizer(folder, "")
@@ -42,8 +79,11 @@ def test_a_small_model_says_in_a_crowd_what_it_says_alone(
         Request(tuple(rng.integers(4, VOCAB, rng.integers(1, 40)).tolist()), 16, settings[index % 2])
         for index in range(16)
     ]
-    with Engine(model, checkpoint, speculate=speculate) as engine:
+    drafter = draft_model(tmp_path / "small", checkpoint) if speculate == "model" else speculate
+    with Engine(model, checkpoint, speculate=drafter) as engine:
+        engine._core.scheduler.times = EvenTimes()
         answers = engine.generate([*asked, *asked])
+        assert speculate != "model" or engine.stats().drafted_tokens > 0
         assert engine.stats().cached_tokens > 0
     single = LanguageModel(checkpoint, device="cpu", cache_length=64)
     right = [alone(single, request) for request in asked]

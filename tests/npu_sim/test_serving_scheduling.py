@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toy_batches import VOCAB, ToyModel, alone
+from toy_batches import VOCAB, EvenTimes, ToyModel, alone
 
 from npu_sim.serving.blocks import BlockPool, next_digest, tenant_digest
 from npu_sim.serving.core import Core
@@ -26,18 +26,6 @@ from npu_sim.serving.text import TextOutput
 from npu_sim.serving.writer import News
 
 STOPS = frozenset({7})
-
-
-class EvenTimes(StepTimes):
-    """All steps take equally long, so drafts do not depend on how fast the machine is."""
-
-    drafting = 0.0
-
-    def knows(self, tokens: int) -> bool:
-        return True
-
-    def seconds(self, tokens: int) -> float:
-        return 1.0
 
 
 class Bench:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import make_sampler
 from npu_sim.serving.batch import Batch
+from npu_sim.serving.pace import StepTimes
 from npu_sim.serving.request import Request, SamplingSettings
 
 VOCAB = 24
@@ -136,6 +137,18 @@ class ToyModel:
         assert (batch.tokens < VOCAB).all() and (batch.positions >= 0).all()
         if batch.tables.min(initial=0) < 0 or batch.tables.max(initial=0) >= self.blocks:
             raise InputError("a block outside the pool")
+
+
+class EvenTimes(StepTimes):
+    """All steps take equally long, so drafts do not depend on how fast the machine is."""
+
+    drafting = 0.0
+
+    def knows(self, tokens: int) -> bool:
+        return True
+
+    def seconds(self, tokens: int) -> float:
+        return 1.0
 
 
 def chosen(logits: NDArray[np.float32], settings: NDArray[np.float32], uniform: float) -> int:
