@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation [--model smollm2] [--device cpu] [--tokens 160] [--rounds 3] [--json FILE]
 
-Prompts are made of what Python and this package ship: docstrings to summarize, source files to edit, both answered
+Prompts are made of what Python and this package ship: docstrings to summarize and source files to edit, both continued
 greedily; and subjects of stories that are sampled at temperature 1.2, where hardly a draft is right. Every prompt is
 answered without and with drafts in turns. A rate is the number of tokens after the first one over the time that they
 took, so the prompt does not count; of the rounds the median is taken.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from npu_sim.serving.paged_model import PagedModel
     from npu_sim.serving.request import Request
 
-SUMMARIZED = ("argparse", "contextlib", "decimal", "heapq", "pickle", "random", "statistics", "textwrap")
+SUMMARIZED = ("argparse", "decimal", "difflib", "heapq", "logging", "random", "statistics", "zipfile")
 EDITED = (
     "npu_sim.serving.handle",
     "npu_sim.serving.pace",
@@ -44,11 +44,11 @@ WORDS = 220  # of a text in a prompt
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and how its answer is chosen."""
+    """The beginning of a text, and how its tokens are chosen."""
 
     kind: str
     subject: str
-    question: str
+    text: str
     temperature: float = 0.0
 
 
@@ -89,20 +89,19 @@ def tasks() -> list[Task]:
     docs = {name: beginning(inspect.getdoc(import_module(name)) or "") for name in SUMMARIZED}
     sources = {name: beginning(inspect.getsource(import_module(name))) for name in EDITED}
     return [
-        *(Task("summarize", name, f"Summarize this text:\n\n{text}") for name, text in docs.items() if text),
+        *(Task("summarize", name, f"{text}\n\nThe most important sentences of this text:\n\n") for name, text in docs.items()),
         *(
-            Task("edit code", name, f"Add a comment to each function of this code, and change nothing else:\n\n{text}")
+            Task("edit code", name, f"```python\n{text}\n```\n\nThe same code with a comment added:\n\n```python\n")
             for name, text in sources.items()
         ),
-        *(Task("sampled story", name, f"Write a story about {name}.", 1.2) for name in STORIES),
+        *(Task("sampled story", name, f"A story about {name}. Once upon a time", 1.2) for name in STORIES),
     ]
 
 
 def request_of(task: Task, checkpoint: Checkpoint, tokens: int) -> Request:
-    from npu_sim.llm import encode_chat
     from npu_sim.serving.request import Request, SamplingSettings
 
-    prompt = encode_chat(checkpoint, [{"role": "user", "content": task.question}])
+    prompt = checkpoint.tokenizer.encode(task.text)
     return Request(tuple(prompt), tokens, SamplingSettings(task.temperature, seed=1), stop_ids=frozenset())
 
 
