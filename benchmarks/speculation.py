@@ -89,7 +89,10 @@ def tasks() -> list[Task]:
     docs = {name: beginning(inspect.getdoc(import_module(name)) or "") for name in SUMMARIZED}
     sources = {name: beginning(inspect.getsource(import_module(name))) for name in EDITED}
     return [
-        *(Task("summarize", name, f"{text}\n\nThe most important sentences of this text:\n\n") for name, text in docs.items()),
+        *(
+            Task("summarize", name, f"{text}\n\nThe most important sentences of this text:\n\n")
+            for name, text in docs.items()
+        ),
         *(
             Task("edit code", name, f"```python\n{text}\n```\n\nThe same code with a comment added:\n\n```python\n")
             for name, text in sources.items()
@@ -133,7 +136,13 @@ def measure(
         rate, said, drafted, accepted = answer(model, request, "ngram")
         speculating.append(rate)
     found = Found(
-        task.kind, task.subject, statistics.median(plain), statistics.median(speculating), drafted, accepted, said == right
+        task.kind,
+        task.subject,
+        statistics.median(plain),
+        statistics.median(speculating),
+        drafted,
+        accepted,
+        said == right,
     )
     tell(f"{task.kind} {task.subject}: {found.plain:.1f} → {found.speculating:.1f} tokens/s, {found.gain:.2f} ×")
     return found
@@ -187,7 +196,9 @@ def main() -> None:
             chosen.append(task)
     measure(chosen[0], model, checkpoint, 32, 1, lambda _: None)  # which compiles what prompts need
     found = [
-        measure(task, model, checkpoint, arguments.tokens, arguments.rounds, lambda line: console.print(line, style="dim"))
+        measure(
+            task, model, checkpoint, arguments.tokens, arguments.rounds, lambda line: console.print(line, style="dim")
+        )
         for task in chosen
     ]
     console.print(table(found))

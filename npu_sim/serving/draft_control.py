@@ -50,7 +50,7 @@ class DraftControl:
             self._length = min(max(_FIRST_DRAFT, accepted + 1), self._longest)
 
     def pause(self, tokens: int) -> None:
-        """Draft nothing for a while, each time longer: a draft was not worth it when the sequence had that many tokens."""
+        """Draft nothing for a while, each time longer: at this length of the sequence, a draft was not worth it."""
         self._resume = tokens + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._length = min(_FIRST_DRAFT, self._longest)
@@ -68,7 +68,11 @@ def worthwhile(
         seconds: The time of a step of a number of tokens.
         drafting: Seconds that it took to draft.
     """
-    chances = [(probability**place, index) for index, (probability, length) in enumerate(drafts) for place in range(1, length + 1)]
+    chances = [
+        (probability**place, index)
+        for index, (probability, length) in enumerate(drafts)
+        for place in range(1, length + 1)
+    ]
     chances.sort(key=lambda chance: -chance[0])  # stable, so a draft's tokens stay in order
     expected = list(accumulate((chance for chance, _ in chances), initial=float(rows)))
     best, count = LEAST_GAIN * rows / seconds(rows), 0

@@ -30,8 +30,8 @@ def check_same_tokens(small: Checkpoint, large: Checkpoint) -> None:
     if wrong is not None:
         there = f"is {ours[wrong]}" if wrong in ours else "does not exist"
         raise InputError(
-            f"{small.name} cannot draft for {large.name}, whose tokens are others: {wrong!r} is token {theirs[wrong]} of "
-            f"the first and {there} in the second; choose a smaller model of the same family"
+            f"{small.name} cannot draft for {large.name}, whose tokens are others: {wrong!r} is token {theirs[wrong]} "
+            f"of the first and {there} in the second; choose a smaller model of the same family"
         )
     sizes = [int(checkpoint.config.vocab_size) for checkpoint in (small, large)]
     if sizes[0] > sizes[1]:

@@ -30,7 +30,6 @@ from npu_sim.serving.stats import EngineStats
 from npu_sim.serving.text import TextOutput
 from npu_sim.serving.writer import Writer
 
-
 MOST_FAILURES = 8  # steps that fail one after the other, after which the device counts as lost
 
 

@@ -176,8 +176,10 @@ class Scheduler:
         return drafts
 
     def _worthwhile(self, wanted: dict[Sequence, int], rows: int) -> dict[Sequence, list[int]]:
-        """The drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens. Where no
-        draft is, none is made for a while; where it is not known how long a step without drafts takes, this one has none.
+        """The drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens.
+
+        Where no draft is, none is made for a while. Where the time of a step without drafts is not known, this one has
+        none.
         """
         if not wanted or self._drafter is None or not self.times.knows(rows):
             return {}

@@ -321,7 +321,10 @@ WRONG = [
         (["--write-timeout", "inf"], "--write-timeout must be a number of seconds above 0, not inf"),
         (["--drain-timeout", "x"], "Invalid value for '--drain-timeout'"),
         (["--draft", "absent.gguf"], "no such GGUF file: absent.gguf (--draft)"),
-        (["--draft", "x", "--speculate"], "--speculate and --draft are two ways to guess tokens; leave out one of them"),
+        (
+            ["--draft", "x", "--speculate"],
+            "--speculate and --draft are two ways to guess tokens; leave out one of them",
+        ),
         (["--log-level", "loud"], "unknown log level 'loud'; choose one of debug, info, warning, error"),
         (["--quantization", "int3"], "unknown quantization 'int3'; choose one of checkpoint"),
         (["--activations", "int4"], "unknown format of activations 'int4'; choose one of checkpoint"),

@@ -53,11 +53,15 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path) -> None:
     small, large, larger = checkpoints
     check_same_tokens(small, large)
     check_same_tokens(small, larger)
-    with pytest.raises(InputError, match=f"larger cannot draft for small: it has {VOCAB + 8} token ids, the other only"):
+    with pytest.raises(
+        InputError, match=f"larger cannot draft for small: it has {VOCAB + 8} token ids, the other only"
+    ):
         check_same_tokens(larger, small)
     tokens = {**large.tokenizer.get_vocab(), "</s>": 7}
     other = replace(large, load_tokenizer=lambda: SimpleNamespace(get_vocab=lambda: tokens))
-    with pytest.raises(InputError, match="cannot draft for large, whose tokens are others: '</s>' is token .* and is 7 in"):
+    with pytest.raises(
+        InputError, match="cannot draft for large, whose tokens are others: '</s>' is token .* and is 7 in"
+    ):
         check_same_tokens(small, other)
 
 

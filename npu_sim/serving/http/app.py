@@ -145,7 +145,9 @@ def _add_health(app: FastAPI, gate: Gate, service: Service) -> None:
     @app.get("/health/live")
     async def live() -> JSONResponse:
         failed = service.engine.failed
-        return JSONResponse({"status": "failed", "reason": failed} if failed else {"status": "live"}, 503 if failed else 200)
+        return JSONResponse(
+            {"status": "failed", "reason": failed} if failed else {"status": "live"}, 503 if failed else 200
+        )
 
     @app.get("/metrics")
     async def metrics() -> Response:
