@@ -122,10 +122,6 @@ class StoredTokenizer:
         """Token → id."""
         return dict(self._rust.get_vocab())
 
-    def get_vocab(self) -> dict[str, int]:
-        found: dict[str, int] = self._rust.get_vocab()
-        return found
-
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
     ) -> str:
