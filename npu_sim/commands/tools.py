@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +16,18 @@ from npu_sim.commands.console import print_json, step
 from npu_sim.commands.options import AsJSON
 
 ROOT = Path(__file__).resolve().parents[2]
+STDERR = 2  # file descriptor
 
 
-def benchmark_suites() -> list[str]:
-    """The modules in benchmarks/ that can be run; none outside a checkout of the source."""
-    return sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "def main(" in path.read_text("utf-8"))
+def benchmark_suites(option: str = "") -> list[str]:
+    """The modules in benchmarks/ that can be run; none outside a checkout of the source.
+
+    Args:
+        option: Only those that have this option.
+    """
+    sources = {path.stem: path.read_text("utf-8") for path in (ROOT / "benchmarks").glob("*.py")}
+    declared = f'("{option}"' if option else ""
+    return sorted(name for name, source in sources.items() if "def main(" in source and declared in source)
 
 
 def _suites(incomplete: str) -> list[str]:
@@ -33,8 +42,12 @@ def bench(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Arguments of the suite; put -- before options.")
     ] = None,
+    json: AsJSON = False,
 ) -> None:
-    """Run a benchmark suite from a checkout of the source."""
+    """Run a benchmark suite from a checkout of the source.
+
+    With --json, what the suite prints goes to standard error, and its results to standard output.
+    """
     from npu_compiler.errors import InputError
 
     known = benchmark_suites()
@@ -42,7 +55,16 @@ def bench(
         raise InputError("there is no benchmarks/ folder: this command needs a checkout of the source")
     if suite not in known:
         raise InputError(f"no benchmark suite '{suite}'; choose one of {', '.join(known)}")
-    finished = subprocess.run([sys.executable, "-m", f"benchmarks.{suite}", *(arguments or ())], cwd=ROOT, check=False)
+    command = [sys.executable, "-m", f"benchmarks.{suite}", *(arguments or ())]
+    if not json:
+        raise typer.Exit(subprocess.run(command, cwd=ROOT, check=False).returncode)
+    if suite not in (able := benchmark_suites("--json")):
+        raise InputError(f"the benchmark suite '{suite}' writes no JSON; those that do are {', '.join(able)}")
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        finished = subprocess.run([*command, "--json", str(results)], cwd=ROOT, check=False, stdout=STDERR)
+        if results.exists():
+            print_json(loads(results.read_text("utf-8")))
     raise typer.Exit(finished.returncode)
 
 

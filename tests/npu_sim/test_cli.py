@@ -579,6 +579,36 @@ def test_doctor_misses_the_compiler_that_the_metal_emulator_needs(
     assert "needs a C++ compiler" in facts["devices"]["metal-emulator"]["reason"]
 
 
+SUITE = """\
+import argparse, json
+from pathlib import Path
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--size", type=int)
+    arguments = parser.parse_args()
+    print("measuring")
+    if arguments.size > 1:
+        arguments.json.write_text(json.dumps({"ms": arguments.size}))
+    raise SystemExit(arguments.size)
+main()
+"""
+
+
+def test_bench_prints_the_results_of_a_suite_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benchmarks" / "toy.py").write_text(SUITE)
+    monkeypatch.setattr("npu_sim.commands.tools.ROOT", tmp_path)
+    result = invoke(tmp_path, "bench", "toy", "--json", "--", "--size", "3")
+    assert json.loads(result.stdout) == {"ms": 3} and result.exit_code == 3
+    assert capfd.readouterr().err == "measuring\n"
+    failed = invoke(tmp_path, "bench", "toy", "--json", "--", "--size", "1")
+    assert failed.stdout == "" and failed.exit_code == 1
+
+
 def test_version_and_help_in_a_real_process(folder: Path) -> None:
     out, _ = process(folder, "--version").communicate(timeout=60)
     assert out.startswith("npu-sim 0")
