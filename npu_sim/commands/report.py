@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from npu_sim.commands.checks import check_device_options, check_file, check_not_overwritten, check_output, check_weights
-from npu_sim.commands.completion import fusions, models_and_programs, targets
-from npu_sim.commands.console import note, print_json, progress, step
+from npu_sim.commands.completion import chips, fusions, models_and_programs, targets
+from npu_sim.commands.console import concerning, note, print_json, progress, step
 from npu_sim.commands.options import (
     AllowCode,
     AsJSON,
@@ -31,6 +31,7 @@ from npu_sim.commands.targets import find_target
 
 if TYPE_CHECKING:
     from npu_compiler import CompiledProgram, IRGraph, PartitionPlan
+    from npu_model import Chip, Result
     from npu_runtime import Device
     from npu_sim.report import Measurement, Roof, StageGraphs
 
@@ -98,6 +99,15 @@ def report(
     runs: Runs = RUNS,
     seed: Seed = None,
     verify: Annotated[bool, typer.Option("--verify", help="Also compare each kernel with PyTorch.")] = False,
+    npu: Annotated[
+        str | None,
+        typer.Option(
+            "--npu",
+            metavar="NAME|FILE.toml",
+            autocompletion=chips,
+            help="Also simulate on a chip: edge, phone, datacenter, … or a file.",
+        ),
+    ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option("--bandwidth", metavar="GB/S", callback=_rate, help="Memory bandwidth for the roofline, in GB/s."),
@@ -110,7 +120,7 @@ def report(
 ) -> None:
     """Write a report on a model or a program as one HTML file that needs no network.
 
-    With --weights or --device, the time of each kernel is measured.
+    With --weights or --device, the time of each kernel is measured; with --npu, it is simulated.
     """
     from npu_compiler.errors import InputError
     from npu_compiler.fusion_patterns import check_fusion_names
@@ -133,9 +143,11 @@ def report(
     check_fusion_names(disable_fusion or ())
     check_device_options(device, cpu_level, fast, no_tune)
     codegen = find_target(target or TARGET)
+    chip = None if npu is None else _chip(npu)
     read = [model, weights, *assigned_files(inputs)]
     check_not_overwritten(output, read)
 
+    from npu_model import simulate
     from npu_sim.report import Roof
 
     roof = None if bandwidth is None or flops is None else Roof(1e9 * bandwidth, 1e9 * flops)
@@ -153,7 +165,15 @@ def report(
         roof = roof or Roof.of(chosen.backend.ceilings, program.compute_dtype)
     elif is_measured:
         made.notes.append("The model is partitioned, so its kernels were not measured.")
-    _write(made, output, measurement, roof, numerics, json)
+    simulations = [] if chip is None else [simulate(program, chip) for program in made.programs]
+    _write(made, output, measurement, simulations, roof, numerics, json)
+
+
+def _chip(npu: str) -> Chip:
+    from npu_model import load_chip
+
+    with concerning("--npu"):
+        return load_chip(npu)
 
 
 @dataclass
@@ -227,6 +247,7 @@ def _write(
     made: _Made,
     output: Path,
     measurement: Measurement | None,
+    simulations: Sequence[Result],
     roof: Roof | None,
     numerics: dict[str, Any] | None,
     json: bool,
@@ -238,6 +259,7 @@ def _write(
         made.title,
         made.programs,
         measurement=measurement,
+        simulations=simulations,
         stages=made.stages,
         partitions=made.plan,
         roof=roof,
@@ -250,7 +272,7 @@ def _write(
         note(f"note: {remark}")
     if json:
         facts = [
-            {name: program[name] for name in ("name", "target", "dtype", "totals", "measured")}
+            {name: program[name] for name in ("name", "target", "dtype", "totals", "measured", "simulated")}
             for program in contents["programs"]
         ]
         print_json({"report": str(output), "bytes": size, "programs": facts, "notes": made.notes})

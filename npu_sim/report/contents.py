@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,8 +16,9 @@ from npu_sim.report.facts import program_facts
 from npu_sim.report.measure import Measurement, Roof
 from npu_sim.report.stages import StageGraphs
 
-if TYPE_CHECKING:  # it imports torch
-    from npu_sim.verify import Culprit, VerifyReport
+if TYPE_CHECKING:
+    from npu_model import Result
+    from npu_sim.verify import Culprit, VerifyReport  # it imports torch
 
 
 def report_contents(
@@ -24,6 +26,7 @@ def report_contents(
     programs: Sequence[CompiledProgram],
     *,
     measurement: Measurement | None = None,
+    simulations: Sequence[Result] = (),
     stages: StageGraphs | None = None,
     partitions: PartitionPlan | None = None,
     roof: Roof | None = None,
@@ -34,6 +37,7 @@ def report_contents(
 
     Args:
         measurement: Of the program, if there is one only.
+        simulations: Of each program on a chip; none, or one each.
         partitions: The plan whose device partitions the programs are.
         roof: Default: the highest rates that were measured, if any were.
         numerics: From `numerics_contents`.
@@ -48,7 +52,10 @@ def report_contents(
         "stages": None if stages is None else stages.to_dict(),
         "partition": plan.get("partition"),
         "reasons": plan.get("reasons", {}),
-        "programs": [_measured_facts(program, measurement) for program in programs],
+        "programs": [
+            {**_measured_facts(program, measurement), "simulated": _simulated_facts(simulation)}
+            for program, simulation in itertools.zip_longest(programs, simulations)
+        ],
         "roof": None if roof is None else asdict(roof),
         "numerics": numerics,
     }
@@ -117,7 +124,7 @@ def diff_contents(
         "notes": [],
         "stages": None,
         "reasons": {},
-        "programs": [a, b],
+        "programs": [{**facts, "simulated": None} for facts in (a, b)],
         **compare_programs(a, b),
     }
 
@@ -128,3 +135,11 @@ def _measured_facts(program: CompiledProgram, measurement: Measurement | None) -
         measured = {"device": measurement.device, "runs": measurement.runs, "run": measurement.run}
     calls = None if measurement is None else measurement.calls
     return {**program_facts(program, calls), "measured": measured}
+
+
+def _simulated_facts(result: Result | None) -> dict[str, Any] | None:
+    """A simulation as JSON data: seconds of the run, and the part of them that each call adds."""
+    if result is None:
+        return None
+    seconds = [result.chip.seconds(call.cycles) for call in result.calls]
+    return {"chip": result.chip.name, "run": result.seconds, "calls": seconds}

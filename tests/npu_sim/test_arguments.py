@@ -171,6 +171,7 @@ WRONG = [
         (["--quantization", "int3"], "unknown quantization 'int3'; choose one of int4, int8, fp8"),
         (["--disable-fusion", "magic"], "unknown fusion magic; known are integer_kernels, silu"),
         (["--runs", "0"], "Invalid value for '--runs'"),
+        (["--npu", "nope"], "unknown chip 'nope'; give a .toml file or one of"),
         (["--verify"], "--verify is for an IR file with --weights"),
         (["--verify", *W, "--quantization", "int8"], "--verify is for an IR file with --weights"),
         (["--bandwidth", "100"], "--bandwidth and --flops belong together; give both"),

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from npu_compiler import CompiledProgram, compile, trace_stages
 from npu_compiler.fusion_patterns import FUSIONS
 from npu_compiler.program.describe import padding_by_buffer
+from npu_model import load_chip, simulate
 from npu_sim.cli import app
 from npu_sim.report import report_contents, stage_graphs, write_page
 from npu_sim.report.page import unpack
@@ -51,7 +52,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A measured and verified report, a comparison, and their programs."""
+    """A measured, simulated and verified report, one that is only simulated, a comparison, and their programs."""
     folder = tmp_path_factory.mktemp("report")
     ir = hostile_network()
     (folder / "net.json").write_text(json.dumps(ir))
@@ -64,7 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights, folder / "net.safetensors")
     measuring = ["-w", str(folder / "net.safetensors"), "--device", "cpu", "--no-tune", "--runs", "2", "--verify"]
     for args in (
-        ["report", str(folder / "net.json"), "-o", str(folder / "net.html"), *measuring],
+        ["report", str(folder / "net.json"), "-o", str(folder / "net.html"), *measuring, "--npu", "edge"],
+        ["report", str(folder / "net.npubin"), "-o", str(folder / "simulated.html"), "--npu", "edge"],
         ["diff", str(folder / "net.npubin"), str(folder / "plain.npubin"), "-o", str(folder / "diff.html")],
     ):
         done = CliRunner().invoke(app, args, prog_name="npu-sim")
@@ -118,6 +120,38 @@ def test_kernels_are_those_of_the_program(opened: Opened, program: CompiledProgr
     assert [(row[0], row[1]) for row in calls] == [(f"{i} {c.kernel}", c.node) for i, c in enumerate(program.kernels)]
     opened.page.click("#panel-kernels tbody button.link >> nth=2")
     assert opened.page.inner_text("#selected-name") == f"2 {program.kernels[2].kernel}"
+
+
+def test_simulated_calls_are_beside_the_measured_ones(opened: Opened, program: CompiledProgram) -> None:
+    simulated = simulate(program, load_chip("edge"))
+    found = opened.value("reportData.programs[0].simulated")
+    assert found["chip"] == "edge" and found["run"] == pytest.approx(simulated.seconds)
+    assert len(found["calls"]) == len(program.kernels) and sum(found["calls"]) == pytest.approx(simulated.seconds)
+    opened.open("timeline")
+    assert opened.value("[...document.querySelectorAll('#panel-timeline .chart')].map(c => c.id)") == [
+        "trace",
+        "simulated-trace",
+    ]
+    opened.open("kernels")
+    heads = opened.texts("#panel-kernels th button")
+    assert {"time", "simulated", "share of the time"} <= set(heads)
+
+
+def test_a_report_may_be_simulated_only(browser: Any, folder: Path) -> None:
+    report = Opened(browser, folder / "simulated.html")
+    report.open("timeline")
+    assert report.value("[...document.querySelectorAll('#panel-timeline .chart')].map(c => c.id)") == [
+        "simulated-trace"
+    ]
+    before = report.value("document.querySelector('#simulated-trace canvas').toDataURL()")
+    report.page.press("#simulated-trace canvas", "+")
+    assert report.value("document.querySelector('#simulated-trace canvas').toDataURL()") != before
+    report.open("kernels")
+    assert "ranked by what they add to a run on the chip edge" in report.page.inner_text("#panel-kernels")
+    report.open("overview")
+    assert "simulated run" in report.page.inner_text("#panel-overview")
+    report.context.close()
+    assert report.problems == []
 
 
 def test_tables_sort_and_filter(opened: Opened, program: CompiledProgram) -> None:

@@ -15,7 +15,7 @@ function tabsOf(report, program, open) {
   const reveal = (index) => { open("graph"); graph.reveal(index); };
   const tabs = [["graph", "Graph", () => graph], ["memory", "Memory", () => memoryPage(program)], ["roofline", "Roofline", () => rooflinePage(program, report.roof ?? null)],
     ["kernels", "Kernels", () => kernelsPage(program, reveal)]];
-  if (program.measured) tabs.push(["timeline", "Timeline", () => timelinePage(program, reveal)]);
+  if (program.measured || program.simulated) tabs.push(["timeline", "Timeline", () => timelinePage(program, reveal)]);
   tabs.push(["padding", "Padding", () => paddingPage(program)]);
   if (report.numerics) tabs.push(["numerics", "Numerics", () => numericsPage(report.numerics)]);
   const first = report.kind === "diff" ? ["compare", "Comparison", () => comparePage(report)]

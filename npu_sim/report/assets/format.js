@@ -87,6 +87,29 @@ function chartCanvas(parent, label, draw) {
   return { canvas, redraw };
 }
 
+// Zooms a chart's canvas along x, by the pointer and the keyboard; `redraw` draws what the zoom moved. Returns a function
+// that gives the zoomed scale of one over the whole width.
+function zoomAlongX(chart, most, redraw) {
+  let zoomed = d3.zoomIdentity;
+  const canvas = d3.select(chart.canvas);
+  const zoom = d3.zoom().scaleExtent([1, most]).on("zoom", (event) => {
+    const { width, height } = chart.canvas.getBoundingClientRect();
+    zoomed = event.transform;
+    zoom.translateExtent([[0, 0], [width, height]]);
+    redraw();
+  });
+  canvas.call(zoom);
+  chart.canvas.addEventListener("keydown", (event) => {
+    const factor = { "+": 1.5, "=": 1.5, "-": 1 / 1.5 }[event.key], step = { ArrowLeft: 60, ArrowRight: -60 }[event.key];
+    if (factor) canvas.call(zoom.scaleBy, factor);
+    else if (step) canvas.call(zoom.translateBy, step / zoomed.k, 0);
+    else if (event.key === "0") canvas.call(zoom.transform, d3.zoomIdentity);
+    else return;
+    event.preventDefault();
+  });
+  return (scale) => zoomed.rescaleX(scale);
+}
+
 // Ticks at multiples of a power of two, which read well as KiB and MiB.
 function byteTicks([low, high], count) {
   const step = 2 ** Math.ceil(Math.log2(Math.max(1, (high - low) / count)));

@@ -1,37 +1,39 @@
 // The kernels by what they cost together, and every call.
 
 function kernelsPage(program, reveal) {
-  const { calls } = program;
-  const isMeasured = Boolean(program.measured);
-  const cost = isMeasured ? (call) => call.seconds : (call) => call.bytes;
+  const { measured, simulated } = program;
+  const calls = program.calls.map((call, index) => ({ ...call, index, simulated: simulated ? simulated.calls[index] : null }));
+  const cost = measured ? (call) => call.seconds : simulated ? (call) => call.simulated : (call) => call.bytes;
   const whole = d3.sum(calls, cost);
   const rows = d3.groups(calls, (call) => call.kernel).map(([kernel, members]) => ({
     kernel, family: members[0].family, calls: members.length, flops: d3.sum(members, (c) => c.flops), bytes: d3.sum(members, (c) => c.bytes),
-    seconds: isMeasured ? d3.sum(members, (c) => c.seconds) : null, share: whole ? d3.sum(members, cost) / whole : 0,
+    seconds: d3.sum(members, (c) => c.seconds), simulated: d3.sum(members, (c) => c.simulated), share: whole ? d3.sum(members, cost) / whole : 0,
   }));
-  const time = { title: "time", value: (row) => row.seconds, text: (row) => formatTime(row.seconds), number: true };
-  const work = [
+  const figures = [
     { title: "FLOP", value: (row) => row.flops, text: (row) => formatFlops(row.flops), number: true },
     { title: "bytes", value: (row) => row.bytes, text: (row) => formatBytes(row.bytes), number: true },
   ];
+  if (measured) figures.push({ title: "time", value: (row) => row.seconds, text: (row) => formatTime(row.seconds), number: true });
+  if (simulated) figures.push({ title: "simulated", value: (row) => row.simulated, text: (row) => formatTime(row.simulated), number: true });
   const columns = [
     { title: "kernel", text: (row) => row.kernel },
     { title: "family", text: (row) => row.family },
     { title: "launches", value: (row) => row.calls, text: (row) => formatCount(row.calls), number: true },
-    ...work, ...(isMeasured ? [time] : []),
-    { title: isMeasured ? "share of the time" : "share of the bytes", value: (row) => row.share, text: (row) => formatShare(row.share), number: true },
+    ...figures,
+    { title: `share of the ${measured ? "time" : simulated ? "simulated time" : "bytes"}`, value: (row) => row.share, text: (row) => formatShare(row.share), number: true },
   ];
   const each = [
     { title: "call", value: (row) => row.index, text: (row) => `${row.index} ${row.kernel}` },
     { title: "node", text: (row) => row.node },
     { title: "writes", text: (row) => row.out.join("; ") },
-    ...work, ...(isMeasured ? [time] : []),
+    ...figures,
   ];
+  const says = measured ? `Each call was timed by itself on ${measured.device}; the sum, ${formatTime(whole)}, is more than the ${formatTime(measured.run)} of a whole run, in which the device does not stop after each call.`
+    : simulated ? `Nothing was measured: kernels are ranked by what they add to a run on the chip ${simulated.chip}.` : "Nothing was measured: kernels are ranked by the bytes that they move.";
   const page = [
-    element("p", { class: "note" }, isMeasured ? `Each call was timed by itself on ${program.measured.device}; the sum, ${formatTime(whole)}, is more than the ${formatTime(program.measured.run)} of a whole run, in which the device does not stop after each call.`
-      : "Nothing was measured: kernels are ranked by the bytes that they move."),
+    element("p", { class: "note" }, says),
     bars(rows), dataTable(columns, rows, { caption: "By kernel", sort: columns.length - 1 }),
-    dataTable(each, calls.map((call, index) => ({ ...call, index })), { caption: "Every call", filter: true, onrow: (row) => reveal(row.index) }),
+    dataTable(each, calls, { caption: "Every call", filter: true, onrow: (row) => reveal(row.index) }),
   ];
   return { page, start() {} };
 }

@@ -7,9 +7,9 @@ function memoryPage(program) {
   const live = element("div", { class: "chart low" }), map = element("div", { class: "chart" });
   const margin = { left: 70, right: 12, top: 10, bottom: 26 };
   const whole = [0, calls.length];
-  let zoomed = d3.zoomIdentity, x = null, y = null;
+  let x = null, y = null;
   const scales = (width, height, top) => {
-    x = zoomed.rescaleX(d3.scaleLinear(whole, [margin.left, width - margin.right]));
+    x = zoomed(d3.scaleLinear(whole, [margin.left, width - margin.right]));
     return d3.scaleLinear([0, top], [height - margin.bottom, margin.top]);
   };
   const tip = tooltip(map);
@@ -42,22 +42,7 @@ function memoryPage(program) {
     });
   });
   map.id = "arena-map";
-  const zoom = d3.zoom().scaleExtent([1, Math.max(1, calls.length / 8)]).on("zoom", (event) => {
-    const { width, height } = map.getBoundingClientRect();
-    zoomed = event.transform;
-    zoom.translateExtent([[0, 0], [width, height]]);
-    chart.redraw();
-    liveChart.redraw();
-  });
-  d3.select(chart.canvas).call(zoom);
-  chart.canvas.addEventListener("keydown", (event) => {
-    const factor = { "+": 1.5, "=": 1.5, "-": 1 / 1.5 }[event.key], step = { ArrowLeft: 60, ArrowRight: -60 }[event.key];
-    if (factor) d3.select(chart.canvas).call(zoom.scaleBy, factor);
-    else if (step) d3.select(chart.canvas).call(zoom.translateBy, step / zoomed.k, 0);
-    else if (event.key === "0") d3.select(chart.canvas).call(zoom.transform, d3.zoomIdentity);
-    else return;
-    event.preventDefault();
-  });
+  const zoomed = zoomAlongX(chart, Math.max(1, calls.length / 8), () => { chart.redraw(); liveChart.redraw(); });
   chart.canvas.addEventListener("pointermove", (event) => {
     const area = chart.canvas.getBoundingClientRect();
     const call = x.invert(event.clientX - area.left), address = y.invert(event.clientY - area.top);

@@ -2,7 +2,7 @@
 
 function overviewPage(report, program, open) {
   const totals = program.totals;
-  const measured = program.measured;
+  const { measured, simulated } = program;
   const arena = program.arena;
   const tiles = [
     ["kernel launches", formatCount(program.calls.length), "kernels"],
@@ -12,9 +12,11 @@ function overviewPage(report, program, open) {
     ["arena", formatBytes(totals["arena bytes"]), "memory"],
     ["padding", formatBytes(totals["padding waste bytes"]), "padding"],
   ];
+  if (simulated) tiles.unshift(["simulated run", formatTime(simulated.run), "timeline"]);
   if (measured) tiles.unshift(["measured run", formatTime(measured.run), "timeline"]);
   const header = [["target", program.target], ["compute dtype", program.dtype], ["compiler", program.compiler]];
   if (measured) header.push(["measured on", `${measured.device}, median of ${measured.runs} runs`]);
+  if (simulated) header.push(["simulated on", `chip ${simulated.chip}`]);
   if (arena.buffers.length) {
     header.push(["peak of the arena", `${formatBytes(arena.peak_bytes)} in use at call ${arena.peak}, ${program.calls[arena.peak].kernel}`]);
   }
