@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_model.measured import KINDS
+from npu_model.measured import KINDS, in_dtype
 from npu_model.systolic import Dataflow
 
 DTYPES = ("int4", "int8", "float8", "float16", "bfloat16", "float32")
@@ -153,8 +153,8 @@ class Chip:
         clock_ghz: The clock of all its parts.
         matrix: None for a chip that has a vector unit only.
         energy: All zeros where the file says nothing of it.
-        measured: Kind of call → rows of the sizes of a call that was measured, and by what factor computing it takes
-            longer than the other keys say (`npu_model.measured`).
+        measured: Kind of call, with a dtype before it where it was measured in that → rows of the sizes of a call that
+            was measured, and by what factor computing it takes longer than the other keys say (`npu_model.measured`).
     """
 
     name: str
@@ -307,8 +307,17 @@ def _rates(item: dataclasses.Field[Any], value: Any, path: str, where: str) -> M
 
 
 def _calls(value: Any, path: str, where: str) -> Mapping[str, tuple[tuple[float, ...], ...]]:
-    """The measured calls: kind → rows of sizes and a factor."""
-    table = _table(value, path, where)
+    """The measured calls: kind, with a dtype before it in a table of a dtype → rows of sizes and a factor."""
+    table = dict(_table(value, path, where))
+    dtypes = {name: table.pop(name) for name in DTYPES if name in table}
+    found = _calls_of_a_dtype(table, path, where)
+    for dtype, calls in dtypes.items():
+        inner = _calls_of_a_dtype(_table(calls, f"{path}.{dtype}", where), f"{path}.{dtype}", where)
+        found.update({in_dtype(kind, dtype): rows for kind, rows in inner.items()})
+    return found
+
+
+def _calls_of_a_dtype(table: Mapping[str, Any], path: str, where: str) -> dict[str, tuple[tuple[float, ...], ...]]:
     if unknown := sorted(table.keys() - KINDS.keys()):
         raise InputError(f"{where}: unknown key '{path}.{unknown[0]}'; known are {', '.join(KINDS)}")
     for kind, rows in table.items():

@@ -20,7 +20,7 @@ import numpy as np
 from npu_compiler.errors import InputError
 from npu_compiler.program.products import Product
 from npu_model.chip import Chip, Matrix
-from npu_model.measured import slowdown
+from npu_model.measured import multiplied, slowdown
 from npu_model.systolic import Dataflow, array_cycles, mapping, sram_accesses
 from npu_model.work import Operations
 
@@ -91,7 +91,7 @@ class Mapper:
         self._chip = chip
         self._known: dict[tuple[Demand, int], Tiling | None] = {}
         self._pieces: dict[tuple[Product, float, float, float], tuple[float, float]] = {}
-        self._factors: dict[tuple[str, tuple[int, ...]], float] = {}
+        self._factors: dict[tuple[str, tuple[int, ...], str], float] = {}
 
     def tiling(self, demand: Demand, budget: int) -> Tiling | None:
         """The best tiling found with that many bytes of SRAM for tiles; None where not even the smallest tile fits."""
@@ -140,7 +140,7 @@ class Mapper:
         tile = tuple(int(size[index]) for size in (found.m, found.n, found.k, found.batch))
         tiles = int(found.tiles[index])
         operations, factor = demand.operations, self._factor(demand)
-        least = operations.macs / self._chip.peak_macs(operations.dtype)  # cycles
+        least = least_cycles(operations, self._chip)
         vector = operations.vector_operations / self._chip.vector_rate(operations.vector_dtype) * factor / tiles
         loads = (float(found.constants[index]) / tiles, float(found.inputs[index]) / tiles, demand.stored / tiles)
         shape = f"{tile[0]}×{tile[1]}×{tile[2]}" + (f" ×{tile[3]}" if tile[3] > 1 else "")
@@ -161,7 +161,8 @@ class Mapper:
 
     def _factor(self, demand: Demand) -> float:
         """By what factor the call's computing takes longer than rates and sizes say."""
-        key = (demand.operations.kind, demand.operations.sizes)
+        operations = demand.operations
+        key = (operations.kind, operations.sizes, operations.dtype or operations.vector_dtype)
         if key not in self._factors:
             self._factors[key] = slowdown(self._chip.measured, *key)
         return self._factors[key]
@@ -291,7 +292,7 @@ def _candidates(demand: Demand, chip: Chip, budget: int, factor: float) -> Candi
         computed = np.minimum(computed, (folded / chip.matrix.arrays + fill) / rate)
     bound = np.maximum(
         np.maximum(traffic, latency),
-        np.maximum(factor * computed, demand.operations.macs / chip.peak_macs(demand.operations.dtype)),
+        np.maximum(factor * computed, least_cycles(demand.operations, chip)),
     )
     chosen = [array[fits] for array in (m, n, k, batch, tiles, constants, inputs, bound)]
     return Candidates(*chosen)
@@ -396,6 +397,14 @@ def _access_bytes(product: Product, matrix: Matrix, left: float, right: float) -
     return min(found)
 
 
+def least_cycles(operations: Operations, chip: Chip) -> float:
+    """Cycles that a call's products take at the chip's peak, whatever their sizes."""
+    if not operations.macs:
+        return 0.0
+    share = multiplied(chip.measured, operations.kind, operations.sizes, operations.dtype)
+    return share * operations.macs / chip.peak_macs(operations.dtype)
+
+
 def no_tile(node: str, kernel: str, chip: Chip) -> InputError:
     """The error for a call whose smallest tile does not fit SRAM."""
     return InputError(
@@ -404,4 +413,4 @@ def no_tile(node: str, kernel: str, chip: Chip) -> InputError:
     )
 
 
-__all__ = ["Demand", "Mapper", "Side", "Tiling", "fold_cycles", "no_tile"]
+__all__ = ["Demand", "Mapper", "Side", "Tiling", "fold_cycles", "least_cycles", "no_tile"]

@@ -9,7 +9,7 @@ from typing import Any
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.program.elementwise import declaration
 from npu_model.chip import Chip
-from npu_model.mapper import Tiling
+from npu_model.mapper import Tiling, least_cycles
 from npu_model.residency import Residency
 from npu_model.simulator import CallTimes, Cause
 from npu_model.work import Work
@@ -40,6 +40,8 @@ class CallResult:
             cycles of the program.
         stalls: Cycles that it waited, by cause.
         array_cycles, vector_cycles: In which those units worked, without stalls.
+        least_cycles: Cycles of its multiply-accumulates at the chip's peak; fewer where the chip is known to compute a
+            convolution with less of them.
         dtype: What it multiplies; empty where it multiplies nothing.
         shape: Its tiles.
         constant_bytes, input_bytes, output_bytes: Moved from and to DRAM.
@@ -57,6 +59,7 @@ class CallResult:
     array_cycles: float
     vector_cycles: float
     macs: int
+    least_cycles: float
     dtype: str
     vector_operations: int
     tiles: int
@@ -123,7 +126,7 @@ class Result:
     @property
     def compute_cycles(self) -> float:
         """Cycles that the program's multiply-accumulates take at the chip's peak."""
-        return sum(call.macs / self.chip.peak_macs(call.dtype) for call in self.calls if call.macs)
+        return sum(call.least_cycles for call in self.calls)
 
     @property
     def utilization(self) -> float:
@@ -238,6 +241,7 @@ def _call_result(index: int, chip: Chip, work: Work, tiling: Tiling, times: Call
         array_cycles=tiling.array_cycles * tiling.tiles,
         vector_cycles=tiling.vector_cycles * tiling.tiles,
         macs=work.operations.macs,
+        least_cycles=least_cycles(work.operations, chip),
         dtype=work.operations.dtype,
         vector_operations=work.operations.vector_operations,
         tiles=tiling.tiles,

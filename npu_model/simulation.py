@@ -40,7 +40,8 @@ def simulate(program: CompiledProgram, chip: Chip) -> Result:
     plan = program.plan
     if not plan.calls:
         raise InputError(f"'{program.name}' has no kernel calls to simulate: its outputs are its inputs or constants")
-    works = [call_work(call) for call in plan.calls]
+    caches = frozenset(plan.donations.values())
+    works = [call_work(call, caches) for call in plan.calls]
     constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.is_constant)
     dependencies = _dependencies(plan)
     launched = _as_launched(chip, works)

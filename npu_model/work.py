@@ -5,8 +5,8 @@ All of it is asked from the kernel's declaration; no kernel is known here by its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from npu_compiler.errors import InputError
@@ -80,8 +80,12 @@ class Work:
     writes: tuple[Access, ...]
 
 
-def call_work(call: KernelCall) -> Work:
+def call_work(call: KernelCall, caches: Collection[str] = ()) -> Work:
     """What a call of an op-level program asks of a chip.
+
+    Args:
+        caches: Buffers that the program updates in place. Several queries over keys in one are a prompt that begins the
+            cache: its masks hide all keys but the prompt's, which devices leave out.
 
     Raises:
         InputError: the kernel is not an op-level one, so nothing says what it does.
@@ -95,6 +99,8 @@ def call_work(call: KernelCall) -> Work:
         ) from None
     products = kernel.matrix_products(call)
     reads, writes = _accesses(kernel, call, bool(products))
+    if len(products) > 1 and call.inputs[1].buffer in caches:
+        products, reads = _of_a_prompt(call.inputs[0].shape[-2], products, reads)
     views = kernel.bind(call)
     left, right = (views[0], views[1]) if products else (None, None)
     codes = call.params.get("codes")
@@ -115,6 +121,18 @@ def call_work(call: KernelCall) -> Work:
         row_bytes=_row_bytes(kernel, call),
     )
     return Work(call, operations, reads, writes)
+
+
+def _of_a_prompt(
+    tokens: int, products: tuple[Product, ...], reads: tuple[Access, ...]
+) -> tuple[tuple[Product, ...], tuple[Access, ...]]:
+    """The products and reads of attention over a cache, without the keys that a prompt of so many tokens lacks."""
+    scores, results = products
+    if not 1 < tokens < scores.n:
+        return products, reads
+    queries, *others = reads
+    seen = [replace(access, bytes=access.bytes * tokens // scores.n) for access in others]
+    return (replace(scores, n=tokens), replace(results, k=tokens)), (queries, *seen)
 
 
 def _kind_and_sizes(kernel: KernelDecl, call: KernelCall, products: Sequence[Product]) -> tuple[str, tuple[int, ...]]:

@@ -52,6 +52,20 @@ def test_a_linear_layer_is_one_product() -> None:
     assert [access.bytes for access in work.writes] == [2 * 4 * 32]
 
 
+@pytest.mark.parametrize(("tokens", "keys"), [(8, 8), (1, 32), (32, 32)])
+def test_a_prompt_attends_to_its_own_keys_of_a_cache(tokens: int, keys: int) -> None:
+    g = IRBuilder()
+    q, k, v = g.input("q", 1, 2, tokens, 16), g.input("k", 1, 2, 32, 16), g.input("v", 1, 2, 32, 16)
+    g.output(g("aten.scaled_dot_product_attention.default", q, k, v))
+    kernels = compile_ir(g.ir(), compute_dtype="float16").kernels
+    call = next(call for call in kernels if call.kernel == "attention_kernel")
+    whole, prompt = call_work(call), call_work(call, {view.buffer for view in call.inputs[1:]})
+    assert whole.operations.products[0].n == 32
+    assert [(product.n, product.k) for product in prompt.operations.products] == [(keys, 16), (16, keys)]
+    assert bytes_of(prompt, Role.RIGHT) == bytes_of(whole, Role.RIGHT) * keys // 32
+    assert bytes_of(prompt, Role.LEFT) == bytes_of(whole, Role.LEFT)
+
+
 def test_codes_of_4_bits_count_half_a_byte() -> None:
     (wide,) = works(linear(1, 64, 32), compute_dtype="float16")
     (narrow,) = works(linear(1, 64, 32), compute_dtype="float16", quantization="int4")
