@@ -1,19 +1,22 @@
 """A chip file for `npu_model` from what a device reaches, measured with its own kernels (`npu-sim calibrate`).
 
-A measurement is a small program compiled for the device, run often enough to fill a tenth of a second; the best of
-several rounds counts, as disturbances only slow runs. Rates and costs come first. Then blocks of calls
+A measurement is a small program compiled for the device, run until the shortest runs agree: disturbances only slow
+runs. Rates and costs come first. Then blocks of calls
 (`npu_sim.probes`) are measured and simulated with these rates, and the factors between them are written down too.
 """
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import itertools
 import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ import numpy as np
 from npu_compiler import CompiledProgram, compile
 from npu_compiler.errors import ConstraintError, InputError
 from npu_model.chip import Chip, parse_chip
+from npu_model.measured import in_dtype
 from npu_model.simulation import simulate
 from npu_model.work import call_work
 from npu_runtime import Device, Executor, NPUBuffer, load_weights
@@ -30,15 +34,21 @@ from npu_sim.probes import BETWEEN_PRODUCTS, LAUNCH, SMALL_PRODUCTS, Probe, prob
 MATRIX_SIZE = 2048  # rows, columns and depth of the product that shows the matrix rate of a GPU
 SMALL_MATRIX_SIZE = 1024  # the same of a CPU
 READ_BYTES = 256 << 20  # of a weight that no cache holds
-CACHED_BYTES = 2 << 20  # of a weight that the last level of caches holds
+# Of weights that caches may hold. Other processes, and other virtual machines, take a part of the cache that no system
+# tells.
+CACHED_BYTES = tuple(part << power for power in range(21, 27) for part in (2, 3))
 ELEMENTS = 1 << 16  # of an operand that caches hold
-ROUNDS, ROUND_SECONDS = 7, 0.1
-BLOCK_ROUNDS, BLOCK_SECONDS = 5, 0.02  # of the two programs of a block
-MOST_MACS, MOST_MACS_OF_A_GPU = 4 * 10**8, 10**11  # of a block
+SAMPLE_SECONDS, SAMPLE_SECONDS_OF_A_GPU = 2e-4, 2e-2  # least length of what is timed: a GPU's host is ahead of it
+FEWEST_SAMPLES, SOME_SECONDS, MOST_SECONDS = 5, 0.02, 0.15  # of each program
+_AGREEMENT = 1.05  # the lower quartile of enough runs over the shortest
+MOST_MACS, MOST_MACS_OF_A_GPU = 6 * 10**8, 10**11  # of a block
+RATES = ("float32", "float16", "bfloat16")  # of large products
+OF_TEXT = {"product", "attention", "norm", "elementwise"}  # kinds of calls that language models consist of
 SHORT = 1e-4  # seconds; in a run this short a device may wait for the host
+FEW_BLOCKS, MANY_BLOCKS = (2, 6), (16, 64)  # numbers of blocks in the two programs that are compared
 _PATTERN = 1 << 20  # random numbers, which larger operands repeat
 _WITHIN = 0.03  # a block that the description predicts so well needs no factor
-_LEAST = 0.5  # factor
+_LEAST = 0.1  # factor
 _HIDDEN = 0.1  # computing that is a smaller share of a block says nothing of its own rate
 CLOCK_GHZ = 1.0  # of the chip that is written: its rates are per nanosecond
 
@@ -51,19 +61,18 @@ class Shape:
         arrays: Cores or multiprocessors.
         rows, columns: Of the block of results in the inner loop of a product.
         held_folds: Such blocks that one pass over an operand in cache serves.
-        sram: Bytes of cache, or of the part of a shared cache that the arrays get.
+        sram: Bytes of cache; None for what was measured.
     """
 
     arrays: int
     rows: int
     columns: int
     held_folds: int
-    sram: int
+    sram: int | None
 
 
 CPU_BLOCK = (6, 16, 64)  # gemm.h: 6 rows × 2 vectors of 8, and what a first-level cache holds
 GPU_BLOCK = (64, 32, 16)  # a tensor core's smallest block, and what a multiprocessor's registers hold
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
@@ -74,73 +83,88 @@ class Measured:
         device: Its name.
         read_gb_s: 10^9 bytes per second of weights from memory.
         cached_gb_s: 10^9 bytes per second of weights that stay in caches.
+        cache_bytes: The most that stays there.
         gmac_s: Dtype → 10^9 multiply-accumulates per second in a large product.
         element_gop_s: 10^9 element operations per second, in the operations that `npu_model` counts.
         launch_us: Microseconds that a kernel call takes besides its work.
         product_us: Microseconds that a product takes besides that.
-        blocks: The probes, and the seconds that a block of each takes.
+        blocks: Of the probes, those of the device's first dtype first.
     """
 
     device: str
     read_gb_s: float
     cached_gb_s: float
+    cache_bytes: int
     gmac_s: dict[str, float]
     element_gop_s: float
     launch_us: float
     product_us: float
-    blocks: tuple[tuple[Probe, float], ...]
+    blocks: tuple[Block, ...]
 
 
-def measure(device: Device, report: Callable[[str], object] = lambda text: None) -> Measured:
+@dataclass(frozen=True)
+class Block:
+    """What a block of a probe takes, computed in a dtype, in seconds."""
+
+    probe: Probe
+    dtype: str
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.probe.kind, "shape": self.probe.shape, "dtype": self.dtype, "seconds": self.seconds}
+
+
+def measure(device: Device, report: Callable[[int, int], object] = lambda done, total: None) -> Measured:
     """Measure a device with its own kernels; a minute or two.
 
     Args:
-        report: Is told what is measured next.
+        report: Called with (measurements done, measurements).
     """
-    size = SMALL_MATRIX_SIZE if device.name == "cpu" else MATRIX_SIZE
+    is_cpu = device.name == "cpu"
+    dtype, size = ("float32", SMALL_MATRIX_SIZE) if is_cpu else ("float16", MATRIX_SIZE)
+    wanted = _measured_probes(device)
+    done, total = itertools.count(1), 4 + len(RATES) + len(wanted)
     rates = {}
-    for dtype in ("float32", "float16", "bfloat16"):
-        report(f"multiplying {dtype} matrices")
-        try:
-            rates[dtype] = size**3 / _seconds(_linear(size, size, size, dtype, device), device) / 1e9
-        except ConstraintError:  # a device that lacks the dtype
-            continue
-    report("reading memory")
+    for each in RATES:
+        with contextlib.suppress(ConstraintError):  # the device lacks the dtype
+            rates[each] = size**3 / _least(_linear(size, size, size, each, device), device) / 1e9
+        report(next(done), total)
     read = _read_rate(READ_BYTES, device)
-    report("reading caches")
-    cached = _read_rate(CACHED_BYTES, device)
-    report("launching kernels")
-    alone, between, small = (block_seconds(probe, device) for probe in (LAUNCH, BETWEEN_PRODUCTS, SMALL_PRODUCTS))
-    launch = max(alone, between - small / 2)
-    report("computing elements")
+    report(next(done), total)
+    cached = {size: _read_rate(size, device) for size in CACHED_BYTES}
+    report(next(done), total)
+    alone, normed, small = (block_seconds(probe, dtype, device) for probe in (LAUNCH, BETWEEN_PRODUCTS, SMALL_PRODUCTS))
+    launch = max(alone, normed - small / 2)
+    report(next(done), total)
     program = _chain(16, (ELEMENTS // 256, 256), device)
-    each = _seconds(program, device)
-    operations = sum(call.flops for call in program.kernels)
+    operations = sum(call.flops for call in program.kernels) / _least(program, device)
+    report(next(done), total)
     blocks = []
-    for probe in probes(MOST_MACS if device.name == "cpu" else MOST_MACS_OF_A_GPU):
-        report(f"{probe.kind} calls on {'×'.join(map(str, probe.shape))}")
-        blocks.append((probe, block_seconds(probe, device)))
+    for probe, each in wanted:
+        blocks.append(Block(probe, each, block_seconds(probe, each, device)))
+        report(next(done), total)
     costs = 1e6 * launch, 1e6 * max(0.0, small / 2 - launch)
-    return Measured(device.name, read / 1e9, cached / 1e9, rates, operations / each / 1e9, *costs, tuple(blocks))
+    most = max(cached.values())
+    kept = max((size for size, rate in cached.items() if rate >= math.sqrt(read * most)), default=min(cached))
+    return Measured(device.name, read / 1e9, most / 1e9, kept, rates, operations / 1e9, *costs, tuple(blocks))
 
 
-def block_seconds(probe: Probe, device: Device) -> float:
+def _measured_probes(device: Device) -> list[tuple[Probe, str]]:
+    """The probes, and the dtype that each is computed in: on a CPU, what language models consist of in a second one."""
+    if device.name != "cpu":
+        return [(probe, "float16") for probe in probes(MOST_MACS_OF_A_GPU)]
+    found = list(probes(MOST_MACS))
+    return [(probe, "float32") for probe in found] + [(probe, "bfloat16") for probe in found if probe.kind in OF_TEXT]
+
+
+def block_seconds(probe: Probe, dtype: str, device: Device) -> float:
     """The seconds of a block among many: the difference of two programs, so that what a run costs is left out."""
-    dtype, few, many = _block_dtype(device), 2, 6
-    long = _probe_seconds(probe.ir(many), dtype, device)
-    if long < SHORT:
-        few, many = 16, 64
-        long = _probe_seconds(probe.ir(many), dtype, device)
-    return max((long - _probe_seconds(probe.ir(few), dtype, device)) / (many - few), 1e-9)
-
-
-def _probe_seconds(ir: dict[str, Any], dtype: str, device: Device) -> float:
-    program = compile(ir, device.backend.target, compute_dtype=dtype)
-    return _seconds(program, device, BLOCK_ROUNDS, BLOCK_SECONDS)
-
-
-def _block_dtype(device: Device) -> str:
-    return "float32" if device.name == "cpu" else "float16"
+    for few, many in (FEW_BLOCKS, MANY_BLOCKS):
+        programs = [compile(probe.ir(n), device.backend.target, compute_dtype=dtype) for n in (few, many)]
+        short, long = map(_typical, _samples(programs, device))
+        if long >= SHORT:
+            break
+    return max((long - short) / (many - few), 1e-9)
 
 
 def shape_of(device: Device, arrays: int | None = None, sram: int | None = None) -> Shape:
@@ -152,66 +176,54 @@ def shape_of(device: Device, arrays: int | None = None, sram: int | None = None)
     is_cpu = device.name == "cpu"
     if arrays is None and is_cpu:
         arrays = usable_threads()
-    if sram is None and is_cpu and arrays is not None:
-        sram = cache_share(_CACHES, arrays)
     if arrays is None:
         raise InputError(f"give the number of multiprocessors of {device.name} (--arrays)")
-    if sram is None:
+    if sram is None and not is_cpu:
         raise InputError(f"nothing here tells the cache size of {device.name}: give it in bytes (--sram)")
     return Shape(arrays, *(CPU_BLOCK if is_cpu else GPU_BLOCK), sram)
-
-
-def cache_share(folder: Path, cores: int) -> int | None:
-    """Bytes of the largest cache that so many of the cores which share it get; None where Linux does not tell."""
-    found = []
-    for entry in folder.glob("index*"):
-        try:
-            size, shared = (entry / "size").read_text().strip(), (entry / "shared_cpu_list").read_text().strip()
-        except OSError:
-            continue
-        bounds = [part.split("-") for part in shared.split(",")]
-        sharing = sum(int(part[-1]) - int(part[0]) + 1 for part in bounds)
-        whole = int(size[:-1]) * {"K": 1 << 10, "M": 1 << 20}[size[-1]]
-        found.append((whole, whole * min(cores, sharing) // sharing))
-    return max(found)[1] if found else None
 
 
 def chip_text(measured: Measured, shape: Shape, name: str) -> str:
     """The chip file (TOML)."""
     described = _described(measured, shape, name)
-    dtype = "float32" if measured.device == "cpu" else "float16"
-    table = factors(parse_chip(described, name), measured.blocks, dtype)
-    lines = [f"{kind} = [\n{''.join(map(_row, rows))}]\n" for kind, rows in table.items()]
-    return described + ("\n[measured]\n" + "".join(lines) if lines else "")
+    table = factors(parse_chip(described, name), measured.blocks)
+    tables: dict[str, list[str]] = {}
+    for key, rows in table.items():
+        *dtype, kind = key.split(".")
+        lines = tables.setdefault(".".join(["measured", *dtype]), [])
+        lines.append(f"{kind} = [\n{''.join(map(_row, rows))}]\n")
+    return described + "".join(f"\n[{name}]\n{''.join(lines)}" for name, lines in tables.items())
 
 
 def _row(row: Sequence[float]) -> str:
     return f"    [{', '.join([*(str(round(size)) for size in row[:-1]), _digits(row[-1], 3)])}],\n"
 
 
-def factors(
-    chip: Chip, blocks: Sequence[tuple[Probe, float]], dtype: str
-) -> Mapping[str, tuple[tuple[float, ...], ...]]:
+def factors(chip: Chip, blocks: Sequence[Block]) -> Mapping[str, tuple[tuple[float, ...], ...]]:
     """By what factor computing takes longer than a chip's description says, for each call of the probes' kinds.
 
     The other calls of a block are simulated with the factors found before.
 
     Args:
-        blocks: Probes, and the measured seconds of a block of each.
+        blocks: Those of the first dtype stand for the dtypes that have none.
 
     Returns:
         What `Chip.measured` holds.
     """
     found: dict[str, dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
-    for probe, seconds in blocks:
-        program = compile(probe.ir(2), compute_dtype=dtype)
+    for each in blocks:
+        kind = each.probe.kind
+        known = found[kind if each.dtype == blocks[0].dtype else in_dtype(kind, each.dtype)]
+        blocks_run = FEW_BLOCKS[1]
+        program = compile(each.probe.ir(blocks_run), compute_dtype=each.dtype)
         works = [call_work(call).operations for call in program.kernels]
-        block = range(len(works) // 2, len(works))
-        of_kind = [index for index in block if works[index].kind == probe.kind]
-        of_kind = [index for index in of_kind if works[index].sizes not in found[probe.kind]] or of_kind
+        block = range(len(works) - len(works) // blocks_run, len(works))
+        of_kind = [index for index in block if works[index].kind == kind]
+        of_kind = [index for index in of_kind if works[index].sizes not in known] or of_kind
         shown = {works[index].sizes for index in of_kind}
-        table = _table({**found, probe.kind: {**found[probe.kind], **dict.fromkeys(shown, (1.0,))}})
-        result = simulate(program, replace(chip, measured=table))
+        before = {sizes: known.pop(sizes, []) for sizes in shown}
+        known.update({sizes: [1.0] for sizes in shown})
+        result = simulate(program, replace(chip, measured=_table(found)))
         predicted = sum(chip.seconds(result.calls[index].cycles) for index in block)
         computing = sum(
             chip.seconds(result.calls[index].array_cycles + result.calls[index].vector_cycles) for index in of_kind
@@ -220,14 +232,15 @@ def factors(
         launches = 1e-6 * sum(
             chip.launch.cost_us + chip.launch.product_us * (result.calls[index].array_cycles > 0) for index in of_kind
         )
-        if abs(seconds / predicted - 1) < _WITHIN or (seconds < predicted and computing < _HIDDEN * predicted):
+        if abs(each.seconds / predicted - 1) < _WITHIN or (
+            each.seconds < predicted and computing < _HIDDEN * predicted
+        ):
             factor = 1.0
-        elif seconds > predicted:  # all the time is computing, which hides the transfers
-            factor = max(1.0, (seconds - others - launches) / computing)
+        elif each.seconds > predicted:  # all the time is computing, which hides the transfers
+            factor = max(1.0, (each.seconds - others - launches) / computing)
         else:
-            factor = max(_LEAST, (computing + seconds - predicted) / computing)
-        for sizes in shown:
-            found[probe.kind][sizes].append(factor)
+            factor = max(_LEAST, (computing + each.seconds - predicted) / computing)
+        known.update({sizes: [*before[sizes], factor] for sizes in shown})
     return _table(found)
 
 
@@ -238,6 +251,7 @@ def _table(
     return {
         kind: tuple((*map(float, sizes), math.prod(each) ** (1 / len(each))) for sizes, each in rows.items())
         for kind, rows in found.items()
+        if rows
     }
 
 
@@ -271,7 +285,7 @@ lanes = {shape.arrays}
 rates = {{ {each} }}
 
 [sram]
-size = {shape.sram}
+size = {shape.sram or measured.cache_bytes}
 banks = {shape.arrays}
 ports = 1
 bytes_per_cycle = {max(1, round(measured.cached_gb_s / shape.arrays / CLOCK_GHZ))}
@@ -298,20 +312,63 @@ def _digits(value: float, digits: int = 4) -> str:
 def _read_rate(size: int, device: Device) -> float:
     """Bytes per second of a weight that is multiplied with one row."""
     k = 2048
-    return size / _seconds(_linear(1, size // 4 // k, k, "float32", device), device)
+    return size / _least(_linear(1, size // 4 // k, k, "float32", device), device)
 
 
-def _seconds(
-    program: CompiledProgram, device: Device, rounds: int | None = None, round_seconds: float | None = None
-) -> float:
-    """The least seconds of a run, of several rounds."""
-    pattern = 0.05 * np.random.default_rng(0).standard_normal(_PATTERN, np.float32)
+def _least(program: CompiledProgram, device: Device) -> float:
+    """The least seconds of a run, for the rates that nothing may exceed."""
+    return min(_samples([program], device)[0])
+
+
+def _samples(programs: Sequence[CompiledProgram], device: Device) -> list[list[float]]:
+    """The seconds of runs of each program, taken in turns, the shortest first.
+
+    Disturbances only slow runs, so runs go on until a quarter of them is about as fast as the fastest.
+    """
+    runs = [_runner(program, device) for program in programs]
+    sample = SAMPLE_SECONDS if device.name == "cpu" else SAMPLE_SECONDS_OF_A_GPU
+    times = []
+    for run in runs:
+        run(2)
+        times.append(max(1, math.ceil(sample / max(run(1), 1e-6))))
+    samples: list[list[float]] = [[] for _ in runs]
+    begin = time.perf_counter()
+
+    def enough() -> bool:
+        each = (time.perf_counter() - begin) / len(runs)
+        if len(samples[0]) < FEWEST_SAMPLES or each < SOME_SECONDS:
+            return False
+        return each > MOST_SECONDS or all(_typical(seconds) < _AGREEMENT * seconds[0] for seconds in samples)
+
+    while not enough():
+        for run, count, seconds in zip(runs, times, samples, strict=True):
+            bisect.insort(seconds, run(count) / count)
+    return samples
+
+
+def _typical(ordered: Sequence[float]) -> float:
+    """The lower quartile: what a run takes that little disturbs."""
+    return ordered[len(ordered) // 4]
+
+
+@cache
+def _pattern(size: int) -> np.ndarray:
+    pattern = 0.05 * np.random.default_rng(0).standard_normal(min(size, _PATTERN), np.float32)
+    return np.resize(pattern, size)
+
+
+def _random(*shape: int) -> np.ndarray:
+    """Random numbers; arrays of similar sizes share their memory."""
+    size = math.prod(shape)
+    return _pattern(1 << (size - 1).bit_length())[:size].reshape(shape)
+
+
+def _runner(program: CompiledProgram, device: Device) -> Callable[[int], float]:
+    """Runs a program with random weights so many times; the seconds."""
     shapes = {key: shape for spec in program.weight_specs.values() for key, shape in spec.source_shapes.items()}
-    state = {key: np.resize(pattern, shape) for key, shape in shapes.items()}
+    state = {key: _random(*shape) for key, shape in shapes.items()}
     executor, weights = Executor(program, device), load_weights(state, program, device)
-    inputs = {
-        spec.name: NPUBuffer.from_numpy(np.resize(pattern, spec.shape), device, spec) for spec in program.input_specs
-    }
+    inputs = {spec.name: NPUBuffer.from_numpy(_random(*spec.shape), device, spec) for spec in program.input_specs}
 
     def run(times: int) -> float:
         start = time.perf_counter()
@@ -320,9 +377,7 @@ def _seconds(
         device.backend.synchronize()
         return time.perf_counter() - start
 
-    run(2)
-    times = max(1, int((round_seconds or ROUND_SECONDS) / max(run(1), 1e-6)))
-    return min(run(times) for _ in range(rounds or ROUNDS)) / times
+    return run
 
 
 def _linear(m: int, n: int, k: int, dtype: str, device: Device) -> CompiledProgram:

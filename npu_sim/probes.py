@@ -71,7 +71,7 @@ class Probe:
             probe has shown are known.
         shape: Of the input of the first block.
         block: Adds a block to a graph after a tensor; returns its output.
-        chained: Whether a block reads the one before; otherwise all read the same input, and their outputs are small.
+        chained: Whether a block reads the one before; otherwise all read the same input.
     """
 
     kind: str
@@ -99,10 +99,6 @@ def _norm(g: Graph, x: str) -> str:
 
 def _softmax(g: Graph, x: str) -> str:
     return g.op("softmax.int", [x], g.shape(x), dim=-1)
-
-
-def _mean(g: Graph, x: str) -> str:
-    return g.op("mean.dim", [x], g.shape(x)[:2], dim=[2, 3])
 
 
 def _normed_sum(g: Graph, x: str) -> str:
@@ -160,7 +156,7 @@ def _depthwise(taps: int, g: Graph, x: str) -> str:
 
 
 def _strided(outputs: int, taps: int, groups: int, g: Graph, x: str) -> str:
-    return _mean(g, _relu(g, _convolution(outputs, taps, 2, groups, g, x)))
+    return _relu(g, _convolution(outputs, taps, 2, groups, g, x))
 
 
 def _max_pool(g: Graph, x: str) -> str:
@@ -182,7 +178,8 @@ def probes(most: int) -> Iterator[Probe]:
     """All probes, a kind that is part of another one's blocks first.
 
     Args:
-        most: Multiply-accumulates of a block, or 64 elements: larger ones are left out.
+        most: Multiply-accumulates of a block: larger ones are left out. An element that is not of a product counts as
+            64, a multiply-accumulate of a depthwise convolution as 16.
     """
     for probe, work in _sized():
         if work <= most:
@@ -196,12 +193,12 @@ def _sized() -> Iterator[tuple[Probe, int]]:
     for images, channels, size in ((1, 576, 14), (1, 64, 56), (32, 576, 14), (32, 64, 56)):
         shape = (images, channels, size, size)
         yield Probe("reduction", shape, _less_mean), 64 * math.prod(shape)
-    for rows in (8, 32, 128, 512, 2048, 8192):
+    for rows in (1, 8, 32, 128, 512, 2048):
         for width, inner in ((192, 192), (256, 1024), (512, 2048), (768, 768), (768, 3072), (2048, 2048), (2048, 8192)):
             if inner < 8192 or rows in (128, 2048):
                 work = 2 * rows * width * inner
                 yield Probe("product", (rows, width), partial(_two_layers, inner)), work
-                if width < inner:
+                if width < inner and rows in (32, 512):
                     yield Probe("product", (rows, width), partial(_feed_forward, inner)), work
     for images, length, heads, width in (
         (1, 64, 8, 256),
@@ -216,7 +213,7 @@ def _sized() -> Iterator[tuple[Probe, int]]:
     ):
         work = 4 * images * length * width**2 + 2 * images * length**2 * width
         yield Probe("attention", (images, length, width), partial(_attention, heads)), work
-    for images in (1, 32):
+    for images in (1, 8, 32):
         for channels, size, factor, taps in (
             (64, 56, 1, 3),
             (128, 28, 1, 3),
@@ -231,7 +228,16 @@ def _sized() -> Iterator[tuple[Probe, int]]:
             shape = (images, channels, size, size)
             work = 2 * images * size**2 * channels**2 * factor * taps**2
             yield Probe("convolution", shape, partial(_two_convolutions, channels * factor, taps)), work
-        for channels, size, outputs, taps in ((3, 224, 32, 3), (3, 224, 64, 7), (64, 56, 128, 3), (256, 14, 512, 3)):
+        for channels, size, outputs, taps in (
+            (3, 224, 32, 3),
+            (3, 224, 64, 7),
+            (64, 56, 128, 3),
+            (128, 28, 256, 3),
+            (256, 14, 512, 3),
+            (64, 56, 128, 1),
+            (256, 28, 512, 1),
+            (512, 14, 1024, 1),
+        ):
             shape, work = (images, channels, size, size), images * size**2 // 4 * channels * outputs * taps**2
             yield Probe("convolution", shape, partial(_strided, outputs, taps, 1), chained=False), work
         for channels, size, taps in (
@@ -245,9 +251,9 @@ def _sized() -> Iterator[tuple[Probe, int]]:
             (960, 7, 3),
             (960, 7, 5),
         ):
-            shape, work = (images, channels, size, size), images * channels * size**2 * taps**2
+            shape, work = (images, channels, size, size), 16 * images * channels * size**2 * taps**2
             yield Probe("depthwise", shape, partial(_depthwise, taps)), work
         for channels, size, taps in ((96, 112, 3), (144, 56, 5), (240, 28, 3), (576, 14, 3), (672, 14, 5)):
-            shape, work = (images, channels, size, size), images * channels * size**2 * taps**2 // 4
+            shape, work = (images, channels, size, size), 4 * images * channels * size**2 * taps**2
             yield Probe("depthwise", shape, partial(_strided, channels, taps, channels), chained=False), work
         yield Probe("pool", (images, 64, 56, 56), _max_pool), 64 * images * 64 * 56**2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from npu_sim.commands.checks import check_device_options, check_output
-from npu_sim.commands.console import print_json, step
+from npu_sim.commands.console import print_json, progress
 from npu_sim.commands.options import AsJSON, CPULevel, DeviceName
 from npu_sim.commands.resources import open_device
 
@@ -26,7 +26,7 @@ def calibrate(
     ] = None,
     sram: Annotated[
         int | None,
-        typer.Option("--sram", min=1024, metavar="BYTES", help="Cache. Default: the CPU's share of its largest cache."),
+        typer.Option("--sram", min=1024, metavar="BYTES", help="Cache. Default: what a CPU is found to keep."),
     ] = None,
     json: AsJSON = False,
 ) -> None:
@@ -42,13 +42,22 @@ def calibrate(
 
     opened = open_device(device)
     shape = shape_of(opened, arrays, sram)
-    with step(f"measuring {opened.name}, about a minute"):
-        measured = measure(opened)
+    with progress(f"measuring {opened.name}") as report:
+        measured = measure(opened, report)
     text = chip_text(measured, shape, output.stem)
-    parse_chip(text, str(output))
+    chip = parse_chip(text, str(output))
     write_atomically(output, text.encode())
     if json:
-        print_json({"chip": str(output), **asdict(measured), **asdict(shape)})
+        blocks = [block.to_dict() for block in measured.blocks]
+        print_json(
+            {
+                "chip": str(output),
+                **asdict(replace(measured, blocks=())),
+                **asdict(shape),
+                "sram": chip.sram.size,
+                "blocks": blocks,
+            }
+        )
     else:
         typer.echo(
             f"{output}: {measured.read_gb_s:.1f} GB/s, {max(measured.gmac_s.values()):.1f} GMAC/s, "

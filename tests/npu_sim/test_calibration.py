@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,10 +15,10 @@ from npu_model.chip import Chip, parse_chip
 from npu_model.measured import KINDS
 from npu_runtime import Device
 from npu_sim import calibration
-from npu_sim.calibration import Measured, Shape, cache_share, chip_text, factors, measure, shape_of
+from npu_sim.calibration import Block, Measured, Shape, chip_text, factors, measure, shape_of
 from npu_sim.probes import probes
 
-MEASURED = Measured("cpu", 20.5, 80.0, {"float32": 96.0, "bfloat16": 48.0}, 14.0, 0.07, 1.5, ())
+MEASURED = Measured("cpu", 20.5, 80.0, 8 << 20, {"float32": 96.0, "bfloat16": 48.0}, 14.0, 0.07, 1.5, ())
 
 
 def test_a_chip_has_the_measured_ceilings() -> None:
@@ -34,20 +35,23 @@ def test_measuring_this_cpu_finds_positive_rates(monkeypatch: pytest.MonkeyPatch
     for name, value in {
         "SMALL_MATRIX_SIZE": 64,
         "READ_BYTES": 1 << 20,
-        "CACHED_BYTES": 1 << 16,
+        "CACHED_BYTES": (1 << 16, 1 << 17),
         "MOST_MACS": 2 * 10**6,
-        "BLOCK_ROUNDS": 1,
-        "BLOCK_SECONDS": 0.001,
         "ELEMENTS": 1 << 12,
-        "ROUNDS": 1,
-        "ROUND_SECONDS": 0.001,
+        "SOME_SECONDS": 0.0,
+        "MOST_SECONDS": 0.001,
     }.items():
         monkeypatch.setattr(calibration, name, value)
-    found = measure(Device("cpu"))
+    reported: list[tuple[int, int]] = []
+    found = measure(Device("cpu"), lambda done, total: reported.append((done, total)))
+    assert reported == [(done, len(reported)) for done in range(1, len(reported) + 1)]
     assert found.device == "cpu" and found.gmac_s.keys() == {"float32", "float16", "bfloat16"}
     assert min(found.read_gb_s, found.cached_gb_s, found.element_gop_s, found.launch_us, *found.gmac_s.values()) > 0
     chip = parse_chip(chip_text(found, Shape(2, 6, 16, 64, 8 << 20), "cpu"), "chip.toml")
-    assert chip.measured.keys() == {probe.kind for probe, _ in found.blocks} and found.blocks
+    kinds = {block.probe.kind if block.dtype == "float32" else f"bfloat16.{block.probe.kind}" for block in found.blocks}
+    assert chip.measured.keys() == kinds and "bfloat16.product" in kinds
+    assert found.cache_bytes in (1 << 16, 1 << 17)
+    assert found.blocks[0].to_dict().keys() == {"kind", "shape", "dtype", "seconds"}
 
 
 def test_every_probe_is_of_a_kind_and_has_calls_of_it() -> None:
@@ -64,30 +68,43 @@ def test_every_probe_is_of_a_kind_and_has_calls_of_it() -> None:
 def test_a_block_is_predicted_to_take_what_was_measured(slower: float) -> None:
     chip = parse_chip(chip_text(MEASURED, Shape(2, 6, 16, 64, 8 << 20), "cpu"), "chip.toml")
     probe = next(probe for probe in probes(10**8) if probe.kind == "product" and probe.shape == (128, 256))
-    program = compile_ir(probe.ir(2))
-    half = len(program.kernels) // 2
+    program = compile_ir(probe.ir(6))
+    last = len(program.kernels) * 5 // 6
 
     def block(described: Chip) -> float:
-        return sum(described.seconds(call.cycles) for call in simulate(program, described).calls[half:])
+        return sum(described.seconds(call.cycles) for call in simulate(program, described).calls[last:])
 
     measured = slower * block(chip)
-    table = factors(chip, [(probe, measured)], "float32")
+    table = factors(chip, [Block(probe, "float32", measured)])
     assert block(dataclasses.replace(chip, measured=table)) == pytest.approx(measured, rel=0.1)
 
 
-def test_a_shared_cache_is_divided_among_its_cores(tmp_path: Path) -> None:
-    for index, size, shared in ((0, "32K", "0"), (2, "512K", "0-1"), (3, "32768K", "0-5,8,9")):
-        entry = tmp_path / f"index{index}"
-        entry.mkdir()
-        (entry / "size").write_text(f"{size}\n")
-        (entry / "shared_cpu_list").write_text(f"{shared}\n")
-    assert cache_share(tmp_path, 2) == 8 << 20
-    assert cache_share(tmp_path, 64) == 32 << 20
-    assert cache_share(tmp_path / "absent", 2) is None
+def test_a_second_dtype_has_factors_of_its_own() -> None:
+    chip = parse_chip(chip_text(MEASURED, Shape(2, 6, 16, 64, 8 << 20), "cpu"), "chip.toml")
+    probe = next(probe for probe in probes(10**8) if probe.kind == "product" and probe.shape == (128, 256))
+    table = factors(chip, [Block(probe, "float32", 1e-3), Block(probe, "bfloat16", 1e-1)])
+    assert {row[-1] for row in table["bfloat16.product"]} != {row[-1] for row in table["product"]}
+    assert [row[:-1] for row in table["bfloat16.product"]] == [row[:-1] for row in table["product"]]
 
 
-def test_what_nothing_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(calibration, "_CACHES", tmp_path)
-    with pytest.raises(InputError, match=r"cache size of cpu: give it in bytes \(--sram\)"):
-        shape_of(Device("cpu"))
+def test_a_size_that_is_not_given_is_the_one_measured() -> None:
+    chip = parse_chip(chip_text(MEASURED, shape_of(Device("cpu"), 3), "cpu"), "chip.toml")
+    assert chip.sram.size == MEASURED.cache_bytes and chip.matrix is not None and chip.matrix.arrays == 3
     assert shape_of(Device("cpu"), 3, 4096) == Shape(3, 6, 16, 64, 4096)
+
+
+def test_what_nothing_tells_of_a_gpu_is_asked_for() -> None:
+    gpu = SimpleNamespace(name="cuda")
+    with pytest.raises(InputError, match=r"number of multiprocessors of cuda \(--arrays\)"):
+        shape_of(gpu)
+    with pytest.raises(InputError, match=r"cache size of cuda: give it in bytes \(--sram\)"):
+        shape_of(gpu, 132)
+
+
+def test_runs_go_on_until_a_quarter_of_them_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = itertools.chain([9.0, 9.0, 9.0, 1.0, 9.0, 9.0], itertools.cycle([1.0, 9.0]))
+    monkeypatch.setattr(calibration, "_runner", lambda program, device: lambda times: times * next(slow))
+    monkeypatch.setattr(calibration, "SOME_SECONDS", 0.0)
+    monkeypatch.setattr(calibration, "MOST_SECONDS", 60.0)
+    (samples,) = calibration._samples([None], SimpleNamespace(name="cpu"))
+    assert samples == sorted(samples) and calibration._typical(samples) == 1.0
