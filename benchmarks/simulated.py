@@ -1,12 +1,11 @@
 """What `npu_model` predicts for the H200 and for a CPU against what was measured on them.
 
     python -m benchmarks.simulated [--chip h200] [--chip-file chip.toml] [--json docs/simulated.json]
-    python -m benchmarks.simulated --profile resnet50,efficientnet-lite0 [--chip-file chip.toml]
 
-The measured times are those of the other benchmarks: docs/cuda.json, docs/cpu-avx2.json, and a table of
-docs/figures.md; docs/simulated-measured.json has those of models that are compared with no other library. Per kernel,
-the H200's accounts in docs/cuda.json are compared by kind of kernel, since the CUDA device fuses other calls than the
-op-level program has. `--profile` runs programs on this machine's CPU device, call by call.
+The measured times of the H200 are those of the other benchmarks: docs/cuda.json, and a table of docs/figures.md;
+docs/simulated-measured.json has those of models that are compared with no other library. Per kernel, its accounts in
+docs/cuda.json are compared by kind of kernel, since the CUDA device fuses other calls than the op-level program has.
+Those of the CPU were measured by `benchmarks.simulated_cpu`, which also compares call by call.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from pathlib import Path
 from statistics import correlation
 
 from benchmarks.figures import OURS, load_run
-from benchmarks.simulated_programs import Case, cases
+from benchmarks.simulated_programs import Case, cases, cpu_cases
 from npu_compiler.files import write_atomically
-from npu_model.chip import Chip, load_chip
+from npu_model.chip import load_chip
 from npu_model.result import Result
 from npu_model.simulation import simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
-FILES = {"h200": DOCS / "cuda.json", "cpu": DOCS / "cpu-avx2.json"}
+CHIPS = ("h200", "cpu")
+CPU = DOCS / "simulated-cpu.json"
 ALONE = DOCS / "simulated-measured.json"  # chip → model → batch → milliseconds
 PROGRAMS = Path.home() / ".cache" / "npu-simulation" / "simulated"
 # Kinds of the kernels in docs/cuda.json → families of our declarations.
@@ -62,12 +62,14 @@ class Row:
 def measured(case: Case) -> tuple[float, str]:
     """(milliseconds, the document that says so)."""
     task, model, parameters = case.key
+    if case.chip == "cpu":
+        return float(json.loads(CPU.read_text("utf-8"))["programs"][case.name]["ms"]), CPU.name
     if task == "models":
         return _of_figures_page(model, dict(parameters)["batch"]), "figures.md"
     if task == "alone":
         found = json.loads(ALONE.read_text("utf-8"))[case.chip]
         return float(found[model][str(dict(parameters)["batch"])]), ALONE.name
-    path = FILES[case.chip]
+    path = DOCS / "cuda.json"
     for figure in load_run(path).figures:
         if (figure.task, figure.model, figure.case) == (task, model, dict(parameters)):
             return figure.ms.get(OURS) or figure.ms[f"{OURS} {case.dtype}"], path.name
@@ -145,39 +147,16 @@ def save(path: Path, rows: Sequence[Row], pairs: Sequence[tuple[float, float]]) 
     write_atomically(path, (json.dumps(data, indent=1) + "\n").encode())
 
 
-def profile(name: str, chip: Chip) -> float:
-    """Run a network of the CPU benchmark call by call; the rank correlation of predicted and measured calls."""
-    from benchmarks.cpu_measure import start_libraries
-    from benchmarks.cpu_models import NETWORKS
-    from benchmarks.cpu_network import NetworkContenders
-    from benchmarks.cpu_profile import call_seconds
-    from npu_runtime.cpu.native.threads import usable_threads
-
-    threads = usable_threads()
-    start_libraries(threads)
-    network = NetworkContenders(NETWORKS[name].build(), NETWORKS[name].inputs(1), threads, Path())
-    program = network.program("float32")
-    seconds = call_seconds(program, network.state(), {program.input_specs[0].name: network.x.numpy()})
-    predicted = [chip.seconds(call.cycles) for call in simulate(program, chip).calls]
-    return spearman(predicted, seconds)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chip", choices=list(FILES), nargs="*", default=list(FILES))
+    parser.add_argument("--chip", choices=CHIPS, nargs="*", default=CHIPS)
     parser.add_argument("--chip-file", type=Path, help="use this chip instead of the shipped one")
     parser.add_argument("--programs", type=Path, default=PROGRAMS, help="where compiled programs are kept")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profile", help="networks of the CPU benchmark to run call by call")
     arguments = parser.parse_args()
-    if arguments.profile:
-        chip = load_chip(arguments.chip_file or "cpu")
-        for name in arguments.profile.split(","):
-            print(f"{name}: rank correlation over calls {profile(name, chip):.3f}")
-        return 0
     rows: list[Row] = []
     pairs: list[tuple[float, float]] = []
-    for case in cases():
+    for case in (*cases(), *cpu_cases()):
         if case.chip not in arguments.chip:
             continue
         result = simulate(case.program(arguments.programs), load_chip(arguments.chip_file or case.chip))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,24 @@ class Case:
     Attributes:
         chip: The shipped chip that stands for the device.
         key: Task, model and parameters, as the benchmark that measured it names them.
+        values: Inputs of the program; the others are random, and integers are zeros.
     """
 
     chip: str
     key: Key
     dtype: str
     ir: Callable[[], dict[str, Any]]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         task, model, parameters = self.key
         listed = ", ".join(f"{name} {value:,}" for name, value in parameters)
         return f"{model} {task if task in ('decode', 'prefill') else ''} {listed}".replace("  ", " ")
+
+    @property
+    def name(self) -> str:
+        return f"{self.title} {self.dtype}"
 
     def program(self, folder: Path) -> CompiledProgram:
         """The program, kept in a folder between runs."""
@@ -44,7 +50,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All programs: those of the H200, then those of the CPU."""
+    """The programs of the H200, whose times are documented."""
     found = [
         Case("h200", ("decode", "Qwen2.5-1.5B", (("cache", 2048), ("position", 2000))), "bfloat16", partial(_qwen, 1)),
     ]
@@ -71,22 +77,47 @@ def cases() -> list[Case]:
             found.append(Case("h200", ("models", title, (("batch", batch),)), "float16", partial(_zoo, entry, batch)))
     for batch in (1, 32):
         found.append(Case("h200", ("alone", "ViT-B/16", (("batch", batch),)), "float16", partial(_zoo, "vit", batch)))
-    for task, parameters in (("decode", {"cache": 512, "position": 128}), ("prefill", {"tokens": 128})):
-        for dtype in ("float32", "bfloat16"):
-            key = (task, "SmolLM2-135M", tuple(parameters.items()))
-            found.append(Case("cpu", key, dtype, partial(_smollm2, parameters.get("tokens", 1))))
-    for name, title in (
-        ("resnet50", "ResNet-50"),
-        ("bert", "BERT-base, 128 tokens"),
-        ("vit", "ViT-B/16"),
-        ("mobilenet-v2", "MobileNetV2"),
-        ("efficientnet-lite0", "EfficientNet-Lite0"),
-        ("convnext", "ConvNeXt-T"),
-    ):
-        for batch in (1, 8):
-            key = (name, title, (("batch", batch),))
-            found.append(Case("cpu", key, "float32", partial(_network, name, batch)))
     return found
+
+
+def cpu_cases() -> list[Case]:
+    """The programs that are measured on the CPU device of a machine."""
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        for tokens in (1, 128, 512):
+            step = (("cache", 2048), ("position", 2000)) if tokens == 1 else (("tokens", tokens), ("cache", 2048))
+            key: Key = ("decode" if tokens == 1 else "prefill", "Qwen2.5-1.5B", step)
+            found.append(Case("cpu", key, dtype, partial(_qwen, tokens), _step_inputs(tokens, 2000)))
+        for tokens in (1, 128):
+            step = (("cache", 512), ("position", 500)) if tokens == 1 else (("tokens", tokens), ("cache", 512))
+            key = ("decode" if tokens == 1 else "prefill", "SmolLM2-135M", step)
+            found.append(Case("cpu", key, dtype, partial(_smollm2, tokens), _step_inputs(tokens, 500)))
+    for name, title in (("resnet18", "ResNet-18"), ("resnet50", "ResNet-50")):
+        for batch in (1, 64):
+            key = ("vision", title, (("batch", batch),))
+            found.append(Case("cpu", key, "float32", partial(_resnet, name, batch)))
+    for entry, title, many in (
+        ("bert", "BERT-base, 128 tokens", 8),
+        ("vit", "ViT-B/16", 8),
+        ("mobilenet", "MobileNetV2", 8),
+        ("efficientnet", "EfficientNet-B0", 8),
+        ("convnext", "ConvNeXt-T", 8),
+        ("gpt2", "GPT-2, 512 tokens", 4),
+        ("unet", "UNet block, 8 heads of 40, 4,096 tokens", 2),
+        ("swin", "Swin-T", 8),
+        ("t5", "T5-base encoder, 128 tokens", 8),
+    ):
+        for batch in (1, many):
+            key = ("models", title, (("batch", batch),))
+            found.append(Case("cpu", key, "float32", partial(_zoo, entry, batch)))
+    return found
+
+
+def _step_inputs(tokens: int, position: int) -> dict[str, Any]:
+    """The inputs of a decode step or a prefill that say where in the cache it is."""
+    if tokens == 1:
+        return {"position": [position]}
+    return {"positions": range(tokens), "last": [tokens - 1]}
 
 
 def _qwen(tokens: int) -> dict[str, Any]:
@@ -112,14 +143,6 @@ def _zoo(entry: str, batch: int) -> dict[str, Any]:
 
     found = ENTRIES[entry]
     return extract_ir(found.make().eval(), found.inputs(batch, 0))
-
-
-def _network(name: str, batch: int) -> dict[str, Any]:
-    from benchmarks.cpu_models import NETWORKS
-    from npu_sim.extract import extract_ir
-
-    network = NETWORKS[name]
-    return extract_ir(network.build(), (network.inputs(batch),))
 
 
 def _smollm2(tokens: int) -> dict[str, Any]:

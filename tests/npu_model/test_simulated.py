@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmarks.simulated import Row, accounted, measured, rows_of_file, spearman, table
-from benchmarks.simulated_programs import cases
+from benchmarks.simulated_programs import cases, cpu_cases
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_program_has_a_documented_time() -> None:
     rows = {(row.chip, row.title, row.dtype): row.measured_ms for row in rows_of_file(DOCS / "simulated.json")}
-    for case in cases():
+    for case in (*cases(), *cpu_cases()):
         milliseconds, source = measured(case)
         assert milliseconds > 0 and (DOCS / source).exists()
         assert rows.get((case.chip, case.title, case.dtype), milliseconds) == milliseconds
