@@ -118,19 +118,32 @@ def shard_linear(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Sha
 
 def shard_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
     """By heads: fewer keys and values than ranks are on several ranks each."""
-    query, key, value, *mask = node.inputs
+    query, _, _, *mask = node.inputs
     if len(graph.tensors[query].shape) != 4 or len(split) != 1 or split[0][0] != 1 or tensor in mask:
         return None
+    splits = _by_heads(node, graph, split)
+    for name in mask:
+        shape = graph.tensors[name].shape
+        if len(shape) >= 3 and shape[-3] > 1:
+            splits[name] = ((len(shape) - 3, split[0][1]),)
+    return Shards(splits) if splits.get(tensor) == split else None
+
+
+def _by_heads(node: OpNode, graph: IRGraph, split: Split) -> dict[str, Split]:
+    """How queries, keys, values and the output of an attention are divided; dimension 1 of each is that of heads."""
+    query, key, value = node.inputs[:3]
     ((_, parts),) = split
     shared = graph.tensors[key].shape[1]
     own = shared if shared % parts and parts % shared == 0 else parts
     splits: dict[str, Split] = {query: split, node.outputs[0]: split}
-    if own > 1:
-        splits |= {key: ((1, own),), value: ((1, own),)}
-    for name in mask:
-        shape = graph.tensors[name].shape
-        if len(shape) >= 3 and shape[-3] > 1:
-            splits[name] = ((len(shape) - 3, parts),)
+    return splits | ({key: ((1, own),), value: ((1, own),)} if own > 1 else {})
+
+
+def shard_paged_attention(node: OpNode, graph: IRGraph, tensor: str, split: Split) -> Shards | None:
+    """By heads, as `shard_attention`; tables, sequences and positions are whole."""
+    if len(split) != 1 or split[0][0] != 1:
+        return None
+    splits = _by_heads(node, graph, split)
     return Shards(splits) if splits.get(tensor) == split else None
 
 

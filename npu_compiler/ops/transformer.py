@@ -9,7 +9,7 @@ from npu_compiler.graph.dtypes import is_int
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
-from npu_compiler.ops.sharding import shard_attention
+from npu_compiler.ops.sharding import shard_attention, shard_paged_attention
 from npu_compiler.program.kernels import Family, Grid, declare_kernel, distinct_bytes
 from npu_compiler.program.products import Product
 from npu_compiler.program.views import View, numel
@@ -310,6 +310,7 @@ def _paged_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     tensors=("query", "keys", "values", "tables", "sequences", "positions"),
     unsupported=_paged_unsupported,
     one_dtype=True,
+    shard=shard_paged_attention,
 )
 def lower_paged_attention(ctx: Lowering, node: OpNode) -> None:
     """softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from datetime import timedelta
 from typing import Any
@@ -12,14 +13,15 @@ from npu_compiler.errors import DeviceError
 from npu_runtime.collectives import HostCollectives, Share
 from npu_runtime.pytorch import require_torch
 
+ADDRESS = "NPU_SIM_RANK_ADDRESS"  # this machine's, where ranks are on several; default: its loopback interface
 TIMEOUT = 60.0  # seconds after which a rank that does not take part counts as gone
 
 
 class GlooCollectives(HostCollectives):
-    """A group of processes on this machine.
+    """A group of processes.
 
-    Rank 0 opens a port of the loopback interface that is free, and names it, and a random prefix of the group's
-    entries, to the others through `share`.
+    Rank 0 opens a port that is free, and names its address and a random prefix of the group's entries to the others
+    through `share`.
 
     Raises:
         DeviceError: PyTorch is missing or built without gloo, or the others cannot be reached.
@@ -35,15 +37,16 @@ class GlooCollectives(HostCollectives):
             raise DeviceError("this PyTorch is built without gloo, which CPU processes exchange tensors with")
         self._torch, patience = torch, timedelta(seconds=timeout)
         try:
-            own = None
+            here, own = os.environ.get(ADDRESS, "127.0.0.1"), None
             if rank == 0:
-                own = distributed.TCPStore("127.0.0.1", 0, size, True, patience, wait_for_workers=False)
-            port, prefix = share(None if own is None else f"{own.port} {secrets.token_hex(16)}".encode()).split()
-            self._store = own or distributed.TCPStore("127.0.0.1", int(port), size, False, patience)
+                own = distributed.TCPStore(here, 0, size, True, patience, wait_for_workers=False)
+            said = share(None if own is None else f"{here} {own.port} {secrets.token_hex(16)}".encode())
+            host, port, prefix = said.decode().split()
+            self._store = own or distributed.TCPStore(host, int(port), size, False, patience)
             options = distributed.ProcessGroupGloo._Options()
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=here)]
             options._timeout = patience
-            keys = distributed.PrefixStore(prefix.decode(), self._store)
+            keys = distributed.PrefixStore(prefix, self._store)
             self._group: Any = distributed.ProcessGroupGloo(keys, rank, size, options)
         except RuntimeError as error:
             raise DeviceError(f"the processes do not reach each other: {error}") from error

@@ -182,23 +182,26 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     return {**ir, "constants": constants} if constants else ir
 
 
-def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int) -> dict[str, Any]:
-    """The IR of `CopyRows` for `rows` rows of all of the checkpoint's pools."""
+def extract_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, heads: int) -> dict[str, Any]:
+    """The IR of `CopyRows` for `rows` rows of all of the checkpoint's pools, each with so many KV heads."""
     require_torch("tracing a model")
     import torch
 
     from npu_sim.llm.modules import CopyRows
 
-    keys, values = _empty_pools(checkpoint, pool_rows)
+    keys, values = _empty_pools(checkpoint, pool_rows, heads)
     places = (torch.empty(rows, dtype=torch.long, device="meta") for _ in range(2))
     return _trace(checkpoint, CopyRows(), (*places, [*keys, *values]), "copy")
 
 
-def _empty_pools(checkpoint: Checkpoint, rows: int) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
-    """Keys and values of each layer, [rows, KV heads, head dim]."""
+def _empty_pools(
+    checkpoint: Checkpoint, rows: int, heads: int | None = None
+) -> tuple[list["torch.Tensor"], list["torch.Tensor"]]:
+    """Keys and values of each layer, [rows, KV heads, head dim]; by default, with all of the model's heads."""
     import torch
 
-    _, heads, _, width = kv_shape(checkpoint.config, rows)
+    _, whole, _, width = kv_shape(checkpoint.config, rows)
+    heads = heads or whole
     dtype, layers = getattr(torch, checkpoint.dtype), range(checkpoint.config.num_hidden_layers)
     keys, values = ([torch.empty(rows, heads, width, dtype=dtype, device="meta") for _ in layers] for _ in "kv")
     return keys, values
@@ -276,17 +279,24 @@ def compile_sampling_loop(
 
 
 def compile_paged(
-    checkpoint: Checkpoint, shape: PagedShape, target: "CodegenTarget", *, sampling: bool = False
+    checkpoint: Checkpoint,
+    shape: PagedShape,
+    target: "CodegenTarget",
+    mesh: "Mesh | None" = None,
+    *,
+    sampling: bool = False,
 ) -> "CompiledProgram":
     """The compiled program of `extract_paged`; caching and errors as in `compile_prefill`."""
     kind, sizes = "paged-sampling" if sampling else "paged", list(astuple(shape))
-    return _compiled(checkpoint, kind, lambda: extract_paged(checkpoint, shape, sampling=sampling), sizes, target)
+    return _compiled(checkpoint, kind, lambda: extract_paged(checkpoint, shape, sampling=sampling), sizes, target, mesh)
 
 
-def compile_copy_rows(checkpoint: Checkpoint, rows: int, pool_rows: int, target: "CodegenTarget") -> "CompiledProgram":
+def compile_copy_rows(
+    checkpoint: Checkpoint, rows: int, pool_rows: int, heads: int, target: "CodegenTarget"
+) -> "CompiledProgram":
     """The compiled program of `extract_copy_rows`; caching and errors as in `compile_prefill`."""
-    sizes = [rows, pool_rows]
-    return _compiled(checkpoint, "copy", lambda: extract_copy_rows(checkpoint, rows, pool_rows), sizes, target)
+    sizes = [rows, pool_rows, heads]
+    return _compiled(checkpoint, "copy", lambda: extract_copy_rows(checkpoint, rows, pool_rows, heads), sizes, target)
 
 
 def _compiled(

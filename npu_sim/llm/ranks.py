@@ -10,21 +10,27 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import DeviceError, InputError
-from npu_runtime.device import Device, neighbour
+from npu_runtime.device import Device
 from npu_sim.llm.checkpoint import Checkpoint, check_ranks
 from npu_sim.llm.sampling import Logits
 from npu_sim.llm.step import Step, StepName
-from npu_sim.parallel.group import RankGroup
+from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
 from npu_sim.parallel.worker import Rank, named
 
 
 def start_group(
-    checkpoint: Checkpoint, device: Device, ranks: int, model: type, settings: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    device: Device,
+    ranks: int,
+    model: type,
+    settings: Mapping[str, Any],
+    start_worker: StartWorker = LocalWorker,
 ) -> RankGroup:
     """Start the processes of ranks 1 to ranks - 1 and connect the devices that follow this one with it.
 
     Args:
-        model: `LanguageModel`, which every process makes with these settings.
+        model: `LanguageModel` or `PagedModel`, which every process makes with these settings.
+        start_worker: Starts the process of a rank.
 
     Raises:
         InputError: that many devices cannot share the model, or only this process has the checkpoint.
@@ -39,11 +45,11 @@ def start_group(
         )
     arguments = {
         "opened_by": checkpoint.opened_by,
-        "devices": [neighbour(device.name, rank) for rank in range(ranks)],
+        "devices": [start_worker.device(device.name, rank) for rank in range(ranks)],
         "model": f"{model.__module__}:{model.__qualname__}",
         "settings": dict(settings),
     }
-    group = RankGroup(ranks, f"{__name__}:{RankedModel.__name__}", arguments, lambda: _abort(device))
+    group = RankGroup(ranks, f"{__name__}:{RankedModel.__name__}", arguments, lambda: _abort(device), start_worker)
     group.wait()
     group.call("join")
     group.do(lambda: device.backend.join(0, ranks, group.share))
@@ -80,13 +86,13 @@ class RankedModel:
         self._model = named(self._type)(self._checkpoint, device=self._device, **place, **self._settings)
 
     def prepare(self, which: StepName) -> None:
-        self._model.step(which)
+        self._model.named_step(which)
 
     def write(self, which: StepName, values: "dict[str, np.ndarray]") -> None:
-        self._model.step(which).write(**values)
+        self._model.named_step(which).write(**values)
 
     def run(self, which: StepName) -> None:
-        self._model.step(which).run()
+        self._model.named_step(which).run()
 
 
 class LedStep(Step):

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 
@@ -210,11 +210,11 @@ class LanguageModel:
     def _sampling_step(self) -> "Step":
         return self._led(SAMPLING, self._make_sampling_step)
 
-    def step(self, which: StepName) -> Step:
+    def named_step(self, which: StepName) -> Step:
         """A step by its name, made if need be: how a process of a group finds what it is told to run."""
         if which == DECODE:
             return self._decode_step
-        return self._sampling_step if which == SAMPLING else self._prefill_step(int(which))
+        return self._sampling_step if which == SAMPLING else self._prefill_step(cast(int, which))
 
     def _led(self, which: StepName, make: Callable[[], Step]) -> Step:
         """The step that `make` makes, on all devices of the group."""

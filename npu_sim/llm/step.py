@@ -1,6 +1,6 @@
 """`Step`: a compiled program of the language model, bound to its buffers once and run many times."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from npu_runtime import Device, DeviceBuffer, Executor
 
 
-StepName: TypeAlias = str | int
-"""`DECODE`, `SAMPLING`, or the tokens of a prefill step."""
+StepName: TypeAlias = Hashable
+"""What a model knows a step by, such as `DECODE`, `SAMPLING`, or the tokens of a prefill step; can be pickled."""
 DECODE, SAMPLING = "decode", "sampling"
 
 

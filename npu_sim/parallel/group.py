@@ -22,12 +22,14 @@ import tempfile
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from npu_compiler.errors import DeviceError, InputError, NPUError
 from npu_runtime.cpu.native.threads import usable_threads
+from npu_runtime.device import neighbour
 
 PATIENCE = 20.0  # seconds of silence after which a worker counts as stuck
 _START = 100.0  # seconds more for its interpreter to start
@@ -40,19 +42,27 @@ class RankGroup:
     Args:
         make: `module:function`, called in each worker with a `Rank` and `arguments`, which are pickled.
         on_failure: Called once, from another thread, when a worker is lost: ends what waits for it.
+        start_worker: Starts a worker, given its rank and the number of ranks. Default: `LocalWorker`.
 
     Raises:
         DeviceError: a worker did not start.
     """
 
-    def __init__(self, size: int, make: str, arguments: Mapping[str, Any], on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        size: int,
+        make: str,
+        arguments: Mapping[str, Any],
+        on_failure: Callable[[], None],
+        start_worker: StartWorker | None = None,
+    ) -> None:
         self.size = size
         self.failure: NPUError | None = None
         self._on_failure = on_failure
         self._changed = threading.Condition()
         self._waiting = 0
         self._closing = False
-        self._workers = [_Worker(rank, size) for rank in range(1, size)]
+        self._workers = [(start_worker or LocalWorker)(rank, size) for rank in range(1, size)]
         self._finalizer = weakref.finalize(self, _end, self._workers)
         self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self), self._workers), daemon=True)
         atexit.register(self._finalizer)
@@ -169,17 +179,49 @@ class RankGroup:
         if not self._closing:
             self._on_failure()
         for worker in self._workers:
-            worker.process.kill()
+            worker.kill()
 
 
-class _Worker:
-    """A worker's process and the connection to it."""
+class Worker(ABC):
+    """A rank's process and the connection to it.
+
+    Attributes:
+        heard: When it last said that it is alive, by `time.monotonic`.
+        connection: To a process that runs `npu_sim.parallel.worker`.
+    """
+
+    connection: Connection
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.heard = time.monotonic() + _START
+
+    @staticmethod
+    @abstractmethod
+    def device(first: str, rank: int) -> str:
+        """The name of a rank's device, as its process calls it, where that of rank 0 is `first`."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> bool:
+        """Wait for the process to end; whether it has."""
+
+    @abstractmethod
+    def ended(self) -> DeviceError:
+        """What to say of a worker that is gone."""
+
+
+class LocalWorker(Worker):
+    """A process of this machine, on the device after that of the rank before."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
         self.output: IO[bytes] = tempfile.TemporaryFile()
-        self.connection, theirs = Pipe()
+        ours, theirs = Pipe()
+        self.connection = ours
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -196,10 +238,20 @@ class _Worker:
         )
         theirs.close()
 
-    def ended(self) -> DeviceError:
-        """What to say of a worker that is gone."""
+    @staticmethod
+    def device(first: str, rank: int) -> str:
+        return neighbour(first, rank)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self, seconds: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_GRACE)
+            self.process.wait(seconds)
+        return self.process.returncode is not None
+
+    def ended(self) -> DeviceError:
+        self.wait(_GRACE)
         code = self.process.returncode
         how = "its connection broke" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         self.output.seek(0)
@@ -208,9 +260,12 @@ class _Worker:
         return DeviceError(f"rank {self.rank} of {self.size} has ended ({how}){said}")
 
 
-def _watch(group: weakref.ref[RankGroup], workers: list[_Worker]) -> None:
+StartWorker: TypeAlias = type[Worker]
+
+
+def _watch(group: weakref.ref[RankGroup], workers: list[Worker]) -> None:
     """Hear what workers say until the group is gone or one of them is."""
-    by_connection: dict[Connection, _Worker] = {worker.connection: worker for worker in workers}
+    by_connection: dict[Connection, Worker] = {worker.connection: worker for worker in workers}
     while True:
         try:
             ready = wait(list(by_connection), timeout=1.0)
@@ -238,16 +293,13 @@ def _watch(group: weakref.ref[RankGroup], workers: list[_Worker]) -> None:
         del found
 
 
-def _end(workers: list[_Worker]) -> None:
+def _end(workers: list[Worker]) -> None:
     for worker in workers:
         worker.connection.close()  # which ends the process
     for worker in workers:
-        try:
-            worker.process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
-        worker.output.close()
+        if not worker.wait(_GRACE):
+            worker.kill()
+            worker.wait(_GRACE)
 
 
 @contextlib.contextmanager

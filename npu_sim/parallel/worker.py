@@ -93,10 +93,15 @@ class _Worker:
             os._exit(1)
 
 
+def serve_rank(connection: Connection, rank: Rank) -> None:
+    """Do what rank 0 sends, until the connection closes, which ends this process."""
+    _Worker(connection, rank).run()
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides
     handle, rank, size = (int(text) for text in sys.argv[1:4])
-    _Worker(Connection(handle), Rank(rank, size)).run()
+    serve_rank(Connection(handle), Rank(rank, size))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,8 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, kv_shape, state_with_buffers
 from npu_sim.llm.sampling import choose
 from npu_sim.llm.session import cache_capacity
-from npu_sim.llm.step import Step
+from npu_sim.llm.step import Step, StepName
+from npu_sim.parallel.group import LocalWorker, RankGroup, StartWorker
 from npu_sim.serving.batch import Batch, StepResult
 from npu_sim.serving.batch_check import check_batch, check_pairs
 
@@ -27,6 +29,7 @@ MAX_OUTPUTS = 128
 FEW_OUTPUTS = 16
 KEPT_STEPS = 8  # steps whose chosen tokens stay on the device
 COPIED_BLOCKS = 8  # by one run of the program that copies blocks
+COPY = "copy"  # the name of that step
 DEFAULT_SEQUENCES = 8  # whole contexts in a pool of default size
 
 
@@ -55,6 +58,9 @@ class PagedModel:
         max_tokens: int = MAX_TOKENS,
         max_sequences: int = MAX_OUTPUTS,
         progress: Callable[[int, int], None] | None = None,
+        tensor_parallel: int = 1,
+        rank: int = 0,
+        start_worker: StartWorker = LocalWorker,
     ) -> None:
         """Compile the program for one token, or find it in the cache, upload the weights and allocate the pool.
 
@@ -67,9 +73,12 @@ class PagedModel:
             max_tokens: Maximum number of tokens of a step, at most 512.
             max_sequences: Maximum number of sequences of a step, and of its outputs, at most 128.
             progress: Called with (weights loaded, total weights).
+            tensor_parallel: Divide the model among this many devices, as in `LanguageModel`.
+            rank: Of a process that was started so.
+            start_worker: Starts the other processes.
 
         Raises:
-            InputError: a size does not fit the model, or the model cannot be compiled.
+            InputError: a size does not fit the model, or the model cannot be compiled, or not be divided so.
             WeightError: the checkpoint does not fit its own config.
             DeviceError: the device is unknown, cannot be used, or is out of memory.
         """
@@ -108,6 +117,23 @@ class PagedModel:
         self._history, self._look = backend.allocate_visible((self._shape.history,), "int32")
         self._launched = 0
         self._kept: list[_Result | None] = [None] * KEPT_STEPS
+        self.group: RankGroup | None = None
+        mesh = None
+        if tensor_parallel != 1:
+            from npu_compiler.graph.mesh import Mesh
+            from npu_sim.llm.ranks import start_group
+
+            if rank == 0:
+                settings = {
+                    "block_size": block_size,
+                    "blocks": self.blocks,
+                    "context_length": self.context_length,
+                    "max_tokens": max_tokens,
+                    "max_sequences": max_sequences,
+                }
+                self.group = start_group(checkpoint, self.device, tensor_parallel, type(self), settings, start_worker)
+            mesh = Mesh(tensor_parallel)
+        self._mesh = mesh
         state, arena = state_with_buffers(checkpoint), Arena(backend)
         shared: dict[str, DeviceBuffer] = {}
         self._pools: dict[str, DeviceBuffer] = {}
@@ -115,17 +141,42 @@ class PagedModel:
         def stepper(
             program: "CompiledProgram", kept: "dict[str, DeviceBuffer]", report: Callable[[int, int], None] | None
         ) -> Step:
-            weights = load_weights(state, program, self.device, cache=shared, progress=report)
+            weights = load_weights(state, program, self.device, cache=shared, progress=report, rank=rank)
             return Step(program, Executor(program, self.device, arena=arena), weights, kept, self.device)
 
         self._make_step = stepper
         self._steps: dict[tuple[PagedShape, bool], Step] = {}
-        first = compile_paged(checkpoint, self._shape, backend.target)
+        first = compile_paged(checkpoint, self._shape, backend.target, mesh)
         for spec in first.input_specs:
             if spec.name.startswith(("k_", "v_")):
                 self._pools[spec.name] = NPUBuffer.zeros(spec.shape, self.device, spec.storage, spec.alloc_shape)
-        self._steps[self._shape, False] = stepper(first, {**self._pools, "history": self._history}, progress)
+        smallest = stepper(first, {**self._pools, "history": self._history}, progress)
+        self._steps[self._shape, False] = self._led((self._shape, False), lambda: smallest)
         self._copier: Step | None = None
+
+    def close(self) -> None:
+        """End the processes that this model started for other devices, if any; it cannot be used afterwards."""
+        if self.group is not None:
+            self.group.close()
+
+    def check(self) -> None:
+        """Raise the reason (`NPUError`) if a process of this model's group is lost."""
+        if self.group is not None:
+            self.group.check()
+
+    def named_step(self, which: StepName) -> Step:
+        """A step by its name, made if need be: how a process of a group finds what it is told to run."""
+        if which == COPY:
+            return self.prepare_copies()
+        return self._step(*cast(tuple[PagedShape, bool], which))
+
+    def _led(self, which: StepName, make: Callable[[], Step]) -> Step:
+        """The step that `make` makes, on all devices of the group."""
+        if self.group is None:
+            return make()
+        from npu_sim.llm.ranks import LedStep
+
+        return LedStep(self.group, which, make)
 
     def prepare(self, tokens: int, outputs: int, *, sampling: bool = False) -> None:
         """Compile now what a step of that many tokens and outputs needs; otherwise the first such step does.
@@ -137,14 +188,8 @@ class PagedModel:
 
     def prepare_copies(self) -> Step:
         """Compile now what `copy_blocks` needs, and return it; otherwise the first copy does."""
-        from npu_runtime import Executor
-
         if self._copier is None:
-            rows, pool_rows = COPIED_BLOCKS * self.block_size, (self.blocks + 1) * self.block_size
-            program = compile_copy_rows(self.checkpoint, rows, pool_rows, self.device.backend.target)
-            names = (spec.name for spec in program.input_specs if spec.name.startswith("pools_"))
-            pools = dict(zip(names, self._pools.values(), strict=True))
-            self._copier = Step(program, Executor(program, self.device), {}, pools, self.device)
+            self._copier = self._led(COPY, self._made_copier)
         return self._copier
 
     def _shape_for(self, tokens: int, outputs: int) -> PagedShape:
@@ -161,9 +206,22 @@ class PagedModel:
     def _step(self, shape: PagedShape, sampling: bool) -> Step:
         key = shape, sampling
         if key not in self._steps:
-            program = compile_paged(self.checkpoint, shape, self.device.backend.target, sampling=sampling)
-            self._steps[key] = self._make_step(program, {**self._pools, "history": self._history}, None)
+            self._steps[key] = self._led(key, lambda: self._made_step(shape, sampling))
         return self._steps[key]
+
+    def _made_step(self, shape: PagedShape, sampling: bool) -> Step:
+        program = compile_paged(self.checkpoint, shape, self.device.backend.target, self._mesh, sampling=sampling)
+        return self._make_step(program, {**self._pools, "history": self._history}, None)
+
+    def _made_copier(self) -> Step:
+        from npu_runtime import Executor
+
+        rows, heads, _ = next(iter(self._pools.values())).shape
+        moved = COPIED_BLOCKS * self.block_size
+        program = compile_copy_rows(self.checkpoint, moved, rows, heads, self.device.backend.target)
+        names = (spec.name for spec in program.input_specs if spec.name.startswith("pools_"))
+        pools = dict(zip(names, self._pools.values(), strict=True))
+        return Step(program, Executor(program, self.device), {}, pools, self.device)
 
     def step(self, batch: Batch) -> StepResult:
         """Run one step. It is launched, not waited for; the next step may be launched before this one's result is read.
@@ -244,7 +302,8 @@ class _Result:
     def tokens(self) -> NDArray[np.int32]:
         """[R]: the chosen token of each output; -1 where its logits are not finite."""
         if self._tokens is None:
-            self._wait()
+            with self._model.group.together() if self._model.group else nullcontext():
+                self._wait()
             self._tokens = np.array(self._model._look()[self._first : self._first + self.count])
         return self._tokens
 

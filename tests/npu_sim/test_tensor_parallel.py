@@ -17,6 +17,9 @@ from tiny_llms import save_tiny
 from npu_compiler import DeviceError, InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
 from npu_sim.parallel import group as groups
+from npu_sim.serving.engine import Engine
+from npu_sim.serving.paged_model import PagedModel
+from npu_sim.serving.request import Request
 
 PROMPT, NEW = [5, 7, 9, 11, 3, 20, 33], 12
 
@@ -164,3 +167,40 @@ def test_ranks_that_cannot_share_the_heads_are_refused(llama: Checkpoint, ranks:
 def test_a_checkpoint_that_no_other_process_can_open_is_refused(llama: Checkpoint) -> None:
     with pytest.raises(InputError, match="other processes cannot open it"):
         model(replace(llama, opened_by=None), 2)
+
+
+def test_an_engine_on_two_processes_answers_as_on_one(llama: Checkpoint) -> None:
+    """With prompts that share a block, one of which is copied, so that every kind of step runs on both."""
+    sizes = {"block_size": 4, "blocks": 40, "context_length": 48, "max_tokens": 8, "max_sequences": 4}
+    alone, together = (PagedModel(llama, device="cpu", tensor_parallel=ranks, **sizes) for ranks in (1, 2))
+    try:
+        requests = [Request(tuple(PROMPT[: 4 + index % 4]), NEW, stop_ids=frozenset()) for index in range(6)]
+        found = []
+        for model in (alone, together):
+            with Engine(model) as engine:
+                first = engine.generate(requests)
+                found.append([answer.tokens for answer in (*first, *engine.generate(requests))])
+                assert engine.stats().cached_tokens > 0 and model._copier is not None
+        assert found[0] == found[1]
+        pools = [sum(pool.size_bytes for pool in model._pools.values()) for model in (alone, together)]
+        assert pools[0] == 2 * pools[1]
+    finally:
+        together.close()
+
+
+def test_an_engine_that_lost_a_rank_says_why(llama: Checkpoint) -> None:
+    model = PagedModel(llama, device="cpu", context_length=48, max_tokens=8, max_sequences=4, tensor_parallel=2)
+    try:
+        model.check()
+        with Engine(model) as engine:
+            handle = engine.submit(Request(tuple(PROMPT), stop_ids=frozenset()))
+            next(iter(handle))
+            assert model.group is not None
+            (worker,) = model.group._workers
+            worker.kill()
+            answer = handle.result()
+            assert answer.finish_reason == "error" and "rank 1 of 2 has ended" in str(answer.error)
+        with pytest.raises(DeviceError, match="rank 1 of 2 has ended"):
+            model.check()
+    finally:
+        model.close()
