@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, overload
 
 import typer
 
@@ -21,15 +22,14 @@ from npu_sim.commands.options import (
     LanguageModelName,
     NoTune,
     Quantization,
+    TensorParallel,
 )
 from npu_sim.commands.resources import open_device
+from npu_sim.commands.serve_ray import RayOptions, remote_engine
 
 if TYPE_CHECKING:
-    from npu_sim.llm import Checkpoint
-    from npu_sim.serving.drafting import ModelDrafter
-    from npu_sim.serving.paged_model import PagedModel
+    from npu_sim.serving.http.interface import EngineLike
 
-_BLOCK = 16  # tokens
 _PACKAGES = ("fastapi", "httptools", "llguidance", "prometheus_client", "uvicorn")
 
 
@@ -145,6 +145,26 @@ def serve(
     cpu_level: CPULevel = None,
     fast: Fast = False,
     no_tune: NoTune = False,
+    tensor_parallel: TensorParallel = 1,
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Run the model in replicas on a Ray cluster; without --ray-address, a local one."),
+    ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address", metavar="ADDRESS", help="The Ray cluster to join, such as auto or 10.0.0.1:6379."
+        ),
+    ] = None,
+    replicas: Annotated[int | None, _count("--replicas", "Fixed number of replicas. Default: 1.")] = None,
+    min_replicas: Annotated[
+        int | None, _count("--min-replicas", "Least number of replicas; it follows the number of requests.")
+    ] = None,
+    max_replicas: Annotated[int | None, _count("--max-replicas", "Greatest number of replicas.")] = None,
+    replica_cpus: Annotated[
+        int | None,
+        _count("--replica-cpus", "CPU cores of each rank of a replica. Default: all, evenly; 1 with --ray-address."),
+    ] = None,
 ) -> None:
     """Serve a language model over HTTP, as OpenAI's API does."""
     from npu_compiler.errors import InputError
@@ -159,6 +179,8 @@ def serve(
         raise InputError("--name is empty; leave it out for the model's own")
     if speculate and draft is not None:
         raise InputError("--speculate and --draft are two ways to guess tokens; leave out one of them")
+    on_ray = RayOptions(ray, ray_address, replicas, min_replicas, max_replicas, replica_cpus)
+    on_ray.check()
     find_checkpoint(model)
     if draft is not None:
         with concerning("--draft"):
@@ -168,9 +190,9 @@ def serve(
             f"serving needs {' and '.join(missing)}, which is not installed: pip install 'npu-simulation[serve]'"
         )
     from npu_sim.llm import load_checkpoint
+    from npu_sim.llm.checkpoint import check_ranks
     from npu_sim.llm.loading import SHORTHANDS
     from npu_sim.serving.drafting import check_same_tokens
-    from npu_sim.serving.engine import Engine
     from npu_sim.serving.http import (
         Limits,
         ModelText,
@@ -182,6 +204,15 @@ def serve(
         run_server,
     )
     from npu_sim.serving.http.logs import start_logging
+    from npu_sim.serving.opening import (
+        EngineSettings,
+        ReplicaSettings,
+        most_tokens,
+        open_drafts,
+        open_model,
+        prepare_steps,
+        start_engine,
+    )
 
     limits = Limits(
         body_bytes=max_body_bytes,
@@ -196,6 +227,9 @@ def serve(
         write_seconds=write_timeout,
         request_seconds=request_timeout,
     )
+    settings = EngineSettings(
+        context_length, cache_tokens, max_batch, max_requests, prefill_tokens, speculate, tensor_parallel
+    )
     keys = read_keys(api_key_file)
     if (allowed := allow_connections(max_connections)) < max_connections:
         note(f"warning: this system allows {allowed} connections, not {max_connections}; see ulimit -n")
@@ -205,76 +239,57 @@ def serve(
         note(f"warning: anyone who reaches {host} can use this server; --api-key-file lets in only those with a key")
     with step(f"opening {model}"):
         checkpoint = load_checkpoint(model, dtype, quantization, activations)
+        check_ranks(checkpoint, tensor_parallel)
         text = ModelText(checkpoint)
     small = None
     if draft is not None:
         with step(f"opening {draft}"), concerning("--draft"):
             small = load_checkpoint(draft, dtype)
             check_same_tokens(small, checkpoint)
-    chosen = open_device(device, fast, no_tune)
-    with concerning("--context-length"), progress(f"preparing {checkpoint.name}") as report:
-        from npu_sim.serving.paged_model import MAX_TOKENS, PagedModel
-
-        network = PagedModel(
-            checkpoint,
-            device=chosen,
-            blocks=None if cache_tokens is None else -(-cache_tokens // _BLOCK),
-            block_size=_BLOCK,
-            context_length=context_length,
-            max_tokens=min(MAX_TOKENS, MAX_TOKENS if prefill_tokens is None else prefill_tokens + max_batch),
-            max_sequences=max_batch,
-            progress=report,
-        )
-    _prepare(network)
-    drafter = None if small is None else _drafter(small, network)
-    engine = Engine(
-        network,
-        checkpoint,
-        max_waiting=max_requests,
-        prefill_tokens=prefill_tokens,
-        speculate="ngram" if speculate else drafter,
-    )
     called = name or (model if model in SHORTHANDS else checkpoint.name)
-    served = ServedModel(called, text, min(network.context_length, network.blocks * _BLOCK))
-    application = make_application(served, engine, keys, limits, only_loopback=loopback and not keys)
-    start_logging(log_level)
-    device_name = f"{chosen.name} ({chosen.backend.device})"
+    with ExitStack() as stack:
+        engine: EngineLike
+        if ray:
+            named = "metal-emulator-fast" if fast else device
+            asked = ReplicaSettings(
+                _anywhere(model), dtype, quantization, activations, named, not no_tune, settings, _anywhere(draft)
+            )
+            engine, facts = stack.enter_context(
+                remote_engine(called, asked, on_ray, capacity=max_requests + max_batch, drain_seconds=drain_timeout)
+            )
+            context, place = facts.context_length, f"{facts.device} in {on_ray.described}"
+        else:
+            chosen = open_device(device, fast, no_tune)
+            with concerning("--context-length"), progress(f"preparing {checkpoint.name}") as report:
+                network = open_model(checkpoint, chosen, settings, report)
+            stack.callback(network.close)
+            drafts = None
+            if small is not None:
+                with concerning("--draft"), progress(f"preparing {small.name}") as report:
+                    drafts = open_drafts(small, network, report)
+                stack.callback(drafts.close)
+            note(
+                "preparing programs for batches of every size; the first start with a model compiles them, for minutes"
+            )
+            for one in (network,) if drafts is None else (network, drafts):
+                with progress(f"preparing the programs of {one.checkpoint.name}") as report:
+                    prepare_steps(one, report)
+            engine = start_engine(network, settings, drafts)
+            context, place = most_tokens(network), f"{chosen.name} ({chosen.backend.device})"
+        served = ServedModel(called, text, context)
+        application = make_application(served, engine, keys, limits, only_loopback=loopback and not keys)
+        start_logging(log_level)
 
-    def announce(url: str) -> None:
-        note(f"{served.name} on {device_name} is served at {url}; Ctrl-C ends it when its requests have ended")
+        def announce(url: str) -> None:
+            note(f"{served.name} on {place} is served at {url}; Ctrl-C ends it when its requests have ended")
 
-    run_server(application, limits, listener, drain_seconds=drain_timeout, ready=announce)
-
-
-def _drafter(small: Checkpoint, large: PagedModel) -> ModelDrafter:
-    """Drafts by a smaller model on the same device, for as many sequences of as many tokens."""
-    from npu_sim.serving.drafting import ModelDrafter
-    from npu_sim.serving.paged_model import PagedModel
-
-    trained = getattr(small.config, "max_position_embeddings", None) or large.context_length
-    with concerning("--draft"), progress(f"preparing {small.name}") as report:
-        model = PagedModel(
-            small,
-            device=large.device,
-            blocks=large.blocks,
-            block_size=large.block_size,
-            context_length=min(trained, large.context_length),
-            max_tokens=large.max_tokens,
-            max_sequences=large.max_sequences,
-            progress=report,
-        )
-    _prepare(model)
-    return ModelDrafter(model)
+        run_server(application, limits, listener, drain_seconds=drain_timeout, ready=announce)
 
 
-def _prepare(network: PagedModel) -> None:
-    """Compile what steps need, so that no request waits for it: chunks of prompts, and batches of every size."""
-    sizes = [min(1 << power, network.max_tokens) for power in range((network.max_tokens - 1).bit_length() + 1)]
-    steps = [(size, outputs) for size in sizes for outputs in sorted({1, min(size, network.max_outputs)})]
-    note("preparing the programs for batches of every size; the first start with a model compiles them, for minutes")
-    with progress("preparing the programs") as report:
-        for done, (size, outputs) in enumerate(steps):
-            report(done, len(steps))
-            network.prepare(size, outputs)
-            network.prepare(size, outputs, sampling=True)
-        network.prepare_copies()
+@overload
+def _anywhere(model: str) -> str: ...
+@overload
+def _anywhere(model: None) -> None: ...
+def _anywhere(model: str | None) -> str | None:
+    """What names the model for a process that works in another folder."""
+    return str(Path(model).resolve()) if model is not None and Path(model).exists() else model

@@ -1,8 +1,10 @@
 """What the engine counts and measures."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -102,3 +104,29 @@ class EngineStats:
     first_token_seconds: Histogram
     between_tokens_seconds: Histogram
     step_seconds: Histogram
+
+
+def merged(living: Iterable[EngineStats], gone: Iterable[EngineStats]) -> EngineStats:
+    """The stats of several engines as of one: the state of the living ones, and the counts of all."""
+    living = [*living]
+    everyone = [*living, *gone]
+    values: dict[str, Any] = {name: sum(getattr(one, name) for one in living) for name in _STATE}
+    values |= {name: sum(getattr(one, name) for one in everyone) for name in _COUNTS}
+    values |= {name: _added([getattr(one, name) for one in everyone]) for name in _TIMES}
+    finished: Counter[FinishReason] = Counter()
+    for one in everyone:
+        finished.update(one.finished)
+    return EngineStats(**values, finished=dict(finished))
+
+
+def _added(histograms: list[Histogram]) -> Histogram:
+    """All observations in one histogram; all have the bounds `SECONDS`."""
+    counts = [sum(found) for found in zip(*(histogram.counts for histogram in histograms), strict=True)]
+    return Histogram(
+        SECONDS, tuple(counts or [0] * (len(SECONDS) + 1)), sum(histogram.total for histogram in histograms)
+    )
+
+
+_STATE = ("waiting", "running", "batch_size", "blocks_free", "blocks_used", "blocks_cached", "rows_empty")
+_TIMES = ("queue_seconds", "first_token_seconds", "between_tokens_seconds", "step_seconds")
+_COUNTS = tuple(field.name for field in fields(EngineStats) if field.name not in (*_STATE, *_TIMES, "finished"))

@@ -36,6 +36,7 @@ from npu_sim.serving.http.limits import Admission, Limits
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
 from npu_sim.serving.http.server import allow_connections
 from npu_sim.serving.http.text import ModelText
+from npu_sim.serving.opening import prepare_steps
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -542,7 +543,7 @@ def test_programs_for_steps_of_every_size_are_prepared() -> None:
         prepare=lambda tokens, outputs, sampling=False: prepared.append((tokens, outputs, sampling)),
         prepare_copies=lambda: prepared.append("copies"),
     )
-    serve._prepare(network)
+    prepare_steps(network, lambda done, total: None)
     assert prepared.pop() == "copies" and all(tokens <= 36 and outputs <= 20 for tokens, outputs, _ in prepared)
     for sampling in (False, True):
         largest = {tokens for tokens, outputs, drawn in prepared if drawn == sampling and outputs == min(tokens, 20)}

@@ -26,7 +26,8 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class GrammarFilter:
     """A `TokenFilter` of one request."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, rules: str, matcher: LLMatcher, vocab_size: int) -> None:
+        self.rules = rules
         self._matcher = matcher
         self._vocab_size = vocab_size
 
@@ -82,7 +83,7 @@ class Grammars:
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(rules), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InputError(f"the JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
-        return GrammarFilter(matcher, self._source[1])
+        return GrammarFilter(rules, matcher, self._source[1])
 
 
 def json_rules(schema: Mapping[str, Any]) -> str:

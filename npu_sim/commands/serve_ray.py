@@ -1,0 +1,98 @@
+"""What `serve --ray` does other than `serve`: the model runs in replicas on a Ray cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from npu_sim.commands.console import note, step
+
+if TYPE_CHECKING:
+    from npu_sim.serving.cluster.engine import RemoteEngine
+    from npu_sim.serving.cluster.messages import ReplicaFacts
+    from npu_sim.serving.opening import ReplicaSettings
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """The options of `serve` that belong to Ray, as they were given."""
+
+    ray: bool
+    address: str | None
+    replicas: int | None
+    min_replicas: int | None
+    max_replicas: int | None
+    replica_cpus: int | None
+
+    def check(self) -> None:
+        """Raises `InputError` where the options do not go together, or Ray is missing."""
+        from npu_compiler.errors import InputError
+
+        others = {
+            "--ray-address": self.address,
+            "--replicas": self.replicas,
+            "--min-replicas": self.min_replicas,
+            "--max-replicas": self.max_replicas,
+            "--replica-cpus": self.replica_cpus,
+        }
+        given = [option for option, value in others.items() if value is not None]
+        if given and not self.ray:
+            raise InputError(f"{given[0]} is for replicas on a Ray cluster; add --ray")
+        if self.replicas is not None and (self.min_replicas is not None or self.max_replicas is not None):
+            raise InputError("--replicas sets a fixed number; leave it out, or --min-replicas and --max-replicas")
+        if self.least > self.most:
+            raise InputError(f"--min-replicas {self.least} is more than --max-replicas {self.most}")
+        if self.ray and find_spec("ray") is None:
+            raise InputError("--ray needs ray, which is not installed: pip install 'npu-simulation[ray]'")
+
+    @property
+    def least(self) -> int:
+        return self.replicas or self.min_replicas or 1
+
+    @property
+    def most(self) -> int:
+        return self.replicas or self.max_replicas or self.least
+
+    @property
+    def described(self) -> str:
+        count = f"{self.least} to {self.most} replicas" if self.least < self.most else f"{self.most} replicas"
+        return "1 replica" if self.most == 1 else count
+
+
+@contextmanager
+def remote_engine(
+    name: str, settings: ReplicaSettings, options: RayOptions, *, capacity: int, drain_seconds: float
+) -> Iterator[tuple[RemoteEngine, ReplicaFacts]]:
+    """Replicas of a model on a cluster, until the context ends.
+
+    Args:
+        name: Of the model; a running application of the same name in the cluster is updated.
+        capacity: Maximum number of requests at once.
+
+    Raises:
+        DeviceError: there is no cluster, or the replicas do not start.
+    """
+    from npu_runtime.cpu.native.threads import usable_threads
+    from npu_runtime.device import best_device, neighbour
+    from npu_sim.serving.cluster import Deployment, RemoteEngine, Scale, cluster
+
+    ranks = options.most * settings.engine.tensor_parallel
+    cpus = options.replica_cpus or (1 if options.address else max(1, usable_threads() // ranks))
+    device = settings.device or best_device()
+    gpus = int(neighbour(device, 1) != device)  # what a machine has several of, Ray hands out
+    scale = Scale(options.least, options.most, cpus=cpus, gpus=gpus, drain_seconds=drain_seconds)
+    with cluster(options.address, cpus=cpus * ranks):
+        note("starting the replicas; the first start with a model compiles its programs, for minutes")
+        with step(f"starting {options.described}"):
+            deployment = Deployment(re.sub(r"[^\w.-]+", "-", name), settings, scale)
+        engine = RemoteEngine(deployment.handle, capacity)
+        try:
+            yield engine, deployment.facts
+        finally:
+            engine.close()
+            if options.address:  # a local cluster ends with all that runs on it
+                deployment.release()

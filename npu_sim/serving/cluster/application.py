@@ -1,0 +1,135 @@
+"""The Serve application: replicas of a model, how many there are, and what each of them takes of its machine."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.schema import ApplicationStatus
+
+from npu_compiler.errors import DeviceError, InputError
+from npu_compiler.version import __version__
+from npu_sim.serving.cluster.messages import ReplicaFacts
+from npu_sim.serving.cluster.replica import Replica
+from npu_sim.serving.cluster.routing import PrefixRouter
+from npu_sim.serving.opening import ReplicaSettings
+
+DEPLOYMENT = "Model"
+_ERROR = re.compile(r"[\w.]*(Error|Exception): ")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many replicas there are, and what each rank of one takes.
+
+    Attributes:
+        least, most: Number of replicas. Where they differ, it follows the number of requests under way and waiting.
+        cpus, gpus: Of each rank.
+        drain_seconds: For the requests of a replica to end before it is stopped.
+    """
+
+    least: int = 1
+    most: int = 1
+    cpus: int = 1
+    gpus: int = 0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise InputError(f"there cannot be {self.least} to {self.most} replicas")
+
+
+class Deployment:
+    """A model's replicas in the cluster that this process has joined.
+
+    If replicas of that name run with the same settings, they are used; if with others, they are replaced in turn.
+
+    Args:
+        name: Of the Serve application.
+
+    Attributes:
+        handle: For requests to any replica.
+        facts: Of the model that they run.
+
+    Raises:
+        DeviceError: the replicas do not start; the message says why.
+    """
+
+    def __init__(self, name: str, settings: ReplicaSettings, scale: Scale) -> None:
+        self._name, self._user = name, f"{name}/{uuid.uuid4().hex}"
+        self._mark = ray.remote(_User).options(name=self._user, num_cpus=0).remote()
+        key = repr((settings, scale, __version__))
+        while (before := _found(name)) is not None and before.status == ApplicationStatus.DEPLOYING:
+            time.sleep(0.5)  # another server is at it, perhaps with the same settings
+        if before is not None and before.status == ApplicationStatus.RUNNING:
+            self.handle = serve.get_app_handle(name)
+            self.facts: ReplicaFacts = self.handle.facts.remote().result()
+            if self.facts.key == key:
+                return
+        try:
+            self.handle = serve.run(model_application(settings, scale, key), name=name, route_prefix=None)
+        except RuntimeError as error:
+            reason = _reason(name) or str(error)
+            if before is None:
+                serve.delete(name)
+            raise DeviceError(f"the replicas of {name} do not start: {reason}") from error
+        self.facts = self.handle.facts.remote().result()
+
+    def release(self) -> None:
+        """Stop the replicas, unless another process in the cluster uses them."""
+        if all(user == self._user or not user.startswith(f"{self._name}/") for user in ray.util.list_named_actors()):
+            serve.delete(self._name)
+
+
+class _User:
+    """An actor that lives as long as a process that uses a deployment, and is named after it."""
+
+
+def _found(name: str) -> Any:
+    """The state of an application, an `ApplicationStatusOverview`; None if there is none of that name."""
+    return serve.status().applications.get(name)
+
+
+def _reason(name: str) -> str | None:
+    """What the error at the bottom of the replicas' tracebacks says."""
+    found = _found(name)
+    messages = [] if found is None else [one.message for one in found.deployments.values()]
+    lines = [line.strip() for message in messages for line in message.splitlines()]
+    return next((line.partition(": ")[2] for line in reversed(lines) if _ERROR.match(line)), None)
+
+
+def model_application(settings: ReplicaSettings, scale: Scale, key: str = "") -> serve.Application:
+    """The application that runs replicas. Deployed under the name of another one, it replaces its replicas in turn.
+
+    Args:
+        key: What the replicas answer as `ReplicaFacts.key`.
+    """
+    batch = settings.engine.max_batch
+    options: dict[str, Any] = {
+        "max_ongoing_requests": batch,
+        "request_router_config": RequestRouterConfig(request_router_class=PrefixRouter),
+        "graceful_shutdown_timeout_s": scale.drain_seconds,
+        "ray_actor_options": {
+            "num_cpus": scale.cpus,
+            "num_gpus": scale.gpus,
+            "runtime_env": {"env_vars": {"NPU_SIM_THREADS": str(scale.cpus)}},
+        },
+    }
+    if (ranks := settings.engine.tensor_parallel) > 1:
+        bundle = {"CPU": scale.cpus, **({"GPU": scale.gpus} if scale.gpus else {})}
+        options |= {"placement_group_bundles": [bundle] * ranks, "placement_group_strategy": "PACK"}
+    if scale.least == scale.most:
+        options["num_replicas"] = scale.most
+    else:
+        options["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=scale.least,
+            max_replicas=scale.most,
+            target_ongoing_requests=max(1, batch // 2),
+        )
+    return serve.deployment(Replica, name=DEPLOYMENT).options(**options).bind(settings, key)

@@ -1,0 +1,81 @@
+"""What a front and the replicas of a model send each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from npu_compiler.errors import InputError
+from npu_sim.serving.blocks import next_digest, tenant_digest
+from npu_sim.serving.http.grammar import GrammarFilter
+from npu_sim.serving.opening import BLOCK
+from npu_sim.serving.request import Request, Update, Usage
+from npu_sim.serving.stats import EngineStats
+
+
+@dataclass(frozen=True)
+class RemoteRequest:
+    """A request on its way to a replica.
+
+    Attributes:
+        request: Without its token filter, which belongs to this process.
+        rules: The grammar of that filter.
+    """
+
+    request: Request
+    rules: str | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> RemoteRequest:
+        """Raises `InputError` for a token filter that is no grammar of the server's."""
+        grammar = request.token_filter
+        if grammar is not None and not isinstance(grammar, GrammarFilter):
+            raise InputError(f"a {type(grammar).__name__} cannot be sent to a replica; a grammar can")
+        return cls(replace(request, token_filter=None), None if grammar is None else grammar.rules)
+
+    @cached_property
+    def digests(self) -> tuple[bytes, ...]:
+        """Of the prompt's full blocks, as the replica's prefix cache names them."""
+        digest, found = tenant_digest(self.request.tenant), []
+        prompt = self.request.prompt
+        for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
+            digest = next_digest(digest, prompt[start : start + BLOCK])
+            found.append(digest)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Output:
+    """An update, and the token counts up to it."""
+
+    update: Update
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class ReplicaFacts:
+    """What a front needs to know of the model that replicas run.
+
+    Attributes:
+        context_length: Maximum number of tokens of a prompt and its reply.
+        device: The device of a replica, in words.
+        key: The settings that it was started with, as one text.
+    """
+
+    context_length: int
+    device: str
+    key: str
+
+
+@dataclass(frozen=True)
+class ReplicaStats:
+    """The counts of one replica.
+
+    Attributes:
+        replica: Its id.
+        pid: Its process, on its machine.
+    """
+
+    replica: str
+    pid: int
+    stats: EngineStats

@@ -1,0 +1,84 @@
+"""`Replica`: one engine of several, an actor of Ray Serve."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from npu_compiler.errors import DeviceError, NPUError
+from npu_runtime import Device
+from npu_sim.llm import load_checkpoint
+from npu_sim.serving.cluster.messages import Output, RemoteRequest, ReplicaFacts, ReplicaStats
+from npu_sim.serving.cluster.ranks import BundleWorker
+from npu_sim.serving.drafting import check_same_tokens
+from npu_sim.serving.http.text import ModelText
+from npu_sim.serving.opening import (
+    ReplicaSettings,
+    most_tokens,
+    open_drafts,
+    open_model,
+    prepare_steps,
+    start_engine,
+)
+from npu_sim.serving.request import Update, Usage
+
+
+class Replica:
+    """Opens the model and serves it until Serve drops the actor, after the requests under way have ended."""
+
+    def __init__(self, settings: ReplicaSettings, key: str) -> None:
+        checkpoint = load_checkpoint(settings.model, settings.dtype, settings.quantization, settings.activations)
+        device = Device(settings.device)
+        if not settings.tune:
+            from npu_runtime import CPUBackend
+
+            device.backend = CPUBackend(tune=False)
+        self._model = model = open_model(checkpoint, device, settings.engine, start_worker=BundleWorker)
+        prepare_steps(model, lambda done, total: None)
+        self._drafts = None
+        if settings.draft is not None:
+            small = load_checkpoint(settings.draft, settings.dtype)
+            check_same_tokens(small, checkpoint)
+            self._drafts = open_drafts(small, model)
+            prepare_steps(self._drafts, lambda done, total: None)
+        self._text = ModelText(checkpoint)
+        self._facts = ReplicaFacts(most_tokens(model), f"{device.name} ({device.backend.device})", key)
+        self._engine = start_engine(model, settings.engine, self._drafts)
+
+    async def generate(self, asked: RemoteRequest) -> AsyncIterator[Output]:
+        """The request's updates. Ending the iteration early cancels it."""
+        request = asked.request
+        try:
+            if asked.rules is not None:
+                request = replace(request, token_filter=self._text.grammars.filter(asked.rules))
+            handle = self._engine.submit(request)
+        except NPUError as error:
+            yield Output(Update(finish_reason="error", error=str(error)), Usage(len(request.prompt), 0, 0))
+            return
+        try:
+            async for update in handle:
+                yield Output(update, handle.usage)
+        finally:
+            handle.cancel()
+
+    def facts(self) -> ReplicaFacts:
+        return self._facts
+
+    def stats(self) -> ReplicaStats:
+        from ray import serve
+
+        return ReplicaStats(serve.get_replica_context().replica_id.unique_id, os.getpid(), self._engine.stats())
+
+    def check_health(self) -> None:
+        """Raises where the replica must be replaced; Serve calls it."""
+        self._model.check()
+        if self._engine.failed:
+            raise DeviceError(self._engine.failed)
+
+    def __del__(self) -> None:
+        if engine := getattr(self, "_engine", None):
+            engine.close()
+        for model in (getattr(self, "_drafts", None), getattr(self, "_model", None)):
+            if model is not None:
+                model.close()

@@ -1,0 +1,55 @@
+"""`PrefixRouter`: sends a request to the replica that has computed the longest beginning of its prompt."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from npu_sim.serving.cluster.messages import RemoteRequest
+
+SLACK = 8  # requests by which a replica may be busier than the idlest one and still be preferred for its cache
+REMEMBERED = 1 << 16  # blocks of prompts
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not read
+    """Remembers to which replica each block of a prompt went, the latest `REMEMBERED` ones.
+
+    A replica whose prefix cache should hold a beginning of the prompt is preferred, the one with the longest such
+    beginning, unless it is much busier than another one. Otherwise the replica with the fewest requests is taken.
+    Blocks are named as the prefix cache names them, so prompts of different tenants never look alike.
+    """
+
+    def initialize_state(self, **_: Any) -> None:
+        self._places: OrderedDict[bytes, ReplicaID] = OrderedDict()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        candidates = {replica.replica_id: replica for replica in candidate_replicas}
+        place = self._longest(_digests(pending_request), candidates)
+        if place is None or self._is_overloaded(place, candidates):
+            return [candidate_replicas]
+        return [[candidates[place]], candidate_replicas]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        for digest in _digests(pending_request):
+            self._places[digest] = replica_id
+            self._places.move_to_end(digest)
+        while len(self._places) > REMEMBERED:
+            self._places.popitem(last=False)
+
+    def _longest(self, digests: tuple[bytes, ...], candidates: dict[ReplicaID, RunningReplica]) -> ReplicaID | None:
+        """Where the longest known beginning went, of those that went to a candidate."""
+        return next((place for x in reversed(digests) if (place := self._places.get(x)) in candidates), None)
+
+    def _is_overloaded(self, place: ReplicaID, candidates: dict[ReplicaID, RunningReplica]) -> bool:
+        lengths = {replica: self.replica_queue_len_cache.get(replica) or 0 for replica in candidates}
+        return lengths[place] > min(lengths.values()) + SLACK
+
+
+def _digests(pending: PendingRequest | None) -> tuple[bytes, ...]:
+    """Of the blocks of a request's prompt; empty for other calls."""
+    asked = pending.args[0] if pending is not None and pending.args else None
+    return asked.digests if isinstance(asked, RemoteRequest) else ()

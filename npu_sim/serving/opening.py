@@ -1,0 +1,141 @@
+"""From a checkpoint to an engine: the same steps for `npu-sim serve` and for each replica of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from npu_sim.parallel.group import LocalWorker, StartWorker
+from npu_sim.serving.drafting import ModelDrafter
+from npu_sim.serving.engine import Engine
+from npu_sim.serving.paged_model import MAX_TOKENS, PagedModel
+
+if TYPE_CHECKING:
+    from npu_runtime import Device
+    from npu_sim.llm import Checkpoint
+
+Report = Callable[[int, int], None]
+BLOCK = 16  # tokens
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is made with, besides checkpoint and device.
+
+    Attributes:
+        context_length: Maximum tokens of a prompt and its reply. Default: 2048, or the model's if less.
+        cache_tokens: Capacity of the KV cache. Default: that of 8 contexts.
+        max_batch: Maximum sequences generated at once.
+        max_waiting: Maximum requests that wait for admission.
+        prefill_tokens: Maximum prompt tokens of a step. Default: what other requests hardly notice.
+        speculate: Guess tokens from a request's own text.
+        tensor_parallel: Devices that share the model.
+    """
+
+    context_length: int | None = None
+    cache_tokens: int | None = None
+    max_batch: int = 128
+    max_waiting: int | None = None
+    prefill_tokens: int | None = None
+    speculate: bool = False
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """What each replica opens.
+
+    Attributes:
+        model: What `load_checkpoint` takes, as it is called on the replica's machine; so are the next three.
+        device: The device's name there. Default: the best one.
+        tune: On the CPU, use the kernels that measurements find the fastest.
+        draft: What `load_checkpoint` takes for the model that guesses tokens, if any.
+    """
+
+    model: str
+    dtype: str | None = None
+    quantization: str = "checkpoint"
+    activations: str = "checkpoint"
+    device: str | None = None
+    tune: bool = True
+    engine: EngineSettings = EngineSettings()
+    draft: str | None = None
+
+
+def open_model(
+    checkpoint: Checkpoint,
+    device: Device,
+    settings: EngineSettings,
+    report: Report | None = None,
+    start_worker: StartWorker = LocalWorker,
+) -> PagedModel:
+    """The model on its device. Errors are those of `PagedModel`.
+
+    Args:
+        report: Called with (weights loaded, total weights).
+        start_worker: Starts the processes of other ranks.
+    """
+    prefill = settings.prefill_tokens
+    return PagedModel(
+        checkpoint,
+        device=device,
+        blocks=None if settings.cache_tokens is None else -(-settings.cache_tokens // BLOCK),
+        block_size=BLOCK,
+        context_length=settings.context_length,
+        max_tokens=min(MAX_TOKENS, MAX_TOKENS if prefill is None else prefill + settings.max_batch),
+        max_sequences=settings.max_batch,
+        progress=report,
+        tensor_parallel=settings.tensor_parallel,
+        start_worker=start_worker,
+    )
+
+
+def open_drafts(small: Checkpoint, large: PagedModel, report: Report | None = None) -> PagedModel:
+    """A smaller model that guesses tokens for as many sequences, on the same device. It raises as `PagedModel` does."""
+    trained = getattr(small.config, "max_position_embeddings", None) or large.context_length
+    return PagedModel(
+        small,
+        device=large.device,
+        blocks=large.blocks,
+        block_size=large.block_size,
+        context_length=min(trained, large.context_length),
+        max_tokens=large.max_tokens,
+        max_sequences=large.max_sequences,
+        progress=report,
+    )
+
+
+def prepare_steps(model: PagedModel, report: Report) -> None:
+    """Compile what steps need, so that no request waits for it: chunks of prompts, and batches of every size.
+
+    Args:
+        report: Called with (programs ready, total programs).
+    """
+    sizes = [min(1 << power, model.max_tokens) for power in range((model.max_tokens - 1).bit_length() + 1)]
+    steps = [(size, outputs) for size in sizes for outputs in sorted({1, min(size, model.max_outputs)})]
+    for done, (size, outputs) in enumerate(steps):
+        report(done, len(steps))
+        model.prepare(size, outputs)
+        model.prepare(size, outputs, sampling=True)
+    model.prepare_copies()
+
+
+def most_tokens(model: PagedModel) -> int:
+    """Maximum number of tokens of a prompt and its reply."""
+    return min(model.context_length, model.blocks * model.block_size)
+
+
+def start_engine(model: PagedModel, settings: EngineSettings, drafts: PagedModel | None = None) -> Engine:
+    """The engine of an opened model.
+
+    Args:
+        drafts: Guesses tokens; see `open_drafts`.
+    """
+    return Engine(
+        model,
+        model.checkpoint,
+        max_waiting=settings.max_waiting,
+        prefill_tokens=settings.prefill_tokens,
+        speculate="ngram" if settings.speculate else None if drafts is None else ModelDrafter(drafts),
+    )

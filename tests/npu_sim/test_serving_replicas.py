@@ -1,0 +1,147 @@
+"""What `serve --ray` is made of, without a cluster: its options, the messages, and the sums of replicas' counts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, Script
+
+from npu_compiler import InputError
+from npu_sim.commands.serve_ray import RayOptions
+from npu_sim.serving.request import Request
+from npu_sim.serving.stats import SECONDS, EngineStats, Histogram, merged
+
+pytest.importorskip("ray", exc_type=ImportError)
+
+from npu_sim.serving.cluster.messages import RemoteRequest
+
+NOTHING = RayOptions(True, None, None, None, None, None)
+
+
+def stats(value: int) -> EngineStats:
+    """Every count is `value`, and every histogram has so many observations of 1 ms."""
+    place = SECONDS.index(1e-3)
+    times = Histogram(SECONDS, tuple(value * (index == place) for index in range(len(SECONDS) + 1)), value * 1e-3)
+    whole = FakeEngine(None, Script()).stats()
+    values: dict[str, Any] = {field.name: value for field in fields(whole) if field.type in (int, "int")}
+    names = ("queue_seconds", "first_token_seconds", "between_tokens_seconds", "step_seconds")
+    return replace(whole, **values, **dict.fromkeys(names, times), finished={"stop": value, "error": 1})
+
+
+def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_sim.commands.serve_ray.find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=r"--ray needs ray, which is not installed: pip install 'npu-simulation\[ray\]'"
+    ):
+        NOTHING.check()
+    replace(NOTHING, ray=False).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most", "described"),
+    [
+        ({}, 1, 1, "1 replica"),
+        ({"replicas": 3}, 3, 3, "3 replicas"),
+        ({"max_replicas": 4}, 1, 4, "1 to 4 replicas"),
+        ({"min_replicas": 2}, 2, 2, "2 replicas"),
+        ({"min_replicas": 2, "max_replicas": 5}, 2, 5, "2 to 5 replicas"),
+    ],
+)
+def test_options_say_how_many_replicas_there_are(options: Any, least: int, most: int, described: str) -> None:
+    found = replace(NOTHING, **options)
+    assert (found.least, found.most, found.described) == (least, most, described)
+
+
+def test_stats_of_replicas_add_up_and_those_of_former_ones_keep_their_counts() -> None:
+    both = merged([stats(3), stats(4)], [stats(10)])
+    assert both.running == both.blocks_used == 7  # the state of those that are there
+    assert both.new_tokens == both.steps == both.preemptions == 17
+    assert both.step_seconds.count == 17 and both.step_seconds.total == pytest.approx(17e-3)
+    assert both.finished == {"stop": 17, "error": 3}
+    nothing = merged([], [])
+    assert nothing.steps == nothing.queue_seconds.count == 0
+    assert merged([stats(2)], [nothing]) == stats(2)
+
+
+def test_beginnings_of_prompts_are_named_as_the_prefix_cache_names_them() -> None:
+    def digests(prompt: list[int], tenant: str = "") -> tuple[bytes, ...]:
+        return RemoteRequest.of(Request(tuple(prompt), tenant=tenant)).digests
+
+    tokens = list(range(40))
+    assert len(digests(tokens)) == 2 and len(digests(tokens[:15])) == 0
+    assert digests(tokens[:33]) == digests(tokens)
+    assert digests([*tokens[:20], 0, *tokens[21:]])[0] == digests(tokens)[0]
+    assert digests([*tokens[:20], 0, *tokens[21:]])[1] != digests(tokens)[1]
+    assert not set(digests(tokens, "a")) & set(digests(tokens, "b"))
+
+
+def test_a_filter_that_is_no_grammar_stays_here() -> None:
+    class Odd:
+        def allowed(self) -> Any: ...
+
+        def advance(self, token: int) -> None: ...
+
+    with pytest.raises(InputError, match="a Odd cannot be sent to a replica; a grammar can"):
+        RemoteRequest.of(Request((1,), token_filter=Odd()))
+
+
+class TestRouting:
+    """`PrefixRouter` by itself, with replicas that are only named."""
+
+    @staticmethod
+    def router(lengths: dict[str, int]) -> Any:
+        from types import SimpleNamespace
+
+        from npu_sim.serving.cluster.routing import PrefixRouter
+
+        router = object.__new__(PrefixRouter)
+        router._replica_queue_len_cache = SimpleNamespace(get=lengths.get)
+        router.initialize_state()
+        return router
+
+    @staticmethod
+    def choose(router: Any, lengths: dict[str, int], prompt: range, tenant: str = "") -> tuple[list[str], Any]:
+        """The names of the replicas to be tried first, and the pending request."""
+        import asyncio
+        from types import SimpleNamespace
+
+        pending = SimpleNamespace(args=[RemoteRequest.of(Request(tuple(prompt), tenant=tenant))])
+        candidates = [SimpleNamespace(replica_id=name) for name in lengths]
+        ranks = asyncio.run(router.choose_replicas(candidates, pending))
+        assert {replica.replica_id for replica in ranks[-1]} == set(lengths)  # any may be the last resort
+        return [replica.replica_id for replica in ranks[0]], pending
+
+    def test_a_prompt_goes_where_its_longest_beginning_went(self) -> None:
+        lengths = {"a": 0, "b": 0}
+        router = self.router(lengths)
+        first, pending = self.choose(router, lengths, range(32))
+        assert first == ["a", "b"]
+        router.on_request_routed(pending, "b", None)
+        _, shorter = self.choose(router, lengths, range(16))
+        router.on_request_routed(shorter, "a", None)
+        assert self.choose(router, lengths, range(50))[0] == ["b"]
+        assert self.choose(router, lengths, range(20))[0] == ["a"]
+        assert self.choose(router, lengths, range(50), tenant="other")[0] == ["a", "b"]
+
+    def test_a_busy_or_lost_replica_is_not_preferred(self) -> None:
+        lengths = {"a": 0, "b": 8}
+        router = self.router(lengths)
+        _, pending = self.choose(router, lengths, range(32))
+        router.on_request_routed(pending, "b", None)
+        assert self.choose(router, lengths, range(32))[0] == ["b"]
+        lengths["b"] = 9
+        assert self.choose(router, lengths, range(32))[0] == ["a", "b"]
+        del lengths["b"]
+        assert self.choose(router, lengths, range(32))[0] == ["a"]
+
+    def test_only_the_latest_blocks_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("npu_sim.serving.cluster.routing.REMEMBERED", 2)
+        lengths = {"a": 0, "b": 0}
+        router = self.router(lengths)
+        for start in (0, 100, 200):
+            _, pending = self.choose(router, lengths, range(start, start + 16))
+            router.on_request_routed(pending, "b", None)
+        assert self.choose(router, lengths, range(16))[0] == ["a", "b"]
+        assert self.choose(router, lengths, range(100, 116))[0] == ["b"]
