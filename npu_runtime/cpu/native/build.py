@@ -66,7 +66,7 @@ _UNITS = (
     ("linear", "norm", "conv", "conv_epilogue", "matmul"),
     ("attention", "rope", "movement", "kv_cache"),
     ("conv_integer", "conv_integer_depthwise", "integer_finish", "integer_maps"),
-    ("conv_integer_winograd", "integer_gemm"),
+    ("conv_integer_winograd", "conv_integer_columns", "integer_gemm"),
     ("quantized", "quantized_panels", "quantized_bytes"),
 )
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build

@@ -7,7 +7,7 @@ operands that are read when a launch is prepared (weights, scales, biases) and n
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ _CHANNELS_LAST = (0, 2, 3, 1)
 _KERNELS = {
     "bytes": "integer_conv2d_bytes",
     "direct": "integer_conv2d",
+    "columns": "integer_conv2d_columns",
     "depthwise": "integer_conv2d_depthwise",
     "winograd": "integer_conv2d_winograd",
 }
@@ -91,10 +92,15 @@ def _set_window(args: _Args, params: Params, kernel: tuple[int, ...], padding: t
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight as a kernel reads it, a row for each group; and the sum of each output channel."""
+    """A weight as a kernel reads it, a row for each group; and the sum of each output channel.
+
+    Attributes:
+        order: The output channel of each element in the arrays of scales, biases and offsets.
+    """
 
     data: np.ndarray
     sums: np.ndarray
+    order: np.ndarray
 
 
 def _centred(weight: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
@@ -108,7 +114,7 @@ def _centred(weight: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
 def _stored(rows: np.ndarray, wide: np.ndarray) -> _Packed:
     memory = host_memory(rows.size, rows.dtype).reshape(rows.shape)
     memory[...] = rows
-    return _Packed(memory, wide.reshape(len(wide), -1).sum(axis=1, dtype=np.int32))
+    return _Packed(memory, wide.reshape(len(wide), -1).sum(axis=1, dtype=np.int32), np.arange(len(wide)))
 
 
 def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _Packed:
@@ -151,6 +157,17 @@ def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
     return _stored(flat.reshape(len(wide), -1, 2).transpose(1, 0, 2).reshape(1, -1), wide)
 
 
+def pack_columns(weight: np.ndarray) -> _Packed:
+    """A weight [o, 1, 3, 3] as quads of taps for each column and channel (conv_integer_columns.cpp)."""
+    wide = 4 * layout().lanes
+    starts = np.minimum(np.arange(0, len(weight), wide), max(0, len(weight) - wide))
+    within = np.arange(wide).reshape(-1, 4, 4).transpose(1, 0, 2).reshape(-1)  # interleave_quads
+    order = (starts[:, None] + within) % len(weight)  # of which there may be less than a block
+    quads = np.pad(weight.reshape(-1, 3, 3).transpose(0, 2, 1), ((0, 0), (0, 0), (0, 1)))[order]
+    packed = _stored(quads.transpose(0, 2, 1, 3).reshape(1, -1), weight)
+    return replace(packed, order=order.reshape(-1))
+
+
 def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple[object, ...]] | None:
     """The argument block of a product without its shapes, and what the launch must keep alive."""
     zeros, bias, residual = call.optional(("has_weight_zeros", "has_bias", "has_residual"), 3)
@@ -163,16 +180,21 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
         weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known))
     elif algorithm == "winograd":
         weight = call.prepared(1, "integer points", lambda w: pack_points(w, known))
+    elif algorithm == "columns":
+        weight = call.prepared(1, "integer columns", pack_columns)
     elif algorithm == "bytes":
         weight = call.prepared(1, f"integer byte panels {groups}", lambda w: pack_byte_panels(w, groups))
     else:
         weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups))
     added, spare = call.at(bias), (0, layout().panel)
-    # The least code of x is 0 for the kernel on bytes.
-    zero_point = params["zero_point"] + (128 if algorithm == "bytes" and call.inputs[0].dtype == np.int8 else 0)
-    scales = np.pad(call.inputs[2].astype(np.float32) * np.float32(params["x_scale"]), spare)
-    biases = np.zeros(len(scales), np.float32) if added is None else np.pad(added.astype(np.float32), spare)
-    offsets = np.pad(-zero_point * weight.sums, spare)
+    # The least code of x is 0 for the kernels on bytes.
+    moved = algorithm in ("bytes", "columns") and call.inputs[0].dtype == np.int8
+    zero_point = params["zero_point"] + (128 if moved else 0)
+    scales = np.pad(call.inputs[2].astype(np.float32)[weight.order] * np.float32(params["x_scale"]), spare)
+    biases = np.zeros(len(scales), np.float32)
+    if added is not None:
+        biases = np.pad(added.astype(np.float32)[weight.order], spare)
+    offsets = np.pad(-zero_point * weight.sums[weight.order], spare)
     other = call.at(residual)
     args = _base(call.inputs[0], other, call.out, params)
     args.weight, args.scales, args.bias = address(weight.data), address(scales), address(biases)
@@ -205,7 +227,7 @@ def _choose(call: ArrayCall) -> str:
     """The algorithm for a convolution."""
     weight = call.inputs[1]
     if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
-        return "depthwise"
+        return "columns" if _may_be_columns(call) else "depthwise"
     if _may_be_bytes(call):
         return "bytes"
     return "winograd" if _may_be_winograd(call) else "direct"
@@ -214,6 +236,13 @@ def _choose(call: ArrayCall) -> str:
 def _may_be_bytes(call: ArrayCall) -> bool:
     (zeros,) = call.optional(("has_weight_zeros",), 3)
     return layout().has_byte_quads and (zeros is None or not call.inputs[zeros].any())
+
+
+def _may_be_columns(call: ArrayCall) -> bool:
+    params, strides = call.params, call.params["stride"]
+    window = call.inputs[1].shape[2:] == (3, 3) and set(params["dilation"]) == {1} and strides[1] <= 2
+    plain = not params["has_residual"] and params["activation"] in ("none", "relu", "relu6")
+    return window and plain and call.out.dtype.itemsize == 1 and _may_be_bytes(call)
 
 
 def _may_be_winograd(call: ArrayCall) -> bool:

@@ -56,6 +56,13 @@ struct Rounding {
         low(splat(float(a.low - a.out_zero_point))),
         high(splat(float(a.high - a.out_zero_point))),
         zero(splat_bits(a.out_zero_point)) {}
+  // With the limits of relu and relu6, if the activation is one of them.
+  static Rounding limited(const Args& a) {
+    Rounding made(a);
+    if (a.activation == Activation::relu || a.activation == Activation::relu6) made.low = max(made.low, Vec{});
+    if (a.activation == Activation::relu6) made.high = min(made.high, splat(6.0f * a.inverse_out_scale));
+    return made;
+  }
   NPU_INLINE IVec operator()(Vec y) const { return to_nearest(min(high, max(y * inverse, low))) + zero; }
 };
 

@@ -479,6 +479,56 @@ NPU_INLINE void store_bytes(T* p, IVec first, IVec second) {
 #endif
 }
 
+// The first `count` bytes, at most a vector of them; the others are 0.
+NPU_INLINE ByteVec load_first(const void* p, int64_t count) {
+#if defined(NPU_AVX512)
+  return bit_cast<ByteVec>(_mm512_maskz_loadu_epi8(~__mmask64(0) >> (64 - count), p));
+#else
+  if (count >= 4 * kLanes) return load_bits<ByteVec>(p);
+  ByteVec bytes{};
+  copy_bytes(p, &bytes, count);
+  return bytes;
+#endif
+}
+
+// The bytes of four vectors in turns. Byte 16 i + 4 v + j of each is in quads[v], lane 4 i + j.
+NPU_INLINE void interleave_quads(ByteVec a, ByteVec b, ByteVec c, ByteVec d, ByteVec* quads) {
+#if defined(NPU_X86)
+  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
+  const Bits first = bit_cast<Bits>(a), second = bit_cast<Bits>(b), third = bit_cast<Bits>(c), last = bit_cast<Bits>(d);
+  const Bits low = NPU_X86(unpacklo_epi8)(first, second), high = NPU_X86(unpackhi_epi8)(first, second);
+  const Bits low_rest = NPU_X86(unpacklo_epi8)(third, last), high_rest = NPU_X86(unpackhi_epi8)(third, last);
+  quads[0] = bit_cast<ByteVec>(NPU_X86(unpacklo_epi16)(low, low_rest));
+  quads[1] = bit_cast<ByteVec>(NPU_X86(unpackhi_epi16)(low, low_rest));
+  quads[2] = bit_cast<ByteVec>(NPU_X86(unpacklo_epi16)(high, high_rest));
+  quads[3] = bit_cast<ByteVec>(NPU_X86(unpackhi_epi16)(high, high_rest));
+#else
+  int8_t made[4][4 * kLanes];
+  for (int n = 0; n < 4 * kLanes; ++n) {
+    int8_t* quad = made[n / 4 % 4] + 4 * (n / 16 * 4 + n % 4);
+    quad[0] = a[n], quad[1] = b[n], quad[2] = c[n], quad[3] = d[n];
+  }
+  std::memcpy(quads, made, sizeof(made));
+#endif
+}
+
+// Four vectors of integers in that order as bytes, of which they are; the first `count` of them.
+template <class T>
+NPU_INLINE void store_interleaved(T* p, const IVec* v, int64_t count) {
+#if defined(NPU_X86)
+  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
+  const Bits low = NPU_X86(packs_epi32)(bit_cast<Bits>(v[0]), bit_cast<Bits>(v[1]));
+  const Bits high = NPU_X86(packs_epi32)(bit_cast<Bits>(v[2]), bit_cast<Bits>(v[3]));
+  const Bits bytes = std::is_signed_v<T> ? NPU_X86(packs_epi16)(low, high) : NPU_X86(packus_epi16)(low, high);
+#else
+  T bytes[4 * kLanes];
+  for (int n = 0; n < 4 * kLanes; ++n) bytes[n] = T(v[n / 4 % 4][n / 16 * 4 + n % 4]);
+#endif
+  if (count >= 4 * kLanes) std::memcpy(p, &bytes, sizeof(bytes));
+  else if (count == 2 * kLanes) std::memcpy(p, &bytes, 2 * kLanes);
+  else copy_bytes(&bytes, p, count);
+}
+
 // Lanes of integers as bytes, of which they are; the first `count` of them.
 template <class T>
 NPU_INLINE void store_bytes(T* p, IVec v, int64_t count) {

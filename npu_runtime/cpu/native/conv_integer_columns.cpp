@@ -1,0 +1,100 @@
+// Integer convolution with 3 x 3 taps whose groups have one input and one output channel each, on bytes.
+//
+// The three bytes of a column of taps, and one more whose weight is 0, are a quad of a channel. Neighbouring pixels share
+// columns, which are interleaved once. Bytes count from 0, int8 with 128 added; the padding is x's zero point, and sums
+// begin with what that takes off again.
+//
+// A task is a line of a block of kWide channels; the last block begins early enough to end with the channels. Weights,
+// scales, biases and offsets are stored by blocks, in the order of channels that interleave_quads() makes.
+#include "integer_args.h"
+#include "pool.h"
+
+namespace npu::integer {
+namespace {
+
+constexpr int64_t kWide = 4 * kLanes, kTaps = 3;
+
+struct Column {
+  ByteVec quads[4];
+};
+
+// The columns of taps of a line.
+template <class X>
+struct Line {
+  const X* rows[kTaps];  // null in the padding
+  int64_t channels, width, count;
+  ByteVec padding;
+
+  Line(const Args& a, const X* image, int64_t y, int64_t channel, int64_t block)
+      : channels(a.groups), width(a.in_w), count(block), padding(ByteVec{} + int8_t(a.zero_point)) {
+    for (int64_t r = 0; r < kTaps; ++r) {
+      const int64_t in_y = y * a.stride_h - a.pad_top + r;
+      rows[r] = in_y >= 0 && in_y < a.in_h ? image + in_y * width * channels + channel : nullptr;
+    }
+  }
+  NPU_INLINE Column column(int64_t x) const {
+    ByteVec bytes[kTaps];
+    const bool inside = x >= 0 && x < width;
+#pragma GCC unroll 3
+    for (int r = 0; r < kTaps; ++r) {
+      bytes[r] = inside && rows[r] ? load_first(rows[r] + x * channels, count) : padding;
+      if constexpr (std::is_same_v<X, int8_t>) bytes[r] ^= -128;
+    }
+    Column made;
+    interleave_quads(bytes[0], bytes[1], bytes[2], bytes[2], made.quads);
+    return made;
+  }
+};
+
+template <int kStride, class X, class Out>
+void convolve_line(const Args& a, int64_t line, int64_t block) {
+  const int64_t channels = a.groups, channel = std::clamp<int64_t>(block * kWide, 0, std::max<int64_t>(0, channels - kWide));
+  const int64_t y = line % a.out_h, count = std::min(kWide, channels);
+  const X* image = reinterpret_cast<const X*>(a.x) + line / a.out_h * a.in_h * a.in_w * channels;
+  const Line<X> taps(a, image, y, channel, count);
+  const int8_t* weights = static_cast<const int8_t*>(a.weight) + block * kTaps * 4 * kWide;
+  const int32_t* offsets = a.offsets + block * kWide;
+  const float *scales = a.scales + block * kWide, *biases = a.bias + block * kWide;
+  const Rounding round = Rounding::limited(a);
+  Out* out = reinterpret_cast<Out*>(a.out) + line * a.out_w * channels + channel;
+  Column columns[kTaps];
+  int64_t next = -a.pad_left;
+  for (int i = kStride; i < kTaps; ++i) columns[i] = taps.column(next++);
+  for (int64_t x = 0; x < a.out_w; ++x, out += channels) {
+#pragma GCC unroll 3
+    for (int i = 0; i < kTaps; ++i) columns[i] = i + kStride < kTaps ? columns[i + kStride] : taps.column(next++);
+    IVec codes[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; ++v) {
+      IVec sum = load_bits<IVec>(offsets + v * kLanes);
+#pragma GCC unroll 3
+      for (int i = 0; i < kTaps; ++i)
+        sum = add_byte_quads(sum, columns[i].quads[v], load_bits<ByteVec>(weights + (4 * i + v) * kWide));
+      codes[v] = round(to_floats(sum) * load(scales + v * kLanes) + load(biases + v * kLanes));
+    }
+    store_interleaved(out, codes, count);
+  }
+}
+
+template <class X, class Out>
+void convolve_columns(const Args& a) {
+  const int64_t blocks = (a.groups + kWide - 1) / kWide, tasks = a.batch * a.out_h * blocks;
+  parallel_for(tasks, std::max<int64_t>(1, tasks / (8 * num_threads())), [&](int64_t begin, int64_t end, int) {
+    for (int64_t task = begin; task < end; ++task)
+      if (a.stride_w == 1) convolve_line<1, X, Out>(a, task / blocks, task % blocks);
+      else convolve_line<2, X, Out>(a, task / blocks, task % blocks);
+  });
+}
+
+void convolve(const Args& a) {
+  with_bytes(a.x_type, [&](auto* x) {
+    with_bytes(a.out_type, [&](auto* out) {
+      convolve_columns<std::remove_pointer_t<decltype(x)>, std::remove_pointer_t<decltype(out)>>(a);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace npu::integer
+
+NPU_KERNEL(integer_conv2d_columns, npu::integer::Args, npu::integer::convolve)
