@@ -101,6 +101,46 @@ def test_both_algorithms_for_three_by_three_taps_are_exact(
     np.testing.assert_array_equal(net.run({"x": codes.astype(np.float32)}, only="native")["native"], want)
 
 
+@pytest.mark.parametrize("algorithm", ["columns", "depthwise"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("activation", ["none", "relu6"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("channels", "height", "width"), [(16, 1, 1), (32, 5, 2), (64, 7, 7), (80, 2, 9), (144, 4, 5)])
+def test_depthwise_results_in_bytes_are_exact(
+    channels: int,
+    height: int,
+    width: int,
+    stride: int,
+    activation: str,
+    dtype: str,
+    algorithm: str,
+    seed: int,
+    monkeypatch: Any,
+) -> None:
+    if not native_available():
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
+    rng, net, (low, high) = np.random.default_rng(seed), Network(), LIMITS[dtype]
+    zero, step = low + 7, 8.0
+    codes = rng.choice([low, high, *rng.integers(low, high, 5)], (2, channels, height, width))
+    weight = rng.choice([-128, 127, *rng.integers(-128, 127, 5)], (channels, 1, 3, 3))
+    scales = 2.0 ** rng.integers(-8, -4, channels)
+    net.state["b"] = rng.integers(-9, 9, channels).astype(np.float32)
+    w, b = net.weight("w", weight.astype(np.int8), scales), net.g.weight("b", channels)
+    x = net.g.input("x", *codes.shape)
+    window = {"stride": [stride] * 2, "padding": [1, 1], "groups": channels}
+    value = net.g("aten.conv2d.default", net.rounded(x, 1.0, zero, dtype), w, b, **window)
+    if activation == "relu6":
+        value, step = net.g("aten.relu6.default", value), 0.125
+    net.g.output(net.rounded(value, step, zero, dtype))
+    sums = loops(codes - zero, weight, stride, 1, 1, channels)
+    want = sums * scales.reshape(-1, 1, 1) + net.state["b"].reshape(-1, 1, 1)
+    want = np.clip(want, 0, 6) if activation == "relu6" else want
+    want = (np.clip(np.rint(want / step) + zero, low, high) - zero) * step
+    got = net.run({"x": (codes - zero).astype(np.float32)}, only="native")["native"]
+    np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (1, 147, 10), (7, 33, 17), (13, 1000, 40)])
 def test_sums_of_a_linear_are_those_of_exact_integers(rows: int, k: int, n: int, seed: int) -> None:
     rng, net = np.random.default_rng(seed), Network()
