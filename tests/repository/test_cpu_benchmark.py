@@ -215,7 +215,12 @@ def test_ours_and_eager_pytorch_agree_on_a_network(tmp_path: Path) -> None:
     contenders = NetworkContenders(nn.Sequential(nn.Linear(8, 4), nn.GELU()).eval(), torch.randn(3, 8), 1, tmp_path)
     chosen = prepare(contenders.factories(), lambda name: name.startswith(("npu-sim", "PyTorch")))
     reference = contenders.reference()
-    assert set(chosen) == {"npu-sim bfloat16", "npu-sim float16", "npu-sim float32", "PyTorch eager float32"}
+    assert set(chosen) - {"PyTorch eager bfloat16"} == {
+        "npu-sim bfloat16",
+        "npu-sim float16",
+        "npu-sim float32",
+        "PyTorch eager float32",
+    }
     for contender, output in chosen.values():
         np.testing.assert_allclose(output, reference, atol=0.05)
         assert contender.seconds() > 0
