@@ -265,7 +265,7 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
             inputs[3] = np.abs(v.view(np.int8)).view(v.dtype) if kind == "int8" else v & 0x7F  # their magnitudes
             run_reference(library, "quantized_attention_kernel", inputs, [summed], params)
             inputs[3] = v
-            # Where pairs of bfloat16 are multiplied, weights are rounded to it: by 2**-8 of each and of their sum at most.
+            # Where pairs of bfloat16 are multiplied, weights are rounded to it: 2**-8 of each and of their sum at most.
             step = 2.0**-7 if dtype == BFLOAT16 else 2.0**-16
             assert np.max((np.abs(out - expected) - 1e-6) / summed) <= step
 

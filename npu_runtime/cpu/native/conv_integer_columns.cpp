@@ -63,7 +63,7 @@ void convolve_line(const Args& a, int64_t line, int64_t block) {
   for (int i = kStride; i < kTaps; ++i) columns[i] = taps.column(next++);
   for (int64_t x = 0; x < a.out_w; ++x, out += channels) {
     // What follows is at fixed distances from these, whose sums g++ would otherwise hold in registers.
-    asm("" : "+r"(weights), "+r"(offsets), "+r"(scales), "+r"(biases));
+    weights = not_known(weights), offsets = not_known(offsets), scales = not_known(scales), biases = not_known(biases);
 #pragma GCC unroll 3
     for (int i = 0; i < kTaps; ++i) columns[i] = i + kStride < kTaps ? columns[i + kStride] : taps.column(next++);
     IVec codes[4];

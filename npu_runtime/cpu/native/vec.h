@@ -479,6 +479,13 @@ NPU_INLINE void store_bytes(T* p, IVec first, IVec second) {
 #endif
 }
 
+// The same address; the compiler is not told that it is.
+template <class T>
+NPU_INLINE const T* not_known(const T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
 // The first `count` bytes, at most a vector of them; the others are 0.
 NPU_INLINE ByteVec load_first(const void* p, int64_t count) {
 #if defined(NPU_AVX512)
