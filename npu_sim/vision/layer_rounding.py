@@ -1,13 +1,14 @@
 """Rounding the layers of a network one after the other, each for the inputs that the rounded layers before it make.
 
-The rounding errors of a weight are compensated (`npu_sim.quantizing.compensation`), but for grouped convolutions. What
-is left of the error in the mean of each channel, that of activations and of earlier layers included, goes into the
-bias: "empirical bias correction" of Nagel et al., "Data-Free Quantization through Weight Equalization and Bias
-Correction" (2019), https://arxiv.org/abs/1906.04721.
+The rounding errors of a weight are compensated (`npu_sim.quantizing.compensation`, or `rounding_search` where a result
+has few weights). Half of what the inputs have lost in earlier layers is made up for. What is left of the error
+in the mean of each channel goes into the bias: "empirical bias correction" of Nagel et al., "Data-Free Quantization
+through Weight Equalization and Bias Correction" (2019), https://arxiv.org/abs/1906.04721.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,10 +22,12 @@ from npu_compiler.graph.weight_recipe import from_key
 from npu_compiler.passes.dead_code import eliminate_dead_code
 from npu_runtime.cpu_fallback import CPUPartition
 from npu_runtime.torch_arrays import numpy_to_tensor
-from npu_sim.quantizing.compensation import compensated
+from npu_sim.quantizing.compensation import PROPAGATION, compensated
 from npu_sim.quantizing.rounding import SEARCH
+from npu_sim.vision.rounding_search import FEW, best_scales, damped, searched
 
 _INT8 = QuantizedFormat("int8")
+_POSITIONS = 20  # for each weight of a result: with fewer, what the inputs lack is not known well enough to make up for
 _Values = dict[str, torch.Tensor]
 
 
@@ -50,7 +53,7 @@ def round_layers(
         The graph and weights with new biases, and the integers of all weights.
     """
     by_node = {layer.node: layer for layer in layers}
-    source, nodes, changed, found = graph.inputs[0], [], dict(state), dict(integers)
+    source, nodes, changed, integers_of = graph.inputs[0], [], dict(state), dict(integers)
     tensors, recipes = dict(graph.tensors), dict(graph.weights)
     exact: list[_Values] = [{source: numpy_to_tensor(np.ascontiguousarray(x, np.float32))} for x in images]
     rounded = [{source: _rounded(values[source], ranges.get(source))} for values in exact]
@@ -62,9 +65,10 @@ def round_layers(
             _run(node, graph, state, rounded)
         else:
             key = next(graph.weights[layer.weight].keys())
-            if node.attrs.get("groups", 1) == 1 and not isinstance(node.attrs.get("padding"), str):
-                found[layer.weight] = _compensated(state[key], node, [values[node.inputs[0]] for values in rounded])
-            _run(node, graph, {**state, key: found[layer.weight].dequantize()}, rounded)
+            if not isinstance(node.attrs.get("padding"), str):
+                inputs = ([values[node.inputs[0]] for values in found] for found in (exact, rounded))
+                integers_of[layer.weight] = _compensated(state[key], node, *inputs)
+            _run(node, graph, {**state, key: integers_of[layer.weight].dequantize()}, rounded)
             shift = _mean_error(made[0], exact, rounded)
             old = state[next(graph.weights[layer.bias].keys())] if layer.bias is not None else np.float32(0)
             name = unique_name(f"{node.name}.bias", tensors)
@@ -80,7 +84,7 @@ def round_layers(
             for name in [name for name in values if last.get(name, -1) <= index]:
                 del values[name]
     result = replace(graph, nodes=nodes, tensors=tensors, weights=recipes)
-    return eliminate_dead_code(result), changed, found
+    return eliminate_dead_code(result), changed, integers_of
 
 
 def _run(node: OpNode, graph: IRGraph, state: Mapping[str, np.ndarray], images: Sequence[_Values]) -> None:
@@ -94,27 +98,60 @@ def _run(node: OpNode, graph: IRGraph, state: Mapping[str, np.ndarray], images: 
         values.update(part.run_tensors({name: values[name] for name in given}))
 
 
-def _compensated(weight: np.ndarray, node: OpNode, inputs: Sequence[torch.Tensor]) -> IntegerWeight:
+def _compensated(
+    weight: np.ndarray, node: OpNode, exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor]
+) -> IntegerWeight:
     """A weight [o, ...] rounded for its inputs. Their mean does not count, as the bias makes up for its error."""
-    rows = torch.from_numpy(np.asarray(weight, np.float32).reshape(len(weight), -1))
-    hessian, total, count = torch.zeros(rows.shape[1], rows.shape[1]), torch.zeros(rows.shape[1]), 0
-    for value in inputs:
-        seen = _columns(value, node, weight.shape)
-        hessian.addmm_(seen.T, seen)
-        total, count = total + seen.sum(0), count + len(seen)
-    hessian -= torch.outer(total, total) / count
-    array = compensated(rows, hessian, _INT8, SEARCH)
-    return IntegerWeight(array.integers().astype(np.int8).reshape(weight.shape), array.scales[:, 0])
+    groups = node.attrs.get("groups", 1)
+    rows = torch.from_numpy(np.asarray(weight, np.float32)).reshape(groups, len(weight) // groups, -1)
+    hessian, shift, count = _moments(exact, rounded, node, weight.shape)
+    if count >= _POSITIONS * rows.shape[2]:
+        rows = _matched(rows, hessian, shift)
+    if rows.shape[2] <= FEW:
+        codes, scales = searched(rows, hessian)
+    else:
+        arrays = [compensated(*one, _INT8, SEARCH) for one in zip(rows, hessian, strict=True)]
+        codes = torch.stack([torch.from_numpy(array.integers()) for array in arrays])
+        scales = torch.stack([torch.from_numpy(array.scales[:, 0]) for array in arrays])
+        scales = best_scales(codes.double(), rows.double(), damped(hessian), scales.double()).float()
+    return IntegerWeight(codes.to(torch.int8).reshape(weight.shape).numpy(), scales.flatten().numpy())
+
+
+def _matched(weight: torch.Tensor, hessian: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """As `compensation.matched`, for groups: weights whose results come nearer to those of the float network."""
+    change = torch.cholesky_solve(shift.mT.double(), torch.linalg.cholesky(damped(hessian))).mT
+    return weight + PROPAGATION * weight @ change.float()
+
+
+def _moments(
+    exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor], node: OpNode, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of a layer's rounded inputs x and exact ones y, without their means: the sums of x xᵀ and (y - x) xᵀ.
+
+    Returns:
+        Both sums, [groups, k, k], and the number of positions that they are over.
+    """
+    hessian = shift = total = lost = torch.zeros(())
+    # About the mean, which then takes no digits from the differences between large values.
+    middle, count = _columns(rounded[0], node, shape).mean(2, keepdim=True), 0
+    for value, wanted in zip(rounded, exact, strict=True):
+        x, y = _columns(value, node, shape) - middle, _columns(wanted - value, node, shape)
+        hessian, shift = hessian + x @ x.mT, shift + y @ x.mT
+        total, lost, count = total + x.sum(2), lost + y.sum(2), count + x.shape[2]
+    hessian = hessian - total[:, :, None] * total[:, None] / count
+    return hessian, shift - lost[:, :, None] * total[:, None] / count, count
 
 
 def _columns(value: torch.Tensor, node: OpNode, shape: tuple[int, ...]) -> torch.Tensor:
-    """What each output element of a linear or convolution multiplies with its weight: [positions, k]."""
+    """What each output element of a linear or convolution multiplies with its weight: [groups, k, positions]."""
     if len(shape) == 2:
-        return value.reshape(-1, shape[1])
+        return value.reshape(1, -1, shape[1]).mT
     options = {
         name: node.attrs.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
     }
-    return torch.nn.functional.unfold(value, shape[2:], **options).transpose(1, 2).reshape(-1, int(np.prod(shape[1:])))
+    columns = torch.nn.functional.unfold(value, shape[2:], **options)
+    groups, k = node.attrs.get("groups", 1), math.prod(shape[1:])
+    return columns.reshape(-1, groups, k, columns.shape[2]).permute(1, 2, 0, 3).reshape(groups, k, -1)
 
 
 def _mean_error(name: str, exact: Sequence[_Values], rounded: Sequence[_Values]) -> torch.Tensor:
