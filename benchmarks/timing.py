@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-PAUSE = 0.05
+PAUSE = 0.05  # seconds
+WARM = 0.02  # seconds
 LEAST_ROUNDS = 3
 LONG = 0.5  # seconds
 
@@ -38,8 +39,9 @@ def interleave(
 ) -> dict[str, Result]:
     """Time each contender once per round, after `warmup` unmeasured rounds.
 
-    Before each timed run there are a pause and an untimed run of the same contender, because the worker threads of
-    the previous contender keep spinning for a while after its last run. Runs that take long need no untimed one.
+    Before each timed run there are a pause, because the worker threads of the previous contender keep spinning for a
+    while after its last run, and untimed runs of the same contender for at least `WARM` seconds, because the pause
+    lets the processor's clock and caches go. Runs that take long need no untimed one.
 
     Args:
         limit: Seconds after which no further round begins, if there have been `LEAST_ROUNDS`.
@@ -51,8 +53,10 @@ def interleave(
             break
         for name, timer in timers.items():
             time.sleep(PAUSE)
-            elapsed = timer()
+            elapsed, warm = timer(), time.perf_counter() + WARM
             if elapsed < LONG:
+                while time.perf_counter() < warm:
+                    timer()
                 elapsed = timer()
             if index >= warmup:
                 seconds[name].append(elapsed)
