@@ -378,10 +378,16 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     kernel = _per_axis(node.attrs["kernel_size"], 1, rank1)
     stride = node.attrs.get("stride") or node.attrs["kernel_size"]
     include = node.attrs.get("count_include_pad")
+    padding = _per_axis(node.attrs.get("padding", 0), 0, rank1)
+    whole = out.shape[-2:] == (1, 1) and not any(padding) and not node.attrs.get("divisor_override")
+    if whole and all(size <= wide for size, wide in zip(x.shape[-2:], kernel, strict=True)):
+        # Transformers' EfficientNet has a window as wide as it has channels, to cover images of every size.
+        ctx.emit("adaptive_avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], flops=x.numel)
+        return
     params = {
         "window": kernel,
         "stride": _per_axis(stride, 1, rank1),
-        "padding": _per_axis(node.attrs.get("padding", 0), 0, rank1),
+        "padding": padding,
         "ceil_mode": int(bool(node.attrs.get("ceil_mode"))),
         "count_include_pad": int(True if include is None else bool(include)),
         "divisor": node.attrs.get("divisor_override") or 0,

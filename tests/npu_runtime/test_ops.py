@@ -678,6 +678,13 @@ case(
     lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
     f(2, 3, 8, 8),
 )
+case("avg_pool2d-wider-than-image", lambda x: F.avg_pool2d(x, 1280, ceil_mode=True), f(2, 3, 7, 5))
+case("avg_pool2d-wider-than-image-padded", lambda x: F.avg_pool2d(x, 8, 8, 4, ceil_mode=True), f(2, 3, 7, 5))
+case(
+    "avg_pool2d-wider-than-image-divisor",
+    lambda x: F.avg_pool2d(x, 9, ceil_mode=True, divisor_override=5),
+    f(2, 3, 7, 5),
+)
 case("avg_pool2d-divisor", lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=5), f(2, 3, 8, 8))
 case("avg_pool2d-unbatched", lambda x: F.avg_pool2d(x, 2), f(3, 8, 8))
 case("avg_pool1d", lambda x: (F.avg_pool1d(x, 3, 2, 1), F.avg_pool1d(x, 3, 2, 1, count_include_pad=False)), f(2, 3, 9))
