@@ -1,7 +1,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-KERNEL_TESTS := $(addprefix tests/npu_runtime/test_native,.py _conv.py _quantized.py)
+KERNEL_TESTS := $(addprefix tests/npu_runtime/test_,native.py native_conv.py native_quantized.py integer_kernels.py)
 FUZZED := program ir gguf safetensors cache
 FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))

@@ -19,7 +19,7 @@ import numpy as np
 from npu_compiler.fusions.engine import activation
 from npu_compiler.graph.dtypes import BYTE_DTYPES, FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
-from npu_compiler.ops.affine import limits
+from npu_compiler.ops.affine import check_parameters, limits
 from npu_compiler.ops.byte_storage import storable_in_bytes
 from npu_compiler.ops.integer import MOST_TERMS
 from npu_compiler.ops.registry import Args, find_op, well_formed
@@ -62,6 +62,10 @@ def _named(node: OpNode, graph: IRGraph) -> OpNode:
         if scale is None or zero_point is None:
             return node
         low, high = limits(node)
+    try:
+        check_parameters(scale, int(zero_point), low, high)
+    except ValueError:
+        return node  # parameters that are tensors may be anything; the node is computed as it is written
     if is_quantize:
         attrs = {"out_scale": float(scale), "out_zero_point": int(zero_point), "low": low, "high": high}
         return OpNode(node.name, _QUANTIZE, node.inputs[:1], node.outputs, attrs)

@@ -32,10 +32,18 @@ _RESIDUAL = {"residual_scale": "f", "residual_zero_point": "i"}
 _PRODUCT: dict[str, Any] = {"x_scale": "f", "zero_point": "i", **_RESIDUAL, **_RESULT, "activation": ACTIVATION}
 
 
+_HELD = {"int8": (-128, 127), "uint8": (0, 255)}
+
+
 def _fits_bytes(call: SimpleNamespace) -> bool:
-    """Whether the limits of a result in bytes are those of its dtype, or closer."""
-    least, most = {"int8": (-128, 127), "uint8": (0, 255)}.get(call.out.dtype, (-255, 255))
-    return bool(least <= call.low <= call.high <= most and -255 <= call.out_zero_point <= 255)
+    """Whether the limits of a result in bytes are those of its dtype, or closer, and zero points are bytes."""
+    least, most = _HELD.get(call.out.dtype, (-255, 255))
+    first, last = _HELD.get(call.x.dtype, (-255, 255))
+    return bool(
+        first <= getattr(call, "zero_point", 0) <= last
+        and least <= call.low <= call.high <= most
+        and least <= call.out_zero_point <= most
+    )
 
 
 declare_kernel(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quantized_networks import BACKENDS, DEQUANTIZE, LIMITS, QUANTIZE, Network
+from quantized_networks import BACKENDS, DEQUANTIZE, DEQUANTIZE_CHANNELS, LIMITS, QUANTIZE, Network
 
 from npu_compiler import compile
 from npu_runtime import Executor, load_weights
@@ -256,3 +256,57 @@ def test_bytes_that_are_an_input_are_checked_against_their_range() -> None:
         np.testing.assert_array_equal(got, want, err_msg=name)
     with pytest.raises(InputError, match=r"'x' holds 200, which is outside -128\.\.127"):
         net.run({"x": np.full((2, 8), 200)})
+
+
+def test_products_that_share_a_weight_have_zero_points_of_their_own() -> None:
+    rng, net = np.random.default_rng(0), Network()
+    codes, weight = rng.integers(0, 256, (3, 16)), rng.integers(-128, 128, (8, 16)).astype(np.int8)
+    x = net.rounded(net.g.input("x", 3, 16), 1.0, 0)
+    net.state |= {"w": weight, "scales": np.ones(8, np.float32), "3": np.full(8, 3), "7": np.full(8, 7)}
+    stored, scales = net.g.weight("w", 8, 16, dtype="int8"), net.g.weight("scales", 8)
+    attrs = {"axis": 0, "quant_min": -128, "quant_max": 127, "dtype": "int8"}
+    first, second = (
+        net.g(
+            DEQUANTIZE_CHANNELS, stored, scales, net.g.weight(zero, 8, dtype="int64"), **attrs, out=((8, 16), "float32")
+        )
+        for zero in ("3", "7")
+    )
+    net.g.output(net.g("aten.cat.default", [net.g("aten.linear.default", x, each) for each in (first, second)], 1))
+    assert net.ops.count("npu.integer_linear") == 2
+    wide = weight.astype(np.int64)
+    want = np.concatenate([codes @ (wide - zero).T for zero in (3, 7)], 1)
+    for name, got in net.run({"x": codes.astype(np.float32)}).items():
+        np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+@pytest.mark.parametrize(("scale", "zero"), [(1.0, -20), (1.0, 300), (0.5, 10)])
+def test_parameters_that_are_tensors_may_be_outside_the_range(scale: float, zero: int, groups: int) -> None:
+    rng, net = np.random.default_rng(0), Network()
+    x = rng.integers(-30, 30, (1, 16, 4, 4)).astype(np.float32)
+    weight = rng.integers(-9, 9, (16, 16 // groups, 3, 3)).astype(np.int8)
+    parameters = [net.g.constant("scale", np.float32([scale])), net.g.constant("zero", np.int64([zero]))]
+    attrs = {"quant_min": 0, "quant_max": 255, "dtype": "uint8"}
+    quantize, dequantize = (name.replace(".default", ".tensor") for name in (QUANTIZE, DEQUANTIZE))
+    codes = net.g(quantize, net.g.input("x", *x.shape), *parameters, **attrs, out=(x.shape, "uint8"))
+    value = net.g(dequantize, codes, *parameters, **attrs, out=(x.shape, "float32"))
+    window = {"stride": [1, 1], "padding": [1, 1], "groups": groups}
+    net.g.output(net.g("aten.conv2d.default", value, net.weight("w", weight, np.ones(16)), **window))
+    assert ("npu.integer_conv2d" in net.ops) == (0 <= zero <= 255)
+    seen = (np.clip(np.rint(x / scale) + zero, 0, 255) - zero) * scale
+    want = F.conv2d(torch.from_numpy(seen), torch.from_numpy(weight).float(), padding=1, groups=groups).numpy()
+    for name, got in net.run({"x": x}).items():
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_a_residual_that_is_not_a_number_stays_so_in_floats(activation: str) -> None:
+    net = Network()
+    x, other = net.g.input("x", 1, 16, 3, 3), net.g.input("other", 1, 16, 3, 3)
+    weight = net.weight("w", np.ones((16, 16, 1, 1), np.int8), np.ones(16))
+    value = net.g("aten.add.Tensor", net.g("aten.conv2d.default", net.rounded(x, 1.0, 0), weight), other)
+    net.g.output(value if activation == "none" else net.g(f"aten.{activation}.default", value))
+    residual = np.zeros((1, 16, 3, 3), np.float32)
+    residual[0, 5, 1, 2] = np.nan
+    for name, got in net.run({"x": np.ones((1, 16, 3, 3), np.float32), "other": residual}).items():
+        assert np.isnan(got[0, 5, 1, 2]) and np.isnan(got).sum() == 1, name

@@ -175,17 +175,17 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     params = call.params
     if not all(map(call.is_constant, read)) or params["activation"] not in ACTIVATIONS:
         return None
-    known = call.at(zeros)
+    known, baked = call.at(zeros), [] if zeros is None else [zeros]  # zero points become part of the packed weight
     if algorithm == "depthwise":
-        weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known))
+        weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known), baked)
     elif algorithm == "winograd":
-        weight = call.prepared(1, "integer points", lambda w: pack_points(w, known))
+        weight = call.prepared(1, "integer points", lambda w: pack_points(w, known), baked)
     elif algorithm == "columns":
         weight = call.prepared(1, "integer columns", pack_columns)
     elif algorithm == "bytes":
         weight = call.prepared(1, f"integer byte panels {groups}", lambda w: pack_byte_panels(w, groups))
     else:
-        weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups))
+        weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups), baked)
     added, spare = call.at(bias), (0, layout().panel)
     # The least code of x is 0 for the kernels on bytes.
     moved = algorithm in ("bytes", "columns") and call.inputs[0].dtype == np.int8

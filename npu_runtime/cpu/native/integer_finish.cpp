@@ -43,7 +43,8 @@ void finish(const Args& a, const Block& b) {
       y += load_residual<residual>(added, added_type, index, count, residual_scale, residual_zero);
     if constexpr (!kLimits) y = apply(activation, y);
     if constexpr (kBytes) y = y * inverse;
-    return min(high, max(y, low));
+    if constexpr (kBytes) return min(high, max(y, low));
+    else return min(high, max(low, y));  // which keeps a NaN
   };
   int64_t c = 0;
   for (; kBytes && c + 2 * kLanes <= b.channels; c += 2 * kLanes) {
