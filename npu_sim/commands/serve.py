@@ -180,7 +180,7 @@ def serve(
     if speculate and draft is not None:
         raise InputError("--speculate and --draft are two ways to guess tokens; leave out one of them")
     on_ray = RayOptions(ray, ray_address, replicas, min_replicas, max_replicas, replica_cpus)
-    on_ray.check()
+    on_ray.check(device)
     find_checkpoint(model)
     if draft is not None:
         with concerning("--draft"):
@@ -252,7 +252,15 @@ def serve(
         if ray:
             named = "metal-emulator-fast" if fast else device
             asked = ReplicaSettings(
-                _anywhere(model), dtype, quantization, activations, named, not no_tune, settings, _anywhere(draft)
+                _anywhere(model),
+                dtype,
+                quantization,
+                activations,
+                named,
+                not no_tune,
+                settings,
+                _anywhere(draft),
+                cpu_level,
             )
             engine, facts = stack.enter_context(
                 remote_engine(called, asked, on_ray, capacity=max_requests + max_batch, drain_seconds=drain_timeout)

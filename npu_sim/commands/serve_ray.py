@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ class RayOptions:
     max_replicas: int | None
     replica_cpus: int | None
 
-    def check(self) -> None:
+    def check(self, device: str | None = None) -> None:
         """Raises `InputError` where the options do not go together, or Ray is missing."""
         from npu_compiler.errors import InputError
 
@@ -46,6 +46,8 @@ class RayOptions:
             raise InputError("--replicas sets a fixed number; leave it out, or --min-replicas and --max-replicas")
         if self.least > self.most:
             raise InputError(f"--min-replicas {self.least} is more than --max-replicas {self.most}")
+        if self.ray and device is not None and re.fullmatch(r"cuda:\d+", device):
+            raise InputError(f"--device {device}: with --ray, each replica gets a GPU of its own; write cuda")
         if self.ray and find_spec("ray") is None:
             raise InputError("--ray needs ray, which is not installed: pip install 'npu-simulation[ray]'")
 
@@ -89,10 +91,9 @@ def remote_engine(
         note("starting the replicas; the first start with a model compiles its programs, for minutes")
         with step(f"starting {options.described}"):
             deployment = Deployment(re.sub(r"[^\w.-]+", "-", name), settings, scale)
-        engine = RemoteEngine(deployment.handle, capacity)
-        try:
-            yield engine, deployment.facts
-        finally:
-            engine.close()
+        with ExitStack() as stack:
             if options.address:  # a local cluster ends with all that runs on it
-                deployment.release()
+                stack.callback(deployment.release)
+            engine = RemoteEngine(deployment.handle, capacity)
+            stack.callback(engine.close)
+            yield engine, deployment.facts

@@ -77,5 +77,8 @@ class BatchModel(Protocol):
             InputError: the batch exceeds the model's limits or refers to blocks outside the pool.
         """
 
+    def check(self) -> None:
+        """Raise the reason (`NPUError`) if no further step can succeed, since a part of what runs them is lost."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, each (from, to), in all layers, after the steps launched so far."""

@@ -201,6 +201,8 @@ class Engine:
                 self._take_messages()
                 if self._core.busy:
                     self._core.advance()
+                if self._core.failures:
+                    self._model.check()
                 if self._core.failures >= MOST_FAILURES:
                     raise DeviceError(f"{MOST_FAILURES} steps have failed one after the other")
         except BaseException as error:

@@ -51,6 +51,7 @@ class ReplicaSettings:
         device: The device's name there. Default: the best one.
         tune: On the CPU, use the kernels that measurements find the fastest.
         draft: What `load_checkpoint` takes for the model that guesses tokens, if any.
+        cpu_level: Instruction set of the CPU kernels. Default: the best one there.
     """
 
     model: str
@@ -61,6 +62,7 @@ class ReplicaSettings:
     tune: bool = True
     engine: EngineSettings = EngineSettings()
     draft: str | None = None
+    cpu_level: str | None = None
 
 
 def open_model(

@@ -16,7 +16,7 @@ from tiny_llms import save_tiny, save_tokenizer
 from toy_batches import VOCAB, ToyModel, alone, row_values
 from toy_batches import logits_of as toy_logits
 
-from npu_compiler.errors import InputError
+from npu_compiler.errors import DeviceError, InputError
 from npu_sim.llm import Checkpoint, StreamDecoder, load_checkpoint
 from npu_sim.serving.engine import MOST_FAILURES, Engine, EngineClosedError, QueueFullError
 from npu_sim.serving.request import Request, SamplingSettings, Update
@@ -198,6 +198,20 @@ def test_a_device_some_of_whose_steps_fail_goes_on() -> None:
         answers = engine.generate([Request((1,), 1)] * 3 * MOST_FAILURES)
         assert engine.failed is None
     assert sum(answer.error is None for answer in answers) >= MOST_FAILURES
+
+
+def test_an_engine_whose_model_is_lost_fails_with_the_reason_at_once() -> None:
+    model = ToyModel()
+    model.fail_launching = set(range(100))
+
+    def check() -> None:
+        raise DeviceError("rank 1 of 2 has ended")
+
+    model.check = check  # type: ignore[method-assign]
+    with pytest.raises(EngineClosedError, match="rank 1 of 2 has ended"), Engine(model) as engine:
+        assert engine.submit(Request((1,), 20)).result().error
+        wait_until(lambda: engine.failed is not None)
+        engine.submit(Request((1,), 20))
 
 
 def test_draining_waits_for_the_requests_and_takes_no_more() -> None:

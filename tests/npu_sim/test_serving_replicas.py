@@ -54,6 +54,40 @@ def test_options_say_how_many_replicas_there_are(options: Any, least: int, most:
     assert (found.least, found.most, found.described) == (least, most, described)
 
 
+def test_a_numbered_gpu_is_refused_as_each_replica_has_its_own() -> None:
+    with pytest.raises(InputError, match="--device cuda:1: with --ray, each replica gets a GPU of its own; write cuda"):
+        NOTHING.check("cuda:1")
+    for device in (None, "cpu", "cuda", "npu-model:chip.toml"):
+        NOTHING.check(device)
+
+
+def test_cancelling_a_stream_that_is_lost_forgets_it() -> None:
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from npu_sim.serving.cluster.engine import RemoteHandle
+
+    class Lost:
+        def cancel(self) -> None:
+            raise DeploymentUnavailableError(None)
+
+    forgotten: list[RemoteHandle] = []
+    handle = RemoteHandle(Request((1,)), Lost(), forgotten.append)
+    handle.cancel()
+    assert forgotten == [handle]
+
+
+def test_servers_with_other_limits_share_replicas_which_have_the_cpu_level_that_was_asked_for() -> None:
+    from npu_sim.serving.cluster.application import Scale, model_application, replicas_key
+    from npu_sim.serving.opening import EngineSettings, ReplicaSettings
+
+    asked = ReplicaSettings("model", engine=EngineSettings(max_waiting=3), cpu_level="x86-64-v3")
+    key = replicas_key(asked, Scale(drain_seconds=1))
+    assert key == replicas_key(replace(asked, engine=EngineSettings(max_waiting=9)), Scale(drain_seconds=2))
+    assert key != replicas_key(replace(asked, cpu_level=None), Scale()) != replicas_key(asked, Scale(most=2))
+    options = model_application(asked, Scale(cpus=2))._bound_deployment.ray_actor_options
+    assert options["runtime_env"]["env_vars"] == {"NPU_SIM_THREADS": "2", "NPU_SIM_CPU_LEVEL": "x86-64-v3"}
+
+
 def test_stats_of_replicas_add_up_and_those_of_former_ones_keep_their_counts() -> None:
     both = merged([stats(3), stats(4)], [stats(10)])
     assert both.running == both.blocks_used == 7  # the state of those that are there

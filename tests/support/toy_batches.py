@@ -121,6 +121,8 @@ class ToyModel:
         )
         return ToyResult(self, self._chosen, logits)
 
+    def check(self) -> None: ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         pool = self._pool.reshape(self.blocks, self.block_size)
         sources, targets = (list(side) for side in zip(*pairs, strict=True))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import ApplicationStatus
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_compiler.version import __version__
@@ -21,6 +23,7 @@ from npu_sim.serving.cluster.routing import PrefixRouter
 from npu_sim.serving.opening import ReplicaSettings
 
 DEPLOYMENT = "Model"
+_HEALTH_PERIOD = 1.0  # seconds; a replica is replaced when three checks have failed
 _ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 
@@ -63,22 +66,29 @@ class Deployment:
 
     def __init__(self, name: str, settings: ReplicaSettings, scale: Scale) -> None:
         self._name, self._user = name, f"{name}/{uuid.uuid4().hex}"
-        self._mark = ray.remote(_User).options(name=self._user, num_cpus=0).remote()
-        key = repr((settings, scale, __version__))
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._mark = ray.remote(_User).options(name=self._user, num_cpus=0, scheduling_strategy=here).remote()
+        try:
+            self._start(name, settings, scale)
+        except (RuntimeError, RayError) as error:
+            reason = _reason(name) or str(error)
+            self.release()
+            raise DeviceError(f"the replicas of {name} do not start: {reason}") from error
+        except BaseException:  # Ctrl-C: the replicas belong to the cluster, and would go on
+            self.release()
+            raise
+
+    def _start(self, name: str, settings: ReplicaSettings, scale: Scale) -> None:
+        """Find the replicas, or start them."""
+        key = replicas_key(settings, scale)
         while (before := _found(name)) is not None and before.status == ApplicationStatus.DEPLOYING:
             time.sleep(0.5)  # another server is at it, perhaps with the same settings
-        if before is not None and before.status == ApplicationStatus.RUNNING:
+        if before is not None and before.status in (ApplicationStatus.RUNNING, ApplicationStatus.UNHEALTHY):
             self.handle = serve.get_app_handle(name)
             self.facts: ReplicaFacts = self.handle.facts.remote().result()
             if self.facts.key == key:
                 return
-        try:
-            self.handle = serve.run(model_application(settings, scale, key), name=name, route_prefix=None)
-        except RuntimeError as error:
-            reason = _reason(name) or str(error)
-            if before is None:
-                serve.delete(name)
-            raise DeviceError(f"the replicas of {name} do not start: {reason}") from error
+        self.handle = serve.run(model_application(settings, scale, key), name=name, route_prefix=None)
         self.facts = self.handle.facts.remote().result()
 
     def release(self) -> None:
@@ -104,6 +114,12 @@ def _reason(name: str) -> str | None:
     return next((line.partition(": ")[2] for line in reversed(lines) if _ERROR.match(line)), None)
 
 
+def replicas_key(settings: ReplicaSettings, scale: Scale) -> str:
+    """What replicas are told apart by. A server's limits are its own, so servers with others may share replicas."""
+    engine = replace(settings.engine, max_waiting=None)
+    return repr((replace(settings, engine=engine), replace(scale, drain_seconds=0.0), __version__))
+
+
 def model_application(settings: ReplicaSettings, scale: Scale, key: str = "") -> serve.Application:
     """The application that runs replicas. Deployed under the name of another one, it replaces its replicas in turn.
 
@@ -111,14 +127,18 @@ def model_application(settings: ReplicaSettings, scale: Scale, key: str = "") ->
         key: What the replicas answer as `ReplicaFacts.key`.
     """
     batch = settings.engine.max_batch
+    environment = {"NPU_SIM_THREADS": str(scale.cpus)}
+    if settings.cpu_level is not None:
+        environment["NPU_SIM_CPU_LEVEL"] = settings.cpu_level
     options: dict[str, Any] = {
         "max_ongoing_requests": batch,
         "request_router_config": RequestRouterConfig(request_router_class=PrefixRouter),
         "graceful_shutdown_timeout_s": scale.drain_seconds,
+        "health_check_period_s": _HEALTH_PERIOD,
         "ray_actor_options": {
             "num_cpus": scale.cpus,
             "num_gpus": scale.gpus,
-            "runtime_env": {"env_vars": {"NPU_SIM_THREADS": str(scale.cpus)}},
+            "runtime_env": {"env_vars": environment},
         },
     }
     if (ranks := settings.engine.tensor_parallel) > 1:

@@ -134,8 +134,11 @@ class RemoteHandle(RequestHandle):
         return self._usage
 
     def cancel(self) -> None:
-        self._stream.cancel()
-        self._ended(self)
+        try:
+            with contextlib.suppress(RayError, RayServeException):  # of a replica that is lost
+                self._stream.cancel()
+        finally:
+            self._ended(self)
 
     def __iter__(self) -> Iterator[Update]:
         raise InputError("updates of a replica are read in an event loop: async for")

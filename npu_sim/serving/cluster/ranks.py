@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from typing import cast
 
@@ -41,7 +42,7 @@ class BundleWorker(Worker):
             address = ray.get(self._actor.address.remote(), timeout=_START_SECONDS)
             self._run = self._actor.run.remote(rank, size)
             self.connection = Client(address, authkey=key)
-        except (ray.exceptions.RayError, OSError) as error:
+        except (ray.exceptions.RayError, OSError, EOFError, AuthenticationError) as error:
             raise DeviceError(f"rank {rank} of {size} does not start: {error}") from error
 
     @staticmethod

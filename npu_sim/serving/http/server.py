@@ -119,8 +119,10 @@ class Server(uvicorn.Server):
         await self._end()
 
     async def _end(self) -> None:
-        await asyncio.to_thread(self._application.service.engine.close)
-        self.should_exit = True
+        try:
+            await asyncio.to_thread(self._application.service.engine.close)
+        finally:
+            self.should_exit = True
 
 
 def run_server(
