@@ -201,6 +201,8 @@ def _sized() -> Iterator[tuple[Probe, int]]:
                 if width < inner and rows in (32, 512):
                     yield Probe("product", (rows, width), partial(_feed_forward, inner)), work
     for images, length, heads, width in (
+        (64, 49, 3, 96),
+        (4, 49, 12, 384),
         (1, 64, 8, 256),
         (1, 128, 12, 768),
         (16, 128, 12, 768),
