@@ -41,6 +41,7 @@ ELEMENTS = 1 << 16  # of an operand that caches hold
 SAMPLE_SECONDS, SAMPLE_SECONDS_OF_A_GPU = 2e-4, 2e-2  # least length of what is timed: a GPU's host is ahead of it
 FEWEST_SAMPLES, SOME_SECONDS, MOST_SECONDS = 5, 0.02, 0.15  # of each program
 _AGREEMENT = 1.05  # the lower quartile of enough runs over the shortest
+PASSES = 2  # over all blocks, since what disturbs one may go on for seconds
 MOST_MACS, MOST_MACS_OF_A_GPU = 6 * 10**8, 10**11  # of a block
 RATES = ("float32", "float16", "bfloat16")  # of large products
 OF_TEXT = {"product", "attention", "norm", "elementwise"}  # kinds of calls that language models consist of
@@ -123,7 +124,7 @@ def measure(device: Device, report: Callable[[int, int], object] = lambda done, 
     is_cpu = device.name == "cpu"
     dtype, size = ("float32", SMALL_MATRIX_SIZE) if is_cpu else ("float16", MATRIX_SIZE)
     wanted = _measured_probes(device)
-    done, total = itertools.count(1), 4 + len(RATES) + len(wanted)
+    done, total = itertools.count(1), 4 + len(RATES) + PASSES * len(wanted)
     rates = {}
     for each in RATES:
         with contextlib.suppress(ConstraintError):  # the device lacks the dtype
@@ -139,10 +140,12 @@ def measure(device: Device, report: Callable[[int, int], object] = lambda done, 
     program = _chain(16, (ELEMENTS // 256, 256), device)
     operations = sum(call.flops for call in program.kernels) / _least(program, device)
     report(next(done), total)
-    blocks = []
-    for probe, each in wanted:
-        blocks.append(Block(probe, each, block_seconds(probe, each, device)))
-        report(next(done), total)
+    times: list[Times | None] = [None] * len(wanted)
+    for _ in range(PASSES):
+        for index, (probe, each) in enumerate(wanted):
+            times[index] = Times.of(probe, each, device).least(times[index])
+            report(next(done), total)
+    blocks = [Block(*one, found.seconds) for one, found in zip(wanted, times, strict=True) if found is not None]
     costs = 1e6 * launch, 1e6 * max(0.0, small / 2 - launch)
     most = max(cached.values())
     kept = max((size for size, rate in cached.items() if rate >= math.sqrt(read * most)), default=min(cached))
@@ -158,13 +161,41 @@ def _measured_probes(device: Device) -> list[tuple[Probe, str]]:
 
 
 def block_seconds(probe: Probe, dtype: str, device: Device) -> float:
-    """The seconds of a block among many: the difference of two programs, so that what a run costs is left out."""
-    for few, many in (FEW_BLOCKS, MANY_BLOCKS):
-        programs = [compile(probe.ir(n), device.backend.target, compute_dtype=dtype) for n in (few, many)]
-        short, long = map(_typical, _samples(programs, device))
-        if long >= SHORT:
-            break
-    return max((long - short) / (many - few), 1e-9)
+    """The seconds of a block among many."""
+    return Times.of(probe, dtype, device).seconds
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of two programs, of few blocks and of many; their difference leaves out what a run costs."""
+
+    few: int
+    many: int
+    short: float
+    long: float
+
+    @classmethod
+    def of(cls, probe: Probe, dtype: str, device: Device) -> Times:
+        """Measured now."""
+        for few, many in (FEW_BLOCKS, MANY_BLOCKS):
+            programs = [compile(probe.ir(n), device.backend.target, compute_dtype=dtype) for n in (few, many)]
+            short, long = map(_typical, _samples(programs, device))
+            if long >= SHORT:
+                break
+        return cls(few, many, short, long)
+
+    @property
+    def seconds(self) -> float:
+        """Of a block."""
+        return max((self.long - self.short) / (self.many - self.few), 1e-9)
+
+    def least(self, before: Times | None) -> Times:
+        """The lesser time of each program, of two measurements: disturbances only slow runs."""
+        if before is None or before.many < self.many:
+            return self
+        if before.many > self.many:
+            return before
+        return replace(self, short=min(self.short, before.short), long=min(self.long, before.long))
 
 
 def shape_of(device: Device, arrays: int | None = None, sram: int | None = None) -> Shape:

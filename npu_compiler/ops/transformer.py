@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 from npu_compiler.graph.dtypes import is_int
@@ -245,6 +246,14 @@ def _attention_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None
 
 
+def _with_rows(ctx: Lowering, mask: View) -> View:
+    """A mask whose rows are packed, or all of one element: kernels read vectors of them. A copy repeats nothing."""
+    if mask.rank == 0 or mask.shape[-1] == 1 or mask.strides[-1] in (0, 1):
+        return mask
+    once = tuple(1 if stride == 0 else size for size, stride in zip(mask.shape, mask.strides, strict=True))
+    return ctx.inner_contiguous(replace(mask, shape=once)).expand(mask.shape)
+
+
 @register_op(
     "aten.scaled_dot_product_attention npu.attention",
     tensors=("query", "key", "value", "attn_mask"),
@@ -260,7 +269,7 @@ def lower_attention(ctx: Lowering, node: OpNode) -> None:
     args = Args(node)
     q, k, v = (ctx.inner_contiguous(ctx.view(name)) for name in node.inputs[:3])
     mask_name = args.tensor("attn_mask")
-    mask = ctx.view(mask_name) if mask_name else None
+    mask = _with_rows(ctx, ctx.view(mask_name)) if mask_name else None
     rank = q.rank
     spec = ctx.spec(node.outputs[0])
     out = ctx.output(order=[0, 2, 1, 3] if rank == 4 else None)

@@ -763,6 +763,15 @@ case(
     spread=1,
 )
 case("sdpa-float-mask", lambda q, k, v, m: SDPA(q, k, v, m), Q, K, V, f(2, 1, 5, 7), spread=1)
+case(
+    "sdpa-permuted-mask",
+    lambda q, k, v, m: SDPA(q, k, v, m.permute(2, 0, 1).unsqueeze(0).expand(2, -1, -1, -1)),
+    f(2, 3, 7, 8),
+    f(2, 3, 7, 8),
+    f(2, 3, 7, 8),
+    f(7, 7, 3),
+    spread=1,
+)
 case("sdpa-float-mask-kw", lambda q, k, v, m: SDPA(q, k, v, attn_mask=m, scale=0.5), Q, K, V, f(1, 7), spread=1)
 case("sdpa-gqa", lambda q, k, v: SDPA(q, k, v, enable_gqa=True), Q, f(2, 2, 7, 8), f(2, 2, 7, 8), spread=1)
 case(

@@ -27,13 +27,7 @@ def layer_norm(inputs: Tensors, outputs: Tensors, params: Params) -> None:
 def group_norm(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     x, *affine = (to_float(t) for t in inputs)
     weight, bias = (*affine, None, None)[:2]
-    groups = x.reshape(x.shape[0], params["groups"], -1)
-    var, mean = torch.var_mean(groups, -1, correction=0, keepdim=True)
-    result = ((groups - mean) * torch.rsqrt(var + params["eps"])).reshape(x.shape)
-    shape = (1, -1, *([1] * (x.dim() - 2)))
-    if weight is not None:
-        result = result * weight.reshape(shape)
-    outputs[0].copy_(result if bias is None else result + bias.reshape(shape))
+    outputs[0].copy_(torch.group_norm(x, params["groups"], weight, bias, params["eps"]))
 
 
 @cpu_kernel("rope_kernel")
