@@ -111,6 +111,8 @@ def by_kind(result: Result) -> dict[str, float]:
 def accounted(case: Case) -> dict[str, float]:
     """Measured milliseconds by kind of kernel; empty where the step was not taken apart."""
     found: dict[str, float] = defaultdict(float)
+    if case.chip != "h200":
+        return found
     task, model, parameters = case.key
     for account in load_run(DOCS / "cuda.json").accounts:
         if (account.task, account.model, account.case) == (task, model, dict(parameters)):

@@ -46,8 +46,9 @@ class RayOptions:
             raise InputError("--replicas sets a fixed number; leave it out, or --min-replicas and --max-replicas")
         if self.least > self.most:
             raise InputError(f"--min-replicas {self.least} is more than --max-replicas {self.most}")
-        if self.ray and device is not None and re.fullmatch(r"cuda:\d+", device):
-            raise InputError(f"--device {device}: with --ray, each replica gets a GPU of its own; write cuda")
+        kind, _, number = (device or "").rpartition(":")
+        if self.ray and number.isdecimal():
+            raise InputError(f"--device {device}: with --ray, each replica gets a device of its own; write {kind}")
         if self.ray and find_spec("ray") is None:
             raise InputError("--ray needs ray, which is not installed: pip install 'npu-simulation[ray]'")
 

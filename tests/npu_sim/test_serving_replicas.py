@@ -55,9 +55,11 @@ def test_options_say_how_many_replicas_there_are(options: Any, least: int, most:
 
 
 def test_a_numbered_gpu_is_refused_as_each_replica_has_its_own() -> None:
-    with pytest.raises(InputError, match="--device cuda:1: with --ray, each replica gets a GPU of its own; write cuda"):
+    with pytest.raises(
+        InputError, match="--device cuda:1: with --ray, each replica gets a device of its own; write cuda"
+    ):
         NOTHING.check("cuda:1")
-    for device in (None, "cpu", "cuda", "npu-model:chip.toml"):
+    for device in (None, "cpu", "cuda", "npu-model:chip.toml", "npu-model:edge"):
         NOTHING.check(device)
 
 
