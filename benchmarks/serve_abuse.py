@@ -4,11 +4,11 @@ Good clients, streaming and not, some with extreme settings, some with several r
 the middle; requests that are sent half or byte by byte; readers that are slow or do not read; huge and invalid bodies;
 and, five times, a crowd of idle connections. Every good request must get its whole reply, or be told to come back; a
 prompt that one key has asked must not be in the cache for another. At the end the server must have no request and no
-KV block in use, and its memory must not have grown after the first part of the time. Start the server with short times
-and two keys, such as
+KV block in use, and its memory must not have grown after the first part of the time. Start the server with two
+keys, and times that are short but let idle connections stay until all are there, such as
 
-    npu-sim serve smollm2 --device cpu --header-timeout 5 --body-timeout 5 --write-timeout 5 --max-connections 12000 \\
-        --api-key-file keys
+    npu-sim serve smollm2 --device cpu --header-timeout 60 --body-timeout 10 --write-timeout 10 \\
+        --max-connections 12000 --api-key-file keys
 """
 
 from __future__ import annotations
