@@ -16,33 +16,46 @@ void in_parts(int64_t n, const F& body) {
 
 int64_t elements(const Args& a) { return a.batch * a.groups * a.in_h * a.in_w; }
 
-// x has its channels apart where kernel_h says so, and innermost, as the result has them, where not.
-void quantize(const Args& a) {
-  const Rounding round(a);
-  const int64_t channels = a.groups, plane = a.in_h * a.in_w;
-  if (!a.kernel_h) {
-    return in_parts(elements(a), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i += kLanes)
-        store_result(a, round, i, load_any(a.x, static_cast<Dtype>(a.x_type), i, end - i), end - i);
-    });
-  }
-  const int64_t rows = a.batch * a.in_h;
-  parallel_for(rows, std::max<int64_t>(1, kGrain / (a.in_w * channels)), [&](int64_t begin, int64_t end, int) {
+// out[i][c] = codes[c][i]. The number of channels may be known when this is compiled.
+template <class Channels, class Out>
+NPU_INLINE void interleave(const Out* codes, int64_t pitch, int64_t width, Channels channels, Out* out) {
+  for (int64_t i = 0; i < width; ++i)
+    for (int64_t c = 0; c < channels; ++c) out[i * channels + c] = codes[c * pitch + i];
+}
+
+// x has its channels apart; the result has them innermost.
+template <class Out>
+void quantize_planes(const Args& a) {
+  const int64_t channels = a.groups, width = a.in_w, plane = a.in_h * width, pitch = round_up(width, kLanes);
+  parallel_for(a.batch * a.in_h, std::max<int64_t>(1, kGrain / (width * channels)),
+               [&](int64_t begin, int64_t end, int) {
+    const Rounding round(a);
+    const char* x = a.x;
+    const Dtype type = static_cast<Dtype>(a.x_type);
+    Out* codes = thread_scratch().get<Out>(channels * pitch * sizeof(Out));
     for (int64_t row = begin; row < end; ++row) {
       const int64_t item = row / a.in_h, y = row % a.in_h;
-      char* out = a.out + row * a.in_w * channels;
       for (int64_t c = 0; c < channels; ++c) {
-        const int64_t line = (item * channels + c) * plane + y * a.in_w;
-        for (int64_t x = 0; x < a.in_w; x += kLanes) {
-          char codes[kLanes];
-          const Vec value = load_any(a.x, static_cast<Dtype>(a.x_type), line + x, a.in_w - x);
-          if (a.out_type == Stored::u8) store_bytes(reinterpret_cast<uint8_t*>(codes), round(value), kLanes);
-          else store_bytes(reinterpret_cast<int8_t*>(codes), round(value), kLanes);
-          const int64_t count = std::min<int64_t>(kLanes, a.in_w - x);
-          for (int64_t i = 0; i < count; ++i) out[(x + i) * channels + c] = codes[i];
-        }
+        const int64_t line = (item * channels + c) * plane + y * width;
+        for (int64_t i = 0; i < width; i += kLanes)
+          store_bytes(codes + c * pitch + i, round(load_any(x, type, line + i, width - i)), kLanes);
       }
+      Out* out = reinterpret_cast<Out*>(a.out) + row * width * channels;
+      if (channels == 3) interleave(codes, pitch, width, std::integral_constant<int64_t, 3>(), out);
+      else interleave(codes, pitch, width, channels, out);
     }
+  });
+}
+
+// kernel_h says whether x has its channels apart.
+void quantize(const Args& a) {
+  if (a.kernel_h) return with_bytes(a.out_type, [&](auto* type) {
+    quantize_planes<std::remove_pointer_t<decltype(type)>>(a);
+  });
+  const Rounding round(a);
+  in_parts(elements(a), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += kLanes)
+      store_result(a, round, i, load_any(a.x, static_cast<Dtype>(a.x_type), i, end - i), end - i);
   });
 }
 
