@@ -10,6 +10,7 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
                    const Range& range) {
   using S = Step<W>;
   if constexpr (kPacked) row_stride = S::kWidth;
+  constexpr int kStepBytes = kPanel * S::kWidth * sizeof(W);
   constexpr int kStepOffset = kPacked ? kRows * S::kWidth : S::kWidth;
   // Few rows are few accumulators; further independent sums then hide the multiply-add's latency.
   constexpr int kChains = kRows == 1 ? 4 : 2 * kRows * kVecs + 3 <= kRegisters ? 2 : 1;
@@ -29,7 +30,9 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
       for (int v = 0; v < kVecs; ++v) part[r][v] = S::multiply_add(part[r][v], value, panel[v]);
     }
     // Few rows are a stream from memory, which the hardware prefetches up to the end of a page.
-    if constexpr (kRows <= 4) __builtin_prefetch(reinterpret_cast<const char*>(w) + 4096);
+    if constexpr (kRows <= 4)
+#pragma GCC unroll 2
+      for (int line = 0; line < kStepBytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(w) + 4096 + line);
     w += kPanel * S::kWidth;
     x += kStepOffset;
   };
