@@ -127,14 +127,14 @@ class TestRouting:
     """`PrefixRouter` by itself, with replicas that are only named."""
 
     @staticmethod
-    def router(lengths: dict[str, int]) -> Any:
+    def router(lengths: dict[str, int], **options: int) -> Any:
         from types import SimpleNamespace
 
         from npu_sim.serving.cluster.routing import PrefixRouter
 
         router = object.__new__(PrefixRouter)
         router._replica_queue_len_cache = SimpleNamespace(get=lengths.get)
-        router.initialize_state()
+        router.initialize_state(**options)
         return router
 
     @staticmethod
@@ -172,10 +172,9 @@ class TestRouting:
         del lengths["b"]
         assert self.choose(router, lengths, range(32))[0] == ["a"]
 
-    def test_only_the_latest_blocks_are_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("npu_sim.serving.cluster.routing.REMEMBERED", 2)
+    def test_only_the_latest_blocks_are_remembered(self) -> None:
         lengths = {"a": 0, "b": 0}
-        router = self.router(lengths)
+        router = self.router(lengths, remembered=2)
         for start in (0, 100, 200):
             _, pending = self.choose(router, lengths, range(start, start + 16))
             router.on_request_routed(pending, "b", None)

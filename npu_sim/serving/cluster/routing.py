@@ -14,14 +14,15 @@ REMEMBERED = 1 << 16  # blocks of prompts
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not read
-    """Remembers to which replica each block of a prompt went, the latest `REMEMBERED` ones.
+    """Remembers to which replica each block of a prompt went, the latest `remembered` ones.
 
     A replica whose prefix cache should hold a beginning of the prompt is preferred, the one with the longest such
     beginning, unless it is much busier than another one. Otherwise the replica with the fewest requests is taken.
     Blocks are named as the prefix cache names them, so prompts of different tenants never look alike.
     """
 
-    def initialize_state(self, **_: Any) -> None:
+    def initialize_state(self, remembered: int = REMEMBERED, **_: Any) -> None:
+        self._remembered = remembered
         self._places: OrderedDict[bytes, ReplicaID] = OrderedDict()
 
     async def choose_replicas(
@@ -37,7 +38,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not 
         for digest in _digests(pending_request):
             self._places[digest] = replica_id
             self._places.move_to_end(digest)
-        while len(self._places) > REMEMBERED:
+        while len(self._places) > self._remembered:
             self._places.popitem(last=False)
 
     def _longest(self, digests: tuple[bytes, ...], candidates: dict[ReplicaID, RunningReplica]) -> ReplicaID | None:
