@@ -15,6 +15,7 @@ from npu_compiler.program.views import View
 
 BLOCK_ROWS = 16  # of a warp's product
 BLOCK_KEYS = 16
+_FEW_ROWS = 8  # whose products take half the registers
 _WARPS = 4
 _STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
 _FILLING_BLOCKS = 2 * MULTIPROCESSORS
@@ -43,6 +44,10 @@ _BARRIERS = 4 * 8  # bytes, for each stage
 _PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
+_MOST_SHARERS = 8  # blocks of a cluster
+_LONE_WARPS = 6  # of a block that shares with none; two fit the memory of a multiprocessor, of others three
+_LONG = 2048  # keys
+_WAVE = 2 * MULTIPROCESSORS * 9 // 10  # blocks that leave few multiprocessors idle
 _SURVEY_THREADS = 256
 _SURVEY_MIN_BLOCKS = 4
 
@@ -302,9 +307,10 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
     splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     together = tokens >= _MANY_TOKENS
+    rows = _WARPS * BLOCK_ROWS if together else BLOCK_ROWS if sharing > _FEW_ROWS else _FEW_ROWS
     constants = {
         "sharing": sharing,
-        "tile_tokens": (_WARPS if together else 1) * BLOCK_ROWS // sharing,
+        "tile_tokens": rows // sharing,
         "stages": _STAGES,
     }
     shared = split_memory(BLOCK_ROWS, width, value_width)
@@ -323,6 +329,8 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
                 min_blocks=_MIN_BLOCKS,
             )
         ]
+    if make.capability >= HOPPER:
+        return [_paged_by_clusters(make, call, inputs, constants, tokens * head_groups)]
     sums = make.temporary(call.node, (tokens, head_groups, sharing, splits, value_width), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
     partial = {"sums": sums, "stats": stats}
@@ -349,6 +357,41 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         constants={"splits": splits},
     )
     return [split, replace(combine, flops=0, bytes_moved=0)]
+
+
+def _paged_by_clusters(
+    make: Specializer, call: KernelCall, inputs: Mapping[str, View], constants: Mapping[str, int], tiles: int
+) -> KernelCall:
+    """A cluster of blocks for each tile, which share its keys: as many as fill the GPU, and at least two where a long
+    sequence could keep the others waiting."""
+    q, v, tables = inputs["q"], inputs["v"], inputs["tables"]
+    context = tables.shape[1] * call.params["block_size"]
+    turns = groups(context, _WARPS * BLOCK_KEYS)
+    splits = 1
+    least = 2 if context > _LONG else 1
+    while splits < _MOST_SHARERS and 2 * splits <= turns and (tiles * splits < _WAVE or splits < least):
+        splits *= 2
+    warps = _WARPS if splits > 1 else _LONE_WARPS
+    while warps > 1 and _sharing_memory(q, v, warps) > make.shared_memory:
+        warps //= 2
+    return make.kernel(
+        call,
+        "attention/paged.cu",
+        function="paged_shared",
+        inputs=inputs,
+        outputs={"out": call.outputs[0]},
+        grid=(tiles // q.shape[0], q.shape[0], splits),
+        block=(warps * WARP, 1, 1),
+        shared=_sharing_memory(q, v, warps),
+        constants={**constants, "splits": splits},
+        min_blocks=_MIN_BLOCKS if warps > _WARPS else _MIN_BLOCKS + 1,
+        cluster=splits,
+    )
+
+
+def _sharing_memory(q: View, v: View, warps: int) -> int:
+    """Bytes of `SplitMemory` and, at the most, of `Part` in `paged.cu`."""
+    return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps) + 4 * BLOCK_ROWS * (2 + v.shape[2])
 
 
 RULES: dict[str, Rule] = {

@@ -104,6 +104,26 @@ struct alignas(16) KeyTile {
         }
     }
 
+    // The same where all 16 keys are there, `k_step` and `v_step` elements apart: nothing is to be checked.
+    static constexpr bool even = width == chunks * 32 && value_width == spans * 64 && WARP % (chunks * 4) == 0;
+
+    template <index_t k_step, index_t v_step>
+    __device__ __forceinline__ void copy_all(const Half *k_start, const Half *v_start) {
+        const int lane = threadIdx.x % WARP;
+        constexpr int k_pieces = chunks * 4;
+        k_start += lane / k_pieces * k_step + lane % k_pieces * 8;
+#pragma unroll
+        for (int i = 0; i < block_keys; i += WARP / k_pieces) {
+            copy_words(k + k_place(i + lane / k_pieces, lane % k_pieces), k_start + i * k_step, true);
+        }
+        constexpr int v_pieces = spans * 8;
+        v_start += lane / v_pieces * v_step + lane % v_pieces * 8;
+#pragma unroll
+        for (int i = 0; i < block_keys; i += WARP / v_pieces) {
+            copy_words(v + v_place(i + lane / v_pieces, lane % v_pieces), v_start + i * v_step, true);
+        }
+    }
+
     __device__ __forceinline__ void read(KeyWords &to) const {
         to.each([&](Words &words, int key, int piece) {
             words = *reinterpret_cast<const Words *>(k + k_place(key, piece));
@@ -170,6 +190,26 @@ struct State {
 
     // The weights of 16 keys, given what is to be added to their scores; `add` comes next.
     __device__ __forceinline__ Weights weigh(const KeyWords &key_words, const float (&bias)[2][2 * halves]) {
+        float scores[2][4];
+        multiply_keys(key_words, scores);
+        add_bias(scores, bias);
+        return weigh_scores(scores);
+    }
+
+    __device__ __forceinline__ static void add_bias(float (&scores)[2][4], const float (&bias)[2][2 * halves]) {
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+#pragma unroll
+            for (int i = 0; i < 2 * halves; i++) {
+                // -inf even where an excluded key made the score NaN.
+                const float score = scores[tile][i] + bias[tile][i];
+                scores[tile][i] = bias[tile][i] == -INFINITY_F ? -INFINITY_F : score;
+            }
+        }
+    }
+
+    // Scaled products of queries and keys.
+    __device__ __forceinline__ void multiply_keys(const KeyWords &key_words, float (&scores)[2][4]) const {
         // Two sums for each score: a product waits for the one before it.
         float products[2][2][4] = {};
 #pragma unroll
@@ -184,17 +224,16 @@ struct State {
                 multiply(sums, top.at[2], bottom.at[2], top.at[3], bottom.at[3], key.at[2], key.at[3]);
             }
         }
-        float scores[2][4] = {};
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
 #pragma unroll
-            for (int i = 0; i < 2 * halves; i++) {
-                // -inf even where an excluded key made the score NaN.
-                const float score = products[0][tile][i] + products[1][tile][i];
-                scores[tile][i] = bias[tile][i] == -INFINITY_F ? -INFINITY_F : score * param::scale + bias[tile][i];
+            for (int i = 0; i < 4; i++) {
+                scores[tile][i] = (products[0][tile][i] + products[1][tile][i]) * param::scale;
             }
         }
+    }
 
+    __device__ __forceinline__ Weights weigh_scores(float (&scores)[2][4]) {
         Weights weights;
 #pragma unroll
         for (int half = 0; half < halves; half++) {
@@ -204,7 +243,7 @@ struct State {
             greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 1));
             greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, 2));
             greatest = fmaxf(greatest, largest[half]);
-            weights.shrink[half] = expf(largest[half] - greatest);
+            weights.shrink[half] = exponential(largest[half] - greatest);
             largest[half] = greatest;
             total[half] *= weights.shrink[half];
         }
@@ -212,7 +251,7 @@ struct State {
         for (int tile = 0; tile < 2; tile++) {
 #pragma unroll
             for (int i = 0; i < 2 * halves; i++) {
-                scores[tile][i] = expf(scores[tile][i] - largest[i / 2]);
+                scores[tile][i] = exponential(scores[tile][i] - largest[i / 2]);
                 total[i / 2] += scores[tile][i];
             }
 #pragma unroll
@@ -223,20 +262,26 @@ struct State {
         return weights;
     }
 
+    // Of what is not above 0: with a relative error of about 1e-5 at the most, far below that of the 16-bit values it weighs.
+    __device__ __forceinline__ static float exponential(float a) { return near_exp2(1.44269504f * a); }
+
     // Adds the values of 16 keys.
     __device__ __forceinline__ void add(const Weights &weights, const ValueWords &values) {
         const WeightPair(&near)[halves] = weights.of[0];
         const WeightPair(&far)[halves] = weights.of[1];
+        // Mostly no row has found a larger score than before. NaN counts as one.
+        if (__any_sync(0xffffffffu, !(weights.shrink[0] == 1.0f && weights.shrink[halves - 1] == 1.0f))) {
+#pragma unroll
+            for (int i = 0; i < spans * 8 * 4; i++) {
+                sums[i / 32][i / 4 % 8][i % 4] *= weights.shrink[i % 4 / 2 % halves];
+            }
+        }
 #pragma unroll
         for (int span = 0; span < spans; span++) {
             const Words(&of)[4] = values.of[span];
 #pragma unroll
             for (int tile = 0; tile < 8; tile++) {
                 float(&target)[4] = sums[span][tile];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    target[i] *= weights.shrink[i / 2 % halves];
-                }
                 const unsigned order = tile % 2 ? 0x7632 : 0x5410;
                 const unsigned first = __byte_perm(of[0].at[tile / 2], of[1].at[tile / 2], order);
                 const unsigned second = __byte_perm(of[2].at[tile / 2], of[3].at[tile / 2], order);

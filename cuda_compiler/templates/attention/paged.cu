@@ -1,16 +1,16 @@
 // softmax(scale · q·kᵀ) · v for tokens of many sequences, whose keys and values lie in blocks of one pool: the kernel
 // `lower_paged_attention` of the op table describes.
 
-#kernel paged_once paged_split paged_plain
+#kernel paged_once paged_shared paged_split paged_plain
 #include "attention/paged.cuh"
 
-#kernel paged_once paged_plain
+#kernel paged_once paged_shared paged_plain
 __device__ __forceinline__ index_t out_row(const Problem &problem, int row) {
     return (problem.token + row / sharing) * Out::stride(0)
         + (problem.head_group * sharing + row % sharing) * Out::stride(1);
 }
 
-#kernel paged_once paged_split
+#kernel paged_once paged_shared paged_split
 #include "attention/attention_fragments.cuh"
 
 // A tile's keys where a tile lies within one block of the pool.
@@ -33,6 +33,11 @@ constexpr bool whole_tiles = block_size % block_keys == 0;
 
 __device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem, int first, int block_row) {
     if constexpr (whole_tiles) {
+        if (KeyTile::even && problem.has(first + block_keys - 1)) {
+            const int row = block_row + first % block_size;
+            tile.copy_all<K::stride(0), V::stride(0)>(problem.k + row * K::stride(0), problem.v + row * V::stride(0));
+            return;
+        }
         tile.copy(TileRows{problem, block_row}, first);
     } else {
         tile.copy(problem, first);
@@ -52,6 +57,20 @@ __device__ __forceinline__ void paged_biases(
             bias[tile][i] = first_key + 8 * tile + lane % 4 * 2 + i % 2 < reach ? 0.0f : -INFINITY_F;
         }
     }
+}
+
+// The weights of 16 keys, of which a row attends to those before its reach.
+__device__ __forceinline__ Weights weigh_keys(
+    State &state, const Problem &problem, int first_row, int first_key, const KeyWords &words
+) {
+    float scores[2][4];
+    state.multiply_keys(words, scores);
+    if (first_key + block_keys > problem.reach(0)) {  // else all rows attend to all of them
+        float bias[2][2 * halves];
+        paged_biases(problem, first_row, first_key, bias);
+        State::add_bias(scores, bias);
+    }
+    return state.weigh_scores(scores);
 }
 
 // Block `split` of `splits` attends to its part of the keys: each of its warps to every (splits · warps)-th tile of 16. The
@@ -80,13 +99,11 @@ __device__ __forceinline__ void attend_blocks(
         }
         end_of_copies();
         const int following = problem.block_row(key + 2 * step);
-        float bias[2][2 * halves];
-        paged_biases(problem, 0, key, bias);
         wait_for_copies<stages - 1>();
         __syncwarp();
         KeyWords key_words;
         tiles[turn].read(key_words);
-        const Weights weights = state.weigh(key_words, bias);
+        const Weights weights = weigh_keys(state, problem, 0, key, key_words);
         ValueWords values;
         tiles[turn].read(values);
         state.add(weights, values);
@@ -153,11 +170,9 @@ __device__ __forceinline__ void attend_together(
             if (key >= reach) {
                 break;
             }
-            float bias[2][2 * halves];
-            paged_biases(problem, first_row, key, bias);
             KeyWords key_words;
             memory[tile].tiles[stage].read(key_words);
-            const Weights weights = state.weigh(key_words, bias);
+            const Weights weights = weigh_keys(state, problem, first_row, key, key_words);
             ValueWords values;
             memory[tile].tiles[stage].read(values);
             state.add(weights, values);
@@ -189,6 +204,77 @@ KERNEL(paged_once) {
     } else {
         attend_blocks(problem, 0, 1, memory, Finish{out});
     }
+}
+
+#kernel paged_shared
+#include "common/cluster.cuh"
+
+// The blocks of a cluster share the keys of a tile, and then its result: each finishes a part of it from what all have found.
+
+struct alignas(16) Part {
+    float largest[held_rows];
+    float total[held_rows];
+    alignas(16) float sums[held_rows][value_width];
+};
+
+struct Finish {
+    Part &part;
+
+    __device__ __forceinline__ void operator()(
+        const Problem &, int row, int dim, float largest, float total, const float (&found)[4]
+    ) const {
+        store_floats(&part.sums[row][dim], found);
+        if (dim == 0) {
+            part.largest[row] = largest;
+            part.total[row] = total;
+        }
+    }
+};
+
+KERNEL(paged_shared) {
+    const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
+    if (problem.count == 0) {
+        return;  // as all blocks of the cluster do
+    }
+    auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
+    Part &part = *reinterpret_cast<Part *>(shared_memory + sizeof(memory));
+    attend_blocks(problem, blockIdx.z, splits, memory, Finish{part});
+    cluster_barrier();
+    constexpr int pieces = value_width / 4;
+    constexpr int items = held_rows * pieces;
+    constexpr int share = (items + splits - 1) / splits;
+    const int first = int(blockIdx.z) * share;
+    for (int i = first + threadIdx.x; i < smaller(first + share, items); i += THREADS) {
+        const int row = i / pieces;
+        const int dim = i % pieces * 4;
+        float largest[splits];
+        float greatest = -FLOAT_MAX;
+#pragma unroll
+        for (int other = 0; other < splits; other++) {
+            largest[other] = read_from(other, &part.largest[row]);
+            greatest = fmaxf(greatest, largest[other]);
+        }
+        float total = 0.0f;
+        float sums[4] = {};
+#pragma unroll
+        for (int other = 0; other < splits; other++) {
+            const float weight = expf(largest[other] - greatest);
+            float found[4];
+            read_four_from(found, other, &part.sums[row][dim]);
+            total = fmaf(weight, read_from(other, &part.total[row]), total);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                sums[j] = fmaf(weight, found[j], sums[j]);
+            }
+        }
+        if (problem.reach(row) > 0) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                out[out_row(problem, row) + (dim + j) * Out::stride(2)] = from<Out::type>(sums[j] / total);
+            }
+        }
+    }
+    cluster_barrier();  // none may end, and take along what it found, while others read it
 }
 
 #kernel paged_split

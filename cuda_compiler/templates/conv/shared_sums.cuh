@@ -1,5 +1,5 @@
 // Partial sums of a tile in shared memory, for the blocks of a cluster.
-#include "conv/cluster.cuh"
+#include "common/cluster.cuh"
 
 // A thread's sums to their places in rows of SUM_STAGE.
 __device__ __forceinline__ void keep_sums(Sum *partial, const Sum (&sums)[M_FRAGMENTS][N_FRAGMENTS][4]) {

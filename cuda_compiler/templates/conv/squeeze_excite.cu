@@ -2,7 +2,7 @@
 // image. x and out are channels-last. The `blocks` blocks of a cluster share an image: each sums its pixels, finds its share
 // of the means, of the hidden values and of the factors, which it hands to the others, and multiplies its pixels.
 
-#include "conv/cluster.cuh"
+#include "common/cluster.cuh"
 
 constexpr int PACK = 8;
 constexpr int CHANNELS = int(X::size(1));

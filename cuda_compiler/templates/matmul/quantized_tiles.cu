@@ -12,7 +12,7 @@
 using Half = X::type;
 
 #include "common/tensor_cores.cuh"
-#include "conv/cluster.cuh"
+#include "common/cluster.cuh"
 #include "matmul/linear_result.cuh"
 
 constexpr int step_bytes = 64;  // of a row of the weight

@@ -23,6 +23,15 @@ __device__ __forceinline__ float read_from(unsigned block, const float *own) {
     return value;
 }
 
+// Four floats side by side; `own` is a multiple of 16 bytes.
+__device__ __forceinline__ void read_four_from(float (&values)[4], unsigned block, const float *own) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+                 : "r"(address_in(block, own)) : "memory");
+#endif
+}
+
 __device__ __forceinline__ void write_to(unsigned block, const float *own, float value) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address_in(block, own)), "f"(value) : "memory");
