@@ -34,12 +34,17 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
 
 def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], make: Specializer) -> KernelCall | None:
     """The fused call; None where the two do not fit together."""
-    if (rope.kernel, update.kernel) != ("rope_kernel", "index_copy_pair_kernel") or update.params["dim"] != 2:
+    if (rope.kernel, update.kernel) != ("rope_kernel", "index_copy_pair_kernel"):
         return None
     x, cos, sin = rope.inputs
-    (turned,), (index, new_keys, source), (keys, values) = rope.outputs, update.inputs, update.outputs
+    (turned,) = rope.outputs
+    index, *shown = update.inputs
+    new_keys, source, keys, values = (_by_heads(view, update.params["dim"]) for view in (*shown, *update.outputs))
+    if new_keys is None or source is None or keys is None or values is None:
+        return None
     stored = shown_heads(new_keys, turned)
-    others = [shown_heads(view, turned) for view in readers[turned.buffer] if view != new_keys]
+    read = [_by_heads(view, 0 if view.rank == 3 else 2) for view in readers[turned.buffer]]
+    others = [shown_heads(view, turned) for view in read if view is not None and view != new_keys]
     if (
         stored is None
         or len(others) + 1 != len(readers[turned.buffer])
@@ -58,3 +63,10 @@ def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], 
         bytes_moved=rope.bytes_moved + distinct_bytes(index) + 2 * distinct_bytes(source),
     )
     return rotary_kernel(make, call, "rotary_update", inputs, outputs, {"first_key": stored.start})
+
+
+def _by_heads(view: View, dim: int) -> View | None:
+    """A view as [images, heads, rows, width], whose rows lie along `dim`: 2 there, 0 in a pool [rows, heads, width]."""
+    if (view.rank, dim) == (4, 2):
+        return view
+    return view.transpose(0, 1).unsqueeze(0) if (view.rank, dim) == (3, 0) else None
