@@ -11,6 +11,7 @@ from cuda_compiler.passes.channels_last import lay_channels_last
 from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
+from cuda_compiler.passes.joined_products import join_products
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
@@ -48,7 +49,8 @@ def generate_kernels(
         plan = join_squeeze_excite(plan)
     plan = lay_integers(products_as_convolutions(plan))
     taken = frozenset(plan.buffers)
-    make = Specializer(taken, capability, shared_memory, phase_clocks, scales_products, reaches_peers)
+    constants = frozenset(name for name, buffer in plan.buffers.items() if buffer.kind in ("weight", "constant"))
+    make = Specializer(taken, capability, shared_memory, phase_clocks, scales_products, reaches_peers, constants)
     kept = {view.buffer for view in plan.output_views.values()}
     plan = replace(plan, calls=form_resident_kernels(plan, make))
     plan = replace(plan, calls=join_rotary_updates(plan, make))
@@ -56,6 +58,7 @@ def generate_kernels(
     prologue = _generate(find_groups(plan.prologue), plan, make, read_later)
     make.invalidate(plan.buffers)  # the prologue's results in the arena are overwritten by every run
     plan = replace(plan, calls=join_rounding(plan, make))
+    plan = replace(plan, calls=join_products(plan, make))
     calls = _generate(find_groups(plan.calls), plan, make, kept)
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {

@@ -21,6 +21,8 @@ from cuda_compiler.resident.phases import Phase
 from cuda_compiler.resident.products import PRODUCTS, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
+from cuda_compiler.rules.streamed import FEWEST_ROWS
+from cuda_compiler.specialization.gpu import HOPPER
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
@@ -28,6 +30,7 @@ from npu_compiler.program.plan import ExecutionPlan
 
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
+_MIN_PRODUCTS_OF_ROWS = 3  # where others (`rules/streamed.py`) read the weights of as many rows too
 _PRODUCT_PHASES = {
     **dict.fromkeys(PRODUCTS, product_phase),
     **dict.fromkeys(QUANTIZED_PRODUCTS, quantized_product_phase),
@@ -79,11 +82,21 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[Kernel
     """
     result: list[KernelCall] = []
     for run in find_runs(plan, make.reaches_peers):
-        if run.products >= _MIN_PRODUCTS and max(LEAST_SHARED, least_shared(run.phases)) <= make.shared_memory:
+        if run.products >= _fewest(run, make) and max(LEAST_SHARED, least_shared(run.phases)) <= make.shared_memory:
             result.append(resident_call(run, make))
         else:
             result += run.calls
     return result
+
+
+def _fewest(run: Run, make: Specializer) -> int:
+    """Of products that a resident kernel pays for."""
+    products = [phase for phase in run.phases if phase.stream is not None]
+    streams = make.capability >= HOPPER and all(
+        phase.call.kernel in PRODUCTS and phase.call.params["m"] >= FEWEST_ROWS and phase.ranks == 1
+        for phase in products
+    )
+    return _MIN_PRODUCTS_OF_ROWS if streams else _MIN_PRODUCTS
 
 
 def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:

@@ -30,6 +30,7 @@ class Specializer:
         phase_clocks: Resident kernels note the time of their phases.
         scales_products: cuBLASLt there scales products of float8 by row and column.
         reaches_peers: Resident kernels exchange values with other GPUs.
+        constants: Buffers that no kernel ever writes.
     """
 
     taken: frozenset[str] = frozenset()
@@ -38,6 +39,7 @@ class Specializer:
     phase_clocks: bool = False
     scales_products: bool = True
     reaches_peers: bool = False
+    constants: frozenset[str] = frozenset()
     sources: dict[str, str] = field(default_factory=dict)
     temporaries: dict[str, BufferAllocation] = field(default_factory=dict)
     _made: dict[Any, str] = field(default_factory=dict)

@@ -1,0 +1,99 @@
+"""Joins products of some rows with the RMSNorm before them and the gate behind them: one launch instead of three."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from cuda_compiler.rules.matmul import operands
+from cuda_compiler.rules.streamed import streamed_product, suits_streaming
+from cuda_compiler.specialization.sizes import vector_width
+from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.program.elementwise import elementwise_kernel
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.plan import ExecutionPlan
+from npu_compiler.program.views import View
+
+_NORM, _PRODUCT, _GATED = "rmsnorm_kernel", "matmul_kernel", "gated_matmul_vec_kernel"
+_ACTIVATIONS = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
+
+
+def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
+    """The plan's calls, with each product that suits the streaming kernel and its neighbours as one.
+
+    Given:  y = rmsnorm(x);  h = matmul(y, w);  z = silu_mul(first half of h, second half)
+    Result: z = streamed(x, the norm's gains, w)
+
+    Nothing else may read what lies between.
+    """
+    # Buffer → how many calls and program outputs read it.
+    readers = Counter(view.buffer for call in plan.calls for view in call.inputs)
+    readers.update(view.buffer for view in plan.output_views.values())
+    inner = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena"}
+    result: list[KernelCall] = []
+    index = 0
+    while index < len(plan.calls):
+        call = plan.calls[index]
+        index += 1
+        inputs = operands(call) if call.kernel == _PRODUCT else {}
+        x, weight = inputs.get("x"), inputs.get("weight")
+        if x is None or weight is None or not suits_streaming(make, call, x, weight):
+            result.append(call)
+            continue
+        out = call.outputs[0]
+        following = plan.calls[index] if index < len(plan.calls) else None
+        gate = None
+        if following is not None and out.buffer in inner and readers[out.buffer] == 2 and inputs["residual"] is None:
+            gate = _gate(call, out, following)
+        norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
+        target = (gate or call).outputs[0]
+        if norm is not None and (not _is_norm(norm, x) or norm.inputs[0].buffer == target.buffer):
+            norm = None
+        made = streamed_product(make, gate, inputs, gated=True, norm=norm) if gate is not None else None
+        if made is not None:
+            index += 1
+        else:
+            made = streamed_product(make, call, inputs, norm=norm)
+        if made is None:
+            result.append(call)
+            continue
+        if norm is not None:
+            result.pop()
+            made = replace(made, flops=made.flops + norm.flops)
+        result.append(made)
+    return result
+
+
+def _is_norm(call: KernelCall, x: View) -> bool:
+    """Whether a call is an RMSNorm that makes `x`, and one that a product can take along.
+
+    In float16, x times the gains might overflow before the row's scale makes it smaller.
+    """
+    if call.kernel != _NORM or call.outputs[0] != x or x.dtype != "bfloat16":
+        return False
+    source, gain, _ = KERNELS[call.kernel].bind(call)
+    return (
+        source is not None
+        and gain is not None
+        and source.dtype == gain.dtype == x.dtype
+        and call.params["weight_offset"] == 0
+        and min(vector_width(source), vector_width(gain)) >= 8
+    )
+
+
+def _gate(product: KernelCall, out: View, call: KernelCall) -> KernelCall | None:
+    """The product with its gate as one call, where `call` multiplies the activated first half with the second one."""
+    decl = elementwise_kernel(call)
+    activation = _ACTIVATIONS.get(decl.op.name) if decl is not None else None
+    if activation is None or product.params["activation"] != "none" or len(call.inputs) != 2 or out.shape[1] % 2:
+        return None
+    half = out.shape[1] // 2
+    halves = [out.slice(1, first, first + half) for first in (0, half)]
+    shape = halves[0].shape
+    if [view.reshape(shape) if view.numel == halves[0].numel else None for view in call.inputs] != halves:
+        return None
+    made = call.outputs[0].reshape(shape) if call.outputs[0].numel == halves[0].numel else None
+    if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
+        return None
+    params = {**product.params, "n": half, "activation": activation}
+    return replace(call, kernel=_GATED, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)

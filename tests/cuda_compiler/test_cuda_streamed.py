@@ -1,0 +1,184 @@
+"""Products of a few rows with the norm before and the gate behind them: which calls are one kernel, and what it makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuda_gpu
+import cuda_toolchain
+import numpy as np
+import pytest
+
+from cuda_compiler import CUDACodegenTarget
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.memory_planner import plan_memory
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.views import View
+from npu_runtime import Operand
+from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.torch_arrays import numpy_to_tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A product of `m` rows with a weight [n, k], and what is around it.
+
+    Attributes:
+        gate: The element-wise op behind it, which multiplies its activated first half with the second one.
+    """
+
+    m: int
+    n: int
+    k: int
+    normed: bool = False
+    gate: str = ""
+    bias: bool = False
+    residual: bool = False
+    activation: str = "none"
+
+    @property
+    def launches(self) -> list[str]:
+        norm = ["rmsnorm_kernel"] * self.normed
+        return [*norm, "matmul_kernel", *([f"{self.gate}_broadcast_kernel"] * bool(self.gate))]
+
+
+LAYERS = {
+    "norm, product, bias": Layer(16, 2048, 1536, normed=True, bias=True),
+    "product, residual": Layer(8, 1536, 1536, residual=True),
+    "norm, gate": Layer(12, 4096, 512, normed=True, gate="silu_mul"),
+    "gate alone, other activation": Layer(16, 2064, 320, gate="gelu_tanh_mul"),
+    "long rows": Layer(9, 320, 8960, residual=True),
+    "activation": Layer(5, 1000, 768, bias=True, activation="relu"),
+    "many columns": Layer(16, 40_008, 64, normed=True),
+    "terms that fill no step": Layer(3, 3080, 376, normed=True, bias=True),
+}
+DTYPES = ("bfloat16", "float16")
+TARGET = CUDACodegenTarget()
+
+
+def plan_of(layer: Layer, dtype: str, target: CUDACodegenTarget | None = None) -> ExecutionPlan:
+    """The calls on buffers `x`, `weight`, …; as the target leaves them, if one is given."""
+    m, n, k = layer.m, layer.n, layer.k
+    width = n // 2 if layer.gate else n
+
+    def rows(name: str, columns: int) -> View:
+        return View(name, (m, columns), (columns, 1), 0, dtype)
+
+    def vector(name: str, size: int) -> View:
+        return View(name, (size,), (1,), 0, dtype)
+
+    x, weight, out = rows("x", k), View("weight", (n, k), (k, 1), 0, dtype), rows("out", width)
+    calls, kinds = [], {"x": "input", "weight": "weight", "out": "output", "residual": "input"}
+    if layer.normed:
+        params = {"rows": m, "width": k, "eps": 1e-6, "weight_offset": 0.0, "has_weight": 1}
+        calls.append(KernelCall("rmsnorm_kernel", "", (x, vector("gain", k)), (rows("y", k),), params, "norm"))
+    addends = [vector("bias", n)] * layer.bias + [rows("residual", n)] * layer.residual
+    params = {"m": m, "n": n, "k": k, "has_bias": int(layer.bias), "has_residual": int(layer.residual)}
+    params["activation"] = layer.activation  # type: ignore[assignment]
+    product = rows("h", n) if layer.gate else out
+    source = rows("y", k) if layer.normed else x
+    calls.append(KernelCall("matmul_kernel", "", (source, weight, *addends), (product,), params, "product"))
+    if layer.gate:
+        halves = tuple(product.slice(1, first, first + width).unsqueeze(0) for first in (0, width))
+        kernel = f"{layer.gate}_broadcast_kernel"
+        calls.append(KernelCall(kernel, "", halves, (out.unsqueeze(0),), {"scalars": [None, None]}, "gate"))
+    views = {view.buffer: view for call in calls for view in (*call.inputs, *call.outputs)}
+    sizes = {"h": m * n, "out": m * width}
+    kinds |= dict.fromkeys(("gain", "bias"), "weight")
+    buffers = {
+        name: BufferAllocation(name, kinds.get(name, "arena"), (sizes.get(name, view.numel),), dtype)  # type: ignore[arg-type]
+        for name, view in views.items()
+    }
+    plan = ExecutionPlan([], calls, buffers, [], [], {"out": out}, {}, {}, {})
+    return plan if target is None else plan_memory(target.finish(plan), target.config.buffer_alignment)
+
+
+def kernels(plan: ExecutionPlan) -> list[str]:
+    return [call.kernel for call in plan.calls]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_one_kernel_in_bfloat16(name: str) -> None:
+    assert kernels(plan_of(LAYERS[name], "bfloat16")) == LAYERS[name].launches
+    assert kernels(plan_of(LAYERS[name], "bfloat16", TARGET)) == ["streamed"]
+
+
+def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
+    assert kernels(plan_of(LAYERS["norm, gate"], "float16", TARGET)) == ["rmsnorm_kernel", "streamed"]
+
+
+@pytest.mark.parametrize(
+    "layer", [Layer(17, 2048, 1536), Layer(2, 2048, 1536), Layer(8, 128, 128), Layer(8, 2048, 1532)], ids=str
+)
+def test_other_products_are_left_to_other_kernels(layer: Layer) -> None:
+    assert "streamed" not in kernels(plan_of(layer, "bfloat16", TARGET))
+
+
+def test_gpus_without_clusters_have_other_kernels() -> None:
+    found = kernels(plan_of(LAYERS["norm, gate"], "bfloat16", CUDACodegenTarget(100 * 1024, 86)))
+    assert found[0] == "rmsnorm_kernel" and "streamed" not in found
+
+
+@pytest.mark.parametrize("between", ["y", "h"])
+def test_what_somebody_else_reads_is_stored(between: str) -> None:
+    plan = plan_of(LAYERS["norm, gate"], "bfloat16")
+    (shown,) = {view for call in plan.calls for view in call.outputs if view.buffer == between}
+    plan = TARGET.finish(replace(plan, output_views={**plan.output_views, "more": shown}))
+    assert kernels(plan) == {"y": ["rmsnorm_kernel", "streamed"], "h": ["streamed", "silu_mul_kernel"]}[between]
+
+
+def test_a_weight_that_is_an_input_is_not_read_ahead() -> None:
+    plan = plan_of(LAYERS["product, residual"], "bfloat16")
+    buffers = {**plan.buffers, "weight": replace(plan.buffers["weight"], kind="input")}
+    texts = [TARGET.finish(made).sources for made in (plan, replace(plan, buffers=buffers))]
+    assert [["bool ahead = true" in text for text in found.values()] for found in texts] == [[True], [False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_compiles(dtype: str) -> None:
+    sources: dict[str, str] = {}
+    for layer in LAYERS.values():
+        sources |= plan_of(layer, dtype, TARGET).sources
+    cuda_toolchain.compile_in_turn(sources.values(), start=DTYPES.index(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_does_what_the_calls_do(name: str, dtype: str, seed: int) -> None:
+    layer, rng, (backend,) = LAYERS[name], np.random.default_rng(seed), cuda_gpu.cuda_backends()
+    plain, plan = plan_of(layer, dtype), plan_of(layer, dtype, backend.target)
+    data: dict[str, Any] = {}
+    for key, buffer in {**plan.buffers, **plain.buffers}.items():
+        scale = layer.k**-0.5 if key == "weight" else 1.0
+        data[key] = (scale * rng.standard_normal(buffer.alloc_shape)).astype(numpy_dtype(buffer.dtype))
+    expected = {key: numpy_to_tensor(array).float() for key, array in data.items()}
+    for call in plain.calls:
+        views = [
+            [expected[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in side]
+            for side in (call.inputs, call.outputs)
+        ]
+        reference_launch(call, *views)()
+
+    memory = {key: backend.allocate_buffer(array) for key, array in data.items()}
+    backend.compile(plan.calls, plan.sources)
+    results = []
+    launches = [
+        backend.prepare(
+            call,
+            *([Operand(memory[view.buffer], view, 0, False) for view in side] for side in (call.inputs, call.outputs)),
+        )
+        for call in plan.calls
+    ]
+    for _ in range(2):
+        memory["out"].write(np.full_like(data["out"], np.nan))
+        for launch in launches:
+            launch()
+        results.append(memory["out"].to_numpy().astype(np.float32))
+    np.testing.assert_array_equal(*results)
+    epsilon = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+    wanted = expected["out"].numpy()
+    np.testing.assert_allclose(results[0], wanted, 2 * epsilon, 2 * epsilon * float(np.abs(wanted).max()) / 4)
