@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 
 import numpy as np
@@ -429,6 +429,31 @@ def test_a_sequence_drafts_nothing_before_the_time_of_a_plain_step_is_known() ->
         bench.core.advance()
     bench.finish()
     bench.check(0)
+
+
+class Clueless:
+    """A drafter that never guesses anything, and counts how often it was asked."""
+
+    asked = 0
+
+    def drafts(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        self.asked += 1
+        return {}
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_where_there_are_no_drafts_a_device_that_runs_ahead_keeps_its_lead(runs_ahead: bool) -> None:
+    drafter = Clueless()
+    model = ToyModel(blocks=60, context_length=240, max_tokens=8, runs_ahead=runs_ahead)
+    bench = Bench(model, drafter=drafter)
+    arrival = bench.submit(greedy(1, 2, 3, new=230))
+    bench.finish()
+    bench.check(arrival)
+    made = len(bench.tokens[arrival])
+    assert made > 60
+    assert drafter.asked <= 8 + made // 32 if runs_ahead else drafter.asked >= made - 3
 
 
 def test_prompt_lookup_continues_what_came_before() -> None:
