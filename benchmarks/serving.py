@@ -22,6 +22,7 @@ import json
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,11 +37,13 @@ from benchmarks.cpu_machine import usable_cores
 if TYPE_CHECKING:
     from npu_sim.llm.checkpoint import Checkpoint
     from npu_sim.serving.engine import Engine
+    from npu_sim.serving.paged_model import PagedModel
     from npu_sim.serving.request import Request
 
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # tokens of prompt and answer
 CONTENDERS = ("npu-sim", "llama.cpp")
 SIGMA = 1.0
+SEEDED = "qwen2.5-1.5b-seeded"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,17 @@ class Found:
     p99_gap: float | None = None
     waste: float | None = None
     accepted: float | None = None
+
+
+def seeded_qwen() -> Checkpoint:
+    """Qwen2.5-1.5B's configuration with random weights in bfloat16, which are on a GPU."""
+    from benchmarks.cuda_llm import seeded_state
+    from benchmarks.dispatches import qwen
+    from npu_sim.llm.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(SEEDED, qwen(), {}, "bfloat16", load_tokenizer=lambda: None)
+    checkpoint.state = seeded_state(checkpoint, 0)
+    return checkpoint
 
 
 def draw_jobs(count: int, lengths: str, limit: int, vocabulary: int, seed: int) -> list[Job]:
@@ -107,6 +121,8 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
     with Engine(model, speculate=arguments.speculate, prefill_tokens=arguments.prefill_tokens) as engine:
         console.print("npu-sim: compiling what the stream needs", style="dim")
         warm = [Job((5, 6, 7) * 5, 8), *(Job((index + 100,) * 40, 24) for index in range(arguments.at_once))]
+        for tokens, outputs in sizes_of_steps(model):
+            model.prepare(tokens, outputs)
         engine.generate(map(request_of, warm + [Job((9,) * (context // 2), 2)]))
         wastes, done = [0.0], threading.Event()
 
@@ -133,6 +149,14 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
         tail = float(np.quantile(gaps, 0.99))
         waste = statistics.fmean(wastes)
         return Found("npu-sim", rate, full, statistics.median(gaps), tail, waste, accepted)
+
+
+def sizes_of_steps(model: PagedModel) -> Iterator[tuple[int, int]]:
+    """Tokens and outputs of steps that between them need all of a model's programs."""
+    tokens = 1
+    while tokens <= model.max_tokens:
+        yield from ((tokens, outputs) for outputs in {1, min(tokens, model.max_outputs)})
+        tokens *= 2
 
 
 def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int) -> float:
@@ -229,13 +253,18 @@ def table(found: list[Found]) -> Table:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="smollm2", help="as for `npu-sim generate`; llama.cpp needs a .gguf file or smollm2")
+    add(
+        "--model",
+        default="smollm2",
+        help=f"as for `npu-sim generate`, or {SEEDED}; llama.cpp needs a .gguf file or smollm2",
+    )
     add("--device", default="cpu", help="of npu-sim (default: %(default)s)")
     add("--contenders", default=",".join(CONTENDERS), help="comma-separated (default: %(default)s)")
     add("--requests", type=int, default=64, help="number of requests in the stream (default: %(default)s)")
     add("--at-once", type=int, default=32, help="requests that run at once (default: %(default)s)")
     add("--lengths", choices=MEANS, default="sharegpt", help="of which data set (default: %(default)s)")
     add("--context", type=int, default=1024, help="maximum tokens of a request (default: %(default)s)")
+    add("--longest", type=int, help="maximum tokens of a request in the stream (default: that of --context)")
     add("--long", type=int, default=768, help="tokens of a long prompt (default: %(default)s)")
     add("--prefill-tokens", type=int, help="maximum number of prompt tokens of a step of npu-sim")
     add("--speculate", choices=["ngram"], help="let npu-sim draft tokens")
@@ -250,9 +279,10 @@ def main() -> None:
     from npu_sim.llm import load_checkpoint
 
     arguments, console = make_parser().parse_args(), Console()
-    checkpoint = load_checkpoint(arguments.model)
+    checkpoint = seeded_qwen() if arguments.model == SEEDED else load_checkpoint(arguments.model)
     vocabulary = int(checkpoint.config.vocab_size)
-    jobs = draw_jobs(arguments.requests, arguments.lengths, arguments.context, vocabulary, arguments.seed)
+    longest = arguments.longest or arguments.context
+    jobs = draw_jobs(arguments.requests, arguments.lengths, longest, vocabulary, arguments.seed)
     tokens = [sum(len(job.prompt) for job in jobs), sum(job.new for job in jobs)]
     console.print(f"{len(jobs)} requests with {tokens[0]} prompt tokens and {tokens[1]} new ones")
     found = []
