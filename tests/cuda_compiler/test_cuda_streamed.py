@@ -1,4 +1,4 @@
-"""Products of a few rows with the norm before and the gate behind them: which calls are one kernel, and what it makes."""
+"""Products of a few rows, with the norm before and the gate behind: which calls are one kernel, and what it makes."""
 
 from __future__ import annotations
 
