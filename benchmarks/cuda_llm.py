@@ -66,6 +66,13 @@ def qwen3() -> Qwen3Config:
 
 
 @torch.no_grad()
+def seeded_checkpoint(name: str, config: Any, seed: int) -> Checkpoint:
+    """A configuration of transformers with random weights in bfloat16; see `seeded_state`."""
+    checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None)
+    checkpoint.state = seeded_state(checkpoint, seed)
+    return checkpoint
+
+
 def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
     """Random weights on the GPU that keep activations in range; their values do not affect the time."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -123,8 +130,7 @@ class Models:
     """
 
     def __init__(self, name: str, config: Any, seed: int) -> None:
-        self.checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None)
-        self.checkpoint.state = seeded_state(self.checkpoint, seed)
+        self.checkpoint = seeded_checkpoint(name, config, seed)
         self.state = {name: torch.as_tensor(x) for name, x in state_with_buffers(self.checkpoint).items()}
         self.backend = CUDABackend()
         self.generator = torch.Generator("cuda").manual_seed(seed)

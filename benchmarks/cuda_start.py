@@ -49,14 +49,13 @@ def write_model(folder: Path) -> None:
     """Write a Hugging Face folder with random weights and a byte-level tokenizer padded to the vocabulary size."""
     from safetensors.torch import save_file
 
-    from benchmarks.cuda_llm import seeded_state
+    from benchmarks.cuda_llm import seeded_checkpoint
     from benchmarks.dispatches import qwen
-    from npu_sim.llm import Checkpoint
 
     config = qwen()
     config.architectures = ["Qwen2ForCausalLM"]
     config.save_pretrained(folder)
-    state = seeded_state(Checkpoint("qwen2.5-1.5b", config, {}, "bfloat16", load_tokenizer=lambda: None), seed=0)
+    state = seeded_checkpoint("qwen2.5-1.5b", config, seed=0).state
     save_file({name: tensor.cpu() for name, tensor in state.items()}, folder / "model.safetensors", {"format": "pt"})
     _write_tokenizer(folder, config.vocab_size)
 

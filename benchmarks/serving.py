@@ -22,7 +22,6 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,7 +36,6 @@ from benchmarks.cpu_machine import usable_cores
 if TYPE_CHECKING:
     from npu_sim.llm.checkpoint import Checkpoint
     from npu_sim.serving.engine import Engine
-    from npu_sim.serving.paged_model import PagedModel
     from npu_sim.serving.request import Request
 
 MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}  # tokens of prompt and answer
@@ -76,13 +74,10 @@ class Found:
 
 def seeded_qwen() -> Checkpoint:
     """Qwen2.5-1.5B's configuration with random weights in bfloat16, which are on a GPU."""
-    from benchmarks.cuda_llm import seeded_state
+    from benchmarks.cuda_llm import seeded_checkpoint
     from benchmarks.dispatches import qwen
-    from npu_sim.llm.checkpoint import Checkpoint
 
-    checkpoint = Checkpoint(SEEDED, qwen(), {}, "bfloat16", load_tokenizer=lambda: None)
-    checkpoint.state = seeded_state(checkpoint, 0)
-    return checkpoint
+    return seeded_checkpoint(SEEDED, qwen(), 0)
 
 
 def draw_jobs(count: int, lengths: str, limit: int, vocabulary: int, seed: int) -> list[Job]:
@@ -108,6 +103,7 @@ def request_of(job: Job) -> Request:
 
 def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Namespace, console: Console) -> Found:
     from npu_sim.serving.engine import Engine
+    from npu_sim.serving.opening import prepare_steps
     from npu_sim.serving.paged_model import PagedModel
 
     context = arguments.context
@@ -121,8 +117,7 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
     with Engine(model, speculate=arguments.speculate, prefill_tokens=arguments.prefill_tokens) as engine:
         console.print("npu-sim: compiling what the stream needs", style="dim")
         warm = [Job((5, 6, 7) * 5, 8), *(Job((index + 100,) * 40, 24) for index in range(arguments.at_once))]
-        for tokens, outputs in sizes_of_steps(model):
-            model.prepare(tokens, outputs)
+        prepare_steps(model, lambda done, total: None)
         engine.generate(map(request_of, warm + [Job((9,) * (context // 2), 2)]))
         wastes, done = [0.0], threading.Event()
 
@@ -149,14 +144,6 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
         tail = float(np.quantile(gaps, 0.99))
         waste = statistics.fmean(wastes)
         return Found("npu-sim", rate, full, statistics.median(gaps), tail, waste, accepted)
-
-
-def sizes_of_steps(model: PagedModel) -> Iterator[tuple[int, int]]:
-    """Tokens and outputs of steps that between them need all of a model's programs."""
-    tokens = 1
-    while tokens <= model.max_tokens:
-        yield from ((tokens, outputs) for outputs in {1, min(tokens, model.max_outputs)})
-        tokens *= 2
 
 
 def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int) -> float:
