@@ -11,7 +11,7 @@ import cuda_toolchain
 import numpy as np
 import pytest
 import torch
-from cuda_llms import CONFIGS
+from cuda_llms import CONFIGS, paged_plan_of
 from cuda_llms import plan_of as plan_of_a_model
 
 from cuda_compiler import CUDACodegenTarget
@@ -20,7 +20,6 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides, numel
-from npu_runtime import Operand
 from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.torch_arrays import numpy_to_tensor
 
@@ -140,6 +139,13 @@ def test_a_prefill_has_no_launch_for_its_caches(name: str) -> None:
     assert found.count("rotary_update") == CONFIGS[name].num_hidden_layers
 
 
+@pytest.mark.parametrize("tokens", [2, 32])
+def test_a_step_over_a_paged_cache_has_none_either(tokens: int) -> None:
+    found = kernels(paged_plan_of("qwen2", tokens))
+    assert "index_copy_pair_kernel" not in found and "rope_kernel" not in found
+    assert found.count("rotary_update") == CONFIGS["qwen2"].num_hidden_layers
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_compiles(dtype: str) -> None:
     sources: dict[str, str] = {}
@@ -174,12 +180,7 @@ def test_it_does_what_the_two_calls_do(name: str, dtype: str, seed: int) -> None
         window(cache)[:, :, found_rows] = window(source)[:, :, rows]
 
     memory = {key: backend.allocate_buffer(array) for key, array in data.items()}
-    backend.compile(plan.calls, plan.sources)
-    (call,) = plan.calls
-    inputs, outputs = (
-        [Operand(memory[view.buffer], view, 0, False) for view in views] for views in (call.inputs, call.outputs)
-    )
-    launch = backend.prepare(call, inputs, outputs)
+    (launch,) = cuda_gpu.prepared(backend, plan.calls, plan.sources, memory)
     results = []
     for _ in range(2):
         for key in ("turned", "keys", "values"):

@@ -16,7 +16,6 @@ from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
 from npu_compiler.program.views import View
-from npu_runtime import Operand
 from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.torch_arrays import numpy_to_tensor
 
@@ -164,15 +163,7 @@ def test_it_does_what_the_calls_do(name: str, dtype: str, seed: int) -> None:
         reference_launch(call, *views)()
 
     memory = {key: backend.allocate_buffer(array) for key, array in data.items()}
-    backend.compile(plan.calls, plan.sources)
-    results = []
-    launches = [
-        backend.prepare(
-            call,
-            *([Operand(memory[view.buffer], view, 0, False) for view in side] for side in (call.inputs, call.outputs)),
-        )
-        for call in plan.calls
-    ]
+    launches, results = cuda_gpu.prepared(backend, plan.calls, plan.sources, memory), []
     for _ in range(2):
         memory["out"].write(np.full_like(data["out"], np.nan))
         for launch in launches:

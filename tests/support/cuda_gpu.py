@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from cuda_runtime import CUDABackend
 from cuda_runtime.cuda_device import CUDADevice
 from npu_compiler import DeviceError
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
+from npu_runtime import Backend, DeviceBuffer, Operand
+from npu_runtime.backend import Launch
 
 
 def gpu_problem() -> str:
@@ -34,6 +39,18 @@ def need_gpu() -> None:
     """Skip the calling test module, as a whole, where there is no GPU."""
     if PROBLEM:
         pytest.skip(PROBLEM, allow_module_level=True)
+
+
+def prepared(
+    backend: Backend, calls: Sequence[KernelCall], sources: Mapping[str, str], memory: Mapping[str, DeviceBuffer]
+) -> list[Launch]:
+    """Calls of generated kernels, compiled and ready to run on the buffers that their views name."""
+
+    def operands(views: Sequence[View]) -> list[Operand]:
+        return [Operand(memory[view.buffer], view, 0, False) for view in views]
+
+    backend.compile(calls, sources)
+    return [backend.prepare(call, operands(call.inputs), operands(call.outputs)) for call in calls]
 
 
 def cuda_backends() -> tuple[CUDABackend, ...]:

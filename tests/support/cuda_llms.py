@@ -13,6 +13,7 @@ import npu_compiler
 from cuda_compiler import CUDACodegenTarget
 from npu_compiler.program.plan import ExecutionPlan
 from npu_sim.llm import Checkpoint, extract_graph
+from npu_sim.llm.graph import PagedShape, extract_paged
 
 CACHE = 512
 
@@ -73,3 +74,10 @@ def step_of(name: str, tokens: int, dtype: str = "bfloat16") -> dict[str, Any]:
 
 def plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
     return npu_compiler.compile(step_of(name, tokens, dtype), target=CUDACodegenTarget()).plan
+
+
+def paged_plan_of(name: str, tokens: int, dtype: str = "bfloat16") -> ExecutionPlan:
+    """Of a step of that many tokens, each of a sequence of its own."""
+    shape = PagedShape(tokens, tokens, tokens, blocks_per_sequence=4, blocks=4 * tokens + 1, block_size=16, history=64)
+    ir = traced(f"{name} paged {tokens} {dtype}", lambda: extract_paged(checkpoint(name, dtype), shape))
+    return npu_compiler.compile(ir, target=CUDACodegenTarget()).plan

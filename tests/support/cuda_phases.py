@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cuda_gpu import prepared
 
 from cuda_compiler.resident import twins
 from cuda_compiler.resident.kernel import find_runs, resident_call
@@ -18,8 +19,7 @@ from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.plan import BufferAllocation, BufferKind, ExecutionPlan
 from npu_compiler.program.views import View, contiguous_strides
-from npu_runtime import Backend, DeviceBuffer, Operand
-from npu_runtime.backend import Launch
+from npu_runtime import Backend, DeviceBuffer
 from npu_runtime.cpu.kernels import reference_launch
 from npu_runtime.cpu.kernels.matmul import activated
 from npu_runtime.torch_arrays import numpy_to_tensor
@@ -234,7 +234,7 @@ def run_resident(phases: Phases, backend: Backend, times: int = 3) -> list[dict[
     """What the buffers that the resident kernel writes hold after each of some runs, from the same memory on."""
     call, make = resident(phases)
     memory = _memory(phases, make, backend)
-    launch = _prepared(call, make, memory, backend)
+    (launch,) = prepared(backend, [call], make.sources, memory)
     written = [view.buffer for view in call.outputs if view.buffer in phases.expected]
     results = []
     for _ in range(times):
@@ -250,7 +250,8 @@ def run_calls(calls: Sequence[KernelCall], make: Specializer, phases: Phases, ba
     """What the buffers that specialized calls write hold after them, where they start from the operands of `phases`."""
     memory = _memory(phases, make, backend)
     for call in calls:
-        _prepared(call, make, memory, backend)()
+        (launch,) = prepared(backend, [call], make.sources, memory)
+        launch()
     backend.synchronize()
     return {view.buffer: memory[view.buffer].to_numpy() for call in calls for view in call.outputs}
 
@@ -261,11 +262,3 @@ def _memory(phases: Phases, make: Specializer, backend: Backend) -> dict[str, De
     for name, buffer in make.temporaries.items():
         memory[name] = backend.allocate_zeros(buffer.alloc_shape, buffer.dtype)
     return memory
-
-
-def _prepared(call: KernelCall, make: Specializer, memory: Mapping[str, DeviceBuffer], backend: Backend) -> Launch:
-    backend.compile([call], make.sources)
-    inputs, outputs = (
-        [Operand(memory[view.buffer], view, 0, False) for view in views] for views in (call.inputs, call.outputs)
-    )
-    return backend.prepare(call, inputs, outputs)
