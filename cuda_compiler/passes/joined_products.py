@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from cuda_compiler.rules.matmul import operands
-from cuda_compiler.rules.streamed import streamed_product, suits_streaming
+from cuda_compiler.rules.streamed import GATED, streamed_product, suits_streaming
 from cuda_compiler.specialization.sizes import vector_width
 from cuda_compiler.specialization.specializer import Specializer
-from npu_compiler.program.elementwise import elementwise_kernel
+from npu_compiler.program.elementwise import GATES, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
-_NORM, _PRODUCT, _GATED = "rmsnorm_kernel", "matmul_kernel", "gated_matmul_vec_kernel"
-_ACTIVATIONS = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
+_NORM, _PRODUCT = "rmsnorm_kernel", "matmul_kernel"
 
 
 def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
@@ -26,9 +24,7 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
 
     Nothing else may read what lies between.
     """
-    # Buffer → how many calls and program outputs read it.
-    readers = Counter(view.buffer for call in plan.calls for view in call.inputs)
-    readers.update(view.buffer for view in plan.output_views.values())
+    readers = plan.count_readers()
     inner = {name for name, buffer in plan.buffers.items() if buffer.kind == "arena"}
     result: list[KernelCall] = []
     index = 0
@@ -40,23 +36,16 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
         if x is None or weight is None or not suits_streaming(make, call, x, weight):
             result.append(call)
             continue
-        out = call.outputs[0]
-        following = plan.calls[index] if index < len(plan.calls) else None
-        gate = None
-        if following is not None and out.buffer in inner and readers[out.buffer] == 2 and inputs["residual"] is None:
-            gate = _gate(call, out, following)
-        norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
-        target = (gate or call).outputs[0]
-        if norm is not None and (not _is_norm(norm, x) or norm.inputs[0].buffer == target.buffer):
-            norm = None
-        made = streamed_product(make, gate, inputs, gated=True, norm=norm) if gate is not None else None
-        if made is not None:
+        out, gate = call.outputs[0].buffer, None
+        if index < len(plan.calls) and out in inner and readers[out] == 2 and inputs["residual"] is None:
+            gate = _gate(call, plan.calls[index])
+        if gate is not None and suits_streaming(make, gate, x, weight):
+            call = gate
             index += 1
-        else:
-            made = streamed_product(make, call, inputs, norm=norm)
-        if made is None:
-            result.append(call)
-            continue
+        norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
+        if norm is not None and (not _is_norm(norm, x) or norm.inputs[0].buffer == call.outputs[0].buffer):
+            norm = None
+        made = streamed_product(make, call, inputs, norm)
         if norm is not None:
             result.pop()
             made = replace(made, flops=made.flops + norm.flops)
@@ -81,10 +70,10 @@ def _is_norm(call: KernelCall, x: View) -> bool:
     )
 
 
-def _gate(product: KernelCall, out: View, call: KernelCall) -> KernelCall | None:
+def _gate(product: KernelCall, call: KernelCall) -> KernelCall | None:
     """The product with its gate as one call, where `call` multiplies the activated first half with the second one."""
-    decl = elementwise_kernel(call)
-    activation = _ACTIVATIONS.get(decl.op.name) if decl is not None else None
+    decl, out = elementwise_kernel(call), product.outputs[0]
+    activation = GATES.get(decl.op.name) if decl is not None else None
     if activation is None or product.params["activation"] != "none" or len(call.inputs) != 2 or out.shape[1] % 2:
         return None
     half = out.shape[1] // 2
@@ -96,4 +85,4 @@ def _gate(product: KernelCall, out: View, call: KernelCall) -> KernelCall | None
     if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
         return None
     params = {**product.params, "n": half, "activation": activation}
-    return replace(call, kernel=_GATED, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
+    return replace(call, kernel=GATED, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)

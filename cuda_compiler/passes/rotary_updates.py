@@ -10,6 +10,11 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
+_ROWS_OF = {
+    4: 2,
+    3: 0,
+}  # rank of a cache, [images, heads, rows, width] or a pool, [rows, heads, width] → dimension of rows
+
 
 def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     """The plan's calls, with each rotary embedding and the cache update behind it as one.
@@ -38,13 +43,13 @@ def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], 
         return None
     x, cos, sin = rope.inputs
     (turned,) = rope.outputs
-    index, *shown = update.inputs
-    new_keys, source, keys, values = (_by_heads(view, update.params["dim"]) for view in (*shown, *update.outputs))
-    if new_keys is None or source is None or keys is None or values is None:
+    index, *rest = update.inputs
+    if update.params["dim"] != _ROWS_OF.get(rest[0].rank):
         return None
+    new_keys, source, keys, values = map(_by_heads, (*rest, *update.outputs))
     stored = shown_heads(new_keys, turned)
-    read = [_by_heads(view, 0 if view.rank == 3 else 2) for view in readers[turned.buffer]]
-    others = [shown_heads(view, turned) for view in read if view is not None and view != new_keys]
+    read = map(_by_heads, readers[turned.buffer])
+    others = [shown_heads(view, turned) for view in read if view != new_keys]
     if (
         stored is None
         or len(others) + 1 != len(readers[turned.buffer])
@@ -65,8 +70,6 @@ def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], 
     return rotary_kernel(make, call, "rotary_update", inputs, outputs, {"first_key": stored.start})
 
 
-def _by_heads(view: View, dim: int) -> View | None:
-    """A view as [images, heads, rows, width], whose rows lie along `dim`: 2 there, 0 in a pool [rows, heads, width]."""
-    if (view.rank, dim) == (4, 2):
-        return view
-    return view.transpose(0, 1).unsqueeze(0) if (view.rank, dim) == (3, 0) else None
+def _by_heads(view: View) -> View:
+    """[rows, heads, width], as a pool has them, as [images, heads, rows, width]; any other view as it is."""
+    return view.transpose(0, 1).unsqueeze(0) if view.rank == 3 else view

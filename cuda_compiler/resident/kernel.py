@@ -105,9 +105,7 @@ def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]
     Args:
         reaches_peers: Sums over ranks may be phases.
     """
-    # Buffer → how many calls and program outputs read it.
-    readers = Counter(view.buffer for call in plan.calls for view in call.inputs)
-    readers.update(view.buffer for view in plan.output_views.values())
+    readers = plan.count_readers()
     run = Run()
     index = 0
     while index < len(plan.calls):

@@ -15,7 +15,7 @@ from npu_compiler.program.views import View
 
 BLOCK_ROWS = 16  # of a warp's product
 BLOCK_KEYS = 16
-_FEW_ROWS = 8  # whose products take half the registers
+_FEW_ROWS = 8  # of a tile, which need half the registers of `BLOCK_ROWS`
 _WARPS = 4
 _STAGES = 2  # tiles of keys per warp in shared memory: one in use, the others being copied
 _FILLING_BLOCKS = 2 * MULTIPROCESSORS
@@ -45,8 +45,8 @@ _PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
 _MOST_SHARERS = 8  # blocks of a cluster
-_LONE_WARPS = 6  # of a block that shares with none; two fit the memory of a multiprocessor, of others three
-_LONG = 2048  # keys
+_LONE_WARPS = 6  # of a block that is a cluster of its own: two fit a multiprocessor, and of blocks of `_WARPS` three
+_LONG = 2048  # keys, above which a sequence may be much longer than others
 _WAVE = 2 * MULTIPROCESSORS * 9 // 10  # blocks that leave few multiprocessors idle
 _SURVEY_THREADS = 256
 _SURVEY_MIN_BLOCKS = 4
@@ -330,7 +330,7 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
             )
         ]
     if make.capability >= HOPPER:
-        return [_paged_by_clusters(make, call, inputs, constants, tokens * head_groups)]
+        return [_paged_by_clusters(make, call, inputs, constants, head_groups)]
     sums = make.temporary(call.node, (tokens, head_groups, sharing, splits, value_width), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
     partial = {"sums": sums, "stats": stats}
@@ -360,13 +360,13 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _paged_by_clusters(
-    make: Specializer, call: KernelCall, inputs: Mapping[str, View], constants: Mapping[str, int], tiles: int
+    make: Specializer, call: KernelCall, inputs: Mapping[str, View], constants: Mapping[str, int], head_groups: int
 ) -> KernelCall:
     """A cluster of blocks for each tile, which share its keys: as many as fill the GPU, and at least two where a long
     sequence could keep the others waiting."""
     q, v, tables = inputs["q"], inputs["v"], inputs["tables"]
     context = tables.shape[1] * call.params["block_size"]
-    turns = groups(context, _WARPS * BLOCK_KEYS)
+    tiles, turns = q.shape[0] * head_groups, groups(context, _WARPS * BLOCK_KEYS)
     splits = 1
     least = 2 if context > _LONG else 1
     while splits < _MOST_SHARERS and 2 * splits <= turns and (tiles * splits < _WAVE or splits < least):
@@ -380,7 +380,7 @@ def _paged_by_clusters(
         function="paged_shared",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(tiles // q.shape[0], q.shape[0], splits),
+        grid=(head_groups, q.shape[0], splits),
         block=(warps * WARP, 1, 1),
         shared=_sharing_memory(q, v, warps),
         constants={**constants, "splits": splits},

@@ -12,6 +12,7 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
+GATED = "gated_matmul_vec_kernel"  # whose weight has the rows of a gate, then as many others
 FEWEST_ROWS, MOST_ROWS = 3, 16  # with fewer, a warp a column is as fast; with more, cuBLASLt is
 _FEWEST_BYTES = 1 << 20  # of a weight: smaller ones leave most multiprocessors idle
 _FRAGMENT_ROWS = 16
@@ -21,17 +22,21 @@ _WARPS = (8, 16)
 # Blocks of a cluster → clusters that a GPU has room for; those of four and eight cannot use all multiprocessors. The
 # best first: none cost the least, and of large ones each warp has the fewest terms.
 _CLUSTERS = {1: MULTIPROCESSORS, 8: 16, 4: 32, 2: MULTIPROCESSORS // 2}
-_MOST_HELD = 12  # fragments of x that a thread has registers for: 8 for each
+_MOST_HELD = 12  # fragments of x in a thread, of eight registers each
 _RING_BYTES = 72 * 1024  # of a block: leaves room for the next kernel's first copies
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a product is divided among blocks and warps; see `templates/matmul/streamed.cu`.
+    """How a product is divided among blocks and warps, as `templates/matmul/streamed.cu` describes it.
 
     Attributes:
-        shared: Bytes of shared memory.
+        tile_m: Rows of x, rounded up to those of whole fragments.
+        warps, shared: Of a block; bytes of shared memory.
+        splits, clusters: Blocks of a cluster, and the number of clusters.
+        pieces: Of 32 terms, of each row of x, that a warp holds.
+        stages: Units of the weight that the ring has room for.
     """
 
     tile_m: int
@@ -55,34 +60,26 @@ def suits_streaming(make: Specializer, call: KernelCall, x: View, weight: View) 
         and rows
         and k % 8 == 0
         and weight.numel * 2 >= _FEWEST_BYTES
-        and divided(m, n, k, False, make.shared_memory) is not None
+        and divided(m, n, k, call.kernel == GATED, make.shared_memory) is not None
     )
 
 
 def streamed_product(
-    make: Specializer,
-    call: KernelCall,
-    inputs: dict[str, View | None],
-    *,
-    gated: bool = False,
-    norm: KernelCall | None = None,
-) -> KernelCall | None:
-    """A product for which `suits_streaming` holds; None where it does not fit with the gate.
+    make: Specializer, call: KernelCall, inputs: dict[str, View | None], norm: KernelCall | None = None
+) -> KernelCall:
+    """A product for which `suits_streaming` holds.
 
     Args:
         inputs: x, weight, bias, residual.
-        gated: The weight has the rows of a gate, then as many others.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
     m, n, k = (call.params[name] for name in "mnk")
     x, gain = inputs["x"], None
     if norm is not None:
         x, gain = KERNELS[norm.kernel].bind(norm)[:2]
-    weight = inputs["weight"]
-    assert weight is not None
+    weight, gated = inputs["weight"], call.kernel == GATED
     found = divided(m, n, k, gated, make.shared_memory)
-    if found is None:
-        return None
+    assert weight is not None and found is not None
     made = make.kernel(
         call,
         "matmul/streamed.cu",

@@ -9,6 +9,7 @@ from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 from npu_compiler.ops.aliases import slice_bounds
 from npu_compiler.ops.registry import well_formed
+from npu_compiler.program.elementwise import GATES
 from npu_compiler.program.views import numel
 
 
@@ -137,7 +138,7 @@ def _gated_linear_pattern() -> P:
     return P(" ".join(_GATED), (gate, up))
 
 
-_GATED = {"npu.silu_mul": "silu", "npu.gelu_mul": "gelu", "npu.gelu_tanh_mul": "gelu_tanh"}
+_GATED = {f"npu.{op}": activation for op, activation in GATES.items()}
 
 
 def _rewrite_gated_linear(match: Match, rewriter: Rewriter) -> OpNode | None:

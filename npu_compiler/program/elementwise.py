@@ -62,6 +62,8 @@ ACTIVATIONS = {
     "hardsigmoid": "hardsigmoid",
     "sigmoid": "sigmoid",
 }
+# The element-wise ops that multiply an activated operand with another one: op → name of the activation.
+GATES = {"silu_mul": "silu", "gelu_mul": "gelu", "gelu_tanh_mul": "gelu_tanh"}
 ACTIVATION = f"s none {' '.join(ACTIVATIONS)}"  # the format of the parameter that chooses one of them
 _ACTIVATION_OF = {op: name for name, op in ACTIVATIONS.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -83,3 +84,9 @@ class ExecutionPlan:
     arena_bytes: int = 0
     unused_weights: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
+
+    def count_readers(self) -> Counter[str]:
+        """Buffer → how many operands of calls and program outputs read it."""
+        readers = Counter(view.buffer for call in self.calls for view in call.inputs)
+        readers.update(view.buffer for view in self.output_views.values())
+        return readers

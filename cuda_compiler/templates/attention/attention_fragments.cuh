@@ -104,9 +104,10 @@ struct alignas(16) KeyTile {
         }
     }
 
-    // The same where all 16 keys are there, `k_step` and `v_step` elements apart: nothing is to be checked.
-    static constexpr bool even = width == chunks * 32 && value_width == spans * 64 && WARP % (chunks * 4) == 0;
+    // Whether head dimensions fill their places, so that every piece of a key that exists does.
+    static constexpr bool filled = width == chunks * 32 && value_width == spans * 64 && WARP % (chunks * 4) == 0;
 
+    // `copy` where that is so and all 16 keys exist, `k_step` and `v_step` elements apart: nothing is to be checked.
     template <index_t k_step, index_t v_step>
     __device__ __forceinline__ void copy_all(const Half *k_start, const Half *v_start) {
         const int lane = threadIdx.x % WARP;

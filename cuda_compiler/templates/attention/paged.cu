@@ -33,7 +33,7 @@ constexpr bool whole_tiles = block_size % block_keys == 0;
 
 __device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem, int first, int block_row) {
     if constexpr (whole_tiles) {
-        if (KeyTile::even && problem.has(first + block_keys - 1)) {
+        if (KeyTile::filled && problem.has(first + block_keys - 1)) {
             const int row = block_row + first % block_size;
             tile.copy_all<K::stride(0), V::stride(0)>(problem.k + row * K::stride(0), problem.v + row * V::stride(0));
             return;

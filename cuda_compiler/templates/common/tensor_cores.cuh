@@ -14,6 +14,19 @@ __device__ __forceinline__ Words load_words(const Half *data, bool inside) {
 __device__ __forceinline__ Half low_half(unsigned word) { return Half{(unsigned short)(word & 0xffffu)}; }
 __device__ __forceinline__ Half high_half(unsigned word) { return Half{(unsigned short)(word >> 16)}; }
 
+// a · b + c of two pairs of 16-bit floats, each rounded once; 0 on GPUs that cannot.
+__device__ __forceinline__ unsigned multiply_add_pairs(unsigned a, unsigned b, unsigned c) {
+    unsigned result = 0;
+#if __CUDA_ARCH__ >= 800
+    if constexpr (IsBrain<Half>::value) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    }
+#endif
+    return result;
+}
+
 // sums[16 × 8] += a[16 × 16] · b[16 × 8], in the fragments of mma.m16n8k16.
 __device__ __forceinline__ void multiply(
     float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1

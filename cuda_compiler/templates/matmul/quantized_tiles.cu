@@ -46,19 +46,6 @@ __device__ __forceinline__ int staged_codes(int row, int chunk) {
 }
 __device__ __forceinline__ int staged_x(int row, int pack) { return row * tile_k * 2 + (pack ^ row % 2 * 4) * 16; }
 
-// a · b + c of two 16-bit floats, exact in what it is used for.
-__device__ __forceinline__ unsigned add_product(unsigned a, unsigned b, unsigned c) {
-    unsigned result = 0;
-#if __CUDA_ARCH__ >= 800
-    if constexpr (brain) {
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    } else {
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    }
-#endif
-    return result;
-}
-
 constexpr unsigned one = brain ? 0x3f803f80u : 0x3c003c00u;
 constexpr unsigned minus_one = one | 0x80008000u;
 // 128 or 1024: the last bits of a number like it count ones, so an integer in their place is added to it.
@@ -84,7 +71,7 @@ struct Factors {
             const unsigned word = *reinterpret_cast<const unsigned *>(codes);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                pair[i] = add_product((word >> 4 * i & 0x000f000fu) | integral, one, zero);
+                pair[i] = multiply_add_pairs((word >> 4 * i & 0x000f000fu) | integral, one, zero);
             }
         } else {
             const uint2 words = *reinterpret_cast<const uint2 *>(codes);
@@ -93,7 +80,7 @@ struct Factors {
                 const unsigned word = i < 2 ? words.x : words.y;
                 pair[i] = is_int8 ? of_int8(word, i % 2) : of_float8(word, i % 2);
                 if constexpr (has_zero_point) {
-                    pair[i] = add_product(pair[i], one, zero);
+                    pair[i] = multiply_add_pairs(pair[i], one, zero);
                 }
             }
         }
@@ -103,10 +90,10 @@ struct Factors {
     __device__ __forceinline__ static unsigned of_int8(unsigned word, int half) {
         const unsigned placed = __byte_perm(word, integral, half ? 0x7372 : 0x7170);
         if constexpr (brain) {
-            return add_product(placed & 0xff80ff80u, minus_one, placed & 0xff7fff7fu);
+            return multiply_add_pairs(placed & 0xff80ff80u, minus_one, placed & 0xff7fff7fu);
         } else {
             // A code with its sign bit flipped is 128 more.
-            return add_product(placed ^ 0x00800080u, one, 0xe480e480u);
+            return multiply_add_pairs(placed ^ 0x00800080u, one, 0xe480e480u);
         }
     }
 
@@ -114,7 +101,7 @@ struct Factors {
     __device__ __forceinline__ static unsigned of_float8(unsigned word, int half) {
         const unsigned placed = __byte_perm(word, 0, half ? 0x3424 : 0x1404);
         const unsigned magnitude = brain ? placed >> 4 & 0x07f007f0u : placed >> 1 & 0x3f803f80u;
-        return add_product((placed & 0x80008000u) | magnitude, brain ? 0x7b807b80u : 0x5c005c00u, 0x80008000u);
+        return multiply_add_pairs((placed & 0x80008000u) | magnitude, brain ? 0x7b807b80u : 0x5c005c00u, 0x80008000u);
     }
 };
 

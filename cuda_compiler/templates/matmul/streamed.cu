@@ -36,19 +36,10 @@ static_assert(warps % unit_rows == 0 && share <= part_terms && param::k % 8 == 0
 // Where 16 bytes of a row of a unit lie, so that the lanes of a warp read from different banks.
 __device__ __forceinline__ int place_of(int row, int pack) { return row * row_bytes + (pack ^ row % 2 * 4) * 16; }
 
-// Two bfloat16 products, each rounded once.
-__device__ __forceinline__ unsigned products(unsigned a, unsigned b) {
-    unsigned result = 0;
-#if __CUDA_ARCH__ >= 800
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
-#endif
-    return result;
-}
-
 __device__ __forceinline__ void multiply_all(Words &x, const Words &gains) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        x.at[i] = products(x.at[i], gains.at[i]);
+        x.at[i] = multiply_add_pairs(x.at[i], gains.at[i], 0x80008000u);  // -0, which keeps zeros' signs
     }
 }
 
@@ -119,22 +110,22 @@ WAITING_KERNEL(streamed) {
     }
     Words gains[normed ? pieces : 1];
     const int first_pack = warp * pieces * 4 + lane % 4;  // of this lane's terms
-    if constexpr (normed && ahead) {
+    const auto load_gains = [&] {
 #pragma unroll
         for (int i = 0; i < pieces; i++) {
             const int term = (first_pack + 4 * i) * 8;
-            gains[i] = load_words(reinterpret_cast<const Half *>(gain) + first_term + (term < terms ? term : 0), term < terms);
+            const bool inside = term < terms;
+            gains[i] = load_words(reinterpret_cast<const Half *>(gain) + first_term + (inside ? term : 0), inside);
         }
+    };
+    if constexpr (normed && ahead) {
+        load_gains();
     }
     if constexpr (ahead) {
         begin_in_turn();
     }
     if constexpr (normed && !ahead) {
-#pragma unroll
-        for (int i = 0; i < pieces; i++) {
-            const int term = (first_pack + 4 * i) * 8;
-            gains[i] = load_words(reinterpret_cast<const Half *>(gain) + first_term + (term < terms ? term : 0), term < terms);
-        }
+        load_gains();
     }
 
     Words own[m_fragments][2][pieces];
