@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -140,12 +140,13 @@ def measure(device: Device, report: Callable[[int, int], object] = lambda done, 
     program = _chain(16, (ELEMENTS // 256, 256), device)
     operations = sum(call.flops for call in program.kernels) / _least(program, device)
     report(next(done), total)
-    times: list[Times | None] = [None] * len(wanted)
-    for _ in range(PASSES):
-        for index, (probe, each) in enumerate(wanted):
-            times[index] = Times.of(probe, each, device).least(times[index])
+    passes: list[list[Times]] = [[] for _ in range(PASSES)]
+    for times in passes:
+        for probe, each in wanted:
+            times.append(Times.of(probe, each, device))
             report(next(done), total)
-    blocks = [Block(*one, found.seconds) for one, found in zip(wanted, times, strict=True) if found is not None]
+    least = [reduce(Times.least, times) for times in zip(*passes, strict=True)]
+    blocks = [Block(*one, found.seconds) for one, found in zip(wanted, least, strict=True)]
     costs = 1e6 * launch, 1e6 * max(0.0, small / 2 - launch)
     most = max(cached.values())
     kept = max((size for size, rate in cached.items() if rate >= math.sqrt(read * most)), default=min(cached))
@@ -189,13 +190,11 @@ class Times:
         """Of a block."""
         return max((self.long - self.short) / (self.many - self.few), 1e-9)
 
-    def least(self, before: Times | None) -> Times:
+    def least(self, other: Times) -> Times:
         """The lesser time of each program, of two measurements: disturbances only slow runs."""
-        if before is None or before.many < self.many:
-            return self
-        if before.many > self.many:
-            return before
-        return replace(self, short=min(self.short, before.short), long=min(self.long, before.long))
+        if self.many != other.many:
+            return max(self, other, key=lambda times: times.many)
+        return replace(self, short=min(self.short, other.short), long=min(self.long, other.long))
 
 
 def shape_of(device: Device, arrays: int | None = None, sram: int | None = None) -> Shape:

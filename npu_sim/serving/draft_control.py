@@ -12,7 +12,7 @@ LEAST_GAIN = 1.05  # times as many tokens a second, below which drafts are not w
 _FIRST_DRAFT = 2
 _FIRST_PAUSE = 16
 _LONGEST_PAUSE = 512
-_LONGEST_WAIT = 32
+_LONGEST_WAIT = 32  # tokens
 _FIRST_RIGHT, _FIRST_WRONG = 1.6, 0.4  # as if two tokens had been drafted: four in five are right until more is known
 
 
@@ -43,7 +43,8 @@ class DraftControl:
     def learn(self, drafted: int, accepted: int) -> None:
         """Take the outcome of a draft."""
         all_right = accepted == drafted
-        self._wait = 1 if accepted else self._wait
+        if accepted:
+            self._wait = 1
         self._right = 0.5 * self._right + accepted
         self._wrong = 0.5 * self._wrong + (not all_right)
         if all_right:
@@ -53,7 +54,7 @@ class DraftControl:
             self._length = min(max(_FIRST_DRAFT, accepted + 1), self._longest)
 
     def wait(self, tokens: int) -> None:
-        """Look for no draft for some tokens, each time for more: at this length of the sequence, there was none."""
+        """Ask for no draft for some tokens, each time for more: at this length of the sequence, there was none."""
         self._resume = tokens + self._wait
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
 

@@ -180,17 +180,18 @@ class Scheduler:
         """The drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens.
 
         Where no draft is, none is made for a while. Where the time of a step without drafts is not known, this one has
-        none. On a device that runs ahead, looking for a draft costs that lead, so where there is none, none is looked
-        for either for some tokens.
+        none. A device that runs ahead must stop while a draft is looked for, so a sequence for which there is none is
+        left out for some tokens.
         """
         if not wanted or self._drafter is None or not self.times.knows(rows):
             return {}
         begun = time.perf_counter()
         found = self._drafter.drafts(wanted)
         self.times.learn_drafting(time.perf_counter() - begun)
-        for sequence in wanted.keys() - found.keys() if self._runs_ahead else ():
-            if sequence.control is not None:
-                sequence.control.wait(len(sequence.tokens))
+        if self._runs_ahead:
+            for sequence in wanted.keys() - found.keys():
+                if sequence.control is not None:
+                    sequence.control.wait(len(sequence.tokens))
         chances = [
             (sequence.control.probability if sequence.control else 0.0, len(draft)) for sequence, draft in found.items()
         ]
