@@ -236,6 +236,13 @@ def masks(kind: str, batch: int, heads: int, queries: int, keys: int) -> np.ndar
     return np.broadcast_to(mask, (batch, heads, queries, keys))
 
 
+def followed_by_nan(array: np.ndarray) -> np.ndarray:
+    """The array in memory that goes on with NaN, so that a read beyond its end shows in the results."""
+    memory = np.full(array.size + 64, np.nan, array.dtype)
+    memory[: array.size] = array.ravel()
+    return memory[: array.size].reshape(array.shape)
+
+
 @needs_native
 @pytest.mark.parametrize("kind", ROW_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,7 +260,7 @@ def test_attention_reads_codes_as_it_reads_their_numbers(
     )
     for mask_kind in ("none", "boolean", "additive"):
         mask, out = masks(mask_kind, 2, 6, queries, keys), np.full((2, 6, queries, value_width), np.nan, np.float32)
-        rounded = native.RoundedCache(kind, k_scales, v_scales)
+        rounded = native.RoundedCache(kind, followed_by_nan(k_scales), followed_by_nan(v_scales))
         launch = native.attention(q, k, v, mask, False, 0.2, out, rounded)
         assert launch is not None
         launch()

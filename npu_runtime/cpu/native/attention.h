@@ -66,7 +66,7 @@ template <class K>
 NPU_INLINE Vec scales_of(const AttentionArgs& a, const View& scales, int64_t batch, int64_t kv_head, int64_t key) {
   if constexpr (!kIsCode<K>) return splat(1.0f);
   const float* first = reinterpret_cast<const float*>(scales.data) + offset(scales, 0, batch, kv_head);
-  return load_n(first + key, a.keys() - key);
+  return load_n(first + key, std::max<int64_t>(a.keys() - key, 0));
 }
 
 inline int64_t mask_item_size(const AttentionArgs& a) {
