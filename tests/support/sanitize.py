@@ -17,7 +17,8 @@ from pathlib import Path
 from npu_runtime.cpu.native.build import find_compiler
 
 ROOT = Path(__file__).parents[2]
-TESTS = sorted(str(path) for path in (ROOT / "tests" / "npu_runtime").glob("test_native*.py"))
+KERNEL_TESTS = ("test_native*.py", "test_rounded_rows.py", "test_paged_attention.py")
+TESTS = sorted(str(path) for name in KERNEL_TESTS for path in (ROOT / "tests" / "npu_runtime").glob(name))
 # A kernel that gets no memory shall say so itself, under any allocator.
 _COMMON = "allocator_may_return_null=1"
 OPTIONS = {
