@@ -172,9 +172,7 @@ class Core:
             seconds = now - max(launched.time, self._read_time)
             self._read_time = now
             self._steps.add(seconds)
-            self.scheduler.pace.learn(len(step.singles), step.prompt_tokens, seconds)
-            if not step.prompt_tokens:
-                self.scheduler.times.learn(len(step.batch.tokens), seconds)
+            self.scheduler.times.learn(len(step.batch.tokens), seconds, step.prompt_tokens)
             self._learn(step, chosen, logits)
 
     def _learn(self, step: Step, chosen: list[int], logits: Logits | None) -> None:

@@ -49,7 +49,7 @@ class Engine:
         checkpoint: Its tokenizer makes the text, its end-of-sequence ids end sequences. None: no text, no such ids.
         max_waiting: Maximum number of requests that wait for admission. Default: no limit.
         prefill_tokens: Maximum number of prompt tokens of a step. Default: so many that requests that wait for a token
-            hardly notice (`Pace`), and as many as the model takes where none does.
+            hardly notice (`StepTimes`), and as many as the model takes where none does.
         speculate: Guess tokens and verify several in one step: `ngram` from the request's own text, a `Drafter` as it
             likes. Default: do not.
 

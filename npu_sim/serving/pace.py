@@ -1,55 +1,59 @@
-"""How long steps take. `Pace`: how many prompt tokens a step may compute beside the tokens that others wait for."""
+"""How long steps take, and what follows for prompts: how many of their tokens fit beside tokens that others wait for.
+
+A model pads a step to the next power of two of its tokens, so a step is as long as one of that many.
+"""
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 FIRST_TOKENS = 128  # before anything is known
-LEAST_TOKENS = 16
+LEAST_TOKENS = 8
 SLOWER = 1.8  # a step with prompt tokens may take this many times as long as one without
+_ALIKE = 1.1  # times that differ by no more are worth more tokens
 _KEPT = 9  # steps; of them the median counts, since a step that compiles a program takes far longer
 _FORGOTTEN = 256  # steps after which a time no longer counts
 
 
-class Pace:
-    """Chooses pieces of prompts so that a step with one takes no more than `SLOWER` times as long as a step without.
-
-    So the time between two tokens stays even while long prompts arrive, on slow and on fast devices.
-    """
+class _Durations:
+    """Of steps by their size, the logarithm of the power of two of tokens that they are padded to."""
 
     def __init__(self) -> None:
-        self._plain: deque[float] = deque(maxlen=_KEPT)
-        self._per_token: deque[float] = deque(maxlen=_KEPT)
+        self._found: dict[int, deque[tuple[int, float]]] = {}
 
-    def tokens(self) -> int:
-        """Prompt tokens of a step in which others wait for their tokens."""
-        if not self._plain or not self._per_token:
-            return FIRST_TOKENS
-        allowed = (SLOWER - 1) * statistics.median(self._plain)
-        return max(LEAST_TOKENS, int(allowed / max(statistics.median(self._per_token), 1e-9)))
+    def add(self, size: int, step: int, seconds: float) -> None:
+        self._found.setdefault(size, deque(maxlen=_KEPT)).append((step, seconds))
 
-    def learn(self, decoded: int, prompt_tokens: int, seconds: float) -> None:
-        """Take the duration of a step that computed the tokens of `decoded` sequences and some prompt tokens."""
-        if not prompt_tokens:
-            self._plain.append(seconds)
-        elif self._plain and decoded:
-            self._per_token.append(max(0.0, seconds - statistics.median(self._plain)) / prompt_tokens)
+    def median(self, size: int, since: int = 0) -> float | None:
+        """Of steps with that number and later ones. None if there is just one, which may have compiled a program."""
+        found = [seconds for step, seconds in self._found.get(size, ()) if step >= since]
+        return sorted(found)[(len(found) - 1) // 2] if len(found) > 1 else None
+
+    def up_to(self, size: int, since: int = 0) -> float | None:
+        """The median of the largest steps up to a size for which there is one."""
+        medians = (self.median(smaller, since) for smaller in range(size, -1, -1))
+        return next((seconds for seconds in medians if seconds is not None), None)
 
 
 class StepTimes:
-    """How long steps without prompts take, by the number of their tokens up to the next power of two.
+    """How long steps take, without prompts and with them.
 
     Times that are older than `_FORGOTTEN` steps are forgotten, since they grow with the sequences.
     """
 
     def __init__(self) -> None:
         self._steps = 0
-        self._found: dict[int, deque[tuple[int, float]]] = {}
+        self._plain, self._mixed = _Durations(), _Durations()
         self._drafting: deque[float] = deque([0.0], maxlen=_KEPT)
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Take the duration of a step of that many tokens."""
+    def learn(self, tokens: int, seconds: float, prompt_tokens: int = 0) -> None:
+        """Take the duration of a step of that many tokens, of which some may be of prompts.
+
+        One of nothing but prompts is left out: nobody waited for a token in it.
+        """
         self._steps += 1
-        self._found.setdefault(_size(tokens), deque(maxlen=_KEPT)).append((self._steps, seconds))
+        if prompt_tokens < tokens:
+            (self._mixed if prompt_tokens else self._plain).add(_size(tokens), self._steps, seconds)
 
     def learn_drafting(self, seconds: float) -> None:
         """Take how long it took to draft for a step."""
@@ -61,18 +65,50 @@ class StepTimes:
         return statistics.median_low(self._drafting)
 
     def knows(self, tokens: int) -> bool:
-        """Whether steps of that many tokens have been measured lately. Once is not enough: it may have compiled."""
-        return len(self._recent(_size(tokens))) > 1
+        """Whether steps of that many tokens, none of a prompt, have been measured lately."""
+        return self._plain.median(_size(tokens), self._since) is not None
 
     def seconds(self, tokens: int) -> float:
-        """The time of a step of that many tokens; where that is not known, what is known of the next shorter ones."""
-        for size in range(_size(tokens), -1, -1):
-            if len(recent := self._recent(size)) > 1:
-                return statistics.median_low(recent)
-        return 0.0
+        """The time of a step without prompts; where that is not known, what is known of the next shorter ones."""
+        return self._plain.up_to(_size(tokens), self._since) or 0.0
 
-    def _recent(self, size: int) -> list[float]:
-        return [seconds for step, seconds in self._found.get(size, ()) if step > self._steps - _FORGOTTEN]
+    def prompt_tokens(self, decoded: int, most: int) -> int:
+        """How many prompt tokens to compute in a step besides those that others wait for.
+
+        As many as fill a step that takes no more than `SLOWER` times as long as one without: so the time between two
+        tokens stays even while long prompts arrive, on slow and on fast devices. Where no step is that fast, as many
+        as fill one that takes hardly longer than the fastest.
+
+        Args:
+            decoded: Tokens that others wait for, at least one.
+            most: Maximum number of tokens of a step.
+        """
+        if decoded == most:
+            return 0
+        sizes = range(_size(min(decoded + LEAST_TOKENS, most)), _size(most) + 1)
+        # Of any age: where prompts never cease to arrive, there is no step without.
+        plain = self._plain.up_to(_size(decoded))
+        known = {size: seconds for size in sizes if (seconds := self._mixed.median(size, self._since)) is not None}
+        if plain is None or not known:
+            chosen = max(sizes[0], (decoded + FIRST_TOKENS).bit_length() - 1)
+        else:
+            estimates = {size: _estimate(size, decoded, plain, known) for size in sizes}
+            limit = max(SLOWER * plain, _ALIKE * min(estimates.values()))
+            chosen = max(size for size in sizes if estimates[size] <= limit)
+        return min(1 << chosen, most) - decoded
+
+    @property
+    def _since(self) -> int:
+        return self._steps - _FORGOTTEN + 1
+
+
+def _estimate(size: int, decoded: int, plain: float, known: Mapping[int, float]) -> float:
+    """The time of a step of a size: on the line through those of the two nearest smaller sizes that are known, of which
+    that without prompts is one, or through that and the smallest."""
+    points = [(0, plain), *(((1 << other) - decoded, known[other]) for other in sorted(known))]
+    smaller = [point for point in points if point[0] <= (1 << size) - decoded]
+    (low, first), (high, second) = smaller[-2:] if len(smaller) > 1 else points[:2]
+    return second + max(0.0, second - first) * ((1 << size) - decoded - high) / (high - low)
 
 
 def _size(tokens: int) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.blocks import BlockPool
 from npu_sim.serving.draft_control import worthwhile
-from npu_sim.serving.pace import Pace, StepTimes
+from npu_sim.serving.pace import StepTimes
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter
 from npu_sim.serving.step import Choice, Step, StepBuilder
@@ -36,14 +36,14 @@ class Scheduler:
     """Plans steps for a model. It neither runs them nor waits.
 
     Args:
-        prefill_tokens: Maximum number of prompt tokens of a step. Default: as `pace` says, or as many as the model
+        prefill_tokens: Maximum number of prompt tokens of a step. Default: as `times` says, or as many as the model
             takes where no running sequence waits for a token.
         drafter: Guesses tokens of sequences that want drafts.
 
     Attributes:
         running: In order of arrival.
         waiting: Number of sequences that wait.
-        pace, times: Learn how long steps take.
+        times: How long steps take; the caller lets it learn.
         admitted: Those that were admitted for the first time; the caller empties it.
         preemptions: How often a sequence lost its blocks.
     """
@@ -53,7 +53,7 @@ class Scheduler:
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
         self._runs_ahead = model.runs_ahead
         self._prefill_tokens = prefill_tokens
-        self.pace, self.times = Pace(), StepTimes()
+        self.times = StepTimes()
         self._drafter = drafter
         self.max_running = min(model.max_sequences, model.max_outputs, model.max_tokens)
         self.max_rows = min(model.context_length, model.blocks * model.block_size)
@@ -210,8 +210,11 @@ class Scheduler:
     def _plan_prompts(self, step: StepBuilder) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the
         earliest prompts, which therefore never starve."""
-        most = self.pace.tokens() if self._prefill_tokens is None and step.tokens else self._prefill_tokens
-        budget = self._max_tokens - step.tokens if most is None else min(most, self._max_tokens - step.tokens)
+        budget = self._max_tokens - step.tokens
+        if self._prefill_tokens is not None:
+            budget = min(budget, self._prefill_tokens)
+        elif step.tokens:
+            budget = self.times.prompt_tokens(step.tokens, self._max_tokens)
         rests = {
             sequence: len(sequence.tokens) - sequence.computed
             for sequence in self.running

@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_batches import VOCAB, EvenTimes, ToyModel, alone
@@ -18,7 +18,7 @@ from npu_sim.serving.core import Core
 from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl, worthwhile
 from npu_sim.serving.drafting import ModelDrafter
 from npu_sim.serving.handle import Handle
-from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, Pace, StepTimes
+from npu_sim.serving.pace import FIRST_TOKENS, LEAST_TOKENS, SLOWER, StepTimes
 from npu_sim.serving.request import Request, SamplingSettings
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter, PromptLookup
@@ -217,18 +217,73 @@ def test_half_of_a_step_goes_to_the_earliest_prompt() -> None:
     assert steps <= 12
 
 
-def test_pieces_of_prompts_are_as_long_as_the_pace_allows() -> None:
-    pace = Pace()
-    assert pace.tokens() == FIRST_TOKENS
-    for seconds in (0.010, 5.0, 0.010, 0.010):  # once a program was compiled
-        pace.learn(8, 0, seconds)
-        pace.learn(8, 100, seconds + 0.002)
-    assert pace.tokens() == round((SLOWER - 1) * 0.010 / 0.00002)
-    pace.learn(0, 512, 9.0)  # nobody waited for a token
-    assert pace.tokens() == round((SLOWER - 1) * 0.010 / 0.00002)
-    for _ in range(9):
-        pace.learn(8, 16, 1.0)
-    assert pace.tokens() == LEAST_TOKENS
+def paced(seconds: Callable[[int, bool], float], decoded: int, steps: int = 40) -> list[tuple[int, float]]:
+    """The prompt tokens of steps, and how much longer than a step without they took, on a device with such times.
+
+    Args:
+        seconds: The time of a step of a number of tokens, a power of two, with prompts or without.
+        decoded: Tokens of each step that others wait for.
+    """
+    times, found = StepTimes(), list[tuple[int, float]]()
+    plain = seconds(1 << (decoded - 1).bit_length(), False)
+    for first in (10.0, 0.0):  # the first step compiles a program
+        times.learn(decoded, first + plain)
+    for _ in range(steps):
+        prompt = times.prompt_tokens(decoded, 512)
+        taken = seconds(1 << (decoded + prompt - 1).bit_length(), True)
+        times.learn(decoded + prompt, taken, prompt)
+        found.append((prompt, taken / plain))
+    return found
+
+
+@given(
+    decoded=st.integers(1, 128),
+    base=st.floats(0.01, 10),
+    per_token=st.floats(0, 0.1),
+    with_prompts=st.floats(0, 1),
+)
+def test_pieces_of_prompts_fill_the_longest_step_that_others_hardly_notice(
+    decoded: int, base: float, per_token: float, with_prompts: float
+) -> None:
+    def seconds(tokens: int, prompts: bool) -> float:
+        return base + per_token * tokens + (with_prompts * base if prompts else 0.0)
+
+    found = paced(seconds, decoded)
+    sizes = [size for size in (2**power for power in range(10)) if size >= decoded + LEAST_TOKENS]
+    plain = seconds(1 << (decoded - 1).bit_length(), False)
+    fast = [size for size in sizes if seconds(size, True) <= SLOWER * plain]
+    alike = [size for size in sizes if seconds(size, True) <= 1.1 * seconds(sizes[0], True)]
+    assert all(prompt + decoded in sizes for prompt, _ in found), "no step is padded"
+    if fast:
+        assert all(slower <= SLOWER for _, slower in found[10:])
+        prompt, slower = found[-1]
+        following = 1 + (slower - 1) * (2 * (prompt + decoded) - decoded) / prompt
+        assert prompt + decoded == fast[-1] or following > SLOWER, "a longer one could be as fast"
+    else:
+        assert found[-1][0] + decoded <= max(sizes[0], alike[-1])
+
+
+def test_where_every_step_with_prompts_is_slow_the_pieces_are_not_short() -> None:
+    """Shorter pieces of a prompt with a long history take as long on a device that is not full, and are more."""
+    found = paced(lambda tokens, prompts: (9.0 if prompts else 2.0) + tokens / 1000, decoded=32)
+    assert found[-1] == (480, pytest.approx((9 + 0.512) / 2.032))
+
+
+def test_times_of_steps_with_prompts_are_forgotten_but_not_those_without() -> None:
+    times = StepTimes()
+    assert times.prompt_tokens(1, 512) == FIRST_TOKENS - 1 and times.prompt_tokens(32, 512) == 96
+    for seconds in (1.0, 1.0, 5.0, 5.0):
+        times.learn(32 if seconds == 1 else 128, seconds, 0 if seconds == 1 else 96)
+    assert times.prompt_tokens(32, 512) == 32, "by a step that took five times as long"
+    for _ in range(300):
+        times.learn(64, 1.2, 32)
+    assert times.prompt_tokens(32, 512) == 96, "as far as steps of 64 tokens tell"
+    for _ in range(2):
+        times.learn(128, 99.0, 128)  # nobody waited for a token
+    assert times.prompt_tokens(32, 512) == 96
+    for _ in range(2):
+        times.learn(512, 9.0, 480)
+    assert times.prompt_tokens(511, 512) == 1 and times.prompt_tokens(512, 512) == 0
 
 
 def test_a_prompt_with_a_known_beginning_is_computed_from_there() -> None:
