@@ -27,7 +27,7 @@ class _Durations:
     def median(self, size: int, since: int = 0) -> float | None:
         """Of steps with that number and later ones. None if there is just one, which may have compiled a program."""
         found = [seconds for step, seconds in self._found.get(size, ()) if step >= since]
-        return sorted(found)[(len(found) - 1) // 2] if len(found) > 1 else None
+        return statistics.median_low(found) if len(found) > 1 else None
 
     def up_to(self, size: int, since: int = 0) -> float | None:
         """The median of the largest steps up to a size for which there is one."""

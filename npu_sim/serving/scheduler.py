@@ -210,16 +210,18 @@ class Scheduler:
     def _plan_prompts(self, step: StepBuilder) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the
         earliest prompts, which therefore never starve."""
-        budget = self._max_tokens - step.tokens
-        if self._prefill_tokens is not None:
-            budget = min(budget, self._prefill_tokens)
-        elif step.tokens:
-            budget = self.times.prompt_tokens(step.tokens, self._max_tokens)
         rests = {
             sequence: len(sequence.tokens) - sequence.computed
             for sequence in self.running
             if sequence.computed + 1 < len(sequence.tokens)
         }
+        if not rests and not self._waiting:
+            return
+        budget = self._max_tokens - step.tokens
+        if self._prefill_tokens is not None:
+            budget = min(budget, self._prefill_tokens)
+        elif step.tokens:
+            budget = self.times.prompt_tokens(step.tokens, self._max_tokens)
         while sum(rests.values()) - max(rests.values(), default=0) < budget and (admitted := self._admit(step)):
             rests[admitted] = len(admitted.tokens) - admitted.computed
         for sequence, tokens in divided(budget, rests).items():

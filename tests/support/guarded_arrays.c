@@ -11,19 +11,20 @@ typedef struct {
   size_t length, size;
 } Block;
 
-enum { kPage = 4096, kAlignment = 16, kHead = 32 };
+enum { kAlignment = 16, kHead = 32 };
 _Static_assert(sizeof(Block) <= kHead, "a block's head lies before its data");
 
 static size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
 static void* guarded_malloc(void* context, size_t size) {
   (void)context;
-  const size_t padded = round_up(size, kAlignment), length = round_up(padded + kHead, kPage) + kPage;
+  const size_t page = getpagesize();
+  const size_t padded = round_up(size, kAlignment), length = round_up(padded + kHead, page) + page;
   if (padded < size || length < padded) return NULL;
   char* start = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (start == MAP_FAILED) return NULL;
-  mprotect(start + length - kPage, kPage, PROT_NONE);
-  char* data = start + length - kPage - padded;
+  mprotect(start + length - page, page, PROT_NONE);
+  char* data = start + length - page - padded;
   *(Block*)(data - kHead) = (Block){start, length, size};
   memset(data + size, 0xff, padded - size);  // NaN, or as good as
   return data;
