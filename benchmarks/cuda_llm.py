@@ -65,7 +65,6 @@ def qwen3() -> Qwen3Config:
     )
 
 
-@torch.no_grad()
 def seeded_checkpoint(name: str, config: Any, seed: int) -> Checkpoint:
     """A configuration of transformers with random weights in bfloat16; see `seeded_state`."""
     checkpoint = Checkpoint(name, config, {}, "bfloat16", load_tokenizer=lambda: None)
@@ -73,6 +72,7 @@ def seeded_checkpoint(name: str, config: Any, seed: int) -> Checkpoint:
     return checkpoint
 
 
+@torch.no_grad()
 def seeded_state(checkpoint: Checkpoint, seed: int) -> dict[str, Tensor]:
     """Random weights on the GPU that keep activations in range; their values do not affect the time."""
     generator = torch.Generator("cuda").manual_seed(seed)

@@ -10,10 +10,8 @@ from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
-_ROWS_OF = {
-    4: 2,
-    3: 0,
-}  # rank of a cache, [images, heads, rows, width] or a pool, [rows, heads, width] → dimension of rows
+# Rank of a cache, [images, heads, rows, width], or of a pool, [rows, heads, width] → its dimension of rows.
+_ROWS_OF = {4: 2, 3: 0}
 
 
 def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:

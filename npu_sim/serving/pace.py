@@ -43,7 +43,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._plain, self._mixed = _Durations(), _Durations()
+        self._plain, self._mixed = _Durations(), _Durations()  # steps without prompts, and with other tokens too
         self._drafting: deque[float] = deque([0.0], maxlen=_KEPT)
 
     def learn(self, tokens: int, seconds: float, prompt_tokens: int = 0) -> None:
@@ -90,7 +90,7 @@ class StepTimes:
         plain = self._plain.up_to(_size(decoded))
         known = {size: seconds for size in sizes if (seconds := self._mixed.median(size, self._since)) is not None}
         if plain is None or not known:
-            chosen = max(sizes[0], (decoded + FIRST_TOKENS).bit_length() - 1)
+            chosen = max(sizes[0], (decoded + FIRST_TOKENS).bit_length() - 1)  # up to `FIRST_TOKENS` of prompts
         else:
             estimates = {size: _estimate(size, decoded, plain, known) for size in sizes}
             limit = max(SLOWER * plain, _ALIKE * min(estimates.values()))
