@@ -39,6 +39,7 @@ class Stream:
     row_bytes: int
     chunk_bytes: int
     copied_rows: int = 1
+    side_rows: int = 1
     units_together: int = 2
     sides: tuple[Side, ...] = ()
 
@@ -55,7 +56,7 @@ class Stream:
     @property
     def slot_bytes(self) -> int:
         """Of what a slot holds."""
-        ends = [side.place + -(-self.unit_rows // self.copied_rows) * side.stride for side in self.sides]
+        ends = [side.place + -(-self.unit_rows // self.side_rows) * side.stride for side in self.sides]
         return max(ends, default=0)
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from cuda_compiler.resident.layout import LINE_BYTES, QUANTIZED_SLOT_BYTES, THREADS, WARPS, whole_lines
@@ -26,7 +27,7 @@ _SPAN_BYTES = 16  # of codes that one lane multiplies with a part of x that has 
 _COPY_BYTES = 16  # that copies begin and end at multiples of
 _MOST_ROWS = 32  # of a unit: a lane of the fetching warp copies a row
 _SLOT_COST = 2048  # what a slot costs beside its bytes, in bytes
-_COPY_COST = 64  # the same of a copy
+_COPY_COST = 1460  # what is read while the fetching warp starts a copy: 41 ns on an H200
 _TILE_COST = 8192  # the same of the products of a tile with what all warps take of a row at a time
 _TILE_ROWS = 16
 _MOST_UNITS = 8  # of a batch
@@ -49,8 +50,7 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
     ):
         return None
     most = min(_MOST_ROWS // (2 if gated else 1), THREADS // m)
-    streams = [_stream(call, parts, own, gated, group) for own in range(most, 0, -1)]
-    possible = [stream for stream in streams if stream is not None]
+    possible = [stream for own in range(most, 0, -1) for stream in _streams(call, parts, own, gated, group)]
     if not possible:
         return None
     stream = min(possible, key=_busiest_bytes)
@@ -61,6 +61,7 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
         **stream_constants(stream),
         "chunk_bytes": stream.chunk_bytes,
         "copied_rows": stream.copied_rows,
+        "side_rows": stream.side_rows,
         "batch": batch,
         **_side_constants("scale", scales),
         **_side_constants("offset", offsets),
@@ -87,44 +88,60 @@ def _is_aligned(view: View) -> bool:
     return view.is_contiguous and view.offset * itemsize(view.dtype) % _COPY_BYTES == 0
 
 
-def _stream(call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int) -> Stream | None:
-    """The weight in units of so many rows; None where a slot does not hold whole groups of them.
+def _streams(
+    call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int
+) -> Iterator[Stream]:
+    """The ways to stream the weight in units of so many rows; none where a slot does not hold whole groups of them.
 
-    Where whole rows fit in a slot, one copy takes all rows of a unit, which lie side by side.
+    Where whole rows fit in a slot, one copy takes all rows of a unit, which lie side by side. Where they do not, each
+    row's part is a copy, but their sides may still be one: those of whole rows, again with every chunk.
     """
     n, count = call.params["n"], call.params["groups"]
     row_bytes = parts["data"].shape[1]
     unit_rows = 2 * own if gated else own
-    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own, 1)
-    if row_bytes * unit_rows > QUANTIZED_SLOT_BYTES:
-        if QUANTIZED_SLOT_BYTES // unit_rows < WARPS * LINE_BYTES:
-            return None
-        stream = replace(stream, chunk_bytes=chunk_bytes(row_bytes, unit_rows, QUANTIZED_SLOT_BYTES), copied_rows=1)
-    chunk_elements = stream.chunk_bytes * call.params["k"] // row_bytes
-    if count > 1 and stream.chunk_bytes < row_bytes and chunk_elements % group:
-        return None
-    lines = groups(min(stream.chunk_bytes, row_bytes), LINE_BYTES)
-    place = (unit_rows - 1) * stream.chunk_bytes + lines * LINE_BYTES  # lines are read whole
+    stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, row_bytes, own, own, 1)
+    if row_bytes * unit_rows <= QUANTIZED_SLOT_BYTES:
+        yield _with_sides(stream, call, parts)
+    elif QUANTIZED_SLOT_BYTES // unit_rows >= WARPS * LINE_BYTES:
+        chunk = chunk_bytes(row_bytes, unit_rows, QUANTIZED_SLOT_BYTES)
+        if count == 1 or chunk == row_bytes or chunk * call.params["k"] // row_bytes % group == 0:
+            stream = replace(stream, chunk_bytes=chunk, copied_rows=1)
+            yield _with_sides(stream, call, parts)
+            if count > 1:
+                yield _with_sides(replace(stream, side_rows=1), call, parts, chunk * count // row_bytes)
+
+
+def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_groups: int = 0) -> Stream:
+    """The stream with the places of what belongs to its rows, behind their codes.
+
+    Args:
+        chunk_groups: Groups of a row in a chunk, where a slot has the sides of these; else it has those of whole rows.
+    """
+    count = call.params["groups"]
+    lines = groups(min(stream.chunk_bytes, stream.row_bytes), LINE_BYTES)
+    place = (stream.unit_rows - 1) * stream.chunk_bytes + lines * LINE_BYTES  # lines are read whole
     sides = []
     for name in _PARTS[1:]:
         if name in parts:
             size = itemsize(parts[name].dtype)
-            whole = count == 1 or stream.chunk_bytes == row_bytes
-            part = count * size if whole else chunk_elements // group * size
-            copied = count * size * (stream.copied_rows - 1) + part
+            part = (chunk_groups or count) * size
+            copied = count * size * (stream.side_rows - 1) + part
             stride = groups(copied + 2 * _COPY_BYTES - 2, _COPY_BYTES) * _COPY_BYTES
-            sides.append(Side(count * size, 0 if whole else part, part, place, stride))
-            place += unit_rows // stream.copied_rows * stride
+            sides.append(Side(count * size, chunk_groups * size, part, place, stride))
+            place += stream.unit_rows // stream.side_rows * stride
     return replace(stream, sides=tuple(sides))
 
 
 def _busiest_bytes(stream: Stream) -> int:
-    """What the busiest multiprocessor reads, and what its slots, copies and products cost besides."""
+    """What the busiest multiprocessor reads or, where that takes longer, copies; and what slots and products cost."""
     chunks = groups(stream.row_bytes, stream.chunk_bytes)
-    copies = stream.unit_rows // stream.copied_rows * (1 + len(stream.sides))
+    side_copies = stream.unit_rows // stream.side_rows
+    copies = stream.unit_rows // stream.copied_rows + len(stream.sides) * side_copies
+    side_bytes = sum(side_copies * side.stride for side in stream.sides)
     turns = groups(stream.row_bytes, WARPS * LINE_BYTES)
     products = groups(stream.unit_rows, _TILE_ROWS) * turns * _TILE_COST
-    unit = stream.unit_rows * stream.row_bytes + chunks * (_SLOT_COST + copies * _COPY_COST) + products
+    read = stream.unit_rows * stream.row_bytes + chunks * side_bytes
+    unit = max(read, chunks * copies * _COPY_COST) + chunks * _SLOT_COST + products
     return groups(stream.units, MULTIPROCESSORS) * unit
 
 

@@ -139,8 +139,8 @@ def test_a_slot_holds_what_a_unit_streams(format: QuantizedFormat, n: int, k: in
     ends = [stream.copied_rows * stream.chunk_bytes * copies]
     for side in stream.sides:
         assert side.place >= max(ends) and side.place % 16 == side.stride % 16 == 0
-        ends.append(side.place + copies * side.stride)
-        assert side.stride >= (stream.copied_rows - 1) * side.row_bytes + side.part_bytes + 15
+        ends.append(side.place + -(-stream.unit_rows // stream.side_rows) * side.stride)
+        assert side.stride >= (stream.side_rows - 1) * side.row_bytes + side.part_bytes + 15
     assert stream.slot_bytes == max(ends)
     assert stream.units * stream.own_rows >= n > (stream.units - 1) * stream.own_rows
     chunks = -(-stream.row_bytes // stream.chunk_bytes)

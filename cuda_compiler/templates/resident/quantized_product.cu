@@ -161,14 +161,15 @@ struct ChunkColumns {
 template <int side_row, int side_chunk, int side_place, int side_stride>
 struct SideRows {
     __device__ __forceinline__ static int place(int row, int unit, int chunk) {
-        const int copy = row / copied_rows;
-        const int first = copy * copied_rows;
+        const int copy = row / side_rows;
+        const int first = copy * side_rows;
         const bool partner = gated && first >= own_rows;
         const unsigned global = unit * own_rows + first + (partner ? int(param::n) - own_rows : 0);
-        constexpr bool aligned = copied_rows * side_row % 16 == 0 && side_chunk % 16 == 0
+        constexpr bool aligned = side_rows * side_row % 16 == 0 && side_chunk % 16 == 0
             && (!gated || param::n * side_row % 16 == 0);
         const unsigned slack = aligned ? 0 : (global * side_row + chunk * side_chunk) % 16;
-        return side_place + copy * side_stride + slack + (row - first) * side_row;
+        const int skipped = side_chunk == 0 && groups > 1 ? chunk * chunk_groups * (side_row / groups) : 0;
+        return side_place + copy * side_stride + slack + (row - first) * side_row + skipped;
     }
 };
 

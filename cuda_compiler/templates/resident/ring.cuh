@@ -33,6 +33,25 @@ struct InFlight {
     }
 };
 
+// The rows of a unit that one lane copies, `copied` at a time: the lane's first row in the first unit, and the row from which on a
+// unit has none for this lane.
+struct LaneRows {
+    int copied;
+    int begins;
+    int end;
+
+    __device__ __forceinline__ LaneRows(const Stream &stream, int copied) : copied(copied) {
+        const int first = threadIdx.x % WARP * copied;
+        const bool partner = first >= stream.own_rows;
+        const int own = first - (partner ? stream.own_rows : 0);
+        begins = own + (partner ? stream.rows : 0);
+        end = first < stream.unit_rows ? stream.rows - own : 0;
+    }
+
+    // How many rows of the unit that begins at `row`.
+    __device__ __forceinline__ int count(int row) const { return row < end ? smaller(copied, end - row) : 0; }
+};
+
 // The slots, and the position in them of one warp: the one that fetches, or one that computes.
 struct Ring : Pipeline {
     char *slots;
@@ -146,30 +165,25 @@ struct Ring : Pipeline {
             }
             const Stream &stream = streams[steps[step].stream];
             const unsigned long long weight = (unsigned long long)(operands.at[steps[step].weight]);
-            // The lane's first row in the first unit, and the row from which on a unit has none for this lane.
-            const int first_row = lane * stream.copied_rows;
-            const bool partner = first_row >= stream.own_rows;
-            const int own = first_row - (partner ? stream.own_rows : 0);
-            const int begins = own + (partner ? stream.rows : 0);
-            const int end = first_row < stream.unit_rows ? stream.rows - own : 0;
+            const LaneRows codes(stream, stream.copied_rows);
+            const LaneRows sides(stream, stream.side_rows);
             const int together = stream.units_together * gridDim.x;
             for (int first = blockIdx.x; first < stream.units; first += together) {
                 for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
                     for (int unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = unit * stream.own_rows;
-                        const int count = row < end ? smaller(stream.copied_rows, end - row) : 0;
-                        const unsigned from = begins + row;
                         begin_fetch(in_flight);
                         unsigned bytes = copy(
-                            weight + (unsigned long long)(from) * stream.row_bytes + begin,
+                            weight + (unsigned long long)(unsigned(codes.begins + row)) * stream.row_bytes + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,
-                            count * min(stream.row_bytes - begin, stream.chunk_bytes)
+                            codes.count(row) * min(stream.row_bytes - begin, stream.chunk_bytes)
                         );
 #pragma unroll
                         for (int i = 0; i < SIDES; i++) {
                             const Side &side = stream.sides[i];
-                            const unsigned long long parts = (unsigned long long)(operands.at[steps[step].sides[i]]);
-                            bytes += copy(side, parts + (unsigned long long)(from) * side.row_bytes, chunk, count);
+                            const unsigned long long parts = (unsigned long long)(operands.at[steps[step].sides[i]])
+                                + (unsigned long long)(unsigned(sides.begins + row)) * side.row_bytes;
+                            bytes += copy(side, parts, chunk, sides.count(row));
                         }
                         end_fetch(bytes);
                     }

@@ -9,7 +9,7 @@ constexpr int warps = THREADS / WARP;  // that compute
 // of 16 bytes, so it may have up to 15 bytes more at both ends.
 struct Side {
     unsigned row_bytes;  // 0 where there is none
-    unsigned chunk_bytes;  // from a row's part for one chunk to its part for the next; 0 where all chunks have the same
+    unsigned chunk_bytes;  // from a row's part for one chunk to its part for the next; 0 where every slot has whole rows
     unsigned part_bytes;  // of a row's part
     unsigned place;  // in a slot
     unsigned stride;  // from one copy to the next
@@ -25,6 +25,7 @@ struct Stream {
     unsigned row_bytes;
     unsigned chunk_bytes;  // also the distance between the rows of a slot
     int copied_rows;  // that one copy takes
+    int side_rows;  // that one copy of a side takes
     int units_together;  // 2 where two units of a block take turns, chunk by chunk
     Side sides[2];
 };
