@@ -88,9 +88,7 @@ def _is_aligned(view: View) -> bool:
     return view.is_contiguous and view.offset * itemsize(view.dtype) % _COPY_BYTES == 0
 
 
-def _streams(
-    call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int
-) -> Iterator[Stream]:
+def _streams(call: KernelCall, parts: dict[str, View], own: int, gated: bool, group: int) -> Iterator[Stream]:
     """The ways to stream the weight in units of so many rows; none where a slot does not hold whole groups of them.
 
     Where whole rows fit in a slot, one copy takes all rows of a unit, which lie side by side. Where they do not, each

@@ -314,6 +314,9 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         "stages": _STAGES,
     }
     shared = split_memory(BLOCK_ROWS, width, value_width)
+    fits = not together or _sharing_memory(q, v, _WARPS, rows) <= make.shared_memory
+    if make.capability >= HOPPER and (splits > 1 or together) and fits:
+        return [_paged_by_clusters(make, call, inputs, constants, head_groups)]
     if together or splits == 1:
         return [
             make.kernel(
@@ -329,8 +332,6 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
                 min_blocks=_MIN_BLOCKS,
             )
         ]
-    if make.capability >= HOPPER:
-        return [_paged_by_clusters(make, call, inputs, constants, head_groups)]
     sums = make.temporary(call.node, (tokens, head_groups, sharing, splits, value_width), "float32")
     stats = make.temporary(call.node, (*sums.shape[:-1], 2), "float32")
     partial = {"sums": sums, "stats": stats}
@@ -366,13 +367,19 @@ def _paged_by_clusters(
     sequence could keep the others waiting."""
     q, v, tables = inputs["q"], inputs["v"], inputs["tables"]
     context = tables.shape[1] * call.params["block_size"]
-    tiles, turns = q.shape[0] * head_groups, groups(context, _WARPS * BLOCK_KEYS)
+    rows = constants["tile_tokens"] * constants["sharing"]
+    together = rows > BLOCK_ROWS  # then most tiles are full, else most have one token
+    full = groups(q.shape[0], constants["tile_tokens"] if together else 1)
+    tiles = full * head_groups
+    turns = groups(context, _WARPS * BLOCK_KEYS)
     splits = 1
     least = 2 if context > _LONG else 1
-    while splits < _MOST_SHARERS and 2 * splits <= turns and (tiles * splits < _WAVE or splits < least):
+    enough = MULTIPROCESSORS if together else _WAVE
+    while splits < _MOST_SHARERS and 2 * splits <= turns and (tiles * splits < enough or splits < least):
         splits *= 2
-    warps = _WARPS if splits > 1 else _LONE_WARPS
-    while warps > 1 and _sharing_memory(q, v, warps) > make.shared_memory:
+    warps = _WARPS if splits > 1 or together else _LONE_WARPS
+    held = _WARPS * BLOCK_ROWS if together else BLOCK_ROWS
+    while warps > 1 and _sharing_memory(q, v, warps, held) > make.shared_memory:
         warps //= 2
     return make.kernel(
         call,
@@ -380,18 +387,18 @@ def _paged_by_clusters(
         function="paged_shared",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(head_groups, q.shape[0], splits),
+        grid=(head_groups, min(q.shape[0], full + tables.shape[0]), splits),
         block=(warps * WARP, 1, 1),
-        shared=_sharing_memory(q, v, warps),
+        shared=_sharing_memory(q, v, warps, held),
         constants={**constants, "splits": splits},
-        min_blocks=_MIN_BLOCKS if warps > _WARPS else _MIN_BLOCKS + 1,
+        min_blocks=_MIN_BLOCKS if warps > _WARPS or together else _MIN_BLOCKS + 1,
         cluster=splits,
     )
 
 
-def _sharing_memory(q: View, v: View, warps: int) -> int:
+def _sharing_memory(q: View, v: View, warps: int, rows: int) -> int:
     """Bytes of `SplitMemory` and, at the most, of `Part` in `paged.cu`."""
-    return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps) + 4 * BLOCK_ROWS * (2 + v.shape[2])
+    return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps) + 4 * rows * (2 + v.shape[2])
 
 
 RULES: dict[str, Rule] = {

@@ -119,34 +119,20 @@ __device__ __forceinline__ void attend_blocks(
 
 extern __shared__ __align__(16) unsigned char shared_memory[];
 
-#kernel paged_once
-struct Finish {
-    Out::type *out;
-
-    __device__ __forceinline__ void operator()(
-        const Problem &problem, int row, int dim, float, float total, const float (&sums)[4]
-    ) const {
-        if (problem.reach(row) > 0) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                out[out_row(problem, row) + (dim + i) * Out::stride(2)] = from<Out::type>(sums[i] / total);
-            }
-        }
-    }
-};
-
+#kernel paged_once paged_shared
 // For tiles of more rows than a warp takes: all warps attend to the same keys, each with 16 rows of its own, and copy as many
-// tiles of keys at a time as they are.
-template <int warps, int stages>
+// tiles of keys at a time as they are. Block `split` of `splits` attends to every `splits`-th of these.
+template <int warps, int stages, typename Finish>
 __device__ __forceinline__ void attend_together(
-    const Problem &problem, SplitMemory<stages> (&memory)[warps], Finish finish
+    const Problem &problem, int split, int splits, SplitMemory<stages> (&memory)[warps], Finish finish
 ) {
     static_assert(stages == 2, "");
     const int warp = threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     const int first_row = warp * block_rows;
-    constexpr int step = warps * block_keys;
-    int own = warp * block_keys;  // the first key of the next tile that this warp copies
+    const int step = splits * warps * block_keys;
+    const int begin = split * warps * block_keys;
+    int own = begin + warp * block_keys;  // the first key of the next tile that this warp copies
     auto copy = [&](int stage) {
         if (problem.has(own)) {
             copy_tile(memory[warp].tiles[stage], problem, own, problem.block_row(own));
@@ -160,7 +146,7 @@ __device__ __forceinline__ void attend_together(
     const int row_end = smaller(first_row + block_rows, problem.count * sharing);
     const int reach = row_end > first_row ? problem.reach(row_end - 1) : 0;  // of this warp's rows
     int stage = 0;
-    for (int first = 0; problem.has(first); first += step) {
+    for (int first = begin; problem.has(first); first += step) {
         copy(1 - stage);
         wait_for_copies<1>();
         __syncthreads();
@@ -189,9 +175,26 @@ __device__ __forceinline__ void attend_together(
     for (int i = lane; i < held_rows * pieces; i += WARP) {
         float sums[4];
         load_floats(sums, found.place(i / pieces, i % pieces));
-        finish(problem, first_row + i / pieces, i % pieces * 4, 0.0f, found.total[i / pieces], sums);
+        const int row = i / pieces;
+        finish(problem, first_row + row, i % pieces * 4, found.largest[row], found.total[row], sums);
     }
 }
+
+#kernel paged_once
+struct Finish {
+    Out::type *out;
+
+    __device__ __forceinline__ void operator()(
+        const Problem &problem, int row, int dim, float, float total, const float (&sums)[4]
+    ) const {
+        if (problem.reach(row) > 0) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                out[out_row(problem, row) + (dim + i) * Out::stride(2)] = from<Out::type>(sums[i] / total);
+            }
+        }
+    }
+};
 
 KERNEL(paged_once) {
     const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
@@ -200,7 +203,7 @@ KERNEL(paged_once) {
     }
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     if (rows > block_rows && problem.count * sharing > block_rows) {
-        attend_together(problem, memory, Finish{out});
+        attend_together(problem, 0, 1, memory, Finish{out});
     } else {
         attend_blocks(problem, 0, 1, memory, Finish{out});
     }
@@ -211,10 +214,12 @@ KERNEL(paged_once) {
 
 // The blocks of a cluster share the keys of a tile, and then its result: each finishes a part of it from what all have found.
 
+constexpr int part_rows = rows > block_rows ? THREADS / WARP * block_rows : held_rows;
+
 struct alignas(16) Part {
-    float largest[held_rows];
-    float total[held_rows];
-    alignas(16) float sums[held_rows][value_width];
+    float largest[part_rows];
+    float total[part_rows];
+    alignas(16) float sums[part_rows][value_width];
 };
 
 struct Finish {
@@ -231,18 +236,18 @@ struct Finish {
     }
 };
 
-KERNEL(paged_shared) {
-    const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
-    if (problem.count == 0) {
-        return;  // as all blocks of the cluster do
-    }
+__device__ __forceinline__ void share_tile(const Problem &problem, Out::type *out) {
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     Part &part = *reinterpret_cast<Part *>(shared_memory + sizeof(memory));
-    attend_blocks(problem, blockIdx.z, splits, memory, Finish{part});
+    if (rows > block_rows && problem.count * sharing > block_rows) {
+        attend_together(problem, blockIdx.z, splits, memory, Finish{part});
+    } else {
+        attend_blocks(problem, blockIdx.z, splits, memory, Finish{part});
+    }
     cluster_barrier();
     constexpr int pieces = value_width / 4;
-    constexpr int items = held_rows * pieces;
-    constexpr int share = (items + splits - 1) / splits;
+    const int items = rows > block_rows ? problem.count * sharing * pieces : held_rows * pieces;
+    const int share = (items + splits - 1) / splits;
     const int first = int(blockIdx.z) * share;
     for (int i = first + threadIdx.x; i < smaller(first + share, items); i += THREADS) {
         const int row = i / pieces;
@@ -274,7 +279,24 @@ KERNEL(paged_shared) {
             }
         }
     }
-    cluster_barrier();  // none may end, and take along what it found, while others read it
+    cluster_barrier();  // none may end, and take along what it found, or replace it, while others read it
+}
+
+KERNEL(paged_shared) {
+    if (rows <= block_rows) {
+        const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
+        if (problem.count > 0) {  // for all blocks of the cluster
+            share_tile(problem, out);
+        }
+        return;
+    }
+    // There are far fewer tiles than tokens, and a cluster for each token would take long to come and go.
+    const Tiles tiles(sequences, positions);
+    int token = tiles.token(blockIdx.y);
+    for (int number = blockIdx.y; token < tokens; token = tiles.token(number)) {
+        share_tile(Problem(q, k, v, tables, sequences, positions, token, blockIdx.x), out);
+        number += gridDim.y;
+    }
 }
 
 #kernel paged_split

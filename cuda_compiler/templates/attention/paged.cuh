@@ -83,3 +83,41 @@ struct Problem {
         return query < count ? clamped(position + query, context) + 1 : 0;
     }
 };
+
+// Which tokens are the first of their tiles, known to all lanes of a warp.
+struct Tiles {
+    static constexpr int words = (tokens + WARP - 1) / WARP;
+    unsigned starts[words];  // a bit for each token
+
+    __device__ __forceinline__ Tiles(const Sequences::type *sequences, const Positions::type *positions) {
+        bool first[words];
+#pragma unroll
+        for (int word = 0; word < words; word++) {
+            const int token = word * WARP + threadIdx.x % WARP;
+            first[word] = token < tokens && !Problem::continues(sequences, positions, smaller(token, tokens - 1));
+        }
+#pragma unroll
+        for (int word = 0; word < words; word++) {
+            starts[word] = __ballot_sync(0xffffffffu, first[word]);
+        }
+    }
+
+    // The first token of the tile with a number, counted from 0; `tokens` if there are fewer.
+    __device__ __forceinline__ int token(int number) const {
+        int found = tokens;
+#pragma unroll
+        for (int word = 0; word < words; word++) {
+            const int count = __popc(starts[word]);
+            if (number >= 0 && number < count) {
+                unsigned rest = starts[word];
+                for (; number > 0; number--) {
+                    rest &= rest - 1;  // without the lowest
+                }
+                found = word * WARP + __ffs(rest) - 1;
+                number = -1;
+            }
+            number -= count;
+        }
+        return found;
+    }
+};
