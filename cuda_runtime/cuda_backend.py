@@ -23,6 +23,7 @@ from cuda_compiler.cuda_program import (
 )
 from cuda_compiler.resident.clocks import has_clocks, intervals
 from cuda_compiler.resident.exchanges import exchanges
+from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
 from cuda_runtime.cublaslt import SCALES_BY_ROW
@@ -46,6 +47,7 @@ from npu_compiler.program.views import numel
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.background import background_work
+from npu_runtime.buffer import StagedInputs
 from npu_runtime.cache_folder import cache_folder
 from npu_runtime.collectives import Share, no_group
 from npu_runtime.hardware import Ceilings, PhaseTime
@@ -187,6 +189,22 @@ class CUDABackend(Backend):
         memory, host = self._device.allocate_visible(numel(shape) * itemsize(dtype))
         seen = host.view(numpy_dtype(dtype)).reshape(shape)
         return CUDABuffer(self._device, shape, None, dtype, memory), lambda: seen
+
+    def allocate_staged(self, specs: Iterable[TensorSpec]) -> StagedInputs:
+        """In one piece of memory, for a single copy."""
+        layouts, size = dict[str, tuple[TensorSpec, int, int]](), 0
+        for spec in specs:
+            taken = numel(spec.alloc_shape or spec.shape) * itemsize(spec.storage or spec.dtype)
+            layouts[spec.name] = spec, size, size + taken
+            size = groups(size + taken, _ALIGNMENT) * _ALIGNMENT
+        memory, host = self._device.allocate(size, "a step's inputs"), np.zeros(size, np.uint8)
+        self._device.clear(memory)
+        buffers, arrays = dict[str, DeviceBuffer](), dict[str, np.ndarray]()
+        for name, (spec, start, end) in layouts.items():
+            dtype = spec.storage or spec.dtype
+            buffers[name] = CUDABuffer(self._device, spec.shape, spec.alloc_shape, dtype, memory[start:end])
+            arrays[name] = host[start:end].view(numpy_dtype(dtype)).reshape(spec.alloc_shape or spec.shape)
+        return StagedInputs(buffers, arrays, lambda: self._device.upload(memory, host))
 
     def marker(self) -> Callable[[], None]:
         return self._device.marker()

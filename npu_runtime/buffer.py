@@ -1,10 +1,10 @@
-"""Device memory: `DeviceBuffer`, which is also called `NPUBuffer`, and `DeviceMemory`, which makes buffers."""
+"""Device memory: `DeviceBuffer`, also called `NPUBuffer`, `StagedInputs`, and `DeviceMemory`, which makes both."""
 
 from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -102,7 +102,7 @@ class DeviceBuffer(ABC):
         """Overwrite the content in place, with the checks, cast and padding of `DeviceMemory.allocate_buffer`."""
         spec = spec or TensorSpec("buffer", self.shape, self.dtype, self.dtype, self.alloc_shape)
         self._upload(pack_array(data, spec))
-        self._written()
+        self.mark_written()
 
     def copy_from(self, other: DeviceBuffer) -> None:
         """Overwrite the content in place with another buffer's of the same layout, on the device.
@@ -117,9 +117,10 @@ class DeviceBuffer(ABC):
             )
         other.check_current()
         self._copy_from(other)
-        self._written()
+        self.mark_written()
 
-    def _written(self) -> None:
+    def mark_written(self) -> None:
+        """Forget what was made of the content: it has been replaced."""
         self.prepared.clear()
         self._writes[0] += 1
 
@@ -150,6 +151,32 @@ class DeviceBuffer(ABC):
 
 
 NPUBuffer = DeviceBuffer
+
+
+class StagedInputs:
+    """Buffers that the host fills together, in one copy where the device can.
+
+    The arrays may be changed again as soon as `upload` returns; runs that were launched before keep what they got.
+
+    Args:
+        copy: Copies all arrays to their buffers, in order after what has been launched.
+
+    Attributes:
+        buffers: Name → buffer, zero-filled at first.
+        arrays: Name → array on the host, of the buffer's dtype and what its spec calls `alloc_shape`.
+    """
+
+    def __init__(
+        self, buffers: Mapping[str, DeviceBuffer], arrays: Mapping[str, np.ndarray], copy: Callable[[], None]
+    ) -> None:
+        self.buffers, self.arrays = dict(buffers), dict(arrays)
+        self._copy = copy
+
+    def upload(self) -> None:
+        """Copy all arrays to the device."""
+        self._copy()
+        for buffer in self.buffers.values():
+            buffer.mark_written()
 
 
 class DeviceMemory:
@@ -232,6 +259,19 @@ class DeviceMemory:
         """
         buffer = self.allocate_zeros(shape, dtype)
         return buffer, buffer.to_numpy
+
+    def allocate_staged(self, specs: Iterable[TensorSpec]) -> StagedInputs:
+        """Zero-filled buffers for a program's inputs, which the host will fill together."""
+        buffers = {
+            spec.name: self.allocate_zeros(spec.shape, spec.storage or spec.dtype, spec.alloc_shape) for spec in specs
+        }
+        arrays = {name: np.zeros(x.alloc_shape, numpy_dtype(x.dtype)) for name, x in buffers.items()}
+
+        def copy_all() -> None:
+            for name, buffer in buffers.items():
+                buffer._upload(arrays[name])
+
+        return StagedInputs(buffers, arrays, copy_all)
 
     def _allocate_checked(self, shape: Shape, dtype: str, alloc_shape: Shape | None) -> DeviceBuffer:
         if dtype not in self.stored:

@@ -105,9 +105,19 @@ class Executor:
     def _run_of_a_thread(self) -> ThreadRun:
         return ThreadRun(self.program.plan, self.backend, self._shared, self.counters)
 
-    def bound(self, weights: Mapping[str, DeviceBuffer] | None = None) -> BoundProgram:
-        """The program on buffers of its own, for a caller that fills and reads them itself."""
-        return BoundProgram(self._run_of_a_thread(), self.program, self.backend, weights or {})
+    def bound(
+        self,
+        weights: Mapping[str, DeviceBuffer] | None = None,
+        inputs: Mapping[str, DeviceBuffer] | None = None,
+    ) -> BoundProgram:
+        """The program on fixed buffers, for a caller that fills and reads them itself.
+
+        Args:
+            inputs: The buffers of some inputs, by the program's names; those of the others are allocated.
+        """
+        for name, buffer in (inputs or {}).items():
+            check_fits(buffer, self._specs[name], f"input '{name}'", InputError)
+        return BoundProgram(self._run_of_a_thread(), self.program, self.backend, weights or {}, inputs or {})
 
     @property
     def _run(self) -> ThreadRun:
@@ -146,8 +156,6 @@ class Executor:
             with self.backend.lock:
                 run = self._run
                 bound = run.bind(checked, weights if weights is not None else {}, profiler)
-                run.generation += 1
-                self.counters["runs"] += 1
                 if profiler is None:
                     run.launch()
                 else:

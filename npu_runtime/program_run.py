@@ -49,7 +49,7 @@ class Arena:
 class BoundProgram:
     """A program prepared on fixed buffers: the caller writes `inputs`, launches and reads `outputs`.
 
-    All that holds the backend's lock, since several programs may share an arena.
+    All that holds the backend's lock, since several programs may share an arena; `run` takes it by itself.
 
     Attributes:
         inputs: Input name → buffer, of undefined content at first.
@@ -57,11 +57,19 @@ class BoundProgram:
     """
 
     def __init__(
-        self, run: ThreadRun, program: CompiledProgram, backend: Hardware, weights: Mapping[str, DeviceBuffer]
+        self,
+        run: ThreadRun,
+        program: CompiledProgram,
+        backend: Hardware,
+        weights: Mapping[str, DeviceBuffer],
+        inputs: Mapping[str, DeviceBuffer],
     ) -> None:
-        self._run, self._plan, self._backend, self._weights = run, program.plan, backend, weights
+        self._run, self._program, self._backend, self._weights = run, program, backend, weights
+        self._plan = program.plan
         self.inputs = {
-            spec.name: backend.allocate_zeros(spec.shape, spec.storage, spec.alloc_shape)
+            spec.name: inputs[spec.name]
+            if spec.name in inputs
+            else backend.allocate_zeros(spec.shape, spec.storage, spec.alloc_shape)
             for spec in program.input_specs
         }
         self.bind()
@@ -93,6 +101,18 @@ class BoundProgram:
     def launch(self) -> None:
         """Run the program; the caller holds the backend's lock."""
         self._run.launch()
+
+    def run(self) -> None:
+        """Run the program on what `inputs` hold; it is launched, not waited for."""
+        with self._backend.lock:
+            if self.is_outdated:
+                self.bind()
+            self._run.launch()
+            self._backend.ran(self._program)
+
+    def result(self, name: str) -> DeviceBuffer:
+        """An output of the last run, which refuses to be read once there has been a later one."""
+        return self._run.result(name, self.inputs)
 
     def mover(self, name: str) -> Callable[[int], None] | None:
         """A function that has launches read an input, or write an output, at another address from now on.
@@ -314,9 +334,15 @@ class ThreadRun:
 
     def launch(self) -> None:
         assert self._sequence is not None
+        self._begin()
         self._sequence()
 
+    def _begin(self) -> None:
+        self.generation += 1
+        self._counters["runs"] += 1
+
     def launch_profiled(self, profiler: Profiler) -> None:
+        self._begin()
         backend = self._backend
         for index, (call, launch) in enumerate(zip(self._plan.calls, self._launches, strict=True)):
             assert launch is not None
@@ -327,15 +353,15 @@ class ThreadRun:
 
     def results(self, inputs: Mapping[str, DeviceBuffer]) -> dict[str, DeviceBuffer]:
         """Output name → handle for the run that was just launched on these inputs."""
+        return Outputs({spec.name: self.result(spec.name, inputs) for spec in self._plan.outputs})
+
+    def result(self, name: str, inputs: Mapping[str, DeviceBuffer]) -> DeviceBuffer:
+        """An output's handle, or the donated input that became it."""
+        donor = self._plan.donations.get(name)
+        if donor is not None:
+            return inputs[donor]
         generation = self.generation
-        results: dict[str, DeviceBuffer] = Outputs()
-        for spec in self._plan.outputs:
-            donor = self._plan.donations.get(spec.name)
-            if donor is not None:
-                results[spec.name] = inputs[donor]
-            else:  # invariant 3
-                results[spec.name] = self._outputs[spec.name].guarded(lambda: self.generation == generation)
-        return results
+        return self._outputs[name].guarded(lambda: self.generation == generation)  # invariant 3
 
 
 def prepare(

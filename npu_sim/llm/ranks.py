@@ -7,7 +7,7 @@ others is what is written to a step's inputs, and that the step runs; everything
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from npu_compiler.errors import DeviceError, InputError
 from npu_runtime.device import Device
@@ -88,11 +88,11 @@ class RankedModel:
     def prepare(self, which: StepName) -> None:
         self._model.named_step(which)
 
-    def write(self, which: StepName, values: "dict[str, np.ndarray]") -> None:
-        self._model.named_step(which).write(**values)
-
-    def run(self, which: StepName) -> None:
-        self._model.named_step(which).run()
+    def run(self, which: StepName, values: Mapping[str, NDArray[Any]]) -> None:
+        step = self._model.named_step(which)
+        for name, value in values.items():
+            step.fill(name, value)
+        step.run()
 
 
 class LedStep(Step):
@@ -104,13 +104,14 @@ class LedStep(Step):
             self._own = make()
         self.executor = self._own.executor
 
-    def write(self, **values: "Sequence[Any] | np.ndarray") -> None:
-        arrays = {name: np.asarray(value) for name, value in values.items()}
-        with self._group.calling("write", self._which, arrays):
-            self._own.write(**arrays)
+    def write(self, **values: Sequence[Any] | NDArray[Any]) -> None:
+        self._own.write(**values)
+
+    def fill(self, name: str, values: NDArray[Any], rest: int | None = 0) -> None:
+        self._own.fill(name, values, rest)
 
     def run(self) -> None:
-        with self._group.calling("run", self._which):
+        with self._group.calling("run", self._which, self._own.arrays if self._own.is_filled else {}):
             self._own.run()
 
     def reader(self) -> Callable[[], Logits]:

@@ -1,9 +1,10 @@
 """`Step`: a compiled program of the language model, bound to its buffers once and run many times."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from npu_sim.llm.sampling import Logits
 
@@ -22,6 +23,12 @@ class Step:
 
     Args:
         kept: Input buffers that are shared with other steps, by name; the others are allocated here.
+
+    Attributes:
+        arrays: What the next run's inputs are to be, of those that are not shared, by name. A run uploads all of them
+            after `fill` or `write`; without these it takes what is on the device, such as a token that the run before
+            chose there.
+        is_filled: Whether the next run uploads them.
     """
 
     def __init__(
@@ -32,23 +39,45 @@ class Step:
         kept: "dict[str, DeviceBuffer]",
         device: "Device",
     ) -> None:
-        from npu_runtime import NPUBuffer
-
         self.executor = executor
-        self._weights = weights
         self._specs = {spec.name: spec for spec in program.input_specs if spec.name not in kept}
-        self._inputs = {name: NPUBuffer.zeros(spec.shape, device, spec.storage) for name, spec in self._specs.items()}
-        self._bound = {**self._inputs, **kept}
+        self._staged = device.backend.allocate_staged(self._specs.values())
+        self._bound = executor.bound(weights, {**kept, **self._staged.buffers})
         self._logits = program.output_specs[0].name
-        self._outputs: dict[str, DeviceBuffer] = {}
+        self.is_filled = False
 
-    def write(self, **values: "Sequence[Any] | np.ndarray") -> None:
-        """Set inputs that are not shared, by name."""
+    def write(self, **values: Sequence[Any] | NDArray[Any]) -> None:
+        """Set inputs that are not shared, by name.
+
+        Raises:
+            InputError: a value does not fit its input.
+        """
+        from npu_runtime.packing import pack_array
+
         for name, value in values.items():
-            self._inputs[name].write(np.asarray(value), self._specs[name])
+            self.arrays[name][...] = pack_array(np.asarray(value), self._specs[name])
+        self.is_filled = True
+
+    def fill(self, name: str, values: NDArray[Any], rest: int | None = 0) -> None:
+        """Set the first part of an input, along all of its dimensions, and the rest to a number, if one is given.
+
+        The caller has checked the values.
+        """
+        array = self.arrays[name]
+        if rest is not None and values.shape != array.shape:
+            array.fill(rest)
+        array[tuple(slice(size) for size in values.shape)] = values
+        self.is_filled = True
+
+    @property
+    def arrays(self) -> Mapping[str, NDArray[Any]]:
+        return self._staged.arrays
 
     def run(self) -> None:
-        self._outputs = self.executor.run(self._bound, self._weights)
+        if self.is_filled:
+            self._staged.upload()
+            self.is_filled = False
+        self._bound.run()
 
     def logits(self) -> Logits:
         """The logits of the last run, in float32: [vocab], or row after row."""
@@ -56,5 +85,5 @@ class Step:
 
     def reader(self) -> Callable[[], Logits]:
         """A function that returns what `logits` does now; it raises `DeviceError` once a later run has replaced it."""
-        output = self._outputs[self._logits]
+        output = self._bound.result(self._logits)
         return lambda: np.asarray(output.to_numpy(), np.float32).reshape(-1)

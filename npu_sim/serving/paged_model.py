@@ -115,6 +115,8 @@ class PagedModel:
             1, 1, 1, per_sequence, self.blocks + 1, block_size, history=KEPT_STEPS * self.max_outputs
         )
         self._history, self._look = backend.allocate_visible((self._shape.history,), "int32")
+        columns = np.minimum(np.arange(_power_of_two(self.max_outputs), dtype=np.int32), self.max_outputs - 1)
+        self._places = np.arange(KEPT_STEPS, dtype=np.int32)[:, None] * self.max_outputs + columns  # in the history
         self._launched = 0
         self._kept: list[_Result | None] = [None] * KEPT_STEPS
         self.group: RankGroup | None = None
@@ -246,22 +248,17 @@ class PagedModel:
         first = place * self.max_outputs
         spare = self.blocks * self.block_size
         blocks = tables[sequences, batch.positions // self.block_size]
-        table = np.full((shape.sequences, shape.blocks_per_sequence), self.blocks, np.int32)
-        table[: len(tables), : tables.shape[1]] = tables[:, : shape.blocks_per_sequence]
-        places = first + np.minimum(np.arange(shape.outputs, dtype=np.int32), self.max_outputs - 1)
-        step.write(
-            tokens=_padded(tokens, shape.tokens),
-            positions=_padded(batch.positions, shape.tokens),
-            sequences=_padded(sequences, shape.tokens),
-            slots=_padded(blocks * self.block_size + batch.positions % self.block_size, shape.tokens, spare),
-            tables=table,
-            outputs=_padded(batch.outputs, shape.outputs),
-            places=places,
-        )
+        step.fill("tokens", tokens)
+        step.fill("positions", batch.positions)
+        step.fill("sequences", sequences)
+        step.fill("slots", blocks * self.block_size + batch.positions % self.block_size, rest=spare)
+        # Nothing is read of what else is there: blocks of earlier steps.
+        step.fill("tables", tables[:, : shape.blocks_per_sequence], rest=None)
+        step.fill("outputs", batch.outputs)
+        step.fill("places", self._places[place][: shape.outputs])
         if drawing and self.runs_ahead:
-            settings = np.zeros((shape.outputs, 3), np.float32)
-            settings[: len(batch.settings)] = batch.settings
-            step.write(settings=settings, uniforms=_padded(batch.uniforms, shape.outputs))
+            step.fill("settings", batch.settings)
+            step.fill("uniforms", batch.uniforms)
         step.run()
         result = _Result(self, step, first, len(batch.outputs))
         if drawing and not self.runs_ahead:
@@ -336,7 +333,3 @@ class _Result:
 def _power_of_two(count: int) -> int:
     """The smallest that is at least `count`."""
     return 1 << (count - 1).bit_length()
-
-
-def _padded(values: NDArray[np.generic], size: int, value: int = 0) -> NDArray[np.generic]:
-    return np.pad(values, (0, size - len(values)), constant_values=value)

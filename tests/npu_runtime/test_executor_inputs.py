@@ -14,7 +14,7 @@ from ir_builder import IRBuilder
 from metal_harness import open_metal
 from toy_device import ToyBackend
 
-from npu_compiler import CompiledProgram, InputError, ProgramFormatError, compile, partition
+from npu_compiler import CompiledProgram, DeviceError, InputError, ProgramFormatError, compile, partition
 from npu_runtime import Backend, CPUBackend, DAGExecutor, Device, DeviceBuffer, Executor, NPUBuffer, load_weights
 from npu_runtime.cpu import native
 from npu_runtime.executor_inputs import SETTLED
@@ -77,6 +77,40 @@ class Started:
 
 def changes(before: Counter[str], after: Counter[str]) -> dict[str, int]:
     return {key: after[key] - before[key] for key in after if after[key] != before[key]}
+
+
+# inputs that the host fills together
+
+
+@EVERY_BACKEND
+def test_a_bound_program_takes_what_the_host_has_filled_in(backend: Backend) -> None:
+    started = Started(backend)
+    specs = {spec.name: spec for spec in started.program.input_specs}
+    staged = backend.allocate_staged(specs.values())
+    bound = started.executor.bound(started.weights, staged.buffers)
+    prepared = started.executor.counters.copy()
+    for _ in range(4):
+        arrays = started.arrays()
+        for name, array in staged.arrays.items():
+            array[tuple(slice(size) for size in specs[name].shape)] = arrays[name]
+        staged.upload()
+        for array in staged.arrays.values():
+            array.fill(99)  # too late for this run
+        bound.run()
+        np.testing.assert_allclose(bound.result("out").to_numpy(), expected(arrays), rtol=1e-4, atol=1e-5)
+    assert changes(prepared, started.executor.counters) == {"runs": 4}
+    last = bound.result("out")
+    bound.run()  # with what is on the device
+    np.testing.assert_allclose(bound.result("out").to_numpy(), expected(arrays), rtol=1e-4, atol=1e-5)
+    with pytest.raises(DeviceError, match="overwritten by a later run"):
+        last.to_numpy()
+
+
+def test_a_program_is_bound_to_buffers_that_fit_only() -> None:
+    started = Started(CPUBackend())
+    wrong = NPUBuffer.zeros((4, 9), started.backend, "float32")
+    with pytest.raises(InputError, match="input 'x'"):
+        started.executor.bound(started.weights, {"x": wrong})
 
 
 # new buffers

@@ -172,7 +172,7 @@ def test_the_cache_is_updated_in_place_and_holds_the_keys(llama: Checkpoint, dev
     model.prefill(ids)
     model.decode(99)
     for step in (model._prefill_steps[CHUNK], model._decode_step):
-        outputs = step.executor._run.results(step._bound)
+        outputs = step._bound.outputs
         donations = step.executor.program.plan.donations
         caches = {out: donor for out, donor in donations.items() if donor in before}
         assert len(caches) == 4 and set(donations.values()) - set(before) <= {"token", "position", "history"}
@@ -458,8 +458,9 @@ def test_building_a_model_does_not_change_where_its_programs_are_cached() -> Non
 @EVERY_DEVICE
 def test_both_programs_share_their_weights(llama: Checkpoint, device: str) -> None:
     model = LanguageModel(llama, cache_length=CACHE, chunk=CHUNK, device=device)
-    prefill, decode = model._prefill_steps[CHUNK]._weights.values(), model._decode_step._weights.values()
-    assert {id(buffer.native_handle) for buffer in prefill} == {id(buffer.native_handle) for buffer in decode}
+    executors = [step.executor for step in (model._prefill_steps[CHUNK], model._decode_step)]
+    memory = [{id(x._shared.memory[name].native_handle) for name in x.program.plan.weights} for x in executors]
+    assert memory[0] == memory[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
