@@ -6,6 +6,8 @@ tokens are taken on the device.
 Invariants:
 1. After step k + 1 has been launched, only the tokens of step k are read, never its logits.
 2. A sequence that was added ends once, with one last `News`: by a token, `end`, its deadline, or a device error.
+3. News are told in the order in which they became known. Where the device runs ahead, those of a step are kept until
+   the next one has been launched: whoever is told competes with this thread, which then waits for the device.
 """
 
 import heapq
@@ -57,7 +59,8 @@ class Core:
         self.sequences: dict[int, Sequence] = {}
         self.failures = 0
         self._model = model
-        self._tell = tell
+        self._tell_at_once = tell
+        self._news: list[News] = []  # that are still to be told
         self._launched: deque[_Launched] = deque()
         self._read_time = 0.0
         self._deadlines: list[tuple[float, int]] = []
@@ -131,7 +134,16 @@ class Core:
             self._launch(step)
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
+        self._tell([])
         self._read(1 if step is not None and self._model.runs_ahead else 0)
+        if not self._launched:
+            self._tell([])
+
+    def _tell(self, news: list[News]) -> None:
+        """Tell these and all that were kept (invariant 3)."""
+        news, self._news = self._news + news, []
+        if news:
+            self._tell_at_once(news)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
@@ -197,8 +209,7 @@ class Core:
                     self.scheduler.distrust(sequence)
                 self._forget(sequence, found.reason)
             news.append(found)
-        if news:
-            self._tell(news)
+        self._news += news
 
     def _simple(self, sequence: Sequence, token: int, now: float, news: list[News], waited: list[float]) -> bool:
         """Append a token of which there is nothing to consider, which nearly all are; False of others."""

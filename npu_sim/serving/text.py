@@ -26,11 +26,12 @@ class TextOutput:
 
     def push(self, token: int) -> tuple[tuple[int, ...], str]:
         """Take a token; the tokens and the text that can be returned now."""
+        if self._decoder is None:  # and so no stop string
+            return (token,), ""
         if self.stopped:
             return (), ""
         self._tokens.append((token, len(self._held)))
-        if self._decoder is not None:
-            self._held += self._decoder.push(token)
+        self._held += self._decoder.push(token)
         return self._returned(self._safe_length())
 
     def finish(self) -> tuple[tuple[int, ...], str]:

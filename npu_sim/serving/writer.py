@@ -66,11 +66,14 @@ class Writer:
             sequence.written = True
             if news.reason is None:
                 self._stopped(sequence)
-        return [(sequence.handle, update)] if update != Update() else []
+        return [(sequence.handle, update)] if update.tokens or update.text or update.finish_reason is not None else []
 
 
 def _update(news: News) -> Update:
     sequence = news.sequence
+    if len(news.tokens) == 1 and news.reason is None and not news.logprobs and not sequence.logprobs:
+        only, piece = sequence.text.push(news.tokens[0])
+        return Update(only, piece, finish_reason="stop" if sequence.text.stopped else None)
     tokens: list[int] = []
     text = ""
     for token in news.tokens:
