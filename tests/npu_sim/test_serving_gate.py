@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -543,7 +544,11 @@ def test_programs_for_steps_of_every_size_are_prepared() -> None:
         prepare=lambda tokens, outputs, sampling=False: prepared.append((tokens, outputs, sampling)),
         prepare_copies=lambda: prepared.append("copies"),
     )
-    prepare_steps(network, lambda done, total: None)
+    try:
+        prepare_steps(network, lambda done, total: None)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
     assert prepared.pop() == "copies" and all(tokens <= 36 and outputs <= 20 for tokens, outputs, _ in prepared)
     for sampling in (False, True):
         largest = {tokens for tokens, outputs, drawn in prepared if drawn == sampling and outputs == min(tokens, 20)}
