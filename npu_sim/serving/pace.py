@@ -11,6 +11,8 @@ FIRST_TOKENS = 128  # before anything is known
 LEAST_TOKENS = 8
 SLOWER = 1.8  # a step with prompt tokens may take this many times as long as one without
 _ALIKE = 1.1  # times that differ by no more are worth more tokens
+_ALIKE_RATE = 0.8  # of the most tokens for each second that a step is longer by
+_LEAST_LONGER = 0.05  # of a step's time; what is shorter cannot be told from noise
 _KEPT = 9  # steps; of them the median counts, since a step that compiles a program takes far longer
 _FORGOTTEN = 256  # steps after which a time no longer counts
 
@@ -75,9 +77,10 @@ class StepTimes:
     def prompt_tokens(self, decoded: int, most: int) -> int:
         """How many prompt tokens to compute in a step besides those that others wait for.
 
-        As many as fill a step that takes no more than `SLOWER` times as long as one without: so the time between two
-        tokens stays even while long prompts arrive, on slow and on fast devices. Where no step is that fast, as many
-        as fill one that takes hardly longer than the fastest.
+        They fill a step that takes no more than `SLOWER` times as long as one without: so the time between two tokens
+        stays even while long prompts arrive, on slow and on fast devices. Where no step is that fast, they fill one
+        that takes hardly longer than the fastest. Of such steps it is the largest of those that are longer by about the
+        least for each token that they have more.
 
         Args:
             decoded: Tokens that others wait for, at least one.
@@ -94,7 +97,12 @@ class StepTimes:
         else:
             estimates = {size: _estimate(size, decoded, plain, known) for size in sizes}
             limit = max(SLOWER * plain, _ALIKE * min(estimates.values()))
-            chosen = max(size for size in sizes if estimates[size] <= limit)
+            rates = {
+                size: ((1 << size) - (1 << _size(decoded))) / max(seconds - plain, _LEAST_LONGER * plain)
+                for size, seconds in estimates.items()
+                if seconds <= limit
+            }
+            chosen = max(size for size, rate in rates.items() if rate >= _ALIKE_RATE * max(rates.values()))
         return min(1 << chosen, most) - decoded
 
     @property

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toy_batches import VOCAB, EvenTimes, ToyModel, alone
+from toy_batches import VOCAB, EvenTimes, ToyModel, ToyResult, alone
 
+from npu_sim.serving.batch import Batch
 from npu_sim.serving.blocks import BlockPool, next_digest, tenant_digest
 from npu_sim.serving.core import Core
 from npu_sim.serving.draft_control import MAX_DRAFT, DraftControl, worthwhile
@@ -269,6 +270,14 @@ def test_where_every_step_with_prompts_is_slow_the_pieces_are_not_short() -> Non
     assert found[-1] == (480, pytest.approx((9 + 0.512) / 2.032))
 
 
+def test_pieces_are_shorter_where_longer_ones_cost_others_more_for_each_token() -> None:
+    """As on a GPU that 256 tokens fill, where steps of 64 and 128 take hardly longer than those without prompts."""
+    taken = {32: 1.725, 64: 1.81, 128: 1.95, 256: 2.85, 512: 4.3}
+    found = paced(lambda tokens, prompts: taken[tokens], decoded=32)
+    assert [prompt for prompt, _ in found[10:]] == [96] * 30
+    assert taken[256] < SLOWER * taken[32]
+
+
 def test_times_of_steps_with_prompts_are_forgotten_but_not_those_without() -> None:
     times = StepTimes()
     assert times.prompt_tokens(1, 512) == FIRST_TOKENS - 1 and times.prompt_tokens(32, 512) == 96
@@ -352,6 +361,31 @@ def test_logits_that_are_not_finite_end_only_their_request() -> None:
     bench.finish()
     assert bench.reasons == {bad: "error", good: "length"} and "not finite" in str(bench.errors[bad])
     assert bench.core.scheduler.pool.cached == 0  # nobody takes up what may be wrong
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_tokens_are_told_while_the_device_is_busy(runs_ahead: bool) -> None:
+    events: list[str] = []
+
+    class Model(ToyModel):
+        def step(self, batch: Batch) -> ToyResult:
+            events.append("launch")
+            return super().step(batch)
+
+    bench = Bench(Model(runs_ahead=runs_ahead))
+    tell = bench.core._tell_at_once
+
+    def telling(news: list[News]) -> None:
+        events.append("tell")
+        tell(news)
+
+    bench.core._tell_at_once = telling
+    possible = (greedy(token, new=6) for token in range(VOCAB))
+    arrival = bench.submit(next(each for each in possible if len(alone(each, bench.limit, STOPS)) == 6))
+    bench.finish()
+    bench.check(arrival)
+    ahead = 3 if runs_ahead else 1  # the step that chose the tokens, one under way, and the one just launched
+    assert events == [*["launch"] * ahead, *["tell", "launch"] * (6 - ahead), *["tell"] * ahead]
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
