@@ -1,6 +1,6 @@
 """One user's tokens a second with and without drafts, on texts where drafts are often right and where they fail.
 
-    python -m benchmarks.speculation [--model smollm2] [--device cpu] [--tokens 160] [--rounds 3] [--json FILE]
+    python -m benchmarks.speculation [--model smollm2] [--quantization none] [--device cpu] [--rounds 3] [--json FILE]
 
 Prompts are made of what Python and this package ship: docstrings to summarize and source files to edit, both continued
 greedily; and subjects of stories that are sampled at temperature 1.2, where hardly a draft is right. Every prompt is
@@ -171,6 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="smollm2", help="as for `npu-sim generate` (default: %(default)s)")
     add("--dtype", help="compute dtype (default: the model's)")
+    add("--quantization", default="checkpoint", help="of the weights, as for `npu-sim generate` (default: %(default)s)")
     add("--device", default="cpu", help="(default: %(default)s)")
     add("--tokens", type=int, default=160, help="tokens of an answer (default: %(default)s)")
     add("--rounds", type=int, default=3, help="answers to each prompt, with and without drafts (default: %(default)s)")
@@ -185,7 +186,7 @@ def main() -> None:
     from npu_sim.serving.paged_model import PagedModel
 
     arguments, console = make_parser().parse_args(), Console()
-    checkpoint = load_checkpoint(arguments.model, arguments.dtype)
+    checkpoint = load_checkpoint(arguments.model, arguments.dtype, arguments.quantization)
     model = PagedModel(checkpoint, device=arguments.device, context_length=1024, blocks=64)
     for power in range(4):
         model.prepare(1 << power, 1 << power)
