@@ -117,7 +117,12 @@ class Executor:
         """
         for name, buffer in (inputs or {}).items():
             check_fits(buffer, self._specs[name], f"input '{name}'", InputError)
-        return BoundProgram(self._run_of_a_thread(), self.program, self.backend, weights or {}, inputs or {})
+        run = self._run
+        if run.generation:
+            run = self._run_of_a_thread()
+        else:  # what the calling thread has and has not used: it gets another if it runs the executor itself
+            del self._threads.run
+        return BoundProgram(run, self.program, self.backend, weights or {}, inputs or {})
 
     @property
     def _run(self) -> ThreadRun:

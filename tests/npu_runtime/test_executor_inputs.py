@@ -106,6 +106,22 @@ def test_a_bound_program_takes_what_the_host_has_filled_in(backend: Backend) -> 
         last.to_numpy()
 
 
+def test_bound_programs_and_threads_have_outputs_of_their_own() -> None:
+    started = Started(CPUBackend())
+    before = started.executor.counters.copy()
+    first = started.executor.bound(started.weights)
+    assert "buffers" not in changes(before, started.executor.counters), "what was there for this thread"
+    second, arrays = started.executor.bound(started.weights), started.arrays()
+    for bound, factor in ((first, 1), (second, 2)):
+        for name, buffer in bound.inputs.items():
+            buffer.write(factor * arrays[name])
+        bound.run()
+    started.check(started.buffers(arrays), arrays)
+    for bound, factor in ((first, 1), (second, 2)):
+        scaled = {name: factor * array for name, array in arrays.items()}
+        np.testing.assert_allclose(bound.result("out").to_numpy(), expected(scaled), rtol=1e-4, atol=1e-5)
+
+
 def test_a_program_is_bound_to_buffers_that_fit_only() -> None:
     started = Started(CPUBackend())
     wrong = NPUBuffer.zeros((4, 9), started.backend, "float32")
