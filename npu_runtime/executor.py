@@ -114,8 +114,13 @@ class Executor:
 
         Args:
             inputs: The buffers of some inputs, by the program's names; those of the others are allocated.
+
+        Raises:
+            InputError: a buffer does not fit its input, or the program has no input of that name.
         """
         for name, buffer in (inputs or {}).items():
+            if name not in self._specs:
+                raise InputError(f"unknown input '{name}' (the program's inputs are {', '.join(self._specs)})")
             check_fits(buffer, self._specs[name], f"input '{name}'", InputError)
         run = self._run
         if run.generation:

@@ -127,6 +127,8 @@ def test_a_program_is_bound_to_buffers_that_fit_only() -> None:
     wrong = NPUBuffer.zeros((4, 9), started.backend, "float32")
     with pytest.raises(InputError, match="input 'x'"):
         started.executor.bound(started.weights, {"x": wrong})
+    with pytest.raises(InputError, match="unknown input 'z'"):
+        started.executor.bound(started.weights, {"z": wrong})
 
 
 # new buffers
