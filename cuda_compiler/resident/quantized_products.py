@@ -102,11 +102,12 @@ def _streams(call: KernelCall, parts: dict[str, View], own: int, gated: bool, gr
         yield _with_sides(stream, call, parts)
     elif QUANTIZED_SLOT_BYTES // unit_rows >= WARPS * LINE_BYTES:
         chunk = chunk_bytes(row_bytes, unit_rows, QUANTIZED_SLOT_BYTES)
-        if count == 1 or chunk == row_bytes or chunk * call.params["k"] // row_bytes % group == 0:
+        elements = chunk * call.params["k"] // row_bytes
+        if count == 1 or elements % group == 0:
             stream = replace(stream, chunk_bytes=chunk, copied_rows=1)
             yield _with_sides(stream, call, parts)
             if count > 1:
-                yield _with_sides(replace(stream, side_rows=1), call, parts, chunk * count // row_bytes)
+                yield _with_sides(replace(stream, side_rows=1), call, parts, elements // group)
 
 
 def _with_sides(stream: Stream, call: KernelCall, parts: dict[str, View], chunk_groups: int = 0) -> Stream:

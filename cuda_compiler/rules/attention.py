@@ -316,7 +316,7 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     shared = split_memory(BLOCK_ROWS, width, value_width)
     fits = not together or _sharing_memory(q, v, _WARPS, rows) <= make.shared_memory
     if make.capability >= HOPPER and (splits > 1 or together) and fits:
-        return [_paged_by_clusters(make, call, inputs, constants, head_groups)]
+        return [_paged_by_clusters(make, call, inputs, constants, head_groups, together)]
     if together or splits == 1:
         return [
             make.kernel(
@@ -361,14 +361,21 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _paged_by_clusters(
-    make: Specializer, call: KernelCall, inputs: Mapping[str, View], constants: Mapping[str, int], head_groups: int
+    make: Specializer,
+    call: KernelCall,
+    inputs: Mapping[str, View],
+    constants: Mapping[str, int],
+    head_groups: int,
+    together: bool,
 ) -> KernelCall:
     """A cluster of blocks for each tile, which share its keys: as many as fill the GPU, and at least two where a long
-    sequence could keep the others waiting."""
+    sequence could keep the others waiting.
+
+    Args:
+        together: Tiles have rows for all warps of a block. Most are full then, of others most have one token.
+    """
     q, v, tables = inputs["q"], inputs["v"], inputs["tables"]
     context = tables.shape[1] * call.params["block_size"]
-    rows = constants["tile_tokens"] * constants["sharing"]
-    together = rows > BLOCK_ROWS  # then most tiles are full, else most have one token
     full = groups(q.shape[0], constants["tile_tokens"] if together else 1)
     tiles = full * head_groups
     turns = groups(context, _WARPS * BLOCK_KEYS)

@@ -111,7 +111,7 @@ class LedStep(Step):
         self._own.fill(name, values, rest)
 
     def run(self) -> None:
-        with self._group.calling("run", self._which, self._own.arrays if self._own.is_filled else {}):
+        with self._group.calling("run", self._which, self._own.uploads()):
             self._own.run()
 
     def reader(self) -> Callable[[], Logits]:

@@ -21,14 +21,11 @@ DECODE, SAMPLING = "decode", "sampling"
 class Step:
     """A program with its executor and the input buffers that every run uses.
 
+    After `write` or `fill`, the next run uploads all inputs that are not shared. A run without these takes what is on
+    the device, such as a token that the run before chose there.
+
     Args:
         kept: Input buffers that are shared with other steps, by name; the others are allocated here.
-
-    Attributes:
-        arrays: What the next run's inputs are to be, of those that are not shared, by name. A run uploads all of them
-            after `fill` or `write`; without these it takes what is on the device, such as a token that the run before
-            chose there.
-        is_filled: Whether the next run uploads them.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class Step:
         self._staged = device.backend.allocate_staged(self._specs.values())
         self._bound = executor.bound(weights, {**kept, **self._staged.buffers})
         self._logits = program.output_specs[0].name
-        self.is_filled = False
+        self._is_filled = False
 
     def write(self, **values: Sequence[Any] | NDArray[Any]) -> None:
         """Set inputs that are not shared, by name.
@@ -55,28 +52,28 @@ class Step:
         from npu_runtime.packing import pack_array
 
         for name, value in values.items():
-            self.arrays[name][...] = pack_array(np.asarray(value), self._specs[name])
-        self.is_filled = True
+            self._staged.arrays[name][...] = pack_array(np.asarray(value), self._specs[name])
+        self._is_filled = True
 
     def fill(self, name: str, values: NDArray[Any], rest: int | None = 0) -> None:
         """Set the first part of an input, along all of its dimensions, and the rest to a number, if one is given.
 
         The caller has checked the values.
         """
-        array = self.arrays[name]
+        array = self._staged.arrays[name]
         if rest is not None and values.shape != array.shape:
             array.fill(rest)
         array[tuple(slice(size) for size in values.shape)] = values
-        self.is_filled = True
+        self._is_filled = True
 
-    @property
-    def arrays(self) -> Mapping[str, NDArray[Any]]:
-        return self._staged.arrays
+    def uploads(self) -> Mapping[str, NDArray[Any]]:
+        """What the next run uploads, by name; nothing if it takes what is on the device."""
+        return self._staged.arrays if self._is_filled else {}
 
     def run(self) -> None:
-        if self.is_filled:
+        if self._is_filled:
             self._staged.upload()
-            self.is_filled = False
+            self._is_filled = False
         self._bound.run()
 
     def logits(self) -> Logits:

@@ -59,7 +59,7 @@ class Core:
         self.sequences: dict[int, Sequence] = {}
         self.failures = 0
         self._model = model
-        self._tell_at_once = tell
+        self._tell = tell
         self._news: list[News] = []  # that are still to be told
         self._launched: deque[_Launched] = deque()
         self._read_time = 0.0
@@ -111,7 +111,8 @@ class Core:
         """End a sequence that has not ended yet, and say so."""
         if sequence.arrival in self.sequences:
             self._forget(sequence, reason)
-            self._tell([News(sequence, [], [], reason, error)])
+            self._news.append(News(sequence, [], [], reason, error))
+            self._tell_news()
 
     def cancel(self, arrival: int) -> None:
         if sequence := self.sequences.get(arrival):
@@ -119,7 +120,8 @@ class Core:
 
     def abandon(self, reason: FinishReason, error: str | None = None) -> None:
         """Say to all sequences that they have ended, without the scheduler, which may have failed."""
-        self._tell([News(sequence, [], [], reason, error) for sequence in self.sequences.values()])
+        self._news += [News(sequence, [], [], reason, error) for sequence in self.sequences.values()]
+        self._tell_news()
         self._finished[reason] += len(self.sequences)
         self.sequences.clear()
 
@@ -134,16 +136,16 @@ class Core:
             self._launch(step)
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
-        self._tell([])
+        self._tell_news()
         self._read(1 if step is not None and self._model.runs_ahead else 0)
         if not self._launched:
-            self._tell([])
+            self._tell_news()
 
-    def _tell(self, news: list[News]) -> None:
-        """Tell these and all that were kept (invariant 3)."""
-        news, self._news = self._news + news, []
+    def _tell_news(self) -> None:
+        """Tell all that were kept (invariant 3)."""
+        news, self._news = self._news, []
         if news:
-            self._tell_at_once(news)
+            self._tell(news)
 
     def _expire(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():

@@ -71,9 +71,6 @@ class Writer:
 
 def _update(news: News) -> Update:
     sequence = news.sequence
-    if len(news.tokens) == 1 and news.reason is None and not news.logprobs and not sequence.logprobs:
-        only, piece = sequence.text.push(news.tokens[0])
-        return Update(only, piece, finish_reason="stop" if sequence.text.stopped else None)
     tokens: list[int] = []
     text = ""
     for token in news.tokens:

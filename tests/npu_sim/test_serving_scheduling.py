@@ -373,13 +373,13 @@ def test_tokens_are_told_while_the_device_is_busy(runs_ahead: bool) -> None:
             return super().step(batch)
 
     bench = Bench(Model(runs_ahead=runs_ahead))
-    tell = bench.core._tell_at_once
+    tell = bench.core._tell
 
     def telling(news: list[News]) -> None:
         events.append("tell")
         tell(news)
 
-    bench.core._tell_at_once = telling
+    bench.core._tell = telling
     possible = (greedy(token, new=6) for token in range(VOCAB))
     arrival = bench.submit(next(each for each in possible if len(alone(each, bench.limit, STOPS)) == 6))
     bench.finish()
