@@ -89,6 +89,9 @@ class ModelDrafter:
             self._broken = True
             return {}
 
+    def may_draft(self, sequence: Sequence) -> bool:
+        return not self._broken
+
     def forget(self, sequence: Sequence) -> None:
         if drafted := self._drafted.pop(sequence, None):
             self._pool.release(drafted.table)

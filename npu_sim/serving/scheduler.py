@@ -92,7 +92,7 @@ class Scheduler:
 
     def must_know(self) -> bool:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
-        return any(sequence.reads_logits or self._draft_length(sequence) > 0 for sequence in self.running)
+        return any(self._must_know(sequence) for sequence in self.running)
 
     def plan(self) -> Step | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
@@ -201,6 +201,16 @@ class Scheduler:
                 if sequence.control is not None:
                     sequence.control.pause(len(sequence.tokens))
         return {sequence: draft[:length] for (sequence, draft), length in zip(found.items(), lengths, strict=True)}
+
+    def _must_know(self, sequence: Sequence) -> bool:
+        if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
+            return True
+        return (
+            self._drafter is not None
+            and sequence.pending == 1
+            and self._draft_length(sequence) > 0
+            and self._drafter.may_draft(sequence)
+        )
 
     def _draft_length(self, sequence: Sequence) -> int:
         if sequence.control is None or self._drafter is None or sequence.handle.request.token_filter is not None:

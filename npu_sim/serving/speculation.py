@@ -7,6 +7,7 @@ Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) takes what
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from npu_sim.serving.sequence import Sequence
@@ -18,37 +19,65 @@ class Drafter(Protocol):
     def drafts(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
         """For each sequence up to that many tokens that may follow its own; those that get none may be left out."""
 
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether there may be a draft once the token after the sequence's own is known.
+
+        A device that runs ahead must stop for that token, so this spares it the stop where there is none.
+        """
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where the tokens of a sequence occur in it.
+
+    Attributes:
+        places: By each run of tokens, where the token after its last occurrence is.
+        beginnings: These runs without their last token.
+        end: All runs that end before that place are in.
+    """
+
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    beginnings: set[tuple[int, ...]] = field(default_factory=set)
+    end: int = 0
 
 
 class PromptLookup:
     """Drafts from the sequence itself: what followed the latest place with the same last tokens.
 
     Args:
-        match: Number of last tokens that must be the same.
+        match: Number of last tokens that must be the same, at least 2.
     """
 
     def __init__(self, match: int = 3) -> None:
         self._match = match
-        self._places: dict[Sequence, dict[tuple[int, ...], int]] = {}
-        self._indexed: dict[Sequence, int] = {}
+        self._indices: dict[Sequence, _Index] = {}
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         found = ((sequence, self._draft(sequence, count)) for sequence, count in wanted.items())
         return {sequence: draft for sequence, draft in found if draft}
 
+    def may_draft(self, sequence: Sequence) -> bool:
+        return tuple(sequence.tokens[1 - self._match :]) in self._index(sequence).beginnings
+
     def forget(self, sequence: Sequence) -> None:
-        self._places.pop(sequence, None)
-        self._indexed.pop(sequence, None)
+        self._indices.pop(sequence, None)
+
+    def _index(self, sequence: Sequence) -> _Index:
+        """The index of a sequence, up to its last token but one."""
+        index, tokens, match = self._indices.setdefault(sequence, _Index()), sequence.tokens, self._match
+        for end in range(max(index.end, match), len(tokens)):
+            run = tuple(tokens[end - match : end])
+            index.places[run] = end
+            index.beginnings.add(run[:-1])
+        index.end = len(tokens)
+        return index
 
     def _draft(self, sequence: Sequence, count: int) -> list[int]:
-        tokens, match = sequence.tokens, self._match
-        places = self._places.setdefault(sequence, {})
-        for end in range(max(self._indexed.get(sequence, 0), match), len(tokens)):
-            places[tuple(tokens[end - match : end])] = end
-        self._indexed[sequence] = len(tokens)
-        place = places.get(tuple(tokens[-match:]))
+        tokens = sequence.tokens
+        place = self._index(sequence).places.get(tuple(tokens[-self._match :]))
         if place is None:
             return []
         draft = tokens[place : place + count]
