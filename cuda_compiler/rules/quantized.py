@@ -36,8 +36,7 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
     """A product with a weight in few bits whose `x` may be another one than the call's."""
     x = inputs["x"]
     assert x is not None
-    fewest, most = _TILED_ROWS[CODES[call.params["codes"]]]
-    if fewest <= call.params["m"] <= most and make.capability >= AMPERE and _has_tiles(call, inputs):
+    if suits_tiles(make, call, x, inputs["data"]):
         return [_tiles(make, call, inputs)]
     if call.params["m"] <= VECTOR_ROWS:
         return [_matvec(make, call, inputs, gated)]
@@ -66,13 +65,20 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     )
 
 
-def _has_tiles(call: KernelCall, inputs: dict[str, View | None]) -> bool:
-    """Whether codes can become operands of tensor cores: integers whose scale is that of 32 terms and more."""
-    x, data, params = inputs["x"], inputs["data"], call.params
-    assert x is not None and data is not None
-    is_aligned = vector_width(x) >= 8 and vector_width(data) >= 16
-    whole = params["k"] % 32 == 0 and params["k"] // params["groups"] % 32 == 0
-    return x.dtype in HALF_DTYPES and is_aligned and whole and params["offsets"] != "minimum"
+def suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None) -> bool:
+    """Whether codes can become operands of tensor cores, and that is the fastest: few rows, a scale for 32 terms or more."""
+    assert data is not None
+    params = call.params
+    fewest, most = _TILED_ROWS[CODES[params["codes"]]]
+    return (
+        fewest <= params["m"] <= most
+        and make.capability >= AMPERE
+        and x.dtype in HALF_DTYPES
+        and vector_width(x) >= 8
+        and vector_width(data) >= 16
+        and params["k"] % 32 == 0
+        and params["k"] // params["groups"] % 32 == 0
+    )
 
 
 def _tiles(make: Specializer, call: KernelCall, inputs: dict[str, View | None]) -> KernelCall:

@@ -68,7 +68,8 @@ def compiled(backend: Backend | None, rows: int, format: QuantizedFormat, dtype:
     ("rows", "kernels"),
     [
         (1, ["quantized_embedding_kernel", "resident"]),
-        (8, ["quantized_embedding_kernel", "resident"]),
+        (3, ["quantized_embedding_kernel", "resident"]),
+        (8, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
         (40, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
         (64, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
         (65, ["quantized_embedding_kernel", "dequantize", "cublas_gemm", "dequantize", "cublas_gemm"]),
@@ -83,8 +84,8 @@ def test_few_rows_read_the_codes_and_more_rows_widened_weights(rows: int, kernel
     [
         (FORMATS[0], "float32", 90),
         (FORMATS[0], "bfloat16", 75),
-        (FORMATS[1], "bfloat16", 90),
         (FORMATS[4], "bfloat16", 90),
+        (FORMATS[6], "bfloat16", 90),
     ],
 )
 def test_what_tiles_do_not_read_is_widened(format: QuantizedFormat, dtype: str, capability: int) -> None:
@@ -178,7 +179,10 @@ TILED = [
     QuantizedFormat("int4", 128, "float16", "zero_point"),
     QuantizedFormat("int4", 32, "bfloat16"),
     QuantizedFormat("int4", 96, "float32", "zero_point"),
+    QuantizedFormat("int4", 32, "float16", "minimum"),
+    QuantizedFormat("int4", 0, "float32", "minimum"),
     QuantizedFormat("int8"),
+    QuantizedFormat("int8", 32, "bfloat16", "minimum"),
     QuantizedFormat("int8", 64, "float16", "zero_point"),
     QuantizedFormat("float8_e4m3", 64, "float32"),
     QuantizedFormat("float8_e4m3"),
@@ -190,7 +194,7 @@ TILED = [
 @pytest.mark.parametrize("format", TILED, ids=str)
 @settings(max_examples=3, deadline=None)
 @given(
-    rows=st.sampled_from([9, 16, 17, 32, 33, 64]),
+    rows=st.sampled_from([8, 9, 16, 17, 32, 33, 64]),
     n=st.sampled_from([1, 40, 128, 333, 1536]),
     groups=st.integers(1, 40),
     capability=st.sampled_from([90, 80]),

@@ -1,5 +1,6 @@
 // Products of many rows with a weight [N, K] in few bits on tensor cores: the codes become 16-bit integers (or float8 values) in
-// registers, exactly, and the scale of a group multiplies the sum of its products.
+// registers, exactly, and the scale of a group multiplies the sum of its products. A minimum multiplies the sum of the group's
+// terms of x, which is one more product, with ones.
 //
 // A block makes tile_m rows × tile_n columns from its share of the terms, tile_k of them at a time, `stages` copies on their way; a
 // step has 64 bytes of each row of the weight. The `splits` blocks of a cluster share the terms of a tile, and each finishes some of
@@ -32,7 +33,7 @@ constexpr unsigned steps = (unsigned(param::k) + tile_k - 1) / tile_k;
 constexpr unsigned tiles_m = (unsigned(param::m) + tile_m - 1) / tile_m;
 constexpr bool brain = IsBrain<Half>::value;
 
-static_assert(sizeof(Half) == 2 && group % 32 == 0 && warp_n % 8 == 0 && !has_minimum, "");
+static_assert(sizeof(Half) == 2 && group % 32 == 0 && warp_n % 8 == 0, "");
 
 #if __CUDA_ARCH__ >= 900
 constexpr int sharers = splits;
@@ -170,10 +171,22 @@ WAITING_KERNEL(quantized_tiles) {
     }
 
     float sums[m_fragments][n_fragments][4] = {};
-    // What is common to the codes of a group: the zeros of row 8n + g of a warp's part of the weight, the scales of its columns.
+    float x_sums[m_fragments][4] = {};  // of rows of x, for minimums, in all columns alike
+    // What is common to the codes of a group: the zeros of row 8n + g of a warp's part of the weight, the scales and minimums of its
+    // columns.
     struct Common {
         unsigned zeros[n_fragments];
         Scales::type scales[n_fragments][2];
+        Offset::type minimums[has_minimum ? n_fragments : 1][2];
+
+        // `total` and what a sum of codes times x stands for, in one of two columns of a fragment.
+        __device__ __forceinline__ float added(float total, int n, int side, float sum, float x_sum) const {
+            total = fmaf(sum, to_float(scales[n][side]), total);
+            if constexpr (has_minimum) {
+                total = fmaf(x_sum, to_float(minimums[n][side]), total);
+            }
+            return total;
+        }
     };
     const auto weight_row = [&](int n, int within) {
         const index_t row = first_column + warp_column + 8 * n + within;
@@ -186,13 +199,17 @@ WAITING_KERNEL(quantized_tiles) {
         for (int n = 0; n < n_fragments; n++) {
             if constexpr (has_zero_point) {
                 const index_t at = weight_row(n, lane / 4) * Offset::stride(0) + number;
-                found.zeros[n] = less_zero((unsigned char)(offset[at]));
+                found.zeros[n] = less_zero(reinterpret_cast<const unsigned char *>(offset)[at]);
             } else {
-                found.zeros[n] = less_zero((unsigned char)(8));
+                found.zeros[n] = less_zero((unsigned char)(has_minimum ? 0 : 8));
             }
 #pragma unroll
             for (int side = 0; side < 2; side++) {
-                found.scales[n][side] = scales[weight_row(n, lane % 4 * 2 + side) * Scales::stride(0) + number];
+                const index_t row = weight_row(n, lane % 4 * 2 + side);
+                found.scales[n][side] = scales[row * Scales::stride(0) + number];
+                if constexpr (has_minimum) {
+                    found.minimums[n][side] = offset[row * Offset::stride(0) + number];
+                }
             }
         }
         return found;
@@ -214,6 +231,8 @@ WAITING_KERNEL(quantized_tiles) {
             }
             float partial[m_fragments][n_fragments][4] = {};
             float(&target)[m_fragments][n_fragments][4] = param::groups == 1 ? sums : partial;
+            float partial_x[m_fragments][4] = {};
+            float(&target_x)[m_fragments][4] = param::groups == 1 ? x_sums : partial_x;
 #pragma unroll
             for (int block = part * scaled_blocks; block < (part + 1) * scaled_blocks; block++) {
                 unsigned right[n_fragments][4];
@@ -239,19 +258,21 @@ WAITING_KERNEL(quantized_tiles) {
                             multiply(target[m][n], top.pair[i], bottom.pair[i], top.pair[i + 1], bottom.pair[i + 1],
                                      right[n][i], right[n][i + 1]);
                         }
+                        if constexpr (has_minimum) {
+                            multiply(target_x[m], top.pair[i], bottom.pair[i], top.pair[i + 1], bottom.pair[i + 1], one,
+                                     one);
+                        }
                     }
                 }
             }
             if constexpr (param::groups != 1) {
 #pragma unroll
                 for (int n = 0; n < n_fragments; n++) {
-                    const float even = to_float(common.scales[n][0]);
-                    const float odd = to_float(common.scales[n][1]);
 #pragma unroll
                     for (int m = 0; m < m_fragments; m++) {
 #pragma unroll
                         for (int i = 0; i < 4; i++) {
-                            sums[m][n][i] = fmaf(partial[m][n][i], i % 2 ? odd : even, sums[m][n][i]);
+                            sums[m][n][i] = common.added(sums[m][n][i], n, i % 2, partial[m][n][i], partial_x[m][i]);
                         }
                     }
                 }
@@ -264,19 +285,17 @@ WAITING_KERNEL(quantized_tiles) {
     float *partial = reinterpret_cast<float *>(memory);
 #pragma unroll
     for (int n = 0; n < n_fragments; n++) {
-        float even = 1.0f;
-        float odd = 1.0f;
-        if constexpr (param::groups == 1) {
-            even = to_float(next.scales[n][0]);
-            odd = to_float(next.scales[n][1]);
-        }
 #pragma unroll
         for (int m = 0; m < m_fragments; m++) {
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {
                 const int row = 16 * m + i / 2 * 8 + lane / 4;
-                const int at = row * sum_stage + warp_column + 8 * n + lane % 4 * 2;
-                store_pack<2>(partial + at, Pack<float, 2>{{sums[m][n][i] * even, sums[m][n][i + 1] * odd}});
+                Pack<float, 2> pair{{sums[m][n][i], sums[m][n][i + 1]}};
+                if constexpr (param::groups == 1) {
+                    pair.item[0] = next.added(0.0f, n, 0, pair.item[0], x_sums[m][i]);
+                    pair.item[1] = next.added(0.0f, n, 1, pair.item[1], x_sums[m][i + 1]);
+                }
+                store_pack<2>(partial + row * sum_stage + warp_column + 8 * n + lane % 4 * 2, pair);
             }
         }
     }
