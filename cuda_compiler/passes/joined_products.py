@@ -13,7 +13,7 @@ from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
-_NORM, _PRODUCT = "rmsnorm_kernel", "matmul_kernel"
+_NORM = "rmsnorm_kernel"
 
 
 def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
@@ -31,15 +31,15 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     while index < len(plan.calls):
         call = plan.calls[index]
         index += 1
-        inputs = operands(call) if call.kernel == _PRODUCT else {}
-        x, weight = inputs.get("x"), inputs.get("weight")
-        if x is None or weight is None or not suits_streaming(make, call, x, weight):
+        inputs = operands(call) if call.kernel in GATED else {}
+        x = inputs.get("x")
+        if x is None or not suits_streaming(make, call, inputs):
             result.append(call)
             continue
         out, gate = call.outputs[0].buffer, None
         if index < len(plan.calls) and out in inner and readers[out] == 2 and inputs["residual"] is None:
             gate = _gate(call, plan.calls[index])
-        if gate is not None and suits_streaming(make, gate, x, weight):
+        if gate is not None and suits_streaming(make, gate, inputs):
             call = gate
             index += 1
         norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
@@ -85,4 +85,5 @@ def _gate(product: KernelCall, call: KernelCall) -> KernelCall | None:
     if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
         return None
     params = {**product.params, "n": half, "activation": activation}
-    return replace(call, kernel=GATED, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
+    kernel = GATED[product.kernel]
+    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)

@@ -21,9 +21,7 @@ from cuda_compiler.resident.phases import Phase
 from cuda_compiler.resident.products import PRODUCTS, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
-from cuda_compiler.rules.quantized import suits_tiles
-from cuda_compiler.rules.streamed import FEWEST_ROWS
-from cuda_compiler.specialization.gpu import HOPPER
+from cuda_compiler.rules.streamed import suits_streaming
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
@@ -31,7 +29,7 @@ from npu_compiler.program.plan import ExecutionPlan
 
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
-_MIN_PRODUCTS_OF_ROWS = 3  # where kernels of their own (`_on_tensor_cores`) read the weights for all rows at once
+_MIN_PRODUCTS_OF_ROWS = 3  # where others (`rules/streamed.py`) read the weights of as many rows too
 _PRODUCT_PHASES = {
     **dict.fromkeys(PRODUCTS, product_phase),
     **dict.fromkeys(QUANTIZED_PRODUCTS, quantized_product_phase),
@@ -92,19 +90,9 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[Kernel
 
 def _fewest(run: Run, make: Specializer) -> int:
     """Of products that a resident kernel pays for."""
-    alone = all(_on_tensor_cores(phase, make) for phase in run.phases if phase.stream is not None)
-    return _MIN_PRODUCTS_OF_ROWS if alone else _MIN_PRODUCTS
-
-
-def _on_tensor_cores(phase: Phase, make: Specializer) -> bool:
-    """Whether a product of several rows can be a kernel of its own that multiplies all of them on tensor cores."""
-    call = phase.call
-    if phase.ranks != 1:
-        return False
-    if call.kernel in PRODUCTS:
-        return make.capability >= HOPPER and call.params["m"] >= FEWEST_ROWS
-    x, data = (phase.operands[name] for name in ("x", "data"))
-    return suits_tiles(make, call, x, data)
+    products = [phase for phase in run.phases if phase.stream is not None]
+    streams = any(suits_streaming(make, phase.call, phase.inputs) for phase in products)
+    return _MIN_PRODUCTS_OF_ROWS if streams and all(phase.ranks == 1 for phase in products) else _MIN_PRODUCTS
 
 
 def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:

@@ -36,7 +36,7 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
     """A product with a weight in few bits whose `x` may be another one than the call's."""
     x = inputs["x"]
     assert x is not None
-    if suits_tiles(make, call, x, inputs["data"]):
+    if _suits_tiles(make, call, x, inputs["data"]):
         return [_tiles(make, call, inputs)]
     if call.params["m"] <= VECTOR_ROWS:
         return [_matvec(make, call, inputs, gated)]
@@ -65,7 +65,7 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     )
 
 
-def suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None) -> bool:
+def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None) -> bool:
     """Whether codes can become operands of tensor cores, and that is the fastest: few rows, a scale for 32 terms or more."""
     assert data is not None
     params = call.params

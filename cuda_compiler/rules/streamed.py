@@ -1,20 +1,27 @@
-"""Products of up to 16 rows with a 16-bit weight on tensor cores, with the norm before and the gate behind them."""
+"""Products of up to 16 rows on tensor cores, bound by reading their weight, with the norm before and the gate behind."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
-from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
+from npu_compiler.graph.quantization import CODES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
-GATED = "gated_matmul_vec_kernel"  # whose weight has the rows of a gate, then as many others
-FEWEST_ROWS, MOST_ROWS = 3, 16  # with fewer, a warp a column is as fast; with more, cuBLASLt is
-_FEWEST_BYTES = 1 << 20  # of a weight: smaller ones leave most multiprocessors idle
+# A product → the same with a gate, whose weight has the rows of the gate, then as many others.
+GATED = {
+    "matmul_kernel": "gated_matmul_vec_kernel",
+    "quantized_matmul_kernel": "quantized_gated_matmul_vec_kernel",
+}
+_FEWEST_ROWS, _MOST_ROWS = 2, 16  # with one, a warp a column is as fast; with more, cuBLASLt or tiles of codes are
+_FEWEST_BYTES = 1 << 20  # of a 16-bit weight: smaller ones leave most multiprocessors idle
 _FRAGMENT_ROWS = 16
 _PIECE_TERMS = 32
 _UNIT_ROWS = 8
@@ -22,7 +29,8 @@ _WARPS = (8, 16)
 # Blocks of a cluster → clusters that a GPU has room for; those of four and eight cannot use all multiprocessors. The
 # best first: none cost the least, and of large ones each warp has the fewest terms.
 _CLUSTERS = {1: MULTIPROCESSORS, 8: 16, 4: 32, 2: MULTIPROCESSORS // 2}
-_MOST_HELD = 12  # fragments of x in a thread, of eight registers each
+_MOST_HELD, _MOST_HELD_OF_CODES = 12, 8  # fragments of x in a thread, of eight registers each
+_SIDES = ("scales", "offset")
 _RING_BYTES = 72 * 1024  # of a block: leaves room for the next kernel's first copies
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
 
@@ -48,20 +56,40 @@ class Division:
     shared: int
 
 
-def suits_streaming(make: Specializer, call: KernelCall, x: View, weight: View) -> bool:
-    """Whether a product is one that this kernel makes faster than others."""
+def suits_streaming(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
+    """Whether a product is one that this kernel makes faster than others, by its operands' names."""
+    x, weight, data = (inputs.get(name) for name in ("x", "weight", "data"))
     m, n, k = (call.params[name] for name in "mnk")
-    rows = all(view.strides[1] == 1 and vector_width(view) >= 8 for view in (x, weight))
-    return (
-        make.capability >= HOPPER
-        and FEWEST_ROWS <= m <= MOST_ROWS
-        and x.dtype == weight.dtype
-        and x.dtype in HALF_DTYPES
-        and rows
-        and k % 8 == 0
-        and weight.numel * 2 >= _FEWEST_BYTES
-        and divided(m, n, k, call.kernel == GATED, make.shared_memory) is not None
+    if (
+        x is None
+        or make.capability < HOPPER
+        or not _FEWEST_ROWS <= m <= _MOST_ROWS
+        or x.dtype not in HALF_DTYPES
+        or not _has_rows(x)
+        or k % 8
+    ):
+        return False
+    if weight is not None:
+        suits = weight.dtype == x.dtype and _has_rows(weight) and weight.numel * 2 >= _FEWEST_BYTES
+    else:
+        sides = [side for name in _SIDES if (side := inputs[name]) is not None]
+        group = k // call.params["groups"]
+        suits = data is not None and vector_width(data) >= 16 and group % _PIECE_TERMS == 0 and n % _UNIT_ROWS == 0
+        suits = suits and all(side.is_contiguous and side.offset * itemsize(side.dtype) % 16 == 0 for side in sides)
+    return suits and _division(make, call, inputs) is not None
+
+
+def _has_rows(view: View) -> bool:
+    return view.strides[1] == 1 and vector_width(view) >= 8
+
+
+def _division(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> Division | None:
+    m, n, k = (call.params[name] for name in "mnk")
+    sides = tuple(
+        call.params["groups"] * itemsize(side.dtype) for name in _SIDES if (side := inputs.get(name)) is not None
     )
+    bits = CODES[call.params["codes"]] if "codes" in call.params else 16
+    return divided(m, n, k, call.kernel in GATED.values(), make.shared_memory, bits, sides)
 
 
 def streamed_product(
@@ -70,57 +98,78 @@ def streamed_product(
     """A product for which `suits_streaming` holds.
 
     Args:
-        inputs: x, weight, bias, residual.
+        inputs: x, the weight or its codes and what belongs to them, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    m, n, k = (call.params[name] for name in "mnk")
     x, gain = inputs["x"], None
     if norm is not None:
         x, gain = KERNELS[norm.kernel].bind(norm)[:2]
-    weight, gated = inputs["weight"], call.kernel == GATED
-    found = divided(m, n, k, gated, make.shared_memory)
-    assert weight is not None and found is not None
+    found = _division(make, call, inputs)
+    assert found is not None
+    constants: dict[str, bool | int | float] = {
+        "gated": call.kernel in GATED.values(),
+        "normed": norm is not None,
+        "norm_eps": float(norm.params["eps"]) if norm is not None else 0.0,
+        "tile_m": found.tile_m,
+        "splits": found.splits,
+        "clusters": found.clusters,
+        "pieces": found.pieces,
+        "stages": found.stages,
+    }
+    file, parts = "matmul/streamed.cu", ["weight"]
+    if "codes" in call.params:
+        file, parts = "matmul/streamed_codes.cu", ["data", *_SIDES]
+        constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, found)}
+    ahead = [gain, *(inputs[name] for name in parts)]
+    constants["ahead"] = all(view is None or view.buffer in make.constants for view in ahead)
     made = make.kernel(
         call,
-        "matmul/streamed.cu",
+        file,
         function="streamed",
         inputs={**inputs, "x": x, "gain": gain},
         outputs={"out": call.outputs[0]},
         grid=(found.clusters, 1, found.splits),
         block=(found.warps * WARP, 1, 1),
         shared=found.shared,
-        constants={
-            "gated": gated,
-            "normed": norm is not None,
-            "norm_eps": float(norm.params["eps"]) if norm is not None else 0.0,
-            "ahead": all(view is None or view.buffer in make.constants for view in (weight, gain)),
-            "tile_m": found.tile_m,
-            "splits": found.splits,
-            "clusters": found.clusters,
-            "pieces": found.pieces,
-            "stages": found.stages,
-        },
+        constants=constants,
         min_blocks=2 if found.warps == _WARPS[0] else 1,
         cluster=found.splits,
     )
     return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
 
 
+def _scaled_pieces(call: KernelCall, found: Division) -> int:
+    """How many pieces of a warp's terms have one scale, wherever they begin."""
+    if call.params["groups"] == 1:
+        return found.pieces
+    pieces = groups(call.params["k"], _PIECE_TERMS)
+    return math.gcd(found.pieces, groups(pieces, found.splits), pieces // call.params["groups"])
+
+
 @cache
-def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Division | None:
-    """The first division that fits the registers and half of the shared memory, or else all of that."""
+def divided(
+    m: int, n: int, k: int, gated: bool, shared_memory: int, bits: int = 16, sides: tuple[int, ...] = ()
+) -> Division | None:
+    """The first division that fits the registers and half of the shared memory, or else all of that.
+
+    Args:
+        bits: Of an element of the weight.
+        sides: Bytes of a row's scales and of its offsets, which a unit has of whole rows.
+    """
     units, pieces = groups(n, _UNIT_ROWS), groups(k, _PIECE_TERMS)
     tile_m = groups(m, _FRAGMENT_ROWS) * _FRAGMENT_ROWS
     results = 4 * tile_m * _UNIT_ROWS  # bytes of a unit's sums
+    side_bytes = sum(16 * groups(_UNIT_ROWS * side, 16) for side in sides)
+    most_held = _MOST_HELD if bits == 16 else _MOST_HELD_OF_CODES
     fitting = []
     for splits, most in _CLUSTERS.items():
         for warps in _WARPS:
             own = groups(groups(pieces, splits), warps)
             clusters = min(most, units)
             kept = groups(units, clusters) * (2 if gated else 1) if splits > 1 else 1
-            unit = _UNIT_ROWS * warps * own * _PIECE_TERMS * 2
+            unit = _UNIT_ROWS * warps * own * _PIECE_TERMS * bits // 8 + side_bytes
             stages = min(_MOST_STAGES, max(_FEWEST_STAGES, _RING_BYTES // unit))
             shared = stages * unit + (2 * warps + kept) * results + 4 * tile_m * (warps + 1)
-            if own * tile_m // _FRAGMENT_ROWS <= _MOST_HELD and shared <= shared_memory:
+            if own * tile_m // _FRAGMENT_ROWS <= most_held and shared <= shared_memory:
                 fitting.append(Division(tile_m, warps, splits, clusters, own, stages, shared))
     return next((found for found in fitting if found.shared <= shared_memory // 2), fitting[0] if fitting else None)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from cuda_compiler import CUDACodegenTarget
-from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
+from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
@@ -26,6 +27,7 @@ class Layer:
 
     Attributes:
         gate: The element-wise op behind it, which multiplies its activated first half with the second one.
+        format: Of the weight, where it is in few bits.
     """
 
     m: int
@@ -36,11 +38,21 @@ class Layer:
     bias: bool = False
     residual: bool = False
     activation: str = "none"
+    format: QuantizedFormat | None = None
 
     @property
     def launches(self) -> list[str]:
-        norm = ["rmsnorm_kernel"] * self.normed
-        return [*norm, "matmul_kernel", *([f"{self.gate}_broadcast_kernel"] * bool(self.gate))]
+        norm, product = ["rmsnorm_kernel"] * self.normed, "quantized_matmul_kernel" if self.format else "matmul_kernel"
+        return [*norm, product, *([f"{self.gate}_broadcast_kernel"] * bool(self.gate))]
+
+    def weight(self, rng: np.random.Generator, dtype: str) -> dict[str, Any]:
+        """The parts of the weight, random, by the names of their buffers."""
+        drawn = rng.standard_normal((self.n, self.k), dtype=np.float32) * self.k**-0.5
+        if self.format is None:
+            return {"weight": drawn.astype(numpy_dtype(dtype))}
+        stored = quantize(drawn, self.format)
+        parts = {"data": stored.codes, "scales": stored.scales, "offset": stored.offsets}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 LAYERS = {
@@ -52,6 +64,25 @@ LAYERS = {
     "activation": Layer(5, 1000, 768, bias=True, activation="relu"),
     "many columns": Layer(16, 40_008, 64, normed=True),
     "terms that fill no step": Layer(3, 3080, 376, normed=True, bias=True),
+    "two rows": Layer(2, 1024, 1024),
+    "codes with minimums, norm, gate": Layer(
+        8, 3072, 576, normed=True, gate="silu_mul", format=QuantizedFormat("int4", 32, "float16", "minimum")
+    ),
+    "codes with zero points, long rows": Layer(
+        5, 320, 8960, residual=True, format=QuantizedFormat("int4", 128, "bfloat16", "zero_point")
+    ),
+    "symmetric codes, norm, bias": Layer(16, 2048, 1536, normed=True, bias=True, format=QuantizedFormat("int4", 128)),
+    "groups that warps share": Layer(3, 1536, 2304, residual=True, format=QuantizedFormat("int4", 96, "float32")),
+    "bytes, a scale for a row": Layer(2, 1000, 4096, activation="relu", format=QuantizedFormat("int8")),
+    "bytes with minimums": Layer(
+        9, 40, 8960, residual=True, format=QuantizedFormat("int8", 32, "bfloat16", "minimum")
+    ),
+    "bytes with zero points, an odd number of groups": Layer(
+        4, 264, 96, bias=True, format=QuantizedFormat("int8", 32, "float16", "zero_point")
+    ),
+    "float8, gate": Layer(6, 2064, 320, gate="gelu_tanh_mul", format=QuantizedFormat("float8_e4m3", 64, "float32")),
+    "float8, long rows": Layer(12, 320, 14336, format=QuantizedFormat("float8_e4m3")),
+    "a minimum for a row": Layer(7, 576, 1536, residual=True, format=QuantizedFormat("int4", 0, "float32", "minimum")),
 }
 DTYPES = ("bfloat16", "float16")
 TARGET = CUDACodegenTarget()
@@ -68,17 +99,23 @@ def plan_of(layer: Layer, dtype: str, target: CUDACodegenTarget | None = None) -
     def vector(name: str, size: int) -> View:
         return View(name, (size,), (1,), 0, dtype)
 
-    x, weight, out = rows("x", k), View("weight", (n, k), (k, 1), 0, dtype), rows("out", width)
-    calls, kinds = [], {"x": "input", "weight": "weight", "out": "output", "residual": "input"}
+    parts = layer.weight(np.random.default_rng(0), dtype)
+    weight = [View(name, part.shape, (part.shape[1], 1), 0, dtype_name(part.dtype)) for name, part in parts.items()]
+    x, out = rows("x", k), rows("out", width)
+    calls, kinds = [], {"x": "input", "out": "output", "residual": "input", **dict.fromkeys(parts, "weight")}
     if layer.normed:
         params = {"rows": m, "width": k, "eps": 1e-6, "weight_offset": 0.0, "has_weight": 1}
         calls.append(KernelCall("rmsnorm_kernel", "", (x, vector("gain", k)), (rows("y", k),), params, "norm"))
     addends = [vector("bias", n)] * layer.bias + [rows("residual", n)] * layer.residual
     params = {"m": m, "n": n, "k": k, "has_bias": int(layer.bias), "has_residual": int(layer.residual)}
     params["activation"] = layer.activation  # type: ignore[assignment]
+    if layer.format is not None:
+        params |= {"codes": layer.format.codes, "offsets": layer.format.offsets, "groups": parts["scales"].shape[1]}  # type: ignore[dict-item]
+        params["has_offset"] = int("offset" in parts)
     product = rows("h", n) if layer.gate else out
     source = rows("y", k) if layer.normed else x
-    calls.append(KernelCall("matmul_kernel", "", (source, weight, *addends), (product,), params, "product"))
+    kernel = layer.launches[int(layer.normed)]
+    calls.append(KernelCall(kernel, "", (source, *weight, *addends), (product,), params, "product"))
     if layer.gate:
         halves = tuple(product.slice(1, first, first + width).unsqueeze(0) for first in (0, width))
         kernel = f"{layer.gate}_broadcast_kernel"
@@ -87,7 +124,7 @@ def plan_of(layer: Layer, dtype: str, target: CUDACodegenTarget | None = None) -
     sizes = {"h": m * n, "out": m * width}
     kinds |= dict.fromkeys(("gain", "bias"), "weight")
     buffers = {
-        name: BufferAllocation(name, kinds.get(name, "arena"), (sizes.get(name, view.numel),), dtype)  # type: ignore[arg-type]
+        name: BufferAllocation(name, kinds.get(name, "arena"), (sizes.get(name, view.numel),), view.dtype)  # type: ignore[arg-type]
         for name, view in views.items()
     }
     plan = ExecutionPlan([], calls, buffers, [], [], {"out": out}, {}, {}, {})
@@ -109,7 +146,16 @@ def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    "layer", [Layer(17, 2048, 1536), Layer(2, 2048, 1536), Layer(8, 128, 128), Layer(8, 2048, 1532)], ids=str
+    "layer",
+    [
+        Layer(17, 2048, 1536),
+        Layer(1, 2048, 1536),
+        Layer(8, 128, 128),
+        Layer(8, 2048, 1532),
+        Layer(8, 2048, 1536, format=QuantizedFormat("int4", 16)),
+        Layer(8, 2044, 1536, format=QuantizedFormat("int4", 32)),
+    ],
+    ids=str,
 )
 def test_other_products_are_left_to_other_kernels(layer: Layer) -> None:
     assert "streamed" not in kernels(plan_of(layer, "bfloat16", TARGET))
@@ -152,9 +198,10 @@ def test_it_does_what_the_calls_do(name: str, dtype: str, seed: int) -> None:
     plain, plan = plan_of(layer, dtype), plan_of(layer, dtype, backend.target)
     data: dict[str, Any] = {}
     for key, buffer in {**plan.buffers, **plain.buffers}.items():
-        scale = layer.k**-0.5 if key == "weight" else 1.0
-        data[key] = (scale * rng.standard_normal(buffer.alloc_shape)).astype(numpy_dtype(buffer.dtype))
-    expected = {key: numpy_to_tensor(array).float() for key, array in data.items()}
+        data[key] = rng.standard_normal(buffer.alloc_shape).astype(numpy_dtype(buffer.dtype))
+    data |= {name: part.reshape(-1) for name, part in layer.weight(rng, dtype).items()}
+    expected = {key: numpy_to_tensor(array) for key, array in data.items()}
+    expected |= {key: value.float() for key, value in expected.items() if plain.buffers[key].dtype == dtype}
     for call in plain.calls:
         views = [
             [expected[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in side]

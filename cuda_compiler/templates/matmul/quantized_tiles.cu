@@ -8,11 +8,10 @@
 //
 // Of 32 terms, lane 4g + p takes terms 8p to 8p + 7 of row g, of x as of the weight: the order of terms in a fragment is free.
 
-#include "common/stored_codes.cuh"
-
 using Half = X::type;
 
 #include "common/tensor_cores.cuh"
+#include "common/code_factors.cuh"
 #include "common/cluster.cuh"
 #include "matmul/linear_result.cuh"
 
@@ -31,9 +30,8 @@ constexpr int sum_stage = tile_n + 4;  // so that a column's elements lie in dif
 constexpr index_t row_bytes = is_int4 ? param::k / 2 : param::k;
 constexpr unsigned steps = (unsigned(param::k) + tile_k - 1) / tile_k;
 constexpr unsigned tiles_m = (unsigned(param::m) + tile_m - 1) / tile_m;
-constexpr bool brain = IsBrain<Half>::value;
 
-static_assert(sizeof(Half) == 2 && group % 32 == 0 && warp_n % 8 == 0, "");
+static_assert(group % 32 == 0 && warp_n % 8 == 0, "");
 
 #if __CUDA_ARCH__ >= 900
 constexpr int sharers = splits;
@@ -46,85 +44,6 @@ __device__ __forceinline__ int staged_codes(int row, int chunk) {
     return row * step_bytes + (chunk ^ (is_int4 ? row / 2 % 4 : row / 2 % 2 * 2)) * 16;
 }
 __device__ __forceinline__ int staged_x(int row, int pack) { return row * tile_k * 2 + (pack ^ row % 2 * 4) * 16; }
-
-constexpr unsigned one = brain ? 0x3f803f80u : 0x3c003c00u;
-constexpr unsigned minus_one = one | 0x80008000u;
-// 128 or 1024: the last bits of a number like it count ones, so an integer in their place is added to it.
-constexpr unsigned integral = brain ? 0x43004300u : 0x64006400u;
-
-// What is subtracted from codes, negative: of 4-bit codes in their places the zero point and `integral`, of others the zero point.
-__device__ __forceinline__ unsigned less_zero(unsigned char zero) {
-    if constexpr (is_int4) {
-        return (integral | 0x80008000u) | unsigned(zero) * 0x00010001u;
-    } else {
-        // -zero as a 16-bit float.
-        const unsigned bits = from<Half>(-float((signed char)(zero))).bits;
-        return bits * 0x00010001u;
-    }
-}
-
-// The codes of eight terms as pairs of 16-bit floats: of 4-bit codes terms i and i + 4, of others neighbours.
-struct Factors {
-    unsigned pair[4];
-
-    __device__ __forceinline__ Factors(const unsigned char *codes, unsigned zero) {
-        if constexpr (is_int4) {
-            const unsigned word = *reinterpret_cast<const unsigned *>(codes);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                pair[i] = multiply_add_pairs((word >> 4 * i & 0x000f000fu) | integral, one, zero);
-            }
-        } else {
-            const uint2 words = *reinterpret_cast<const uint2 *>(codes);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const unsigned word = i < 2 ? words.x : words.y;
-                pair[i] = is_int8 ? of_int8(word, i % 2) : of_float8(word, i % 2);
-                if constexpr (has_zero_point) {
-                    pair[i] = multiply_add_pairs(pair[i], one, zero);
-                }
-            }
-        }
-    }
-
-    // With the last seven bits of a code, less what its sign counts.
-    __device__ __forceinline__ static unsigned of_int8(unsigned word, int half) {
-        const unsigned placed = __byte_perm(word, integral, half ? 0x7372 : 0x7170);
-        if constexpr (brain) {
-            return multiply_add_pairs(placed & 0xff80ff80u, minus_one, placed & 0xff7fff7fu);
-        } else {
-            // A code with its sign bit flipped is 128 more.
-            return multiply_add_pairs(placed ^ 0x00800080u, one, 0xe480e480u);
-        }
-    }
-
-    // Exponent and mantissa moved to their places, and multiplied with 2 to the power of the difference of the exponents' biases.
-    __device__ __forceinline__ static unsigned of_float8(unsigned word, int half) {
-        const unsigned placed = __byte_perm(word, 0, half ? 0x3424 : 0x1404);
-        const unsigned magnitude = brain ? placed >> 4 & 0x07f007f0u : placed >> 1 & 0x3f803f80u;
-        return multiply_add_pairs((placed & 0x80008000u) | magnitude, brain ? 0x7b807b80u : 0x5c005c00u, 0x80008000u);
-    }
-};
-
-// Eight terms of a row of x, as pairs in the order of `Factors`.
-struct Terms {
-    unsigned pair[4];
-
-    __device__ __forceinline__ Terms(const unsigned char *x) {
-        const uint4 words = *reinterpret_cast<const uint4 *>(x);
-        if constexpr (is_int4) {
-            pair[0] = __byte_perm(words.x, words.z, 0x5410);
-            pair[1] = __byte_perm(words.x, words.z, 0x7632);
-            pair[2] = __byte_perm(words.y, words.w, 0x5410);
-            pair[3] = __byte_perm(words.y, words.w, 0x7632);
-        } else {
-            pair[0] = words.x;
-            pair[1] = words.y;
-            pair[2] = words.z;
-            pair[3] = words.w;
-        }
-    }
-};
 
 #kernel quantized_tiles
 WAITING_KERNEL(quantized_tiles) {
@@ -197,12 +116,7 @@ WAITING_KERNEL(quantized_tiles) {
         Common found;
 #pragma unroll
         for (int n = 0; n < n_fragments; n++) {
-            if constexpr (has_zero_point) {
-                const index_t at = weight_row(n, lane / 4) * Offset::stride(0) + number;
-                found.zeros[n] = less_zero(reinterpret_cast<const unsigned char *>(offset)[at]);
-            } else {
-                found.zeros[n] = less_zero((unsigned char)(has_minimum ? 0 : 8));
-            }
+            found.zeros[n] = less_zero_of(offset, weight_row(n, lane / 4) * Offset::stride(0) + number);
 #pragma unroll
             for (int side = 0; side < 2; side++) {
                 const index_t row = weight_row(n, lane % 4 * 2 + side);
@@ -249,17 +163,21 @@ WAITING_KERNEL(quantized_tiles) {
 #pragma unroll
                 for (int m = 0; m < m_fragments; m++) {
                     const int row = 16 * m + lane / 4;
-                    const Terms top(rows + staged_x(row, 4 * block + lane % 4));
-                    const Terms bottom(rows + staged_x(row + 8, 4 * block + lane % 4));
+                    const auto terms = [&](int row) {
+                        const unsigned char *place = rows + staged_x(row, 4 * block + lane % 4);
+                        return in_order_of_factors(*reinterpret_cast<const Words *>(place));
+                    };
+                    const Words top = terms(row);
+                    const Words bottom = terms(row + 8);
 #pragma unroll
                     for (int i = 0; i < 4; i += 2) {
 #pragma unroll
                         for (int n = 0; n < n_fragments; n++) {
-                            multiply(target[m][n], top.pair[i], bottom.pair[i], top.pair[i + 1], bottom.pair[i + 1],
+                            multiply(target[m][n], top.at[i], bottom.at[i], top.at[i + 1], bottom.at[i + 1],
                                      right[n][i], right[n][i + 1]);
                         }
                         if constexpr (has_minimum) {
-                            multiply(target_x[m], top.pair[i], bottom.pair[i], top.pair[i + 1], bottom.pair[i + 1], one,
+                            multiply(target_x[m], top.at[i], bottom.at[i], top.at[i + 1], bottom.at[i + 1], one,
                                      one);
                         }
                     }

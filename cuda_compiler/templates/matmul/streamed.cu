@@ -1,78 +1,30 @@
-// Products of a few rows with a weight [N, K] in 16 bits on tensor cores, bound by reading that weight once: with the
-// RMSNorm of x before them, and with a gate behind them.
-//
-// The `splits` blocks of a cluster share the terms, and the warps of a block its part of them. A warp holds its part of x in
-// registers: `pieces` of 32 terms of all rows. The weight streams by: a unit is eight of its rows with the block's terms, and a ring
-// in shared memory has `stages` of them. Rows come in long stretches, since memory is slow to read short ones. Each warp multiplies
-// its terms of a unit, the block adds up what the warps found while the next unit is multiplied, and in the end the blocks of a
-// cluster add up what each found. Clusters divide the units; of a gated product a unit of gates and one of what they multiply
-// follow each other. What the first copies bring is constant where `ahead` says so: they begin while the kernel before still runs.
-//
-// With a norm, x is multiplied with the gains as it is read; a row's sum of squares scales the finished sums.
-//
-// Of 32 terms, lane 4g + p takes terms 8p to 8p + 7 of row g, of x as of the weight: the order of terms in a fragment is free.
+// Products of a few rows with a weight in 16 bits on tensor cores: how its units are copied and multiplied.
 
 using Half = X::type;
 
-#include "common/tensor_cores.cuh"
-#include "common/cluster.cuh"
-#include "matmul/linear_result.cuh"
+#include "matmul/streamed_layout.cuh"
 
-constexpr int warps = THREADS / WARP;
-constexpr int unit_rows = 8;
-constexpr int part_terms = warps * pieces * 32;  // room for a block's terms
 constexpr int row_bytes = part_terms * 2;
 constexpr int unit_bytes = unit_rows * row_bytes;
-constexpr int m_fragments = tile_m / 16;
-constexpr int results = tile_m * unit_rows;  // of a unit
-constexpr int share = (int(param::k + 31) / 32 + splits - 1) / splits * 32;  // terms of a block
-constexpr unsigned all_units = (unsigned(param::n) + unit_rows - 1) / unit_rows;  // of the result
-constexpr unsigned most_units = (all_units + clusters - 1) / clusters;  // of a cluster
-constexpr int turns = (results + THREADS - 1) / THREADS;
-
-static_assert(sizeof(Half) == 2 && (!normed || IsBrain<Half>::value), "");
-static_assert(warps % unit_rows == 0 && share <= part_terms && param::k % 8 == 0 && int(param::m) <= tile_m, "");
 
 // Where 16 bytes of a row of a unit lie, so that the lanes of a warp read from different banks.
 __device__ __forceinline__ int place_of(int row, int pack) { return row * row_bytes + (pack ^ row % 2 * 4) * 16; }
 
-__device__ __forceinline__ void multiply_all(Words &x, const Words &gains) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x.at[i] = multiply_add_pairs(x.at[i], gains.at[i], 0x80008000u);  // -0, which keeps zeros' signs
-    }
-}
-
-// Of eight bfloat16 values.
-__device__ __forceinline__ float sum_of_squares(const Words &x) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float low = __uint_as_float(x.at[i] << 16);
-        const float high = __uint_as_float(x.at[i] & 0xffff0000u);
-        sum = fmaf(low, low, fmaf(high, high, sum));
-    }
-    return sum;
-}
-
-struct Memory {
-    unsigned char units[stages][unit_bytes];
-    float partial[2][warps][results];  // of the unit before, of the warps' terms
-    float sums[splits > 1 ? most_units * (gated ? 2 : 1) : 1][results];  // of the block's terms
-    float warp_squares[normed ? warps : 1][tile_m];
-    float squares[tile_m];  // of the block's terms
-};
-
-// What a thread copies of each unit: `pieces` times 16 bytes of a row.
-struct Copies {
+// A thread copies `pieces` times 16 bytes of a row of each unit.
+struct Weights {
     const Weight::type *from;
     unsigned first_unit;
-    int row;
-    int pack;
     int terms;  // of the block
+    int warp = threadIdx.x / WARP;
+    int lane = threadIdx.x % WARP;
+    int row = warp % unit_rows;
+    int pack = warp / unit_rows * WARP * pieces + lane;
 
-    __device__ __forceinline__ void operator()(unsigned turn, unsigned char *unit) const {
-        const index_t column = index_t(first_unit + (gated ? turn / 2 : turn)) * unit_rows + row;
+    __device__ __forceinline__ Weights(const Weight::type *weight, unsigned first_unit, int first_term, int terms)
+        : from(weight + first_term), first_unit(first_unit), terms(terms) {}
+
+    __device__ __forceinline__ void copy(unsigned turn, unsigned char *unit) const {
+        const index_t column = unit_column(first_unit, turn) + row;
         const bool exists = param::n % unit_rows == 0 || column < param::n;
         const Weight::type *source = from + (column + (gated && turn % 2 ? param::n : 0)) * Weight::stride(0) + pack * 8;
         unsigned char *to = unit + place_of(row, pack);
@@ -82,130 +34,11 @@ struct Copies {
             copy_words(reinterpret_cast<Half *>(to + i * WARP * 16), inside ? source + i * WARP * 8 : from, inside);
         }
     }
-};
 
-#kernel streamed
-WAITING_KERNEL(streamed) {
-    extern __shared__ __align__(128) unsigned char shared_memory[];
-    Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
-    const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
-    const int first_term = int(blockIdx.z) * share;
-    const int terms = smaller(share, int(param::k) - first_term);
-    const unsigned first_unit = blockIdx.x * all_units / clusters;
-    const unsigned count = (blockIdx.x + 1) * all_units / clusters - first_unit;
-    const unsigned end = gated ? 2 * count : count;
-    const Copies copy{
-        weight + first_term, first_unit, warp % unit_rows, warp / unit_rows * WARP * pieces + lane, terms
-    };
-    if constexpr (!ahead) {
-        begin_in_turn();
-    }
-#pragma unroll
-    for (unsigned i = 0; i < stages - 1; i++) {
-        if (i < end) {
-            copy(i, memory.units[i]);
-        }
-        end_of_copies();
-    }
-    Words gains[normed ? pieces : 1];
-    const int first_pack = warp * pieces * 4 + lane % 4;  // of this lane's terms
-    const auto load_gains = [&] {
-#pragma unroll
-        for (int i = 0; i < pieces; i++) {
-            const int term = (first_pack + 4 * i) * 8;
-            const bool inside = term < terms;
-            gains[i] = load_words(reinterpret_cast<const Half *>(gain) + first_term + (inside ? term : 0), inside);
-        }
-    };
-    if constexpr (normed && ahead) {
-        load_gains();
-    }
-    if constexpr (ahead) {
-        begin_in_turn();
-    }
-    if constexpr (normed && !ahead) {
-        load_gains();
-    }
+    __device__ __forceinline__ void prepare(Rows &) {}
 
-    Words own[m_fragments][2][pieces];
-#pragma unroll
-    for (int m = 0; m < m_fragments; m++) {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = 16 * m + 8 * half + lane / 4;
-#pragma unroll
-            for (int i = 0; i < pieces; i++) {
-                const int term = (first_pack + 4 * i) * 8;
-                const bool inside = term < terms && row < int(param::m);
-                own[m][half][i] = load_words(x + (inside ? row * X::stride(0) + first_term + term : 0), inside);
-            }
-        }
-    }
-    if constexpr (normed) {
-#pragma unroll
-        for (int m = 0; m < m_fragments; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float square = 0.0f;
-#pragma unroll
-                for (int i = 0; i < pieces; i++) {
-                    square += sum_of_squares(own[m][half][i]);
-                    multiply_all(own[m][half][i], gains[i]);
-                }
-                square += __shfl_xor_sync(0xffffffffu, square, 1);
-                square += __shfl_xor_sync(0xffffffffu, square, 2);
-                if (lane % 4 == 0) {
-                    memory.warp_squares[warp][16 * m + 8 * half + lane / 4] = square;
-                }
-            }
-        }
-    }
-
-    float gates[turns] = {};
-    // Adds up what the warps found of a unit. With one block a cluster, that is the result.
-    const auto finish_unit = [&](unsigned turn) {
-#pragma unroll
-        for (int i = 0; i < turns; i++) {
-            const int place = i * THREADS + threadIdx.x;
-            if (results % THREADS != 0 && place >= results) {
-                break;
-            }
-            float sum = 0.0f;
-#pragma unroll
-            for (int other = 0; other < warps; other++) {
-                sum += memory.partial[turn % 2][other][place];
-            }
-            if constexpr (splits > 1) {
-                memory.sums[turn][place] = sum;
-            } else {
-                const int row = place / unit_rows;
-                const index_t column = index_t(first_unit + (gated ? turn / 2 : turn)) * unit_rows + place % unit_rows;
-                if (row < int(param::m) && column < param::n) {
-                    if constexpr (normed) {
-                        sum *= rsqrtf(memory.squares[row] / float(param::k) + norm_eps);
-                    }
-                    if (!gated || turn % 2) {
-                        const Addends addends(bias, residual, row, column);
-                        finish(gated ? gates[i] : sum, sum, addends, out, row, column);
-                    }
-                    gates[i] = sum;
-                }
-            }
-        }
-    };
-    unsigned slot = 0;
-#pragma unroll 1
-    for (unsigned turn = 0; turn < end; turn++) {
-        wait_for_copies<stages - 2>();
-        __syncthreads();
-        const unsigned filled = slot == 0 ? stages - 1 : slot - 1;
-        if (turn + stages - 1 < end) {
-            copy(turn + stages - 1, memory.units[filled]);
-        }
-        end_of_copies();
-        const unsigned char *unit = memory.units[slot];
-        float sums[m_fragments][4] = {};
+    __device__ __forceinline__ void add(Sums &sums, const unsigned char *unit, const Rows &own) const {
+        const int first_pack = warp * pieces * 4 + lane % 4;
 #pragma unroll
         for (int i = 0; i < pieces; i++) {
             const Words words = *reinterpret_cast<const Words *>(unit + place_of(lane / 4, first_pack + 4 * i));
@@ -219,77 +52,10 @@ WAITING_KERNEL(streamed) {
                 }
             }
         }
-        if (turn > 0) {
-            finish_unit(turn - 1);
-        } else if constexpr (normed) {
-            for (int row = threadIdx.x; row < tile_m; row += THREADS) {
-                float square = 0.0f;
-#pragma unroll
-                for (int other = 0; other < warps; other++) {
-                    square += memory.warp_squares[other][row];
-                }
-                memory.squares[row] = square;
-            }
-        }
-        float *found = memory.partial[turn % 2][warp] + lane / 4 * unit_rows + lane % 4 * 2;
-#pragma unroll
-        for (int m = 0; m < m_fragments; m++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const Pack<float, 2> pair{{sums[m][2 * half], sums[m][2 * half + 1]}};
-                store_pack<2>(found + (16 * m + 8 * half) * unit_rows, pair);
-            }
-        }
-        slot = slot == stages - 1 ? 0 : slot + 1;
     }
-    __syncthreads();
-    if (end > 0) {
-        finish_unit(end - 1);
-    }
-    if constexpr (splits > 1) {
-        cluster_barrier();
-        constexpr unsigned quads = results / 4;
-        const unsigned items = count * quads;
-        const unsigned own_end = (blockIdx.z + 1) * items / splits;
-        for (unsigned item = blockIdx.z * items / splits + threadIdx.x; item < own_end; item += THREADS) {
-            const unsigned unit = item / quads;
-            const int place = item % quads * 4;
-            const int row = place / unit_rows;
-            const index_t column = index_t(first_unit + unit) * unit_rows + place % unit_rows;
-            if (row >= int(param::m) || column >= param::n) {
-                continue;
-            }
-            float sum[4] = {};
-            float up[4] = {};
-            float square = 0.0f;
-#pragma unroll
-            for (unsigned other = 0; other < splits; other++) {
-                float part[4];
-                read_four_from(part, other, &memory.sums[gated ? 2 * unit : unit][place]);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    sum[j] += part[j];
-                }
-                if constexpr (gated) {
-                    read_four_from(part, other, &memory.sums[2 * unit + 1][place]);
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        up[j] += part[j];
-                    }
-                }
-                if constexpr (normed) {
-                    square += read_from(other, &memory.squares[row]);
-                }
-            }
-            const float scale = normed ? rsqrtf(square / float(param::k) + norm_eps) : 1.0f;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (column + j < param::n) {
-                    const Addends addends(bias, residual, row, column + j);
-                    finish(sum[j] * scale, up[j] * scale, addends, out, row, column + j);
-                }
-            }
-        }
-        cluster_barrier();  // none may end, and take its sums along, while others read them
-    }
-}
+};
+
+#define WEIGHT weight
+
+#kernel streamed
+#include "matmul/streamed_kernel.cuh"
