@@ -12,6 +12,7 @@ import pytest
 
 from cuda_compiler import CUDACodegenTarget
 from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
+from npu_compiler.graph.model import TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
@@ -209,7 +210,8 @@ def test_it_does_what_the_calls_do(name: str, dtype: str, seed: int) -> None:
         ]
         reference_launch(call, *views)()
 
-    memory = {key: backend.allocate_buffer(array) for key, array in data.items()}
+    specs = {key: TensorSpec(key, array.shape, dtype_name(array.dtype)) for key, array in data.items()}
+    memory = {key: backend.allocate_buffer(array, spec=specs[key]) for key, array in data.items()}
     launches, results = cuda_gpu.prepared(backend, plan.calls, plan.sources, memory), []
     for _ in range(2):
         memory["out"].write(np.full_like(data["out"], np.nan))
