@@ -17,7 +17,7 @@ import math
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from npu_compiler.graph.quantization import QuantizedFormat
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
-from npu_sim.llm.graph import meta_model, state_with_buffers
 from npu_sim.quantizing.layerwise import Layerwise
 from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers
+from npu_sim.quantizing.tuning import Tuner, dense_model
 
 SOURCES = {
     "alice29.txt": "Lewis Carroll, Alice's Adventures in Wonderland (tests/testdata of brotli 1.2.1's sdist on PyPI)",
@@ -63,17 +63,19 @@ Scales are bfloat16.
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to quantize: a format, and whether rounding errors are compensated (`gptq`) or not (`rtn`)."""
+    """A way to quantize: a format, whether rounding errors are compensated (`gptq`) or not (`rtn`), and steps of tuning."""
 
     format: QuantizedFormat
     method: str
+    steps: int = 0
 
     @property
     def name(self) -> str:
         codes = {"float8_e4m3": "fp8"}.get(self.format.codes, self.format.codes)
         scope = f"groups of {self.format.group}" if self.format.group else "a scale per row"
         zeros = ", zero points" if self.format.offsets == "zero_point" else ""
-        return f"{codes}, {scope}{zeros}, {self.method}"
+        tuned = f", tuned in {self.steps} steps" if self.steps else ""
+        return f"{codes}, {scope}{zeros}, {self.method}{tuned}"
 
 
 def _int4(group: int, method: str, offsets: str = "zero_point") -> Variant:
@@ -90,6 +92,8 @@ VARIANTS = {
     "int4-64": _int4(64, "gptq"),
     "int4-64-symmetric": _int4(64, "gptq", "none"),
     "int4-192": _int4(192, "gptq"),
+    "fp8-tuned": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq", 150),
+    "int4-64-tuned": replace(_int4(64, "gptq"), steps=400),
 }
 
 
@@ -143,28 +147,21 @@ def load_quality(path: Path) -> Quality:
 Weights = dict[str, torch.Tensor]
 
 
-def dense_model(checkpoint: Checkpoint, device: str) -> Any:
-    """The Hugging Face module in float32, with the checkpoint's weights."""
-    model = meta_model(checkpoint).to_empty(device=device)
-    state = state_with_buffers(checkpoint)
-    tensors = {name: numpy_to_tensor(to_numpy(state[name])).float().to(device) for name in state}
-    model.load_state_dict(tensors, strict=False)
-    model.tie_weights()
-    model.model.rotary_emb.inv_freq = tensors["model.rotary_emb.inv_freq"]
-    return model.eval()
-
-
 def quantize_all(checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor) -> Iterator[tuple[Figure, Weights]]:
     """Each variant's figure, with its sizes, and its dequantized weights."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
+    tuner: Tuner | None = None
     for name in names:
         variant, network = VARIANTS[name], Layerwise(checkpoint)
         calibrated = variant.method == "gptq"
         found = quantized_layers(network, variant.format, ids if calibrated else None, compensate=calibrated)
-        weights, stored = {}, 0
-        for array, layer in found:
-            weights[layer.name] = numpy_to_tensor(array.dequantize())
-            stored += array.size_bytes
+        arrays = {layer.name: array for array, layer in found}
+        if variant.steps:
+            tuner = tuner or Tuner(checkpoint, ids)
+            arrays, (before, after) = tuner.tune(arrays, variant.steps)
+            print(f"{variant.name}: divergence on held-out text {before:.4f}, after tuning {after:.4f}", flush=True)
+        weights = {name: numpy_to_tensor(array.dequantize()) for name, array in arrays.items()}
+        stored = sum(array.size_bytes for array in arrays.values())
         elements = sum(n * k for n, k in network.shapes.values())
         size = (whole - 2 * elements + stored) / 1e6
         print(f"{variant.name}: {8 * stored / elements:.2f} bits a weight, {size:.0f} MB", flush=True)

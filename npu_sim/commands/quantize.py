@@ -102,6 +102,16 @@ def quantize(
             help="Number of layers with the largest errors to keep in 16 bits.",
         ),
     ] = 0,
+    tune: Annotated[
+        int,
+        typer.Option(
+            "--tune",
+            min=0,
+            metavar="INTEGER",
+            help="Number of training steps that bring the quantized model's predictions near the original's; 400 are "
+            "many. Needs --calibrate and, to be done in minutes, PyTorch for an NVIDIA GPU.",
+        ),
+    ] = 0,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -139,6 +149,7 @@ def quantize(
             calibrate=text,
             samples=samples,
             keep_worst=keep_worst,
+            tune=tune,
             dtype=dtype,
             force=force,
             progress=show,
@@ -149,6 +160,9 @@ def quantize(
     if report.requantized:
         note(f"warning: the weights of {report.model} were in few bits already, and have been rounded a second time")
     _show(report)
+    if report.divergences is not None:
+        before, after = report.divergences
+        typer.echo(f"divergence from the original: {before:.4f} nats, after {report.tuning_steps} steps {after:.4f}")
     typer.echo(f"{output}: {_megabytes(report.bytes_after)}, in 16 bits {_megabytes(report.bytes_before)}")
 
 

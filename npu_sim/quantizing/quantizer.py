@@ -41,6 +41,7 @@ def quantize(
     calibrate: str | None = None,
     samples: int = SAMPLES,
     keep_worst: int = 0,
+    tune: int = 0,
     dtype: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -64,21 +65,24 @@ def quantize(
         calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
         samples: Maximum number of parts of the text to use, of up to 1024 tokens each.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
+        tune: Steps of training that bring the quantized model's predictions near the original's, with a calibration
+            text. For GPUs: on a CPU a step takes minutes. The whole model must fit in memory six times, in float32.
         dtype: Of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's own if
             it has 16 bits, bfloat16 for a GGUF file, else float16.
         force: Replace a folder that is not empty.
-        progress: Called with (layers done, layers in all).
+        progress: Called with (parts done, parts in all); a part is a layer or a step of tuning.
 
     Returns:
-        The errors and sizes of all layers.
+        The errors and sizes of all layers, before tuning.
 
     Raises:
         InputError: an argument does not fit the model, or cannot be used; nothing is written then.
         WeightError: a weight holds values that are not finite.
+        NPUError: tuning has failed.
     """
     require_torch("quantizing a model")
     path = Path(output)
-    _check_choices(weights, zero_points, method, calibrate, samples, keep_worst, dtype)
+    _check_choices(weights, zero_points, method, calibrate, samples, keep_worst, tune, dtype)
     check_output(path, force)
     stored = load_checkpoint(model)
     checkpoint = load_checkpoint(model, "float32", "none")
@@ -102,7 +106,7 @@ def quantize(
         arrays[layer.name] = array
         layers.append(layer)
         if progress is not None:
-            progress(len(layers), len(network.shapes))
+            progress(len(layers), len(network.shapes) + tune)
     report = Report(
         model=checkpoint.name,
         layers=tuple(layers),
@@ -113,6 +117,16 @@ def quantize(
     ).keeping_worst(keep_worst)
     source = checkpoint_path(model)
     kept = {name: array for name, array in arrays.items() if name not in report.kept}
+    if tune and ids is not None:
+        from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
+
+        def tell(steps: int) -> None:
+            if progress is not None:
+                progress(len(layers) + steps, len(layers) + tune)
+
+        tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, tune * ROWS))
+        kept, divergences = tuner.tune(kept, tune, tell)
+        report = replace(report, tuning_steps=tune, divergences=divergences)
     with replaced_folder(path) as made:
         size = write_model(made, checkpoint, source, kept, list(network.shapes), narrow)
     others = size - size_of(report.layers, report.kept)
@@ -126,6 +140,7 @@ def _check_choices(
     calibrate: str | None,
     samples: int,
     keep_worst: int,
+    tune: int,
     dtype: str | None,
 ) -> None:
     if weights not in NAMED_FORMATS:
@@ -138,6 +153,10 @@ def _check_choices(
         raise InputError("the method gptq needs a calibration text")
     if samples < 1 or keep_worst < 0:
         raise InputError("the number of samples must be at least 1, and that of layers to keep at least 0")
+    if tune < 0 or tune and calibrate is None:
+        raise InputError(
+            "tuning needs a calibration text" if tune > 0 else "the number of steps of tuning must be at least 0"
+        )
     if dtype is not None and dtype not in (*HALF_DTYPES, "float32"):
         raise InputError(f"unknown dtype '{dtype}'; choose one of float16, bfloat16, float32")
 

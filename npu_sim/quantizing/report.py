@@ -53,6 +53,8 @@ class Report:
         bytes_before: Of the whole model in 16 bits.
         bytes_after: Of the whole model as stored.
         requantized: Whether the model's weights were in few bits already.
+        tuning_steps: 0 where the model was not tuned; otherwise the layers' errors are those before.
+        divergences: Of the quantized model from the original before and after tuning, as `Tuner.tune` returns them.
     """
 
     model: str
@@ -63,6 +65,8 @@ class Report:
     bytes_before: int = 0
     bytes_after: int = 0
     requantized: bool = False
+    tuning_steps: int = 0
+    divergences: tuple[float, float] | None = None
 
     def worst(self, count: int) -> list[LayerReport]:
         """The layers with the greatest errors, the greatest first."""

@@ -66,16 +66,16 @@ def _squared_error(columns: torch.Tensor, scales: Scales, format: QuantizedForma
 def _of_range(columns: torch.Tensor, format: QuantizedFormat, fraction: float) -> Scales:
     if format.offsets == "none":
         largest = columns.abs().amax(1, keepdim=True) * fraction
-        scale = _stored(largest / _LARGEST_CODE[format.codes], format)
+        scale = stored_scales(largest / _LARGEST_CODE[format.codes], format)
         return Scales(scale, torch.full_like(scale, SYMMETRIC_ZERO[format.codes]))
     low, high = code_range(format)
     smallest = columns.amin(1, keepdim=True).clamp(max=0) * fraction
     greatest = columns.amax(1, keepdim=True).clamp(min=0) * fraction
-    scale = _stored((greatest - smallest) / (high - low), format)
+    scale = stored_scales((greatest - smallest) / (high - low), format)
     return Scales(scale, (low - smallest / scale).round().clamp(low, high))
 
 
-def _stored(scale: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
+def stored_scales(scale: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
     """Scales as they are stored, in float32; 1 for groups of zeros, and of what is too small for the dtype."""
     narrow = scale.to(getattr(torch, format.scales)).float()
     return torch.where(narrow == 0, 1.0, narrow)

@@ -347,6 +347,7 @@ WRONG = [
         (["--calibrate", "absent.txt"], "cannot read calibration text or images 'absent.txt'"),
         (["--samples", "0"], "Invalid value for '--samples'"),
         (["--keep-worst", "-1"], "Invalid value for '--keep-worst'"),
+        (["--tune", "-1"], "Invalid value for '--tune'"),
         (["--dtype", "int4"], "'int4'; choose one of float16, bfloat16, float32"),
         (["--activations", "int3"], "'int3'"),
     ),

@@ -21,10 +21,11 @@ from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, load_checkpoint
 from npu_sim.llm.graph import meta_model
-from npu_sim.quantizing import quantize
+from npu_sim.quantizing import quantize, tuning
 from npu_sim.quantizing.compensation import DAMPING, PROPAGATION, compensated, matched
 from npu_sim.quantizing.layerwise import Layerwise, moments
 from npu_sim.quantizing.rounding import RANGE, SEARCH, Scales, codes, fit_rows, nearest
+from npu_sim.quantizing.tuning import Tuner, dense_model
 
 FORMATS = [
     QuantizedFormat("int4", 32, "float16"),
@@ -274,6 +275,42 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert lost.norm() < 0.01 * np.linalg.norm(before.state[Q_PROJ])
 
 
+TUNED = [
+    QuantizedFormat("int4", 64, "bfloat16", "zero_point"),
+    QuantizedFormat("int4", 32, "float16"),
+    QuantizedFormat("int8", 0, "bfloat16", "zero_point"),
+    QuantizedFormat("float8_e4m3", 0, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("format", TUNED, ids=str)
+def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, format: QuantizedFormat) -> None:
+    checkpoint = load_checkpoint(source, "float32", "none")
+    network = Layerwise(checkpoint)
+    arrays = {name: nearest(network.weight(name), format, RANGE) for name in network.shapes}
+    done: list[int] = []
+    tuner = Tuner(checkpoint, torch.randint(300, (33, 48)), 64, "cpu")
+    found, (before, after) = tuner.tune(arrays, 60, done.append)
+    # The weights of this model are random, so there is little to gain where few are rounded far.
+    most = {"int4": 0.95, "int8": 1.05, "float8_e4m3": 1.1}[format.codes]
+    assert done == list(range(1, 61)) and 0 < after < most * before
+    assert {name: array.format for name, array in found.items()} == dict.fromkeys(network.shapes, format)
+    assert any((found[name].codes != arrays[name].codes).any() for name in found)
+    model = dense_model(checkpoint, "cpu")
+    for name, array in found.items():
+        model.get_submodule(name.removesuffix(".weight")).weight.data = wide(array)
+    assert tuner._divergence(model) == pytest.approx(after, rel=1e-3), "the arrays are what has been trained"
+
+
+def test_tuning_that_fails_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = load_checkpoint(source, "float32", "none")
+    network = Layerwise(checkpoint)
+    array = nearest(network.weight(Q_PROJ), TUNED[0], RANGE)
+    monkeypatch.setattr(tuning, "_WEIGHT_RATE", float("inf"))
+    with pytest.raises(NPUError, match="not finite"):
+        Tuner(checkpoint, torch.randint(300, (2, 16)), 3, "cpu").tune({Q_PROJ: array}, 3)
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"group": 48}, r"rows of 64 elements are not a whole number of groups of 48; group sizes that fit all layers: 32"),
     ({"weights": "int3"}, "unknown weights 'int3'"),
@@ -284,6 +321,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"samples": 0}, "at least 1"),
     ({"keep_worst": 14}, "leaves nothing to quantize: there are 14 layers"),
     ({"dtype": "int8"}, "unknown dtype 'int8'"),
+    ({"tune": 5}, "tuning needs a calibration text"),
+    ({"tune": -1, "calibrate": TEXT}, "at least 0"),
 ]
 
 
@@ -334,9 +373,10 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     result = command(source, "-o", tmp_path / "table", *options)
     assert result.exit_code == 0, result.output
     assert "of 14" in result.stdout and "(kept)" in result.stdout.replace("\n", "") and "in 16 bits" in result.stdout
-    result = command(source, "-o", tmp_path / "json", *options, "--json")
+    result = command(source, "-o", tmp_path / "json", *options, "--json", "--tune", 2)
     report = json.loads(result.stdout)
     assert report["method"] == "gptq" and len(report["layers"]) == 14 and len(report["kept"]) == 1
+    assert report["tuning_steps"] == 2 and len(report["divergences"]) == 2
     answer = CliRunner().invoke(
         app, ["generate", str(tmp_path / "json"), "--device", "cpu", "-p", "the cat", "-n", "3"], prog_name="npu-sim"
     )

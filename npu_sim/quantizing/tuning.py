@@ -1,0 +1,239 @@
+"""Tuning: the weights and scales of a quantized model are trained together, until it predicts what the original does.
+
+Rounding layer by layer keeps each layer's result; what all of their errors do together shows only at the end of the
+model. So the whole model is trained to give the original's probabilities of the next token (distillation): every weight
+is a float that is rounded as it is used, and gradients pass the rounding as if it were not there (Bengio et al.,
+"Estimating or Propagating Gradients Through Stochastic Neurons", 2013, https://arxiv.org/abs/1308.3432). Scales are
+trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153; zero
+points stay.
+
+The text is the calibration text and as much as it takes of what the original model writes by itself, as in Liu et al.,
+"LLM-QAT" (2023), https://arxiv.org/abs/2305.17888: a short text alone would be learnt by heart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from npu_compiler.errors import NPUError
+from npu_compiler.graph.quantization import FLOAT8_MAX, SYMMETRIC_ZERO, QuantizedArray, code_range
+from npu_runtime.packing import to_numpy
+from npu_runtime.torch_arrays import numpy_to_tensor
+from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.quantizing.rounding import Scales, assemble, codes, stored_scales
+
+LENGTH = 512  # tokens of a row of the text
+ROWS = 32  # of a step
+MOST_WRITTEN = 512  # rows that the original model writes; more steps than these need use them again
+_HELD_OUT = 8  # of so many rows of the calibration text, one is not trained on
+_READ_AT_ONCE = 8  # rows of which all logits are in memory when nothing is trained
+_WEIGHT_RATE = 0.01  # a step of a weight, in root mean squares of the layer's rounding errors
+_SCALE_RATE = 2e-4  # a step of a scale, of itself
+_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the way from a rounded weight to the original
+_WARM_UP = 20  # steps in which the rates grow to these; then they fall to 0 in half a cosine
+_LARGEST_GRADIENT = 1.0  # the norm of all gradients
+_SMALLEST_SCALE = 0.25  # of what it was
+
+
+class Tuner:
+    """A model as it was, and a text to train on.
+
+    Args:
+        checkpoint: Opened for float32, with weights that are not in few bits.
+        ids: Of the calibration text, [samples, length].
+        written: Number of rows of text that the original model writes.
+        device: A PyTorch device. Default: the first NVIDIA GPU that PyTorch can use, else the CPU.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, ids: torch.Tensor, written: int = MOST_WRITTEN, device: str | None = None
+    ) -> None:
+        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._checkpoint = checkpoint
+        self._original = dense_model(checkpoint, self._device).requires_grad_(False)
+        length = min(LENGTH, ids.shape[1])
+        given = ids[:, : ids.shape[1] // length * length].reshape(-1, length).to(self._device)
+        self._held_out, given = given[::_HELD_OUT], given[torch.arange(len(given)) % _HELD_OUT != 0]
+        self._generator = torch.Generator(self._device).manual_seed(0)
+        made = self._written(written, length, given if len(given) else self._held_out)
+        self._text = torch.cat([given, made])
+
+    def tune(
+        self, arrays: Mapping[str, QuantizedArray], steps: int, progress: Callable[[int], None] | None = None
+    ) -> tuple[dict[str, QuantizedArray], tuple[float, float]]:
+        """Train weights of linear layers, by name.
+
+        Args:
+            arrays: What training begins with, in formats without minimums.
+            steps: Of training, of up to `ROWS` rows of `LENGTH` tokens.
+            progress: Called with the number of steps done.
+
+        Returns:
+            The arrays in the same formats, and the mean divergence (Kullback-Leibler, in nats) of the next token's
+            distribution from the original model's before and after, on the calibration text that is not trained on.
+
+        Raises:
+            NPUError: the loss is not finite.
+        """
+        model = dense_model(self._checkpoint, self._device).requires_grad_(False)
+        rounded: dict[str, nn.Linear] = {}
+        groups: list[dict[str, Any]] = []
+        for name, array in arrays.items():
+            linear = rounded[name] = model.get_submodule(name.removesuffix(".weight"))
+            original, dequantized = linear.weight.data, numpy_to_tensor(array.dequantize()).to(self._device)
+            error = float((dequantized - original).square().mean().sqrt())
+            rounding = _Rounding(array).to(self._device)
+            linear.weight.data = rounding.start(original, dequantized)
+            parametrize.register_parametrization(linear, "weight", rounding, unsafe=True)
+            weight = linear.parametrizations.weight.original.requires_grad_(True)
+            groups += [
+                {"params": [weight], "lr": _WEIGHT_RATE * error},
+                {"params": [rounding.growth], "lr": _SCALE_RATE},
+            ]
+        before = self._divergence(model)
+        self._train(model, groups, steps, progress)
+        after = self._divergence(model)
+        return {name: _array(linear, arrays[name]) for name, linear in rounded.items()}, (before, after)
+
+    def _train(
+        self, model: Any, groups: list[dict[str, Any]], steps: int, progress: Callable[[int], None] | None
+    ) -> None:
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: min(1.0, (step + 1) / _WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps)),
+        )
+        order = torch.randperm(0)
+        for step in range(steps):
+            if len(order) < min(ROWS, len(self._text)):
+                order = torch.randperm(len(self._text), generator=self._generator, device=self._device)
+            rows, order = self._text[order[:ROWS]], order[ROWS:]
+            with self._in_16_bits():
+                with torch.no_grad():
+                    wanted = self._original(input_ids=rows, use_cache=False).logits
+                found = model(input_ids=rows, use_cache=False).logits
+                loss = _divergence(found, wanted)
+            if not bool(loss.isfinite()):
+                raise NPUError("tuning has failed: the divergence from the original model is not finite")
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            rate.step()
+            if progress is not None:
+                progress(step + 1)
+
+    @torch.no_grad()
+    def _divergence(self, model: Any) -> float:
+        """On the text that is not trained on."""
+        total = 0.0
+        with parametrize.cached():
+            for rows in self._held_out.split(_READ_AT_ONCE):
+                logits = [net(input_ids=rows, use_cache=False).logits for net in (model, self._original)]
+                total += float(_divergence(*logits)) * len(rows)
+        return total / len(self._held_out)
+
+    @torch.no_grad()
+    def _written(self, count: int, length: int, given: torch.Tensor) -> torch.Tensor:
+        """Rows that the original model writes, sampled as it predicts, each after a token of the given text."""
+        chosen = torch.randint(given.numel(), (count,), generator=self._generator, device=self._device)
+        rows = [given.flatten()[chosen][:, None]]
+        past = None
+        with self._in_16_bits():
+            for _ in range(length - 1):
+                found = self._original(input_ids=rows[-1], past_key_values=past, use_cache=True)
+                past = found.past_key_values
+                chances = found.logits[:, -1].float().softmax(-1)
+                rows.append(torch.multinomial(chances, 1, generator=self._generator))
+        return torch.cat(rows, 1)
+
+    @contextmanager
+    def _in_16_bits(self) -> Iterator[None]:
+        """Products in bfloat16 where that is faster."""
+        with torch.autocast(self._device, torch.bfloat16, enabled=self._device != "cpu"):
+            yield
+
+
+class _Rounding(nn.Module):
+    """What a weight [n, k] is when it is stored: a parametrization, with scales that are trained."""
+
+    def __init__(self, array: QuantizedArray) -> None:
+        super().__init__()
+        self._format, shape = array.format, (*array.scales.shape, 1)
+        scale = numpy_to_tensor(array.scales).float()
+        zero = torch.full_like(scale, SYMMETRIC_ZERO[array.format.codes])
+        if array.offsets is not None:
+            signed = array.format.codes == "int8"
+            zero = torch.from_numpy(array.offsets.view("int8" if signed else "uint8")).float()
+        self.growth = nn.Parameter(torch.zeros(shape))  # of the scales, of what they were
+        self.register_buffer("_scale", scale.reshape(shape))
+        self.register_buffer("_zero", zero.reshape(shape))
+
+    def scales(self) -> Scales:
+        """[n, groups, 1], as they are stored; gradients reach `growth`."""
+        scale = self._scale * (1 + self.growth).clamp(min=_SMALLEST_SCALE)
+        return Scales(_through(scale, stored_scales(scale, self._format)), self._zero)
+
+    @torch.no_grad()
+    def start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
+        """What training begins with: between the original weight and what it was rounded to, as near to the original as
+        may be and still rounded to the same. In the middle of a rounding's range, small steps would change nothing."""
+        wanted = self.codes(dequantized, self.scales())
+        found = dequantized
+        for share in _SHARES:
+            moved = dequantized + share * (original - dequantized)
+            same = (self.codes(moved, self.scales()) == wanted).reshape(found.shape)
+            found = torch.where(same, moved, found)
+        return found
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        scales = self.scales()
+        found = weight.reshape(*self.growth.shape[:2], -1) / scales.scale + scales.zero
+        low, high = code_range(self._format) if self._format.codes != "float8_e4m3" else (-FLOAT8_MAX, FLOAT8_MAX)
+        made = _through(found.clamp(low, high), self.codes(weight, scales))
+        return ((made - scales.zero) * scales.scale).reshape(weight.shape)
+
+    @torch.no_grad()
+    def codes(self, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
+        """[n, groups, k / groups], as `rounding.codes` has them."""
+        return codes(weight.reshape(*self.growth.shape[:2], -1), scales, self._format)
+
+
+def _through(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """The rounded value, with the gradient of the other one."""
+    return value + (rounded - value).detach()
+
+
+@torch.no_grad()
+def _array(linear: nn.Linear, like: QuantizedArray) -> QuantizedArray:
+    """The weight of a linear layer as it is stored, in the format of another one."""
+    rounding, weight = linear.parametrizations.weight[0], linear.parametrizations.weight.original
+    scales = rounding.scales()
+    found = rounding.codes(weight, scales).reshape(like.shape).cpu()
+    return assemble(found, Scales(*(x.squeeze(-1).cpu() for x in (scales.scale, scales.zero))), like.format)
+
+
+def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean over all tokens of the divergence of softmax(found) from softmax(wanted), of logits [rows, length, n]."""
+    logs = [logits.float().flatten(0, 1).log_softmax(-1) for logits in (found, wanted)]
+    return nn.functional.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)
+
+
+def dense_model(checkpoint: Checkpoint, device: str) -> Any:
+    """The Hugging Face module in float32, with the checkpoint's weights."""
+    model = meta_model(checkpoint).to_empty(device=device)
+    state = state_with_buffers(checkpoint)
+    tensors = {name: numpy_to_tensor(to_numpy(state[name])).float().to(device) for name in state}
+    model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    model.model.rotary_emb.inv_freq = tensors["model.rotary_emb.inv_freq"]
+    return model.eval()
