@@ -63,7 +63,7 @@ Scales are bfloat16.
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to quantize: a format, whether rounding errors are compensated (`gptq`) or not (`rtn`), and steps of tuning."""
+    """A way to quantize: a format, whether errors are compensated (`gptq`) or not (`rtn`), and steps of tuning."""
 
     format: QuantizedFormat
     method: str

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from benchmarks.quality import Figure, add_window, dense_model, windows
+from benchmarks.quality import Figure, add_window, windows
 from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_sim.llm import load_checkpoint
 from npu_sim.llm.graph import program_formats
+from npu_sim.quantizing.tuning import dense_model
 
 
 @dataclass(frozen=True)

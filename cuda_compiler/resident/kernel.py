@@ -91,8 +91,10 @@ def form_resident_kernels(plan: ExecutionPlan, make: Specializer) -> list[Kernel
 def _fewest(run: Run, make: Specializer) -> int:
     """Of products that a resident kernel pays for."""
     products = [phase for phase in run.phases if phase.stream is not None]
-    streams = any(suits_streaming(make, phase.call, phase.inputs) for phase in products)
-    return _MIN_PRODUCTS_OF_ROWS if streams and all(phase.ranks == 1 for phase in products) else _MIN_PRODUCTS
+    if not products or any(phase.ranks != 1 for phase in products):
+        return _MIN_PRODUCTS
+    largest = max(products, key=lambda phase: phase.call.params["n"] * phase.call.params["k"])
+    return _MIN_PRODUCTS_OF_ROWS if suits_streaming(make, largest.call, largest.inputs) else _MIN_PRODUCTS
 
 
 def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:

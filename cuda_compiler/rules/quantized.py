@@ -66,7 +66,7 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
 
 
 def _suits_tiles(make: Specializer, call: KernelCall, x: View, data: View | None) -> bool:
-    """Whether codes can become operands of tensor cores, and that is the fastest: few rows, a scale for 32 terms or more."""
+    """Whether codes can be operands of tensor cores, and that is fastest: few rows, a scale for 32 terms or more."""
     assert data is not None
     params = call.params
     fewest, most = _TILED_ROWS[CODES[params["codes"]]]

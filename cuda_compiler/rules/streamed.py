@@ -1,4 +1,4 @@
-"""Products of up to 16 rows on tensor cores, bound by reading their weight, with the norm before and the gate behind."""
+"""Products of up to 16 rows on tensor cores, bound by reading their weight; with the norm before, the gate behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ GATED = {
     "matmul_kernel": "gated_matmul_vec_kernel",
     "quantized_matmul_kernel": "quantized_gated_matmul_vec_kernel",
 }
-_FEWEST_ROWS, _MOST_ROWS = 2, 16  # with one, a warp a column is as fast; with more, cuBLASLt or tiles of codes are
+_FEWEST_ROWS, _MOST_ROWS = 3, 16  # with fewer, others read a large weight as fast; with more, cuBLASLt or tiles do
+_FEWEST_ROWS_OF_SMALL, _SMALL = 2, 1 << 22  # elements of a weight that takes less time to read than a launch takes
 _FEWEST_BYTES = 1 << 20  # of a 16-bit weight: smaller ones leave most multiprocessors idle
 _FRAGMENT_ROWS = 16
 _PIECE_TERMS = 32
@@ -63,7 +64,7 @@ def suits_streaming(make: Specializer, call: KernelCall, inputs: Mapping[str, Vi
     if (
         x is None
         or make.capability < HOPPER
-        or not _FEWEST_ROWS <= m <= _MOST_ROWS
+        or not (_FEWEST_ROWS if n * k > _SMALL else _FEWEST_ROWS_OF_SMALL) <= m <= _MOST_ROWS
         or x.dtype not in HALF_DTYPES
         or not _has_rows(x)
         or k % 8

@@ -84,16 +84,17 @@ class Tuner:
             NPUError: the loss is not finite.
         """
         model = dense_model(self._checkpoint, self._device).requires_grad_(False)
-        rounded: dict[str, nn.Linear] = {}
+        trained: dict[str, tuple[_Rounding, torch.Tensor]] = {}
         groups: list[dict[str, Any]] = []
         for name, array in arrays.items():
-            linear = rounded[name] = model.get_submodule(name.removesuffix(".weight"))
+            linear = model.get_submodule(name.removesuffix(".weight"))
             original, dequantized = linear.weight.data, numpy_to_tensor(array.dequantize()).to(self._device)
             error = float((dequantized - original).square().mean().sqrt())
             rounding = _Rounding(array).to(self._device)
             linear.weight.data = rounding.start(original, dequantized)
             parametrize.register_parametrization(linear, "weight", rounding, unsafe=True)
             weight = linear.parametrizations.weight.original.requires_grad_(True)
+            trained[name] = rounding, weight
             groups += [
                 {"params": [weight], "lr": _WEIGHT_RATE * error},
                 {"params": [rounding.growth], "lr": _SCALE_RATE},
@@ -101,7 +102,7 @@ class Tuner:
         before = self._divergence(model)
         self._train(model, groups, steps, progress)
         after = self._divergence(model)
-        return {name: _array(linear, arrays[name]) for name, linear in rounded.items()}, (before, after)
+        return {name: rounding.array(weight) for name, (rounding, weight) in trained.items()}, (before, after)
 
     def _train(
         self, model: Any, groups: list[dict[str, Any]], steps: int, progress: Callable[[int], None] | None
@@ -175,8 +176,7 @@ class _Rounding(nn.Module):
             signed = array.format.codes == "int8"
             zero = torch.from_numpy(array.offsets.view("int8" if signed else "uint8")).float()
         self.growth = nn.Parameter(torch.zeros(shape))  # of the scales, of what they were
-        self.register_buffer("_scale", scale.reshape(shape))
-        self.register_buffer("_zero", zero.reshape(shape))
+        self._scale, self._zero = nn.Buffer(scale.reshape(shape)), nn.Buffer(zero.reshape(shape))
 
     def scales(self) -> Scales:
         """[n, groups, 1], as they are stored; gradients reach `growth`."""
@@ -207,23 +207,21 @@ class _Rounding(nn.Module):
         """[n, groups, k / groups], as `rounding.codes` has them."""
         return codes(weight.reshape(*self.growth.shape[:2], -1), scales, self._format)
 
+    @torch.no_grad()
+    def array(self, weight: torch.Tensor) -> QuantizedArray:
+        """A weight as it is stored."""
+        scales = self.scales()
+        found = self.codes(weight, scales).reshape(weight.shape).cpu()
+        return assemble(found, Scales(*(x.squeeze(-1).cpu() for x in (scales.scale, scales.zero))), self._format)
+
 
 def _through(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     """The rounded value, with the gradient of the other one."""
     return value + (rounded - value).detach()
 
 
-@torch.no_grad()
-def _array(linear: nn.Linear, like: QuantizedArray) -> QuantizedArray:
-    """The weight of a linear layer as it is stored, in the format of another one."""
-    rounding, weight = linear.parametrizations.weight[0], linear.parametrizations.weight.original
-    scales = rounding.scales()
-    found = rounding.codes(weight, scales).reshape(like.shape).cpu()
-    return assemble(found, Scales(*(x.squeeze(-1).cpu() for x in (scales.scale, scales.zero))), like.format)
-
-
 def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens of the divergence of softmax(found) from softmax(wanted), of logits [rows, length, n]."""
+    """The mean over all tokens of softmax(found)'s divergence from softmax(wanted), of logits [rows, length, n]."""
     logs = [logits.float().flatten(0, 1).log_softmax(-1) for logits in (found, wanted)]
     return nn.functional.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)
 

@@ -68,8 +68,7 @@ def compiled(backend: Backend | None, rows: int, format: QuantizedFormat, dtype:
     ("rows", "kernels"),
     [
         (1, ["quantized_embedding_kernel", "resident"]),
-        (3, ["quantized_embedding_kernel", "resident"]),
-        (8, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
+        (8, ["quantized_embedding_kernel", "streamed", "streamed"]),
         (40, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
         (64, ["quantized_embedding_kernel", "quantized_tiles", "quantized_tiles"]),
         (65, ["quantized_embedding_kernel", "dequantize", "cublas_gemm", "dequantize", "cublas_gemm"]),

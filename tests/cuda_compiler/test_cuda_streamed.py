@@ -75,9 +75,7 @@ LAYERS = {
     "symmetric codes, norm, bias": Layer(16, 2048, 1536, normed=True, bias=True, format=QuantizedFormat("int4", 128)),
     "groups that warps share": Layer(3, 1536, 2304, residual=True, format=QuantizedFormat("int4", 96, "float32")),
     "bytes, a scale for a row": Layer(2, 1000, 4096, activation="relu", format=QuantizedFormat("int8")),
-    "bytes with minimums": Layer(
-        9, 40, 8960, residual=True, format=QuantizedFormat("int8", 32, "bfloat16", "minimum")
-    ),
+    "bytes with minimums": Layer(9, 40, 8960, residual=True, format=QuantizedFormat("int8", 32, "bfloat16", "minimum")),
     "bytes with zero points, an odd number of groups": Layer(
         4, 264, 96, bias=True, format=QuantizedFormat("int8", 32, "float16", "zero_point")
     ),
@@ -150,6 +148,7 @@ def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
     "layer",
     [
         Layer(17, 2048, 1536),
+        Layer(2, 8192, 1536),
         Layer(1, 2048, 1536),
         Layer(8, 128, 128),
         Layer(8, 2048, 1532),

@@ -521,7 +521,7 @@ def test_a_sequence_drafts_nothing_before_the_time_of_a_plain_step_is_known() ->
 
 
 class Clueless:
-    """A drafter that never guesses anything, and counts how often it was asked; `hopes` is whether it says so before."""
+    """A drafter that never guesses anything, says so before unless it `hopes`, and counts how often it was asked."""
 
     def __init__(self, hopes: bool) -> None:
         self._hopes = hopes

@@ -11,6 +11,7 @@ from tiny_llms import save_tiny, save_tokenizer
 from benchmarks import quality
 from npu_sim.llm import load_checkpoint
 from npu_sim.quantizing.quantizer import calibration_ids
+from npu_sim.quantizing.tuning import dense_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,7 +23,7 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat with a hat and looked at that. " * 30, encoding="utf-8")
     ids = quality.windows(checkpoint, [text], 3, 40)
-    model = quality.dense_model(checkpoint, "cpu")
+    model = dense_model(checkpoint, "cpu")
     calibration = calibration_ids(checkpoint, text.read_text("utf-8"), 4)
     whole = quality.Figure("as it is", 16.0, 1.0)
     figures = [whole]
