@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from npu_compiler.errors import InputError, WeightError
+from npu_compiler.errors import InputError, NPUError, WeightError
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.graph.quantization import METHODS, NAMED_FORMATS, QuantizedArray, QuantizedFormat
 from npu_runtime.pytorch import require_torch
@@ -78,7 +78,7 @@ def quantize(
     Raises:
         InputError: an argument does not fit the model, or cannot be used; nothing is written then.
         WeightError: a weight holds values that are not finite.
-        NPUError: tuning has failed.
+        NPUError: tuning has failed, or does not fit in the GPU's memory.
     """
     require_torch("quantizing a model")
     path = Path(output)
@@ -124,8 +124,11 @@ def quantize(
             if progress is not None:
                 progress(len(layers) + steps, len(layers) + tune)
 
-        tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, tune * ROWS))
-        kept, divergences = tuner.tune(kept, tune, tell)
+        try:
+            tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, tune * ROWS))
+            kept, divergences = tuner.tune(kept, tune, tell)
+        except torch.OutOfMemoryError as error:
+            raise NPUError("the model is too large for tuning: the GPU is out of memory") from error
         report = replace(report, tuning_steps=tune, divergences=divergences)
     with replaced_folder(path) as made:
         size = write_model(made, checkpoint, source, kept, list(network.shapes), narrow)

@@ -302,6 +302,18 @@ def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, for
     assert tuner._divergence(model) == pytest.approx(after, rel=1e-3), "the arrays are what has been trained"
 
 
+def test_tuning_without_memory_is_an_error_and_writes_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tune(*_: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(Tuner, "tune", tune)
+    with pytest.raises(NPUError, match="too large for tuning"):
+        quantize(source, tmp_path / "out", group=32, calibrate=TEXT, samples=2, tune=1)
+    assert not list(tmp_path.iterdir())
+
+
 def test_tuning_that_fails_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = load_checkpoint(source, "float32", "none")
     network = Layerwise(checkpoint)
