@@ -109,7 +109,7 @@ def quantize(
             min=0,
             metavar="INTEGER",
             help="Number of training steps that bring the quantized model's predictions near the original's; 400 are "
-            "many. Needs --calibrate and, to be done in minutes, PyTorch for an NVIDIA GPU.",
+            "many. Needs --calibrate and, to be done in minutes, a GPU that PyTorch can use.",
         ),
     ] = 0,
     dtype: Annotated[

@@ -50,13 +50,14 @@ class Tuner:
         checkpoint: Opened for float32, with weights that are not in few bits.
         ids: Of the calibration text, [samples, length].
         written: Number of rows of text that the original model writes.
-        device: A PyTorch device. Default: the first NVIDIA GPU that PyTorch can use, else the CPU.
+        device: A PyTorch device. Default: the GPU that PyTorch can use, else the CPU.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, ids: torch.Tensor, written: int = MOST_WRITTEN, device: str | None = None
     ) -> None:
-        self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._device = device or (found.type if found is not None else "cpu")
         self._checkpoint = checkpoint
         self._original = dense_model(checkpoint, self._device).requires_grad_(False)
         length = min(LENGTH, ids.shape[1])
