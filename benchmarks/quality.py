@@ -289,7 +289,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="parts of the calibration text, of 1024 tokens each")
     parser.add_argument("--windows", type=int, default=49, help="windows to read in all")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="what to measure")
+    untuned = [name for name, variant in VARIANTS.items() if not variant.steps]
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=untuned, help="default: all but tuned ones")
     parser.add_argument("--device", default="cpu", help="PyTorch device that reads the windows")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
     parser.add_argument("--chart", type=Path, help="file for the chart")
