@@ -83,10 +83,20 @@ def stored_scales(scale: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
 
 def codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
     """The codes of columns [n, m], or for float8 the numbers that they stand for, as float32."""
+    return round_codes(exact_codes(columns, scales, format), format)
+
+
+def exact_codes(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:
+    """What `codes` rounds, within the range of the codes."""
     if format.codes == "float8_e4m3":
-        return (columns / scales.scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn).float()
+        return (columns / scales.scale).clamp(-FLOAT8_MAX, FLOAT8_MAX)
     low, high = code_range(format)
-    return (columns / scales.scale + scales.zero).round().clamp(low, high)
+    return (columns / scales.scale + scales.zero).clamp(low, high)
+
+
+def round_codes(exact: torch.Tensor, format: QuantizedFormat) -> torch.Tensor:
+    """The nearest code of each, as float32."""
+    return exact.to(torch.float8_e4m3fn).float() if format.codes == "float8_e4m3" else exact.round()
 
 
 def rounded(columns: torch.Tensor, scales: Scales, format: QuantizedFormat) -> torch.Tensor:

@@ -23,12 +23,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from npu_compiler.errors import NPUError
-from npu_compiler.graph.quantization import FLOAT8_MAX, SYMMETRIC_ZERO, QuantizedArray, code_range
+from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import meta_model, state_with_buffers
-from npu_sim.quantizing.rounding import Scales, assemble, codes, stored_scales
+from npu_sim.quantizing.rounding import Scales, assemble, codes, exact_codes, round_codes, stored_scales
 
 LENGTH = 512  # tokens of a row of the text
 ROWS = 32  # of a step
@@ -188,25 +188,28 @@ class _Rounding(nn.Module):
     def start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
         """What training begins with: between the original weight and what it was rounded to, as near to the original as
         may be and still rounded to the same. In the middle of a rounding's range, small steps would change nothing."""
-        wanted = self.codes(dequantized, self.scales())
+        scales = self.scales()
+        wanted = self.codes(dequantized, scales)
         found = dequantized
         for share in _SHARES:
             moved = dequantized + share * (original - dequantized)
-            same = (self.codes(moved, self.scales()) == wanted).reshape(found.shape)
+            same = (self.codes(moved, scales) == wanted).reshape(found.shape)
             found = torch.where(same, moved, found)
         return found
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         scales = self.scales()
-        found = weight.reshape(*self.growth.shape[:2], -1) / scales.scale + scales.zero
-        low, high = code_range(self._format) if self._format.codes != "float8_e4m3" else (-FLOAT8_MAX, FLOAT8_MAX)
-        made = _through(found.clamp(low, high), self.codes(weight, scales))
+        exact = exact_codes(self._by_group(weight), scales, self._format)
+        made = _through(exact, round_codes(exact.detach(), self._format))
         return ((made - scales.zero) * scales.scale).reshape(weight.shape)
 
     @torch.no_grad()
     def codes(self, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
         """[n, groups, k / groups], as `rounding.codes` has them."""
-        return codes(weight.reshape(*self.growth.shape[:2], -1), scales, self._format)
+        return codes(self._by_group(weight), scales, self._format)
+
+    def _by_group(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.reshape(*self.growth.shape[:2], -1)
 
     @torch.no_grad()
     def array(self, weight: torch.Tensor) -> QuantizedArray:

@@ -73,7 +73,7 @@ __device__ __forceinline__ Words in_order_of_factors(const Words &x) {
     }
 }
 
-// The zero of a group without one, or of the byte of a zero point that is there.
+// `less_zero` of a group: of its zero point, or of the one that all groups have.
 __device__ __forceinline__ unsigned less_zero_of(const void *offsets, index_t at) {
     if constexpr (has_zero_point) {
         return less_zero(static_cast<const unsigned char *>(offsets)[at]);

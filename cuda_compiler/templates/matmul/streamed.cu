@@ -42,15 +42,7 @@ struct Weights {
 #pragma unroll
         for (int i = 0; i < pieces; i++) {
             const Words words = *reinterpret_cast<const Words *>(unit + place_of(lane / 4, first_pack + 4 * i));
-#pragma unroll
-            for (int j = 0; j < 4; j += 2) {
-#pragma unroll
-                for (int m = 0; m < m_fragments; m++) {
-                    const Words &top = own[m][0][i];
-                    const Words &bottom = own[m][1][i];
-                    multiply(sums[m], top.at[j], bottom.at[j], top.at[j + 1], bottom.at[j + 1], words.at[j], words.at[j + 1]);
-                }
-            }
+            multiply_piece(sums, own, i, words.at);
         }
     }
 };

@@ -82,25 +82,24 @@ struct Weights {
     }
 
     __device__ __forceinline__ void prepare(Rows &own) {
+        if constexpr (has_minimum) {
+            const unsigned ones[4] = {one, one, one, one};
 #pragma unroll
-        for (int m = 0; m < m_fragments; m++) {
-            if constexpr (has_minimum) {
+            for (int part = 0; part < parts; part++) {
+                Sums found = {};
 #pragma unroll
-                for (int part = 0; part < parts; part++) {
-                    float found[4] = {};
+                for (int i = part * scaled_pieces; i < (part + 1) * scaled_pieces; i++) {
+                    multiply_piece(found, own, i, ones);
+                }
 #pragma unroll
-                    for (int i = part * scaled_pieces; i < (part + 1) * scaled_pieces; i++) {
-                        const Words &top = own[m][0][i];
-                        const Words &bottom = own[m][1][i];
-#pragma unroll
-                        for (int j = 0; j < 4; j += 2) {
-                            multiply(found, top.at[j], bottom.at[j], top.at[j + 1], bottom.at[j + 1], one, one);
-                        }
-                    }
-                    x_sums[m][0][part] = found[0];
-                    x_sums[m][1][part] = found[2];
+                for (int m = 0; m < m_fragments; m++) {
+                    x_sums[m][0][part] = found[m][0];
+                    x_sums[m][1][part] = found[m][2];
                 }
             }
+        }
+#pragma unroll
+        for (int m = 0; m < m_fragments; m++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
 #pragma unroll
@@ -124,16 +123,7 @@ struct Weights {
             for (int i = part * scaled_pieces; i < (part + 1) * scaled_pieces; i++) {
                 const int byte = (warp * pieces + i) * (is_int4 ? 16 : 32) + lane % 4 * (is_int4 ? 4 : 8);
                 const Factors weight(unit + place_of(lane / 4, byte / 16) + byte % 16, zero);
-#pragma unroll
-                for (int j = 0; j < 4; j += 2) {
-#pragma unroll
-                    for (int m = 0; m < m_fragments; m++) {
-                        const Words &top = own[m][0][i];
-                        const Words &bottom = own[m][1][i];
-                        multiply(partial[m], top.at[j], bottom.at[j], top.at[j + 1], bottom.at[j + 1], weight.pair[j],
-                                 weight.pair[j + 1]);
-                    }
-                }
+                multiply_piece(partial, own, i, weight.pair);
             }
 #pragma unroll
             for (int side = 0; side < 2; side++) {

@@ -20,6 +20,19 @@ static_assert(warps % unit_rows == 0 && share <= part_terms && param::k % 8 == 0
 using Rows = Words[m_fragments][2][pieces];  // of x, a warp's terms: rows 16m + 8h + g, eight terms of each piece
 using Sums = float[m_fragments][4];  // of a unit, in the fragments of `multiply`
 
+// Adds the products of a piece of x with eight terms of a row of the weight.
+__device__ __forceinline__ void multiply_piece(Sums &sums, const Rows &own, int piece, const unsigned (&weight)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+#pragma unroll
+        for (int m = 0; m < m_fragments; m++) {
+            const Words &top = own[m][0][piece];
+            const Words &bottom = own[m][1][piece];
+            multiply(sums[m], top.at[j], bottom.at[j], top.at[j + 1], bottom.at[j + 1], weight[j], weight[j + 1]);
+        }
+    }
+}
+
 // The first row of the weight of a turn's unit.
 __device__ __forceinline__ index_t unit_column(unsigned first_unit, unsigned turn) {
     return index_t(first_unit + (gated ? turn / 2 : turn)) * unit_rows;
