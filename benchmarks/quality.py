@@ -27,9 +27,10 @@ from npu_compiler.graph.quantization import QuantizedFormat
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
-from npu_sim.quantizing.layerwise import Layerwise
+from npu_sim.llm.graph import dense_model
+from npu_sim.quantizing.layerwise import Layerwise, computing_device
 from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers
-from npu_sim.quantizing.tuning import Tuner, dense_model
+from npu_sim.quantizing.tuning import Tuner
 
 SOURCES = {
     "alice29.txt": "Lewis Carroll, Alice's Adventures in Wonderland (tests/testdata of brotli 1.2.1's sdist on PyPI)",
@@ -147,17 +148,19 @@ def load_quality(path: Path) -> Quality:
 Weights = dict[str, torch.Tensor]
 
 
-def quantize_all(checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor) -> Iterator[tuple[Figure, Weights]]:
+def quantize_all(
+    checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor, device: str | None
+) -> Iterator[tuple[Figure, Weights]]:
     """Each variant's figure, with its sizes, and its dequantized weights."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
     tuner: Tuner | None = None
     for name in names:
-        variant, network = VARIANTS[name], Layerwise(checkpoint)
+        variant, network = VARIANTS[name], Layerwise(checkpoint, device)
         calibrated = variant.method == "gptq"
         found = quantized_layers(network, variant.format, ids if calibrated else None, compensate=calibrated)
         arrays = {layer.name: array for array, layer in found}
         if variant.steps:
-            tuner = tuner or Tuner(checkpoint, ids)
+            tuner = tuner or Tuner(checkpoint, ids, device=device)
             arrays, (before, after) = tuner.tune(arrays, variant.steps)
             print(f"{variant.name}: divergence on held-out text {before:.4f}, after tuning {after:.4f}", flush=True)
         weights = {name: numpy_to_tensor(array.dequantize()) for name, array in arrays.items()}
@@ -265,7 +268,7 @@ def _facts(options: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
     return {
         "model": options.model,
         "processor": platform.processor() or platform.machine(),
-        "device": options.device if options.device == "cpu" else torch.cuda.get_device_name(),
+        "device": "cpu" if computing_device(options.device) == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "window": options.length,
@@ -291,7 +294,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
     untuned = [name for name, variant in VARIANTS.items() if not variant.steps]
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=untuned, help="default: all but tuned ones")
-    parser.add_argument("--device", default="cpu", help="PyTorch device that reads the windows")
+    parser.add_argument("--device", choices=("cpu", "gpu"), help="what quantizes and reads the windows")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
     parser.add_argument("--chart", type=Path, help="file for the chart")
     parser.add_argument("--document", type=Path, help="page whose section about quality is replaced")
@@ -311,15 +314,16 @@ def measure(options: argparse.Namespace) -> Quality:
     checkpoint = load_checkpoint(options.model, "float32", "none")
     text = windows(checkpoint, options.text, options.windows, options.length)
     ids = calibration_ids(checkpoint, options.calibrate.read_text("utf-8"), options.samples)
-    model = dense_model(checkpoint, options.device)
-    names = list(Layerwise(checkpoint).shapes)
+    device = computing_device(options.device)
+    model = dense_model(checkpoint, device)
+    names = list(Layerwise(checkpoint, options.device).shapes)
     original = {name: model.get_submodule(name.removesuffix(".weight")).weight.data for name in names}
     size = sum(parameter.numel() for parameter in model.parameters()) * 2 / 1e6
     variants = [(Figure("the model as it is, float32", 16.0, size), original)]
-    for figure, weights in quantize_all(checkpoint, options.variants, ids):
-        variants.append((figure, {name: weight.to(options.device) for name, weight in weights.items()}))
+    for figure, weights in quantize_all(checkpoint, options.variants, ids, options.device):
+        variants.append((figure, {name: weight.to(device) for name, weight in weights.items()}))
     quality = Quality(_facts(options, ids), [figure for figure, _ in variants])
-    for window in text.to(options.device):
+    for window in text.to(device):
         reference = read_window(model, original, window)
         for figure, weights in variants:
             found = reference if weights is original else read_window(model, weights, window)

@@ -21,8 +21,7 @@ from transformers import DynamicCache
 from benchmarks.quality import Figure, add_window, windows
 from npu_compiler.graph.quantization import dequantize_rows, quantize_rows
 from npu_sim.llm import load_checkpoint
-from npu_sim.llm.graph import program_formats
-from npu_sim.quantizing.tuning import dense_model
+from npu_sim.llm.graph import dense_model, program_formats
 
 
 @dataclass(frozen=True)

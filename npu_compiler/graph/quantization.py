@@ -30,6 +30,7 @@ SYMMETRIC_ZERO = {"int4": 8, "int8": 0, "float8_e4m3": 0}  # the code that stand
 FLOAT8_MAX = 448.0
 ROW_FORMATS = ("int8", "float8_e4m3")  # to which rows of activations and of KV caches are rounded at run time
 METHODS = ("rtn", "gptq")  # by which weights are rounded to a format
+COMPUTING_DEVICES = ("cpu", "gpu")
 
 
 @dataclass(frozen=True)

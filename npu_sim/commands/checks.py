@@ -119,6 +119,13 @@ def check_method(name: str | None) -> str | None:
     return None if name is None else _known(name, "method", METHODS)
 
 
+def check_computing_device(name: str | None) -> str | None:
+    """The name of what quantizes a model, if there is one of that name."""
+    from npu_compiler.graph.quantization import COMPUTING_DEVICES
+
+    return None if name is None else _known(name, "device", COMPUTING_DEVICES)
+
+
 def check_log_level(name: str) -> str:
     """The name of a level of logs, if there is one of that name."""
     return _known(name, "log level", LOG_LEVELS)

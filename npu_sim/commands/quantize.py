@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from npu_sim.commands.checks import check_dtype, check_file, check_method, check_weight_format
+from npu_sim.commands.checks import (
+    check_computing_device,
+    check_dtype,
+    check_file,
+    check_method,
+    check_weight_format,
+)
 from npu_sim.commands.completion import dtypes, language_models
 from npu_sim.commands.console import note, print_json, progress, step
 from npu_sim.commands.options import AsJSON
@@ -122,6 +128,15 @@ def quantize(
             help="Dtype of scales and of all that is not quantized. Default: the model's own.",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            callback=check_computing_device,
+            help="What computes, through PyTorch: cpu or gpu. Default: gpu if PyTorch can use one.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it is not empty.")] = False,
     json: AsJSON = False,
 ) -> None:
@@ -151,6 +166,7 @@ def quantize(
             keep_worst=keep_worst,
             tune=tune,
             dtype=dtype,
+            device=device,
             force=force,
             progress=show,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from npu_compiler.errors import InputError, IRError, NPUError
+from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
 from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from npu_compiler.graph.mesh import Mesh
     from npu_compiler.passes.quantize import Quantization
 
-_INV_FREQ = "model.rotary_emb.inv_freq"
+INV_FREQ = "model.rotary_emb.inv_freq"
 
 
 def meta_model(checkpoint: Checkpoint, attention: str = "sdpa") -> Any:
@@ -46,6 +47,19 @@ def meta_model(checkpoint: Checkpoint, attention: str = "sdpa") -> Any:
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
         raise _unsupported(checkpoint, error) from error
+    return model.eval()
+
+
+def dense_model(checkpoint: Checkpoint, device: str) -> Any:
+    """The Hugging Face module in float32 on a PyTorch device, with the checkpoint's weights."""
+    from npu_runtime.torch_arrays import numpy_to_tensor
+
+    model = meta_model(checkpoint).to_empty(device=device)
+    state = state_with_buffers(checkpoint)
+    tensors = {name: numpy_to_tensor(to_numpy(state[name])).float().to(device) for name in state}
+    model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    model.model.rotary_emb.inv_freq = tensors[INV_FREQ]
     return model.eval()
 
 
@@ -349,7 +363,7 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
     facts = _facts(checkpoint)
     extra = {name: np.array(values, np.float32) for name, values in facts["buffers"].items()}
     if checkpoint.inv_freq_divisors is not None:
-        extra[_INV_FREQ] = extra[_INV_FREQ] / checkpoint.inv_freq_divisors
+        extra[INV_FREQ] = extra[INV_FREQ] / checkpoint.inv_freq_divisors
     return _WithExtras(checkpoint.state, extra, facts["tied"])
 
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from npu_compiler.errors import InputError
+from npu_compiler.graph.quantization import COMPUTING_DEVICES
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
-from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.llm.graph import INV_FREQ, meta_model, state_with_buffers
 
 _LAYERS = "model.layers"
 # All later tokens attend to the first one of a text, most of them strongly (an "attention sink"): an error in its keys
@@ -22,17 +23,33 @@ _LAYERS = "model.layers"
 _FIRST_TOKEN = 100.0
 
 
+def computing_device(name: str | None = None) -> str:
+    """PyTorch's name of a device: `cpu` or `gpu`. Default: a GPU that PyTorch can use, if it has float64 too.
+
+    Raises:
+        InputError: another name; or PyTorch can use no GPU.
+    """
+    if name is not None and name not in COMPUTING_DEVICES:
+        raise InputError(f"unknown device '{name}'; choose one of {', '.join(COMPUTING_DEVICES)}")
+    gpu = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "gpu" and gpu is None:
+        raise InputError("PyTorch can use no GPU here; choose the device cpu")
+    return "cpu" if gpu is None or name == "cpu" or (name is None and gpu.type == "mps") else gpu.type
+
+
 class Layerwise:
-    """A checkpoint's decoder layers, in float32 on the CPU.
+    """A checkpoint's decoder layers, in float32.
 
     Args:
         checkpoint: Opened for float32, with weights that are not in few bits.
+        device: As for `computing_device`; the layers and all that they compute are there.
 
     Attributes:
         shapes: Name → [n, k] of the linear layers' weights, in the module's order.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, device: str | None = None) -> None:
+        self._device = computing_device(device)
         self._model = meta_model(checkpoint)
         self._state = state_with_buffers(checkpoint)
         self.shapes = {
@@ -45,12 +62,12 @@ class Layerwise:
 
     def weight(self, name: str) -> torch.Tensor:
         """A parameter in float32."""
-        return numpy_to_tensor(to_numpy(self._state[name])).float()
+        return numpy_to_tensor(to_numpy(self._state[name])).float().to(self._device)
 
     def embedded(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """The input of the first layer for token ids [samples, length]: [1, length, hidden] for each sample."""
         table = self.weight("model.embed_tokens.weight")
-        return [table[sample][None] for sample in ids]
+        return [table[sample][None] for sample in ids.to(self._device)]
 
     def layers(self, length: int) -> Iterator[LoadedLayer]:
         """Each layer in turn; its weights are freed when the next one is taken.
@@ -58,13 +75,13 @@ class Layerwise:
         Args:
             length: Of all samples, in tokens.
         """
-        positions = torch.arange(length)[None]
+        positions = torch.arange(length, device=self._device)[None]
         rotary = type(self._model.model.rotary_emb)(config=self._model.config)
-        rotary.inv_freq = self.weight("model.rotary_emb.inv_freq")
-        angles = rotary(torch.zeros(1), positions)
+        rotary.inv_freq = self.weight(INV_FREQ)
+        angles = rotary(torch.zeros(1, device=self._device), positions)
         for place, layer in enumerate(self._model.model.layers):
             prefix = f"{_LAYERS}.{place}."
-            layer.to_empty(device="cpu")
+            layer.to_empty(device=self._device)
             names = [name for name, _ in layer.named_parameters()]
             layer.load_state_dict({name: self.weight(prefix + name) for name in names}, strict=False)
             yield LoadedLayer(prefix, layer, {"position_ids": positions, "position_embeddings": angles})

@@ -20,7 +20,7 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.loading import checkpoint_path, load_checkpoint
 from npu_sim.quantizing.compensation import compensated, matched
 from npu_sim.quantizing.compressed_folder import check_output, replaced_folder, write_model
-from npu_sim.quantizing.layerwise import Layerwise, moments
+from npu_sim.quantizing.layerwise import Layerwise, computing_device, moments
 from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
 from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
 
@@ -43,6 +43,7 @@ def quantize(
     keep_worst: int = 0,
     tune: int = 0,
     dtype: str | None = None,
+    device: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Report:
@@ -69,6 +70,7 @@ def quantize(
             text. For GPUs: on a CPU a step takes minutes. The whole model must fit in memory six times, in float32.
         dtype: Of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's own if
             it has 16 bits, bfloat16 for a GGUF file, else float16.
+        device: `cpu` or `gpu`: what computes, through PyTorch. Default: a GPU that PyTorch can use, else the CPU.
         force: Replace a folder that is not empty.
         progress: Called with (parts done, parts in all); a part is a layer or a step of tuning.
 
@@ -78,11 +80,12 @@ def quantize(
     Raises:
         InputError: an argument does not fit the model, or cannot be used; nothing is written then.
         WeightError: a weight holds values that are not finite.
-        NPUError: tuning has failed, or does not fit in the GPU's memory.
+        NPUError: tuning has failed, or the GPU has too little memory.
     """
     require_torch("quantizing a model")
     path = Path(output)
     _check_choices(weights, zero_points, method, calibrate, samples, keep_worst, tune, dtype)
+    computing_device(device)
     check_output(path, force)
     stored = load_checkpoint(model)
     checkpoint = load_checkpoint(model, "float32", "none")
@@ -91,7 +94,7 @@ def quantize(
     format = QuantizedFormat(
         named.codes, named.group if group is None else group, narrow, "zero_point" if zero_points else "none"
     )
-    network = Layerwise(checkpoint)
+    network = Layerwise(checkpoint, device)
     _check_shapes(network, format)
     if keep_worst >= len(network.shapes):
         raise InputError(
@@ -102,11 +105,12 @@ def quantize(
     found = quantized_layers(network, format, ids, compensate=chosen == "gptq", search=search)
     arrays: dict[str, QuantizedArray] = {}
     layers = []
-    for array, layer in found:
-        arrays[layer.name] = array
-        layers.append(layer)
-        if progress is not None:
-            progress(len(layers), len(network.shapes) + tune)
+    with _enough_memory("quantizing"):
+        for array, layer in found:
+            arrays[layer.name] = array
+            layers.append(layer)
+            if progress is not None:
+                progress(len(layers), len(network.shapes) + tune)
     report = Report(
         model=checkpoint.name,
         layers=tuple(layers),
@@ -124,11 +128,9 @@ def quantize(
             if progress is not None:
                 progress(len(layers) + steps, len(layers) + tune)
 
-        try:
-            tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, tune * ROWS))
+        with _enough_memory("tuning"):
+            tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, tune * ROWS), device)
             kept, divergences = tuner.tune(kept, tune, tell)
-        except torch.OutOfMemoryError as error:
-            raise NPUError("the model is too large for tuning: the GPU is out of memory") from error
         report = replace(report, tuning_steps=tune, divergences=divergences)
     with replaced_folder(path) as made:
         size = write_model(made, checkpoint, source, kept, list(network.shapes), narrow)
@@ -220,7 +222,7 @@ def _by_weights(
         weight = network.weight(name)
         with _concerning(name):
             array = nearest(weight, format, fractions)
-        yield array, layer_report(name, weight, array, _dequantized(array), None)
+        yield array, layer_report(name, weight, array, _dequantized(array, weight), None)
 
 
 def _by_layers(
@@ -239,15 +241,26 @@ def _by_layers(
                         array = compensated(matched(weight, hessian, shift), hessian, format, fractions)
                     else:
                         array = nearest(weight, format, fractions)
-                dequantized = _dequantized(array)
+                dequantized = _dequantized(array, weight)
                 yield array, layer_report(name, weight, array, dequantized, hessian)
                 layer.linear(name).weight.data = dequantized
         hidden = [layer(sample) for sample in hidden]
         exact = [original(sample) for sample in exact]
 
 
-def _dequantized(array: QuantizedArray) -> torch.Tensor:
-    return numpy_to_tensor(array.dequantize())
+def _dequantized(array: QuantizedArray, weight: torch.Tensor) -> torch.Tensor:
+    """On the device of the weight that it was."""
+    return numpy_to_tensor(array.dequantize()).to(weight.device)
+
+
+@contextmanager
+def _enough_memory(purpose: str) -> Iterator[None]:
+    """Say so where the GPU has too little."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = f"the GPU's memory is too small for {purpose} this model; the device cpu may have enough"
+        raise NPUError(problem) from error
 
 
 @contextmanager

@@ -115,6 +115,7 @@ def fit_rows(weight: torch.Tensor, format: QuantizedFormat, fractions: Sequence[
 def assemble(found: torch.Tensor, scales: Scales, format: QuantizedFormat) -> QuantizedArray:
     """The matrix of codes [n, k], as `codes` returns them, and of its groups' scales."""
     n, k = found.shape
+    found, scales = found.cpu(), Scales(scales.scale.cpu(), scales.zero.cpu())
     if format.codes == "float8_e4m3":
         stored = found.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     else:

@@ -24,10 +24,10 @@ from torch.nn.utils import parametrize
 
 from npu_compiler.errors import NPUError
 from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray
-from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
-from npu_sim.llm.graph import meta_model, state_with_buffers
+from npu_sim.llm.graph import dense_model
+from npu_sim.quantizing.layerwise import computing_device
 from npu_sim.quantizing.rounding import Scales, assemble, codes, exact_codes, round_codes, stored_scales
 
 LENGTH = 512  # tokens of a row of the text
@@ -50,14 +50,13 @@ class Tuner:
         checkpoint: Opened for float32, with weights that are not in few bits.
         ids: Of the calibration text, [samples, length].
         written: Number of rows of text that the original model writes.
-        device: A PyTorch device. Default: the GPU that PyTorch can use, else the CPU.
+        device: As for `computing_device`.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, ids: torch.Tensor, written: int = MOST_WRITTEN, device: str | None = None
     ) -> None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._device = device or (found.type if found is not None else "cpu")
+        self._device = computing_device(device)
         self._checkpoint = checkpoint
         self._original = dense_model(checkpoint, self._device).requires_grad_(False)
         length = min(LENGTH, ids.shape[1])
@@ -215,8 +214,8 @@ class _Rounding(nn.Module):
     def array(self, weight: torch.Tensor) -> QuantizedArray:
         """A weight as it is stored."""
         scales = self.scales()
-        found = self.codes(weight, scales).reshape(weight.shape).cpu()
-        return assemble(found, Scales(*(x.squeeze(-1).cpu() for x in (scales.scale, scales.zero))), self._format)
+        found = self.codes(weight, scales).reshape(weight.shape)
+        return assemble(found, Scales(scales.scale.squeeze(-1), scales.zero.squeeze(-1)), self._format)
 
 
 def _through(value: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
@@ -228,14 +227,3 @@ def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The mean over all tokens of softmax(found)'s divergence from softmax(wanted), of logits [rows, length, n]."""
     logs = [logits.float().flatten(0, 1).log_softmax(-1) for logits in (found, wanted)]
     return nn.functional.kl_div(logs[0], logs[1], reduction="batchmean", log_target=True)
-
-
-def dense_model(checkpoint: Checkpoint, device: str) -> Any:
-    """The Hugging Face module in float32, with the checkpoint's weights."""
-    model = meta_model(checkpoint).to_empty(device=device)
-    state = state_with_buffers(checkpoint)
-    tensors = {name: numpy_to_tensor(to_numpy(state[name])).float().to(device) for name in state}
-    model.load_state_dict(tensors, strict=False)
-    model.tie_weights()
-    model.model.rotary_emb.inv_freq = tensors["model.rotary_emb.inv_freq"]
-    return model.eval()

@@ -348,6 +348,7 @@ WRONG = [
         (["--samples", "0"], "Invalid value for '--samples'"),
         (["--keep-worst", "-1"], "Invalid value for '--keep-worst'"),
         (["--tune", "-1"], "Invalid value for '--tune'"),
+        (["--device", "tpu"], "unknown device 'tpu'; choose one of cpu, gpu"),
         (["--dtype", "int4"], "'int4'; choose one of float16, bfloat16, float32"),
         (["--activations", "int3"], "'int3'"),
     ),

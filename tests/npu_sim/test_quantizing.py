@@ -20,12 +20,12 @@ from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.cli import app
 from npu_sim.llm import LanguageModel, load_checkpoint
-from npu_sim.llm.graph import meta_model
+from npu_sim.llm.graph import dense_model, meta_model
 from npu_sim.quantizing import quantize, tuning
 from npu_sim.quantizing.compensation import DAMPING, PROPAGATION, compensated, matched
 from npu_sim.quantizing.layerwise import Layerwise, moments
 from npu_sim.quantizing.rounding import RANGE, SEARCH, Scales, codes, fit_rows, nearest
-from npu_sim.quantizing.tuning import Tuner, dense_model
+from npu_sim.quantizing.tuning import Tuner
 
 FORMATS = [
     QuantizedFormat("int4", 32, "float16"),
@@ -302,14 +302,15 @@ def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, for
     assert tuner._divergence(model) == pytest.approx(after, rel=1e-3), "the arrays are what has been trained"
 
 
-def test_tuning_without_memory_is_an_error_and_writes_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("step", "purpose"), [((Tuner, "tune"), "tuning"), ((Layerwise, "embedded"), "quantizing")])
+def test_a_gpu_without_memory_is_an_error_and_nothing_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], purpose: str
 ) -> None:
-    def tune(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(Tuner, "tune", tune)
-    with pytest.raises(NPUError, match="too large for tuning"):
+    monkeypatch.setattr(*step, fail)
+    with pytest.raises(NPUError, match=f"too small for {purpose}"):
         quantize(source, tmp_path / "out", group=32, calibrate=TEXT, samples=2, tune=1)
     assert not list(tmp_path.iterdir())
 
@@ -327,6 +328,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"group": 48}, r"rows of 64 elements are not a whole number of groups of 48; group sizes that fit all layers: 32"),
     ({"weights": "int3"}, "unknown weights 'int3'"),
     ({"method": "awq"}, "unknown method 'awq'"),
+    ({"device": "tpu"}, "unknown device 'tpu'; choose one of cpu, gpu"),
     ({"method": "gptq"}, "needs a calibration text"),
     ({"calibrate": ""}, "the calibration text is empty"),
     ({"weights": "fp8", "zero_points": True}, "no zero points"),

@@ -10,8 +10,8 @@ from tiny_llms import save_tiny, save_tokenizer
 
 from benchmarks import quality
 from npu_sim.llm import load_checkpoint
+from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing.quantizer import calibration_ids
-from npu_sim.quantizing.tuning import dense_model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -28,7 +28,7 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     whole = quality.Figure("as it is", 16.0, 1.0)
     figures = [whole]
     names = ["int8", "int4-64-rtn"]
-    variants = list(quality.quantize_all(checkpoint, names, calibration))
+    variants = list(quality.quantize_all(checkpoint, names, calibration, "cpu"))
     original = {name: model.get_submodule(name.removesuffix(".weight")).weight.data for name in variants[0][1]}
     losses = []
     for window in ids:
