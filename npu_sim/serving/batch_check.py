@@ -1,5 +1,6 @@
 """What a model checks of a batch before it runs it."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,17 +36,21 @@ def check_batch(batch: Batch, model: BatchModel, chosen: int) -> None:
         "outputs": (0, count),
     }
     for name, (low, end) in limits.items():
-        values = getattr(batch, name)
-        if values.size and (values.min() < low or values.max() >= end):
-            wrong = values[(values < low) | (values >= end)][0]
+        values = getattr(batch, name).tolist()  # which Python compares faster than NumPy, as far as steps are short
+        if values and not low <= min(values) <= max(values) < end:
+            wrong = next(value for value in values if not low <= value < end)
             raise InputError(f"the batch's {name} must be from {low} to {end - 1}, not {wrong}")
-    if (np.diff(batch.outputs) <= 0).any():
+    if rows > 1 and (batch.outputs[1:] <= batch.outputs[:-1]).any():
         raise InputError("the batch's outputs must increase")
-    _check_tables(batch, model)
-    _check_settings(batch)
+    tables = batch.tables
+    if len(tables) > model.max_sequences or tables.min() < 0 or tables.max() >= model.blocks:
+        _check_tables(batch, model)
+    if rows:
+        _check_settings(batch)
 
 
 def _check_tables(batch: Batch, model: BatchModel) -> None:
+    """Check what the step reads of tables that have a wrong entry somewhere, or more rows than a step has sequences."""
     last = np.full(len(batch.tables), -1)
     np.maximum.at(last, batch.sequences, batch.positions // model.block_size)
     if (sequences := np.count_nonzero(last >= 0)) > model.max_sequences:
@@ -60,16 +65,15 @@ def _check_tables(batch: Batch, model: BatchModel) -> None:
 
 
 def _check_settings(batch: Batch) -> None:
-    temperature = batch.settings[:, 0]
-    if not (np.isfinite(temperature) & (temperature >= 0)).all():
-        raise InputError("temperatures must be finite numbers of at least 0")
-    _, top_k, top_p = batch.settings[temperature > 0].T  # the others are greedy
-    if not (top_k >= 1).all():
-        raise InputError("top_k must be at least 1")
-    if not ((top_p > 0) & (top_p <= 1)).all():
-        raise InputError("top_p must be above 0 and at most 1")
-    if not ((batch.uniforms >= 0) & (batch.uniforms < 1)).all():
-        raise InputError("random numbers must be at least 0 and below 1")
+    for (temperature, top_k, top_p), uniform in zip(batch.settings.tolist(), batch.uniforms.tolist(), strict=True):
+        if not 0 <= temperature < math.inf:
+            raise InputError("temperatures must be finite numbers of at least 0")
+        if temperature > 0 and not top_k >= 1:
+            raise InputError("top_k must be at least 1")
+        if temperature > 0 and not 0 < top_p <= 1:
+            raise InputError("top_p must be above 0 and at most 1")
+        if not 0 <= uniform < 1:
+            raise InputError("random numbers must be at least 0 and below 1")
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], blocks: int) -> None:

@@ -41,6 +41,9 @@ class Histogram:
         return 0.0
 
 
+_FEW = 16  # values, which are counted faster one by one
+
+
 class Observations:
     """A histogram being filled, by one thread."""
 
@@ -54,7 +57,10 @@ class Observations:
         self._total += value
 
     def add_all(self, values: list[float]) -> None:
-        if values:
+        if len(values) < _FEW:
+            for value in values:
+                self.add(value)
+        else:
             places = np.bincount(np.searchsorted(self._bounds, values), minlength=len(self._counts))
             self._counts = [before + int(new) for before, new in zip(self._counts, places, strict=True)]
             self._total += sum(values)
