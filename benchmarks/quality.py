@@ -94,7 +94,7 @@ VARIANTS = {
     "int4-64-symmetric": _int4(64, "gptq", "none"),
     "int4-192": _int4(192, "gptq"),
     "fp8-tuned": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq", 150),
-    "int4-64-tuned": replace(_int4(64, "gptq"), steps=400),
+    "int4-64-tuned": replace(_int4(64, "gptq"), steps=1000),
 }
 
 

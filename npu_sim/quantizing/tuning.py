@@ -32,7 +32,8 @@ from npu_sim.quantizing.rounding import Scales, assemble, codes, exact_codes, ro
 
 LENGTH = 512  # tokens of a row of the text
 ROWS = 32  # of a step
-MOST_WRITTEN = 512  # rows that the original model writes; more steps than these need use them again
+MOST_WRITTEN = 2048  # rows that the original model writes; more steps than these need use them again
+_WRITTEN_AT_ONCE = 512  # rows
 _HELD_OUT = 8  # of so many rows of the calibration text, one is not trained on
 _READ_AT_ONCE = 8  # rows of which all logits are in memory when nothing is trained
 _WEIGHT_RATE = 0.01  # a step of a weight, in root mean squares of the layer's rounding errors
@@ -147,15 +148,17 @@ class Tuner:
     def _written(self, count: int, length: int, given: torch.Tensor) -> torch.Tensor:
         """Rows that the original model writes, sampled as it predicts, each after a token of the given text."""
         chosen = torch.randint(given.numel(), (count,), generator=self._generator, device=self._device)
-        rows = [given.flatten()[chosen][:, None]]
-        past = None
-        with self._in_16_bits():
-            for _ in range(length - 1):
-                found = self._original(input_ids=rows[-1], past_key_values=past, use_cache=True)
-                past = found.past_key_values
-                chances = found.logits[:, -1].float().softmax(-1)
-                rows.append(torch.multinomial(chances, 1, generator=self._generator))
-        return torch.cat(rows, 1)
+        made = []
+        for first in given.flatten()[chosen][:, None].split(_WRITTEN_AT_ONCE):
+            tokens, past = [first], None
+            with self._in_16_bits():
+                for _ in range(length - 1):
+                    found = self._original(input_ids=tokens[-1], past_key_values=past, use_cache=True)
+                    past = found.past_key_values
+                    chances = found.logits[:, -1].float().softmax(-1)
+                    tokens.append(torch.multinomial(chances, 1, generator=self._generator))
+            made.append(torch.cat(tokens, 1))
+        return torch.cat(made)
 
     @contextmanager
     def _in_16_bits(self) -> Iterator[None]:

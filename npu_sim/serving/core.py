@@ -128,12 +128,15 @@ class Core:
     def advance(self) -> None:
         """End what is too late, launch the next step, and read all before it or, if it is not to run ahead, it too."""
         self._expire()
-        if self.scheduler.must_know():
+        stops = self.scheduler.must_know() and bool(self._launched)
+        if stops:
             self._read(0)
         step = self.scheduler.plan()
         self._observe_admitted()
         if step is not None:
             self._launch(step)
+            if stops:
+                self.scheduler.times.learn_stop(time.perf_counter() - self._read_time)
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
         self._tell_news()

@@ -13,18 +13,26 @@ _FIRST_DRAFT = 2
 _FIRST_PAUSE = 16
 _LONGEST_PAUSE = 512
 _LONGEST_WAIT = 32  # tokens
+_FIRST_CREDIT, _MOST_CREDIT = 2.0, 8.0  # tokens
+_ALLOWANCE = 0.015  # tokens of credit for each that the sequence has more
 _FIRST_RIGHT, _FIRST_WRONG = 1.6, 0.4  # as if two tokens had been drafted: four in five are right until more is known
 
 
 class DraftControl:
     """How many tokens of a sequence to draft: more while drafts are accepted, none for a while where they fail.
 
+    A sequence has credit for the time that its drafts take, counted in tokens that could be computed in it: a little at
+    first, a little for each of its tokens, and one for each that was drafted and right. Without credit it drafts
+    nothing. So however drafts fail, a long text takes hardly longer than without.
+
     Args:
+        start: Number of tokens of the sequence at its beginning.
         longest: Maximum number of tokens of a draft.
     """
 
-    def __init__(self, longest: int = MAX_DRAFT) -> None:
+    def __init__(self, start: int = 0, longest: int = MAX_DRAFT) -> None:
         self._longest = longest
+        self._credit, self._counted = _FIRST_CREDIT, start  # when it had so many tokens
         self._length = min(_FIRST_DRAFT, longest)
         self._right, self._wrong = _FIRST_RIGHT, _FIRST_WRONG
         self._pause = _FIRST_PAUSE
@@ -38,11 +46,19 @@ class DraftControl:
 
     def length(self, tokens: int) -> int:
         """How many tokens to draft for a sequence of that many tokens."""
-        return self._length if tokens >= self._resume else 0
+        return self._length if tokens >= self._resume and self._credit_at(tokens) > 0 else 0
+
+    def spend(self, tokens: int, cost: float) -> None:
+        """Take the time of looking for a draft and of computing it, in tokens, at this length of the sequence."""
+        self._credit, self._counted = self._credit_at(tokens) - cost, tokens
+
+    def _credit_at(self, tokens: int) -> float:
+        return min(_MOST_CREDIT, self._credit + _ALLOWANCE * (tokens - self._counted))
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Take the outcome of a draft."""
         all_right = accepted == drafted
+        self._credit += accepted
         if accepted:
             self._wait = 1
         self._right = 0.5 * self._right + accepted

@@ -187,7 +187,7 @@ class Engine:
             self._stop_ids if request.stop_ids is None else request.stop_ids,
             None if request.timeout is None else now + request.timeout,
             TextOutput(self._tokenizer, request.stop),
-            DraftControl() if self._speculates else None,
+            DraftControl(len(prompt)) if self._speculates else None,
             now,
         )
 

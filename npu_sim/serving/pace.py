@@ -22,19 +22,28 @@ class _Durations:
 
     def __init__(self) -> None:
         self._found: dict[int, deque[tuple[int, float]]] = {}
+        self._medians: dict[int, float | None] = {}  # of all steps of a size that are kept
 
     def add(self, size: int, step: int, seconds: float) -> None:
-        self._found.setdefault(size, deque(maxlen=_KEPT)).append((step, seconds))
+        found = self._found.setdefault(size, deque(maxlen=_KEPT))
+        found.append((step, seconds))
+        self._medians[size] = _median([seconds for _, seconds in found])
 
     def median(self, size: int, since: int = 0) -> float | None:
         """Of steps with that number and later ones. None if there is just one, which may have compiled a program."""
-        found = [seconds for step, seconds in self._found.get(size, ()) if step >= since]
-        return statistics.median_low(found) if len(found) > 1 else None
+        found = self._found.get(size)
+        if not found or found[0][0] >= since:
+            return self._medians.get(size)
+        return _median([seconds for step, seconds in found if step >= since])
 
     def up_to(self, size: int, since: int = 0) -> float | None:
         """The median of the largest steps up to a size for which there is one."""
         medians = (self.median(smaller, since) for smaller in range(size, -1, -1))
         return next((seconds for seconds in medians if seconds is not None), None)
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median_low(values) if len(values) > 1 else None
 
 
 class StepTimes:
@@ -47,6 +56,7 @@ class StepTimes:
         self._steps = 0
         self._plain, self._mixed = _Durations(), _Durations()  # steps without prompts, and with other tokens too
         self._drafting: deque[float] = deque([0.0], maxlen=_KEPT)
+        self._stops: deque[float] = deque([0.0], maxlen=_KEPT)
 
     def learn(self, tokens: int, seconds: float, prompt_tokens: int = 0) -> None:
         """Take the duration of a step of that many tokens, of which some may be of prompts.
@@ -60,6 +70,15 @@ class StepTimes:
     def learn_drafting(self, seconds: float) -> None:
         """Take how long it took to draft for a step."""
         self._drafting.append(seconds)
+
+    def learn_stop(self, seconds: float) -> None:
+        """Take how long a device that runs ahead had nothing to do, since the next step needed the tokens before it."""
+        self._stops.append(seconds)
+
+    @property
+    def stop(self) -> float:
+        """How long a device that runs ahead has nothing to do when a step needs the tokens before it, else 0."""
+        return statistics.median_low(self._stops)
 
     @property
     def drafting(self) -> float:

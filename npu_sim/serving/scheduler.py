@@ -20,6 +20,7 @@ import bisect
 import heapq
 import time
 from collections import Counter
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -196,11 +197,23 @@ class Scheduler:
             (sequence.control.probability if sequence.control else 0.0, len(draft)) for sequence, draft in found.items()
         ]
         lengths = worthwhile(rows, chances, self.times.seconds, self.times.drafting)
+        drafted = dict(zip(found, lengths, strict=True))
+        self._charge(wanted, drafted, rows)
         if not any(lengths):
             for sequence in found:
                 if sequence.control is not None:
                     sequence.control.pause(len(sequence.tokens))
-        return {sequence: draft[:length] for (sequence, draft), length in zip(found.items(), lengths, strict=True)}
+        return {sequence: draft[: drafted[sequence]] for sequence, draft in found.items()}
+
+    def _charge(self, wanted: Collection[Sequence], drafted: Mapping[Sequence, int], rows: int) -> None:
+        """Charge each sequence for which a draft was looked for with its part of the time that this takes."""
+        plain, count = self.times.seconds(rows), sum(drafted.values())
+        looking = max(self.times.stop, self.times.drafting)
+        longer = self.times.seconds(rows + count) - plain
+        for sequence in wanted:
+            if sequence.control is not None:
+                seconds = looking / len(wanted) + (longer * drafted.get(sequence, 0) / count if count else 0)
+                sequence.control.spend(len(sequence.tokens), rows * seconds / plain)
 
     def _must_know(self, sequence: Sequence) -> bool:
         if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
