@@ -191,6 +191,7 @@ def main() -> None:
     for power in range(4):
         model.prepare(1 << power, 1 << power)
         model.prepare(1 << power, 1 << power, sampling=True)
+    model.warm_up()
     chosen: list[Task] = []
     for task in tasks():
         if arguments.prompts is None or sum(each.kind == task.kind for each in chosen) < arguments.prompts:

@@ -122,6 +122,7 @@ class CUDABackend(Backend):
 
     config: TargetConfig = CUDA_GPU
     runs_ahead = 4
+    first_runs = 2  # see `GraphSequence`
 
     def __init__(self, device_id: int = 0) -> None:
         self._device = CUDADevice(device_id)

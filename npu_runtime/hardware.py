@@ -102,6 +102,9 @@ class Hardware(DeviceMemory, ABC):
     runs_ahead = 1
     """How many runs to launch before reading the first one's result; 1 where launching a run also completes it."""
 
+    first_runs = 0
+    """How many runs of a program take longer than all later ones, since they prepare it."""
+
     joins_groups = False
     """Whether the device exchanges tensors with others, so that a model can be divided among them."""
 

@@ -124,6 +124,7 @@ def prepare_steps(model: PagedModel, report: Report) -> None:
         model.prepare(size, outputs)
         model.prepare(size, outputs, sampling=True)
     model.prepare_copies()
+    model.warm_up()
     # What is there now stays. Otherwise a full collection looks at all of it, which stops a step for half a second.
     gc.collect()
     gc.freeze()

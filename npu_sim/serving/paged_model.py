@@ -183,10 +183,25 @@ class PagedModel:
     def prepare(self, tokens: int, outputs: int, *, sampling: bool = False) -> None:
         """Compile now what a step of that many tokens and outputs needs; otherwise the first such step does.
 
+        The first runs of a program may still be slow; see `warm_up`.
+
         Args:
             sampling: Whether some output has a temperature above 0.
         """
         self._step(self._shape_for(tokens, outputs), sampling and self.runs_ahead)
+
+    def warm_up(self) -> None:
+        """Run all steps that were prepared on padding alone, until they are as fast as they will be."""
+        place, empty = self._launched % KEPT_STEPS, np.zeros(0, np.int32)
+        if (next_overwritten := self._kept[place]) is not None:
+            next_overwritten.tokens()
+        for (shape, _), step in self._steps.items():
+            for _ in range(self.device.backend.first_runs):
+                for name in ("tokens", "positions", "sequences", "outputs"):
+                    step.fill(name, empty)
+                step.fill("slots", empty, rest=self.blocks * self.block_size)
+                step.fill("places", self._places[place][: shape.outputs])
+                step.run()
 
     def prepare_copies(self) -> Step:
         """Compile now what `copy_blocks` needs, and return it; otherwise the first copy does."""

@@ -277,6 +277,22 @@ def test_steps_without_outputs_and_results_that_are_read_late(model: PagedModel,
         results[-2].logits()
 
 
+def test_warming_up_changes_no_token(model: PagedModel, alone: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.device.backend, "first_runs", 2)
+    for count in (1, 2, 8):
+        model.prepare(count, count)
+        model.prepare(count, count, sampling=True)
+    prompt = [5, 6, 7, 8, 9]
+    sequence = PagedSequence(list(prompt), [0, 1, 2, 3, 4, 5, 6])
+    results = [model.step(make_batch([Piece(sequence, prompt, True)]))]
+    for position in range(5, 17):
+        sequence.done = position
+        model.warm_up()
+        results.append(model.step(make_batch([Piece(sequence, [-1], True)])))
+    wanted = list(alone.generate(prompt, 13, greedy, frozenset()))
+    assert [int(result.tokens()[0]) for result in results] == wanted
+
+
 PIECE = Piece(PagedSequence([], [3, 4]), [1, 2, 3, 4, 5], True)
 
 

@@ -543,13 +543,15 @@ def test_programs_for_steps_of_every_size_are_prepared() -> None:
         max_outputs=20,
         prepare=lambda tokens, outputs, sampling=False: prepared.append((tokens, outputs, sampling)),
         prepare_copies=lambda: prepared.append("copies"),
+        warm_up=lambda: prepared.append("warm"),
     )
     try:
         prepare_steps(network, lambda done, total: None)
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
-    assert prepared.pop() == "copies" and all(tokens <= 36 and outputs <= 20 for tokens, outputs, _ in prepared)
+    assert prepared.pop() == "warm" and prepared.pop() == "copies"
+    assert all(tokens <= 36 and outputs <= 20 for tokens, outputs, _ in prepared)
     for sampling in (False, True):
         largest = {tokens for tokens, outputs, drawn in prepared if drawn == sampling and outputs == min(tokens, 20)}
         assert largest == {1, 2, 4, 8, 16, 32, 36}
