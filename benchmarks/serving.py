@@ -4,7 +4,8 @@
     python -m benchmarks.serving --contenders npu-sim --speculate ngram --long 2048
 
 What is measured:
-- *stream*: all requests are there at the start, `--at-once` of them run. Tokens a second until the last one ends.
+- *stream*: all requests are there at the start, `--at-once` of them run. Tokens a second until the last one ends; and
+  *while some wait*, before their number falls.
 - *full batch*: `--at-once` requests of equal lengths decode; tokens a second while all of them run.
 - *long prompts*: half of `--at-once` requests decode while prompts of `--long` tokens arrive one after the other. The
   time between two tokens of those requests.
@@ -58,6 +59,7 @@ class Found:
 
     Attributes:
         stream, full_batch: Tokens a second.
+        crowded: Tokens a second of the stream while requests wait.
         median_gap, p99_gap: Seconds between two tokens while long prompts arrive.
         waste: Share of the KV rows in use that hold no token.
         accepted: Share of the drafted tokens that were right.
@@ -65,6 +67,7 @@ class Found:
 
     contender: str
     stream: float
+    crowded: float | None = None
     full_batch: float | None = None
     median_gap: float | None = None
     p99_gap: float | None = None
@@ -120,16 +123,20 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
         prepare_steps(model, lambda done, total: None)
         engine.generate(map(request_of, warm + [Job((9,) * (context // 2), 2)]))
         wastes, done = [0.0], threading.Event()
+        crowd, made_before = (0.0, 0), engine.stats().new_tokens  # seconds and tokens while requests wait
 
         def watch() -> None:
+            nonlocal crowd
             while not done.wait(0.05):
                 stats = engine.stats()
+                if stats.waiting:
+                    crowd = time.perf_counter() - start, stats.new_tokens - made_before
                 if stats.blocks_used:
                     wastes.append(stats.rows_empty / (stats.blocks_used * model.block_size))
 
         watcher = threading.Thread(target=watch)
-        watcher.start()
         start = time.perf_counter()
+        watcher.start()
         answers = engine.generate(map(request_of, jobs))
         seconds = time.perf_counter() - start
         done.set()
@@ -143,7 +150,8 @@ def measure_ours(checkpoint: Checkpoint, jobs: list[Job], arguments: argparse.Na
         gaps = gaps_while_prompts_arrive(engine, arguments, model.vocab_size)
         tail = float(np.quantile(gaps, 0.99))
         waste = statistics.fmean(wastes)
-        return Found("npu-sim", rate, full, statistics.median(gaps), tail, waste, accepted)
+        crowded = crowd[1] / crowd[0] if crowd[0] else None
+        return Found("npu-sim", rate, crowded, full, statistics.median(gaps), tail, waste, accepted)
 
 
 def full_batch_rate(engine: Engine, jobs: list[Job], at_once: int, context: int) -> float:
@@ -229,6 +237,7 @@ def table(found: list[Found]) -> Table:
             result.add_row(name, *("" if value is None else form.format(value * factor) for value in values))
 
     row("stream, tokens/s", [each.stream for each in found], "{:.1f}")
+    row("while some wait, tokens/s", [each.crowded for each in found], "{:.1f}")
     row("full batch, tokens/s", [each.full_batch for each in found], "{:.1f}")
     row("between tokens, median, ms", [each.median_gap for each in found], "{:.1f}", 1e3)
     row("between tokens, 99 %, ms", [each.p99_gap for each in found], "{:.1f}", 1e3)
