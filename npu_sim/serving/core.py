@@ -136,7 +136,7 @@ class Core:
         if step is not None:
             self._launch(step)
             if stops:
-                self.scheduler.times.learn_stop(time.perf_counter() - self._read_time)
+                self.scheduler.stopped(time.perf_counter() - self._read_time)
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
         self._tell_news()

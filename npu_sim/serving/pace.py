@@ -72,12 +72,12 @@ class StepTimes:
         self._drafting.append(seconds)
 
     def learn_stop(self, seconds: float) -> None:
-        """Take how long a device that runs ahead had nothing to do, since the next step needed the tokens before it."""
+        """Take how long a device that runs ahead had nothing to do, since a draft needed the tokens before it."""
         self._stops.append(seconds)
 
     @property
     def stop(self) -> float:
-        """How long a device that runs ahead has nothing to do when a step needs the tokens before it, else 0."""
+        """How long a device that runs ahead has nothing to do when a draft needs the tokens before it; else 0."""
         return statistics.median_low(self._stops)
 
     @property

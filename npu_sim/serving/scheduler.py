@@ -95,6 +95,16 @@ class Scheduler:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
         return any(self._must_know(sequence) for sequence in self.running)
 
+    def stopped(self, seconds: float) -> None:
+        """Take how long a device that runs ahead had nothing to do, since planning needed results."""
+        if not self._stops_anyway:
+            self.times.learn_stop(seconds)
+
+    @property
+    def _stops_anyway(self) -> bool:
+        """Whether each step needs the results before it, drafts or not."""
+        return any(sequence.reads_logits for sequence in self.running)
+
     def plan(self) -> Step | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
         step = StepBuilder()
@@ -208,7 +218,7 @@ class Scheduler:
     def _charge(self, wanted: Collection[Sequence], drafted: Mapping[Sequence, int], rows: int) -> None:
         """Charge each sequence for which a draft was looked for with its part of the time that this takes."""
         plain, count = self.times.seconds(rows), sum(drafted.values())
-        looking = max(self.times.stop, self.times.drafting)
+        looking = max(0.0 if self._stops_anyway else self.times.stop, self.times.drafting)
         longer = self.times.seconds(rows + count) - plain
         for sequence in wanted:
             if sequence.control is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -584,6 +585,14 @@ def test_a_device_that_stops_for_long_is_stopped_once(stop: float) -> None:
     bench.finish()
     bench.check(arrival)
     assert drafter.asked == 1 if stop else drafter.asked > 5
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_stops_for_log_probabilities_are_not_counted_as_those_for_drafts(logprobs: int | None) -> None:
+    bench = Bench(ToyModel(blocks=60, context_length=240, runs_ahead=True), drafter=Clueless(hopes=True))
+    bench.submit(replace(greedy(1, 2, 3, new=230), logprobs=logprobs))
+    bench.finish()
+    assert (bench.core.scheduler.times.stop > 0) == (logprobs is None)
 
 
 def test_prompt_lookup_continues_what_came_before() -> None:
