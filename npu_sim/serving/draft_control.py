@@ -13,8 +13,8 @@ _FIRST_DRAFT = 2
 _FIRST_PAUSE = 16
 _LONGEST_PAUSE = 512
 _LONGEST_WAIT = 32  # tokens
-_FIRST_CREDIT, _MOST_CREDIT = 2.0, 8.0  # tokens
-_ALLOWANCE = 0.015  # tokens of credit for each that the sequence has more
+_FIRST_CREDIT, _MOST_CREDIT = 1.5, 8.0  # tokens
+_ALLOWANCE = 0.0125  # tokens of credit for each that the sequence has more
 _FIRST_RIGHT, _FIRST_WRONG = 1.6, 0.4  # as if two tokens had been drafted: four in five are right until more is known
 
 
