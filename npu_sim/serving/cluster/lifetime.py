@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 _OBJECT_STORE = 256 << 20  # bytes; only requests and updates pass through it
-# No telemetry; replicas have the same priority as the server in front of them.
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+# No telemetry; replicas have the same priority as the server in front of them; a busy machine may take longer than
+# Ray's 30 seconds to start a cluster.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_gcs_server_port_wait_time_s": "120",
+}
 
 
 @contextlib.contextmanager
