@@ -30,6 +30,7 @@ from npu_sim.serving.cluster import Deployment, RemoteEngine, Scale, cluster
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 STREAMS, TOKENS = 100, 60
+MANY_TOKENS = 300  # so that streams are still under way when a replica is killed, however fast the engine is
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
 SCHEMA = {"type": "object", "properties": {"n": SMALL}, "required": ["n"], "additionalProperties": False}
 
@@ -66,7 +67,7 @@ def message(index: int) -> str:
     return f"the cat {index % 6} sat on the mat"
 
 
-def stream(client: openai.OpenAI, index: int) -> Reply:
+def stream(client: openai.OpenAI, index: int, tokens: int = TOKENS) -> Reply:
     """What a client reads of a stream up to its end; a connection that is cut fails the test."""
     text = ""
     try:
@@ -74,7 +75,7 @@ def stream(client: openai.OpenAI, index: int) -> Reply:
             model=NAME,
             messages=[{"role": "user", "content": message(index)}],
             temperature=0,
-            max_tokens=TOKENS,
+            max_tokens=tokens,
             stream=True,
         )
         for chunk in chunks:
@@ -97,13 +98,13 @@ def wait_until(condition: Any, seconds: float, engine: RemoteEngine) -> None:
 def test_a_replica_that_is_killed_fails_its_streams_only_and_is_replaced(folder: Path) -> None:
     checkpoint = load_checkpoint(folder, "float32")
     single = LanguageModel(checkpoint, device="cpu", cache_length=384)
-    right = ["".join(chat(single, message(index), max_new_tokens=TOKENS)) for index in range(6)]
+    right = ["".join(chat(single, message(index), max_new_tokens=MANY_TOKENS)) for index in range(6)]
     with replicas(folder, Scale(2, 2)) as engine, served(checkpoint, engine=engine) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=600)
         before = {one.replica: one for one in engine.replicas()}
         assert len(before) == 2
         with ThreadPoolExecutor(STREAMS) as pool:
-            asked = [pool.submit(stream, client, index) for index in range(STREAMS)]
+            asked = [pool.submit(stream, client, index, MANY_TOKENS) for index in range(STREAMS)]
             wait_until(lambda: all(one.stats.new_tokens > 40 for one in engine.replicas()), 300, engine)
             killed = next(iter(before.values()))
             os.kill(killed.pid, signal.SIGKILL)
@@ -119,7 +120,7 @@ def test_a_replica_that_is_killed_fails_its_streams_only_and_is_replaced(folder:
             900,
             engine,
         )
-        assert stream(client, 0) == Reply(right[0], None)
+        assert stream(client, 0, MANY_TOKENS) == Reply(right[0], None)
         wait_until(lambda: engine.stats().blocks_used == 0 and engine.stats().running == 0, 300, engine)
 
 
