@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuda_compiler.rules.gates import GATED, with_gate
 from cuda_compiler.rules.matmul import operands
-from cuda_compiler.rules.streamed import GATED, streamed_product, suits_streaming
+from cuda_compiler.rules.streamed import streamed_product, suits_streaming
 from cuda_compiler.specialization.sizes import vector_width
 from cuda_compiler.specialization.specializer import Specializer
-from npu_compiler.program.elementwise import GATES, elementwise_kernel
 from npu_compiler.program.kernels import KERNELS, KernelCall
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
@@ -36,9 +36,9 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
         if x is None or not suits_streaming(make, call, inputs):
             result.append(call)
             continue
-        out, gate = call.outputs[0].buffer, None
-        if index < len(plan.calls) and out in inner and readers[out] == 2 and inputs["residual"] is None:
-            gate = _gate(call, plan.calls[index])
+        gate = None
+        if index < len(plan.calls) and call.outputs[0].buffer in inner:
+            gate = with_gate(call, plan.calls[index], readers)
         if gate is not None and suits_streaming(make, gate, inputs):
             call = gate
             index += 1
@@ -68,22 +68,3 @@ def _is_norm(call: KernelCall, x: View) -> bool:
         and call.params["weight_offset"] == 0
         and min(vector_width(source), vector_width(gain)) >= 8
     )
-
-
-def _gate(product: KernelCall, call: KernelCall) -> KernelCall | None:
-    """The product with its gate as one call, where `call` multiplies the activated first half with the second one."""
-    decl, out = elementwise_kernel(call), product.outputs[0]
-    activation = GATES.get(decl.op.name) if decl is not None else None
-    if activation is None or product.params["activation"] != "none" or len(call.inputs) != 2 or out.shape[1] % 2:
-        return None
-    half = out.shape[1] // 2
-    halves = [out.slice(1, first, first + half) for first in (0, half)]
-    shape = halves[0].shape
-    if [view.reshape(shape) if view.numel == halves[0].numel else None for view in call.inputs] != halves:
-        return None
-    made = call.outputs[0].reshape(shape) if call.outputs[0].numel == halves[0].numel else None
-    if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
-        return None
-    params = {**product.params, "n": half, "activation": activation}
-    kernel = GATED[product.kernel]
-    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)

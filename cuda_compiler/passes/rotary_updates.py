@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cuda_compiler.rules.rotary import rotary_kernel, shown_heads
+from cuda_compiler.rules.rotary import by_heads, rotary_kernel, shown_heads
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
@@ -44,9 +44,9 @@ def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], 
     index, *rest = update.inputs
     if update.params["dim"] != _ROWS_OF.get(rest[0].rank):
         return None
-    new_keys, source, keys, values = map(_by_heads, (*rest, *update.outputs))
+    new_keys, source, keys, values = map(by_heads, (*rest, *update.outputs))
     stored = shown_heads(new_keys, turned)
-    read = map(_by_heads, readers[turned.buffer])
+    read = map(by_heads, readers[turned.buffer])
     others = [shown_heads(view, turned) for view in read if view != new_keys]
     if (
         stored is None
@@ -66,8 +66,3 @@ def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], 
         bytes_moved=rope.bytes_moved + distinct_bytes(index) + 2 * distinct_bytes(source),
     )
     return rotary_kernel(make, call, "rotary_update", inputs, outputs, {"first_key": stored.start})
-
-
-def _by_heads(view: View) -> View:
-    """[rows, heads, width], as a pool has them, as [images, heads, rows, width]; any other view as it is."""
-    return view.transpose(0, 1).unsqueeze(0) if view.rank == 3 else view

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from cuda_compiler.resident.layout import WARPS, whole_lines
 from cuda_compiler.resident.origins import Origin, find_origin
 from cuda_compiler.resident.phases import BACKOFF_NS, Phase
-from cuda_compiler.rules.attention import BLOCK_KEYS, BLOCK_ROWS, found_memory, suits_tensor_cores
+from cuda_compiler.rules.attention import (
+    BLOCK_KEYS,
+    BLOCK_ROWS,
+    PAGED,
+    found_memory,
+    heads_together,
+    suits_tensor_cores,
+)
+from cuda_compiler.rules.rotary import by_heads
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups
 from npu_compiler.graph.dtypes import itemsize
@@ -20,8 +28,7 @@ _FEW_QUERIES = 8
 _MIN_TILES = 4  # of keys that a split has, as more splits have more partial sums to exchange
 MOST_CALLS = 8  # a copy, an RMSNorm and a rotary embedding of queries and of keys, a cache update, attention
 _ANGLES_AND_GAINS = ("cos", "sin", "query_gain", "key_gain")
-_INPUTS = ("unrotated", *_ANGLES_AND_GAINS, "index", "key_source", "value_source", "mask")
-_PREFETCHED = ("k", "v", "mask", "index", *_ANGLES_AND_GAINS)
+_INPUTS = ("unrotated", *_ANGLES_AND_GAINS, "index", "key_source", "value_source")
 _NOT_NORMED: dict[str, bool | float] = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
 
@@ -33,6 +40,8 @@ class AttentionMatch:
         taken: How many calls it stands for.
         call: The attention call.
         q, k, v: Queries as they are read, the caches.
+        where: The operands that say which keys count: a mask; or tables, sequences and positions, where `k` and `v` are
+            pools.
         inputs, outputs: Operands of the phase, by name.
         norm: Constants of the RMSNorm of queries and new keys.
     """
@@ -42,52 +51,76 @@ class AttentionMatch:
     q: View
     k: View
     v: View
+    where: tuple[str, ...]
     inputs: dict[str, View | None]
     outputs: dict[str, View | None]
     norm: dict[str, bool | float]
 
+    @property
+    def is_paged(self) -> bool:
+        return _is_paged(self.call)
+
+    @property
+    def tokens(self) -> int:
+        """Whose keys and values are new."""
+        keys = self.inputs["key_source"]
+        return 0 if keys is None else keys.shape[0] if self.is_paged else keys.shape[2]
+
+
+def _is_paged(call: KernelCall) -> bool:
+    return call.kernel == "paged_attention_kernel"
+
 
 def attention_phase(match: AttentionMatch) -> Phase:
-    """The phase for calls that were found to be one; each KV head's keys are divided into splits of whole tiles."""
-    batch, heads, queries, _ = match.q.shape
-    kv_heads, keys = match.k.shape[1], match.k.shape[2]
-    rows = queries * (heads // kv_heads)
-    items = batch * kv_heads * groups(rows, BLOCK_ROWS)
+    """The phase for calls that were found to be one; the keys of each problem are divided into splits of whole tiles.
+
+    A problem is what attends to the keys of one KV head: all queries of a batch, or one token where keys are in a pool.
+    """
+    constants: dict[str, bool | int | float] = dict(match.norm)
+    if match.is_paged:
+        tokens, heads, _ = match.q.shape
+        rows = constants["sharing"] = heads_together(heads, match.k.shape[1])
+        problems, angles, first_tile = tokens * heads // rows, tokens, 8
+        keys = match.call.inputs[PAGED.index("tables")].shape[1] * match.call.params["block_size"]
+        file, function = "resident/paged_attention.cu", "attend_pool"
+    else:
+        batch, heads, angles, _ = match.q.shape
+        kv_heads, keys = match.k.shape[1], match.k.shape[2]
+        rows = angles * (heads // kv_heads)
+        problems, first_tile = batch * kv_heads, 24
+        file, function = "resident/attention.cu", "attend_keys"
     # One more split would give some blocks two items, and the others wait for them.
+    items = problems * groups(rows, BLOCK_ROWS)
     splits = min(groups(keys, _MIN_TILES * BLOCK_KEYS), max(MULTIPROCESSORS // items, 1))
+    constants |= {"splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS}
     return Phase(
         match.call,
-        "resident/attention.cu",
-        "attend_keys",
+        file,
+        function,
         {**match.inputs, "message": None},
         {**match.outputs, "out": match.call.outputs[0]},
-        {**match.norm, "splits": splits, "from_mailbox": False, "to_mailbox": False, "backoff_ns": BACKOFF_NS},
-        whole_lines(_scratch_bytes(match)),
-        _PREFETCHED,
-        _prefetched_bytes(match),
-        partials=batch * kv_heads * rows * splits * (2 + match.v.shape[3]),
+        constants,
+        whole_lines(_scratch_bytes(match, rows)),
+        ("k", "v", *match.where, "index", *_ANGLES_AND_GAINS),
+        _prefetched_bytes(match, angles) + first_tile * WARPS,
+        partials=problems * rows * splits * (2 + match.v.shape[-1]),
     )
 
 
-def _prefetched_bytes(match: AttentionMatch) -> int:
-    """Bytes of `Prefetched` in `attention.cu`."""
-    cos = match.inputs["cos"]
-    angles = 2 * match.q.shape[3] * (match.q.shape[2] * itemsize(cos.dtype) if cos is not None else 4)
-    gains = 4 * (2 * match.q.shape[3] if match.norm["normed"] else 4)
-    return angles + gains + 4 * _tokens(match) + 24 * WARPS + 16
+def _prefetched_bytes(match: AttentionMatch, angles: int) -> int:
+    """Bytes of `SmallOperands` in `new_rows.cuh`."""
+    width, cos = match.q.shape[-1], match.inputs["cos"]
+    angle_bytes = 2 * width * (angles * itemsize(cos.dtype) if cos is not None else 4)
+    gains = 4 * (2 * width if match.norm["normed"] else 4)
+    return angle_bytes + gains + 4 * max(match.tokens, 1) + 16
 
 
-def _scratch_bytes(match: AttentionMatch) -> int:
+def _scratch_bytes(match: AttentionMatch, rows: int) -> int:
     """Bytes of `Scratch` there."""
-    rows = min(match.q.shape[2] * (match.q.shape[1] // match.k.shape[1]), BLOCK_ROWS)
-    width, value_width = match.q.shape[3], match.v.shape[3]
-    staged = (rows * (width + 32) + _tokens(match) * (width + value_width)) * itemsize(match.q.dtype)
+    rows, tokens = min(rows, BLOCK_ROWS), max(match.tokens, 1)
+    width, value_width = match.q.shape[-1], match.v.shape[-1]
+    staged = (rows * (width + 32) + tokens * (width + value_width)) * itemsize(match.q.dtype)
     return staged + WARPS * found_memory(rows, value_width) + 48
-
-
-def _tokens(match: AttentionMatch) -> int:
-    keys = match.inputs["key_source"]
-    return keys.shape[2] if keys is not None else 1
 
 
 def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> AttentionMatch | None:
@@ -99,35 +132,40 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
         calls: Up to `MOST_CALLS`.
         readers: Buffer → how many calls and program outputs read it.
     """
-    end = next((at for at, call in enumerate(calls) if call.kernel == "attention_kernel"), None)
+    end = next((at for at, call in enumerate(calls) if call.kernel == "attention_kernel" or _is_paged(call)), None)
     if end is None:
         return None
     before, call = calls[:end], calls[end]
-    q, k, v, mask, out = KERNELS[call.kernel].bind(call)
-    assert q is not None and k is not None and v is not None and out is not None
-    if q.shape[2] > _FEW_QUERIES or not suits_tensor_cores(q, k, v) or q.shape[1] % k.shape[1]:
-        return None
-    inputs: dict[str, View | None] = dict.fromkeys(_INPUTS)
-    inputs["mask"] = mask
+    paged = _is_paged(call)
+    decl = KERNELS[call.kernel]
+    where = dict(zip((operand.name for operand in decl.inputs), decl.bind(call), strict=False))
+    q, k, v = (where.pop(name) for name in "qkv")
+    assert q is not None and k is not None and v is not None
+    inputs: dict[str, View | None] = dict.fromkeys(_INPUTS) | where
     outputs: dict[str, View | None] = {}
     steps = list(before)
     new_keys = None
     if steps and steps[-1].kernel == "index_copy_pair_kernel":
         update = steps.pop()
         inputs["index"], new_keys, values = update.inputs
-        if update.outputs != (k, v) or update.params["dim"] != 2 or not _alike(new_keys, k) or not _alike(values, v):
+        rows = 0 if paged else 2
+        alike = _alike(new_keys, k, rows) and _alike(values, v, rows)
+        if update.outputs != (k, v) or update.params["dim"] != rows or not alike:
             return None
         inputs["value_source"] = values
         outputs = {"k": k, "v": v}
     else:
         inputs |= {"k": k, "v": v}
+    few = _suits_paged(call, q, new_keys) if paged else q.shape[2] <= _FEW_QUERIES
+    if not few or not suits_tensor_cores(q, k, v) or q.shape[1] % k.shape[1]:
+        return None
     makers = {view.buffer: step for step in steps for view in step.outputs}
-    origins = [find_origin(view, makers) for view in (q, new_keys) if view is not None]
+    origins = [find_origin(by_heads(view), makers) for view in (q, new_keys) if view is not None]
     found = [origin for origin in origins if origin is not None]
     if len(found) < len(origins) or not _turned_alike(found) or not _normed_alike(found):
         return None
     for origin, source, gain in zip(found, ("unrotated", "key_source"), ("query_gain", "key_gain"), strict=False):
-        inputs[source] = origin.view
+        inputs[source] = origin.view.squeeze(0).transpose(0, 1) if paged else origin.view
         if origin.norm is not None:
             inputs[gain] = KERNELS[origin.norm.kernel].bind(origin.norm)[1]
     rope, norm = found[0].rope, found[0].norm
@@ -144,7 +182,14 @@ def match_attention(calls: Sequence[KernelCall], readers: Counter[str]) -> Atten
         or any(view is not None and view.buffer in makers for view in inputs.values())
     ):
         return None
-    return AttentionMatch(end + 1, call, q, k, v, inputs, outputs, constants)
+    return AttentionMatch(end + 1, call, q, k, v, tuple(where), inputs, outputs, constants)
+
+
+def _suits_paged(call: KernelCall, q: View, new_keys: View | None) -> bool:
+    """Whether tiles of keys lie side by side in the pool, and each of a few tokens has a new row of it."""
+    tokens = q.shape[0]
+    whole_tiles = call.params["block_size"] % BLOCK_KEYS == 0
+    return tokens <= _FEW_QUERIES and whole_tiles and new_keys is not None and new_keys.shape[0] == tokens
 
 
 def _turned_alike(origins: Sequence[Origin]) -> bool:
@@ -170,11 +215,11 @@ def _normed_alike(origins: Sequence[Origin]) -> bool:
     return len({(norm["eps"], norm["weight_offset"]) if norm is not None else None for norm in norms}) == 1
 
 
-def _alike(source: View, cache: View) -> bool:
-    """Whether rows of a source replace rows of a cache, without a change of type."""
-    return (
-        source.dtype == cache.dtype
-        and source.shape[2] <= _FEW_QUERIES
-        and (*source.shape[:2], source.shape[3]) == (*cache.shape[:2], cache.shape[3])
-        and source.strides[3] == 1
-    )
+def _alike(source: View, cache: View, rows: int) -> bool:
+    """Whether rows of a source replace rows of a cache, its dimension `rows`, without a change of type."""
+
+    def other_sizes(view: View) -> tuple[int, ...]:
+        return (*view.shape[:rows], *view.shape[rows + 1 :])
+
+    few = source.shape[rows] <= _FEW_QUERIES
+    return few and (source.dtype, other_sizes(source)) == (cache.dtype, other_sizes(cache)) and source.strides[-1] == 1

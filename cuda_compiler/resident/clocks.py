@@ -29,7 +29,7 @@ _IN_KERNEL = {
     "    grid.end_run();": "    grid.clocks.end_run();",
 }
 _IN_PHASES = {
-    "    const HeldColumns held_columns(scratch);": "    grid.clocks.mark(grid.step, 0);",
+    "    const HeldColumns held_columns(grid, scratch, x);": "    grid.clocks.mark(grid.step, 0);",
     "        // After this the sums of the previous batch may be overwritten (I18), and memory may be written (I11).": (
         "        grid.clocks.mark(grid.step, 1);"
     ),
@@ -37,6 +37,8 @@ _IN_PHASES = {
     "        combine_warps(problem, item.first_row, state, scratch.memory, send, used);": (
         "        grid.clocks.mark(grid.step, 1);"
     ),
+    "        problem.q = &scratch.q[0][0];": "        grid.clocks.mark(grid.step, 0);",
+    "        combine_warps(problem, 0, state, scratch.memory, send, used);": "        grid.clocks.mark(grid.step, 1);",
 }
 _DEFINED_AFTER = "constexpr int grid_done = 3;"
 

@@ -21,6 +21,7 @@ from cuda_compiler.resident.phases import Phase
 from cuda_compiler.resident.products import PRODUCTS, product_phase
 from cuda_compiler.resident.quantized_products import QUANTIZED_PRODUCTS, quantized_product_phase
 from cuda_compiler.resident.source import RESIDENT, kernel_source
+from cuda_compiler.rules.gates import with_gate
 from cuda_compiler.rules.streamed import suits_streaming
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.specialization.specializer import Specializer
@@ -124,16 +125,28 @@ def _match(plan: ExecutionPlan, index: int, readers: Counter[str], reaches_peers
     first = calls[index]
     if first.kernel in _PRODUCT_PHASES:
         more, product, ranks = with_rank_sum(calls, index + 1, first, readers) if reaches_peers else (0, first, 1)
+        if not more:
+            more, product = _with_gate(plan, index, readers)
         phase = _PRODUCT_PHASES[product.kernel](plan, product)
         return (1, None) if phase is None else (1 + more, exchanging(phase, ranks))
     if first.kernel == "rmsnorm_kernel" and index + 1 < len(calls):
-        normalized, product = first.outputs[0], calls[index + 1]
+        normalized, following = first.outputs[0], calls[index + 1]
         alone = readers[normalized.buffer] == 1 and plan.buffers[normalized.buffer].kind == "arena"
-        if product.kernel in _PRODUCT_PHASES and alone and product.inputs[0] == normalized:
+        if following.kernel in _PRODUCT_PHASES and alone and following.inputs[0] == normalized:
+            more, product = _with_gate(plan, index + 1, readers)
             phase = _PRODUCT_PHASES[product.kernel](plan, product, first)
-            return (2, phase) if phase is not None else (1, None)
+            return (2 + more, phase) if phase is not None else (1, None)
     match = match_attention(calls[index : index + MOST_CALLS], readers)
     return (match.taken, attention_phase(match)) if match is not None else (1, None)
+
+
+def _with_gate(plan: ExecutionPlan, index: int, readers: Counter[str]) -> tuple[int, KernelCall]:
+    """The product with a number, and the gate behind it where there is one; how many calls that adds."""
+    product = plan.calls[index]
+    inner = plan.buffers[product.outputs[0].buffer].kind == "arena"
+    following = plan.calls[index + 1] if inner and index + 1 < len(plan.calls) else None
+    gated = with_gate(product, following, readers) if following is not None else None
+    return (0, product) if gated is None else (1, gated)
 
 
 def resident_call(run: Run, make: Specializer) -> KernelCall:

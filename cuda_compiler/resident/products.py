@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, UNIT_ROWS, WARPS, whole_lines
+from cuda_compiler.resident.layout import LINE_BYTES, SLOT_BYTES, THREADS, UNIT_ROWS, WARPS, whole_lines
 from cuda_compiler.resident.phases import Phase, Stream
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
@@ -13,7 +13,8 @@ from npu_compiler.program.views import View
 
 PRODUCTS = ("matmul_kernel", "matmul_vec_kernel", "gated_matmul_vec_kernel")
 MAX_ROWS = 8
-_MAX_STAGED_BYTES = 48 * 1024  # of a product's input
+_MAX_STAGED_BYTES = 64 * 1024  # of a product's input that a block holds in shared memory
+_MOST_UNITS = 8  # of a batch
 CONSTANT = ("gain", "bias")  # operands that are prefetched
 _NOT_NORMED = {"normed": False, "norm_eps": 0.0, "gain_offset": 0.0}
 
@@ -26,23 +27,28 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
     m, n, k = (call.params[name] for name in "mnk")
     gated = call.kernel == "gated_matmul_vec_kernel"
     pack = 16 // itemsize(weight.dtype)
+    row_bytes = k * itemsize(weight.dtype)
+    direct = norm is None and m * row_bytes > _MAX_STAGED_BYTES
     if (
-        not can_stage(inputs, m, k)
+        not can_receive(inputs, m, k)
+        or not (direct or fits_shared(inputs, m, k))
         or not plan.buffers[weight.buffer].is_constant
         or x.dtype != weight.dtype
         or min(vector_width(weight), pack) < pack
         or weight.strides[0] != k
     ):
         return None
-    row_bytes = k * itemsize(weight.dtype)
     own = own_rows(n, UNIT_ROWS // 2 if gated else UNIT_ROWS)
     unit_rows = 2 * own if gated else own
     chunk = chunk_bytes(row_bytes, unit_rows, SLOT_BYTES)
-    batch = max(MAX_ROWS // m, 2)  # a block takes units in pairs
     stream = Stream(groups(n, own), unit_rows, own, n, row_bytes, chunk)
+    pairs = min(_MOST_UNITS, THREADS // (own * m), groups(stream.units, MULTIPROCESSORS) + 1) // 2
+    batch = 2 * max(pairs, 1)  # a block takes units in pairs, and a thread finishes a result of a batch
     constants |= {"gated": gated, **stream_constants(stream), "chunk_packs": chunk // 16, "batch": batch}
+    constants["direct"] = direct
     sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
-    scratch = m * (groups(row_bytes, LINE_BYTES) * LINE_BYTES + 4 * WARPS) + sums
+    x_bytes = 16 if direct else m * groups(row_bytes, LINE_BYTES) * LINE_BYTES
+    scratch = x_bytes + 4 * WARPS * m + sums
     return Phase(
         call,
         "resident/product.cu",
@@ -73,15 +79,21 @@ def product_operands(
     return {"x": x, "gain": gain, **bound, **addends}, constants
 
 
-def can_stage(inputs: dict[str, View | None], m: int, k: int) -> bool:
-    """Whether a block can hold the input of a product, which it reads in whole packs of 16 bytes."""
+def fits_shared(inputs: dict[str, View | None], m: int, k: int) -> bool:
+    """Whether a block can hold the input of a product."""
+    x = inputs["x"]
+    assert x is not None
+    return m * k * itemsize(x.dtype) <= _MAX_STAGED_BYTES
+
+
+def can_receive(inputs: dict[str, View | None], m: int, k: int) -> bool:
+    """Whether the input of a product has few rows, which are read in whole packs of 16 bytes."""
     x, gain = inputs["x"], inputs["gain"]
     assert x is not None
     pack = 16 // itemsize(x.dtype)
     return (
         m <= MAX_ROWS
         and x.dtype in HALF_DTYPES
-        and m * k * itemsize(x.dtype) <= _MAX_STAGED_BYTES
         and k % pack == 0
         and vector_width(x) >= pack
         and (gain is None or vector_width(gain) >= pack)

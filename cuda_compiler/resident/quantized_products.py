@@ -9,8 +9,9 @@ from cuda_compiler.resident.layout import LINE_BYTES, QUANTIZED_SLOT_BYTES, THRE
 from cuda_compiler.resident.phases import Phase, Side, Stream
 from cuda_compiler.resident.products import (
     CONSTANT,
-    can_stage,
+    can_receive,
     chunk_bytes,
+    fits_shared,
     product_operands,
     stream_constants,
 )
@@ -43,7 +44,8 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
     bits = CODES[call.params["codes"]]
     span, group = _SPAN_BYTES * 8 // bits, k // call.params["groups"]
     if (
-        not can_stage(inputs, m, k)
+        not can_receive(inputs, m, k)
+        or not fits_shared(inputs, m, k)
         or not all(plan.buffers[view.buffer].is_constant and _is_aligned(view) for view in parts.values())
         or k % span
         or group % span

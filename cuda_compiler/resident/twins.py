@@ -6,7 +6,7 @@ rotary embedding, and in the result. Tests compare twins with op-level kernels, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -116,6 +116,39 @@ def attend_keys(q: Array, k: Array, v: Array, bias: Array, scale: float, splits:
     """Attention over splits of the keys; shapes as in `attend_split`, result [B, H, T, Dv]."""
     parts = [attend_split(q, k, v, bias, scale, split, splits) for split in range(splits)]
     return combine_partials(*(np.stack(part) for part in zip(*parts, strict=True))).astype(q.dtype)
+
+
+def update_pool(pool: Array, slots: Array, rows: Array) -> Array:
+    """The pool [rows, KV, D] with rows [T, KV, D] in places slots [T]; a row whose place is outside is dropped."""
+    updated: Array = update_cache(pool.swapaxes(0, 1)[None], slots, rows.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
+    return updated
+
+
+def attend_pool(
+    q: Array,
+    k: Array,
+    v: Array,
+    tables: Array,
+    reached: Sequence[tuple[int, int]],
+    block_size: int,
+    scale: float,
+    splits: int,
+) -> Array:
+    """Attention of tokens of many sequences, each over splits of the keys that it reaches.
+
+    Shapes: q [T, H, D]; k [rows, KV, D]; v [rows, KV, Dv]; tables [S, blocks]; result [T, H, Dv].
+
+    Args:
+        reached: Each token's sequence and position.
+    """
+    results = []
+    for query, (sequence, position) in zip(q, reached, strict=True):
+        keys = np.arange(position + 1)
+        rows = tables[sequence, keys // block_size] * block_size + keys % block_size
+        own_k, own_v = (pool[rows].swapaxes(0, 1)[None] for pool in (k, v))
+        bias = np.zeros((1, q.shape[1], 1, len(keys)), np.float32)
+        results.append(attend_keys(query[None, :, None], own_k, own_v, bias, scale, splits)[0, :, 0])
+    return np.stack(results)
 
 
 def accesses(

@@ -41,7 +41,7 @@ _PRODUCT_WIDTHS = (40, 64, 80, 128)  # columns of the products of weights and va
 _SLAB = 64  # elements that a row of shared memory has, or a multiple of them
 _WARPGROUP_STAGES = 2
 _BARRIERS = 4 * 8  # bytes, for each stage
-_PAGED = ("q", "k", "v", "tables", "sequences", "positions")
+PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
 _MOST_SHARERS = 8  # blocks of a cluster
@@ -286,7 +286,7 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
     """Tokens of one sequence in tiles of 16 rows or more; the keys split where that leaves multiprocessors idle."""
     q, k, v, tables, _, _ = call.inputs
     (out,) = call.outputs
-    inputs = dict(zip(_PAGED, call.inputs, strict=True))
+    inputs = dict(zip(PAGED, call.inputs, strict=True))
     (tokens, heads, width), value_width = q.shape, v.shape[2]
     if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
         slice_width = min(value_width, _SLICE)
@@ -302,8 +302,7 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
                 constants={"slice": slice_width, "sharing": 1, "tile_tokens": 1},
             )
         ]
-    per_kv_head = heads // k.shape[1]
-    sharing = next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
+    sharing = heads_together(heads, k.shape[1])
     head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
     splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     together = tokens >= _MANY_TOKENS
@@ -358,6 +357,12 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         constants={"splits": splits},
     )
     return [split, replace(combine, flops=0, bytes_moved=0)]
+
+
+def heads_together(heads: int, kv_heads: int) -> int:
+    """How many heads of one KV head are rows of one problem of paged attention."""
+    per_kv_head = heads // kv_heads
+    return next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
 
 
 def _paged_by_clusters(

@@ -59,6 +59,11 @@ def shown_heads(view: View, whole: View) -> range | None:
     return range(head, head + view.shape[1])
 
 
+def by_heads(view: View) -> View:
+    """[rows, heads, width], as a pool has them, as [images, heads, rows, width]; any other view as it is."""
+    return view.transpose(0, 1).unsqueeze(0) if view.rank == 3 else view
+
+
 RULES: dict[str, Rule] = {
     "rope_kernel": _rope,
 }

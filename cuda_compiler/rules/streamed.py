@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
+from cuda_compiler.rules.gates import GATED
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
@@ -15,11 +16,6 @@ from npu_compiler.graph.quantization import CODES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
-# A product → the same with a gate, whose weight has the rows of the gate, then as many others.
-GATED = {
-    "matmul_kernel": "gated_matmul_vec_kernel",
-    "quantized_matmul_kernel": "quantized_gated_matmul_vec_kernel",
-}
 _FEWEST_ROWS, _MOST_ROWS = 3, 16  # with fewer, others read a large weight as fast; with more, cuBLASLt or tiles do
 _FEWEST_ROWS_OF_SMALL, _SMALL = 2, 1 << 22  # elements of a weight that takes less time to read than a launch takes
 _FEWEST_BYTES = 1 << 20  # of a 16-bit weight: smaller ones leave most multiprocessors idle

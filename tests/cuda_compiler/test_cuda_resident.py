@@ -15,7 +15,7 @@ import pytest
 import torch
 from cuda_llms import CACHE, CONFIGS, checkpoint, config, plan_of, step_of
 from cuda_phases import Phases
-from cuda_wirings import WIRED, AddsItsInput, NarrowValues, Wired, check_wired, wired_program
+from cuda_wirings import WIRED, AddsItsInput, NarrowValues, SoftmaxBetween, Wired, check_wired, wired_program
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import npu_compiler
@@ -41,12 +41,17 @@ def test_a_decode_step_is_one_resident_kernel_behind_a_few_small_ones(name: str)
     assert calls[-1].kernel == RESIDENT
 
 
+@pytest.mark.parametrize("tokens", [2, 8])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_what_has_no_phase_stands_between_resident_kernels(name: str) -> None:
-    kernels = [call.kernel for call in plan_of(name, 4).calls]
-    first, last = kernels.index(RESIDENT), len(kernels) - kernels[::-1].index(RESIDENT)
-    assert kernels.count(RESIDENT) >= 3
-    assert set(kernels[first:last]) == {RESIDENT, "silu_mul_kernel"}
+def test_a_step_of_a_few_tokens_is_one_before_the_row_of_the_head(name: str, tokens: int) -> None:
+    kernels = [call.kernel for call in plan_of(name, tokens).calls]
+    assert kernels.count(RESIDENT) == 1 and len(kernels) <= 10
+    assert kernels[kernels.index(RESIDENT) + 1 :] == ["rmsnorm_kernel", "index_select_kernel", "matvec"]
+
+
+def test_what_has_no_phase_stands_between_resident_kernels() -> None:
+    calls = wired_program(SoftmaxBetween, CUDACodegenTarget()).plan.calls
+    assert [call.kernel for call in calls] == [RESIDENT, "softmax_kernel", RESIDENT]
 
 
 def normed_attention() -> Phases:
@@ -189,7 +194,7 @@ def test_values_that_are_no_whole_pairs_of_packs_compile() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
-@pytest.mark.parametrize("kind", [*WIRED, NarrowValues])
+@pytest.mark.parametrize("kind", [*WIRED, NarrowValues, SoftmaxBetween])
 def test_other_wirings_are_right_time_after_time(kind: type[Wired], seed: int) -> None:
     check_wired(kind, cuda_gpu.cuda_backends()[0], seed, times=50)
 

@@ -15,6 +15,7 @@ from cuda_llms import CONFIGS, paged_plan_of
 from cuda_llms import plan_of as plan_of_a_model
 
 from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.resident.kernel import RESIDENT
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.memory_planner import plan_memory
@@ -139,11 +140,12 @@ def test_a_prefill_has_no_launch_for_its_caches(name: str) -> None:
     assert found.count("rotary_update") == CONFIGS[name].num_hidden_layers
 
 
-@pytest.mark.parametrize("tokens", [2, 32])
-def test_a_step_over_a_paged_cache_has_none_either(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "updates"), [(2, 0), (32, CONFIGS["qwen2"].num_hidden_layers)])
+def test_a_step_over_a_paged_cache_has_none_either(tokens: int, updates: int) -> None:
+    """That of a few tokens is a resident kernel, which updates the cache itself."""
     found = kernels(paged_plan_of("qwen2", tokens))
     assert "index_copy_pair_kernel" not in found and "rope_kernel" not in found
-    assert found.count("rotary_update") == CONFIGS["qwen2"].num_hidden_layers
+    assert found.count("rotary_update") == updates and found.count(RESIDENT) == (0 if updates else 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

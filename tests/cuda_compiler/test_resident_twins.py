@@ -71,6 +71,33 @@ def test_attention_over_splits_means_what_its_calls_do(
     phases.check(run_reference(phases), TOLERANCE[dtype])
 
 
+@given(
+    seed=SEEDS,
+    dtype=st.sampled_from(sorted(TOLERANCE)),
+    sharing=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    reached=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 70)), min_size=1, max_size=8, unique=True),
+    half_width=st.integers(1, 20),
+    splits=st.integers(1, 8),
+    block_size=st.sampled_from([4, 16, 32]),
+    normed=st.booleans(),
+)
+def test_attention_over_a_pool_means_what_its_calls_do(
+    seed: int,
+    dtype: str,
+    sharing: int,
+    kv_heads: int,
+    reached: list[tuple[int, int]],
+    half_width: int,
+    splits: int,
+    block_size: int,
+    normed: bool,
+) -> None:
+    phases = Phases(dtype, np.random.default_rng(seed))
+    phases.paged_attention(sharing * kv_heads, kv_heads, reached, 2 * half_width, splits, block_size, normed)
+    phases.check(run_reference(phases), TOLERANCE[dtype])
+
+
 @given(seed=SEEDS, span=st.sampled_from([16, 32]), spread=st.integers(0, 60))
 def test_integers_stand_for_what_bfloat16_holds_of_a_span(seed: int, span: int, spread: int) -> None:
     rng = np.random.default_rng(seed)
@@ -126,6 +153,35 @@ def normed_attention(dtype: str, seed: int, queries: int) -> Phases:
     return phases
 
 
+# Of sequences of different lengths; tokens in a row, in one tile and across its end; the first of a sequence.
+REACHED = [(1, 300), (0, 14), (0, 15), (0, 16), (3, 1999), (2, 0), (1, 301), (4, 700)]
+
+
+def paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
+    """Attention to keys in a pool, and a product of its result; some splits of some tokens have no keys."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    phases.product(phases.paged_attention(6, 2, REACHED[:tokens], 64, splits=8), "out", 96, normed=True)
+    return phases
+
+
+def normed_paged_attention(dtype: str, seed: int, tokens: int) -> Phases:
+    """The same with the RMSNorm of every head, larger blocks of the pool, and two problems of a KV head."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.paged_attention(40, 2, REACHED[:tokens], 80, splits=8, block_size=32, normed=True)
+    phases.product(h, "out", 96)
+    return phases
+
+
+def long_products(dtype: str, seed: int, rows: int) -> Phases:
+    """Products whose inputs do not fit shared memory where they have eight rows."""
+    phases = Phases(dtype, np.random.default_rng(seed))
+    h = phases.product(phases.operand("x", rows, 256), "gated", 6_000, "silu", normed=True, gated=True)
+    h = phases.product(h, "down", 272, residual=True)
+    h = phases.product(h, "up", 9_216, "gelu")
+    phases.product(h, "end", 2_500, bias=True)
+    return phases
+
+
 FORMATS = [
     QuantizedFormat("int4", 32, "float16", "zero_point"),
     QuantizedFormat("int4", 32, "float32", "minimum"),
@@ -150,7 +206,14 @@ def products_in_few_bits(dtype: str, seed: int, rows: int, format: QuantizedForm
     return phases
 
 
-PHASES_IN_16_BITS = {"products": products, "attention": attention, "normed attention": normed_attention}
+PHASES_IN_16_BITS = {
+    "products": products,
+    "long products": long_products,
+    "attention": attention,
+    "normed attention": normed_attention,
+    "paged attention": paged_attention,
+    "normed paged attention": normed_paged_attention,
+}
 PHASES: dict[str, Callable[[str, int, int], Phases]] = {
     **PHASES_IN_16_BITS,
     **{str(format): partial(products_in_few_bits, format=format) for format in FORMATS},
@@ -171,7 +234,8 @@ def test_the_phases_are_connected_and_mean_what_their_calls_do(kind: str, rows: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PHASES_IN_16_BITS)
 def test_the_phases_compile(kind: str) -> None:
-    cuda_toolchain.compile_sources(resident(PHASES[kind]("float16", 0, 1))[1].sources.values())
+    sources = [source for rows in (1, 8) for source in resident(PHASES[kind]("float16", 0, rows))[1].sources.values()]
+    cuda_toolchain.compile_sources(sources)
 
 
 @pytest.mark.slow
@@ -193,4 +257,4 @@ def test_the_phases_do_what_their_twins_say(kind: str, rows: int, dtype: str, se
     for found in runs:
         phases.check(found, TOLERANCE[dtype] if kind in PHASES_IN_16_BITS else LOOSER[dtype])
         for name, array in found.items():
-            np.testing.assert_array_equal(array, runs[0][name])
+            assert array.tobytes() == runs[0][name].tobytes(), name

@@ -68,6 +68,13 @@ class NarrowValues(Wired):
         return self.o(self.joined(self.attend(x, k, v[..., :40])))
 
 
+class SoftmaxBetween(Wired):
+    """A softmax, which has no phase, between two runs of products."""
+
+    def forward(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.p(self.o(F.softmax(self.up(self.gate(x)), dim=-1)))
+
+
 # Which of the steps read the mailbox of the step before.
 WIRED = {
     AddsItsInput: [False, False, True],

@@ -12,6 +12,7 @@ __device__ __forceinline__ index_t out_row(const Problem &problem, int row) {
 
 #kernel paged_once paged_shared paged_split
 #include "attention/attention_fragments.cuh"
+#include "attention/paged_scores.cuh"
 
 // A tile's keys where a tile lies within one block of the pool.
 struct TileRows {
@@ -42,35 +43,6 @@ __device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem,
     } else {
         tile.copy(problem, first);
     }
-}
-
-// What is added to the scores of 16 rows with 16 keys, as the fragments have them.
-__device__ __forceinline__ void paged_biases(
-    const Problem &problem, int first_row, int first_key, float (&bias)[2][2 * halves]
-) {
-    const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int i = 0; i < 2 * halves; i++) {
-        const int reach = problem.reach(first_row + lane / 4 + i / 2 * 8);
-#pragma unroll
-        for (int tile = 0; tile < 2; tile++) {
-            bias[tile][i] = first_key + 8 * tile + lane % 4 * 2 + i % 2 < reach ? 0.0f : -INFINITY_F;
-        }
-    }
-}
-
-// The weights of 16 keys, of which a row attends to those before its reach.
-__device__ __forceinline__ Weights weigh_keys(
-    State &state, const Problem &problem, int first_row, int first_key, const KeyWords &words
-) {
-    float scores[2][4];
-    state.multiply_keys(words, scores);
-    if (first_key + block_keys > problem.reach(0)) {  // else all rows attend to all of them
-        float bias[2][2 * halves];
-        paged_biases(problem, first_row, first_key, bias);
-        State::add_bias(scores, bias);
-    }
-    return state.weigh_scores(scores);
 }
 
 // Block `split` of `splits` attends to its part of the keys: each of its warps to every (splits · warps)-th tile of 16. The

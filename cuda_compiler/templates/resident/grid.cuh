@@ -147,18 +147,28 @@ struct Grid {
         static_assert(sizeof(Values) == 16, "eight values of two bytes");
         uint4 &at = reinterpret_cast<uint4 &>(values);
         unsigned found[4] = {~at.x, ~at.y, ~at.z, ~at.w};
+        request(found, index, wanted);
+        at = make_uint4(~found[0], ~found[1], ~found[2], ~found[3]);
+        return !wanted || !is_missing(found);
+    }
+
+    // Begins to read the messages of eight values, as they are stored.
+    __device__ __forceinline__ void request(unsigned (&found)[4], int index, bool wanted) const {
         asm volatile("{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
                      "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
                      : "+r"(found[0]), "+r"(found[1]), "+r"(found[2]), "+r"(found[3])
                      : "l"(message(mailbox == 0 ? 2 : mailbox - 1, index)), "r"(unsigned(wanted)) : "memory");
-        at = make_uint4(~found[0], ~found[1], ~found[2], ~found[3]);
+    }
+
+    // Whether one of eight messages has not been written.
+    __device__ __forceinline__ static bool is_missing(const unsigned (&found)[4]) {
         // Where one of two values is 0, and only there, subtracting 1 from each sets a sign that was not set.
         unsigned missing = 0;
 #pragma unroll
         for (unsigned pair : found) {
             missing |= (pair - 0x00010001u) & ~pair;
         }
-        return !wanted || (missing & 0x80008000u) == 0;
+        return (missing & 0x80008000u) != 0;
     }
 
     __device__ __forceinline__ unsigned tag() const { return base + step + 1; }  // I16

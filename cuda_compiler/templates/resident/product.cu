@@ -20,10 +20,10 @@
 constexpr int last_packs = packs % chunk_packs;
 constexpr int fours = (rows + 3) / 4;  // groups of four rows of x
 constexpr int sum_rows = UNIT_ROWS;
-constexpr int x_row = (packs + line - 1) / line * line * pack;
+constexpr int x_row = direct ? pack : (packs + line - 1) / line * line * pack;
 
 struct Scratch {
-    alignas(16) Element x[rows][x_row];
+    alignas(16) Element x[direct ? 1 : rows][x_row];
     float sums[2][warps][batch][sum_rows][rows];  // I18
     float squares[rows][warps];
 };
@@ -38,6 +38,10 @@ __device__ __forceinline__ void pad(Scratch &scratch) {
 }
 
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
+    if constexpr (direct) {
+        back_off();
+        return;
+    }
     pad(scratch);
     Pack<Element, pack> values[rows][held] = {};
     receive_x(grid, scratch.squares, x, gain, values);
@@ -65,15 +69,24 @@ struct Columns {
     static constexpr int turns = (lines + warps - 1) / warps;
     Words of[turns][fours];
 
-    __device__ __forceinline__ Columns(const Element (&x)[rows][x_row], int first_pack) {
+    Columns() = default;
+
+    __device__ __forceinline__ Columns(const Scratch &scratch, int first_pack) {
+        each([&](Words &words, int row, int at, bool wanted) {
+            words = load_words(scratch.x[direct ? 0 : row] + (first_pack + at) * pack, wanted);
+        });
+    }
+
+    // `visit(words, row, pack, wanted)` is told which part of x words are.
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) {
         const int group = threadIdx.x % WARP / 4;
 #pragma unroll
         for (int four = 0; four < fours; four++) {
             const int row = 4 * four + group % 4;
-            const Element *x_at = x[row < rows ? row : rows - 1] + first_pack * pack;
 #pragma unroll
             for (int turn = 0; turn < turns; turn++) {
-                of[turn][four] = load_words(x_at + piece(turn, group / 4) * pack, takes(turn));
+                visit(of[turn][four], row < rows ? row : rows - 1, piece(turn, group / 4), takes(turn));
             }
         }
     }
@@ -85,11 +98,70 @@ struct Columns {
 
 // Where a row is one chunk, a lane's part of x stays in registers instead of being read again for every unit.
 constexpr int chunks = packs / chunk_packs;
-constexpr bool x_in_registers = chunks + (last_packs != 0) == 1;
+constexpr bool x_in_registers = !direct && chunks + (last_packs != 0) == 1;
 
 struct HeldColumns : Columns<x_in_registers ? packs : line> {
-    __device__ __forceinline__ HeldColumns(const Scratch &scratch)
-        : Columns<x_in_registers ? packs : line>(scratch.x, 0) {}
+    const Grid &grid;
+    const Element *x;
+
+    __device__ __forceinline__ HeldColumns(const Grid &grid, const Scratch &scratch, const Element *x)
+        : Columns<x_in_registers ? packs : line>(scratch, 0), grid(grid), x(x) {}
+};
+
+// The same where x is read directly, not from shared memory: begun ahead of its use.
+template <int packs>
+struct ArrivingColumns : Columns<packs> {
+    __device__ __forceinline__ void begin(const HeldColumns &from, int first_pack) {
+        Columns<packs>::each([&](Words &words, int row, int at, bool wanted) {
+            wanted = wanted && at < packs;
+            if constexpr (from_mailbox) {
+                // As messages are stored: 0 for what is missing, and for what is not wanted the zeros' complement.
+#pragma unroll
+                for (unsigned &word : words.at) {
+                    word = wanted ? 0 : 0xffffffffu;
+                }
+                from.grid.request(words.at, row * depth + (first_pack + at) * pack, wanted);
+            } else {
+                words = load_words(from.x + row * X::stride(0) + (wanted ? first_pack + at : 0) * pack, wanted);
+            }
+        });
+    }
+
+    __device__ __forceinline__ bool is_incomplete() {
+        bool missing = false;
+        Columns<packs>::each([&](Words &words, int, int, bool) { missing |= Grid::is_missing(words.at); });
+        return missing;
+    }
+
+    // The same columns of all rows are written at about the same time, so it is enough to poll for one row.
+    __device__ __forceinline__ void wait_for_first_row(const HeldColumns &from, int first_pack) const {
+#pragma unroll
+        for (int turn = 0; turn < Columns<packs>::turns; turn++) {
+            const int at = piece(turn, threadIdx.x % WARP / 16);
+            const bool wanted = Columns<packs>::takes(turn) && at < packs;
+            unsigned found[4] = {};
+            do {
+                from.grid.request(found, (first_pack + at) * pack, wanted);
+            } while (wanted && Grid::is_missing(found));
+        }
+    }
+
+    __device__ __forceinline__ void finish(const HeldColumns &from, int first_pack) {
+        if constexpr (from_mailbox) {
+            while (is_incomplete()) {
+                wait_for_first_row(from, first_pack);
+                Columns<packs>::each([&](Words &words, int row, int at, bool) {
+                    from.grid.request(words.at, row * depth + (first_pack + at) * pack, Grid::is_missing(words.at));
+                });
+            }
+            Columns<packs>::each([](Words &words, int, int, bool) {
+#pragma unroll
+                for (unsigned &word : words.at) {
+                    word = ~word;
+                }
+            });
+        }
+    }
 };
 
 // A warp's partial sums of a unit. Rows 0 to 7 of a fragment are the unit's rows with one piece of their lines, rows 8 to 15
@@ -154,15 +226,39 @@ struct Sums {
 // Calls `visit` with the part of x for each chunk of a row.
 template <typename Visit>
 __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldColumns &held_columns, Visit visit) {
-    if constexpr (x_in_registers) {
+    constexpr int rest = last_packs == 0 ? line : last_packs;
+    if constexpr (direct) {
+        ArrivingColumns<chunk_packs> next;
+        ArrivingColumns<rest> last;
+        if constexpr (chunks > 0) {
+            next.begin(held_columns, 0);
+        } else {
+            last.begin(held_columns, 0);
+        }
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            ArrivingColumns<chunk_packs> columns = next;
+            if (chunk + 1 < chunks) {
+                next.begin(held_columns, (chunk + 1) * chunk_packs);
+            } else if constexpr (last_packs != 0) {
+                last.begin(held_columns, packs - last_packs);
+            }
+            columns.finish(held_columns, chunk * chunk_packs);
+            visit(columns);
+        }
+        if constexpr (last_packs != 0) {
+            last.finish(held_columns, packs - last_packs);
+            visit(last);
+        }
+    } else if constexpr (x_in_registers) {
         visit(held_columns);
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
-            visit(Columns<chunk_packs>(scratch.x, chunk * chunk_packs));
+            visit(Columns<chunk_packs>(scratch, chunk * chunk_packs));
         }
         if constexpr (last_packs != 0) {
-            visit(Columns<last_packs == 0 ? line : last_packs>(scratch.x, packs - last_packs));
+            visit(Columns<rest>(scratch, packs - last_packs));
         }
     }
 }

@@ -13,6 +13,13 @@ constexpr int held = (packs + THREADS - 1) / THREADS;  // packs of a row that a 
 constexpr int line = 8;  // packs, 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
 
+// Polling (I8) slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
+__device__ __forceinline__ void back_off() {
+    if constexpr (backoff_ns > 0) {
+        __nanosleep(backoff_ns);
+    }
+}
+
 // Receives x, RMS-normalized with `normed`: a thread's value `i` of a row is pack `i * THREADS + threadIdx.x`, if there is one.
 __device__ __forceinline__ void receive_x(
     Grid &grid, float (&row_squares)[rows][warps], const Element *x, const Gain::type *gain,
@@ -28,27 +35,39 @@ __device__ __forceinline__ void receive_x(
             }
         }
     }
-    // Polling (I8) slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
-    if constexpr (backoff_ns > 0) {
-        __nanosleep(backoff_ns);
-    }
+    back_off();
+    bool arrived[rows][held] = {};
+    // Reads what is missing of a row; returns whether all of it is there.
+    const auto receive_row = [&](int row) {
+        bool complete = true;
 #pragma unroll
-    for (int row = 0; row < rows; row++) {
-        bool arrived[held] = {};
-        bool complete;
-        do {
-            complete = true;
-#pragma unroll
-            for (int i = 0; i < held; i++) {
-                const int at = i * THREADS + threadIdx.x;
-                if constexpr (from_mailbox) {
-                    arrived[i] = grid.receive(values[row][i], row * depth + at * pack, !arrived[i] && at < packs);
-                    complete &= arrived[i];
-                } else if (at < packs) {
-                    values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
-                }
+        for (int i = 0; i < held; i++) {
+            const int at = i * THREADS + threadIdx.x;
+            if constexpr (from_mailbox) {
+                bool &there = arrived[row][i];
+                there = grid.receive(values[row][i], row * depth + at * pack, !there && at < packs);
+                complete &= there;
+            } else if (at < packs) {
+                values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
             }
-        } while (!complete);
+        }
+        return complete;
+    };
+    bool complete = true;
+    const auto receive_rows = [&] {
+        complete = true;
+#pragma unroll
+        for (int row = 0; row < rows; row++) {
+            complete &= receive_row(row);
+        }
+    };
+    receive_rows();
+    while (!complete) {
+        // The same columns of all rows are written at about the same time, so it is enough to poll for one row.
+        if constexpr (rows > 1) {
+            while (!receive_row(0)) {}
+        }
+        receive_rows();
     }
     if constexpr (normed) {
 #pragma unroll

@@ -66,7 +66,7 @@ PHASE(product) {
         addends = Addends(bias, residual, first_own.row, first_own.column);
     }
     stage_x(grid, scratch, x, gain);
-    const HeldColumns held_columns(scratch);
+    const HeldColumns held_columns(grid, scratch, x);
     if (is_long && threadIdx.x == 0) {
         ring.raise_limit();
     }

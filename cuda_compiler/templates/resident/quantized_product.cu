@@ -133,7 +133,7 @@ struct HeldColumns {
     Lane lane;
     SomeTurns<held_turns> turns;
 
-    __device__ __forceinline__ HeldColumns(const Scratch &scratch) : turns(scratch, lane, 0) {}
+    __device__ __forceinline__ HeldColumns(const Grid &, const Scratch &scratch, const Element *) : turns(scratch, lane, 0) {}
 };
 
 // The part of x that a warp multiplies with the lines of one chunk.

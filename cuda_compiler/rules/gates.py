@@ -1,0 +1,46 @@
+"""Products with the gate behind them, as in the feed-forward part of a language model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from npu_compiler.program.elementwise import GATES, elementwise_kernel
+from npu_compiler.program.kernels import KernelCall
+
+# A product → the same with a gate, whose weight has the rows of the gate, then as many others.
+GATED = {
+    "matmul_kernel": "gated_matmul_vec_kernel",
+    "quantized_matmul_kernel": "quantized_gated_matmul_vec_kernel",
+}
+
+
+def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> KernelCall | None:
+    """The product with its gate as one call, where `call` multiplies the activated first half with the second one.
+
+    Args:
+        readers: Buffer → how many operands of calls and program outputs read it.
+    """
+    decl, out = elementwise_kernel(call), product.outputs[0]
+    activation = GATES.get(decl.op.name) if decl is not None else None
+    if (
+        activation is None
+        or product.kernel not in GATED
+        or product.params["activation"] != "none"
+        or product.params.get("has_residual")
+        or len(call.inputs) != 2
+        or out.shape[1] % 2
+        or readers[out.buffer] != len(call.inputs)
+    ):
+        return None
+    half = out.shape[1] // 2
+    halves = [out.slice(1, first, first + half) for first in (0, half)]
+    shape = halves[0].shape
+    if [view.reshape(shape) if view.numel == halves[0].numel else None for view in call.inputs] != halves:
+        return None
+    made = call.outputs[0].reshape(shape) if call.outputs[0].numel == halves[0].numel else None
+    if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
+        return None
+    params = {**product.params, "n": half, "activation": activation}
+    kernel = GATED[product.kernel]
+    return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
