@@ -121,6 +121,28 @@ class CollectiveLaunch:
 
 
 @dataclass(frozen=True)
+class PeerExchange:
+    """How a kernel exchanges values with other ranks by itself, through memory that all of them map.
+
+    Attributes:
+        ranks: How many take part.
+        exchange_bytes: Of each rank's memory that the others write, for this kernel alone.
+        peers: The number of the operand that tells the kernel where memory is. It has 8 bytes each for the address of
+            every rank's part, this rank, the address of a word that the host sets when the others are gone, and, where
+            an operand is read, that operand's address on every rank.
+        read: The number of an operand that the other ranks read in this one's memory; -1 for none.
+    """
+
+    ranks: int
+    exchange_bytes: int
+    peers: int
+    read: int = -1
+
+    def params(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class KernelForm:
     """A kernel in the program that could be launched for a call, on the same operands."""
 
@@ -211,6 +233,24 @@ def launch_of(call: KernelCall) -> Launch:
             f"the call of '{call.kernel}' (node '{call.node}') does not say how it is launched ({error!r}); "
             "compile it with CUDACodegenTarget"
         ) from error
+
+
+def peer_exchange_of(call: KernelCall) -> PeerExchange | None:
+    """How a kernel exchanges values with other ranks; None where it does not.
+
+    Raises:
+        ProgramFormatError: the call says it in part, or names operands that it does not have.
+    """
+    if "exchange_bytes" not in call.params:
+        return None
+    try:
+        found = PeerExchange(**{each.name: int(call.params[each.name]) for each in fields(PeerExchange)})
+    except (KeyError, ValueError, TypeError) as error:
+        raise ProgramFormatError(f"the call of '{call.kernel}' does not say what it exchanges ({error!r})") from error
+    operands = len(call.inputs) + len(call.outputs)
+    if not (0 <= found.peers < operands and -1 <= found.read < operands and found.exchange_bytes > 0):
+        raise ProgramFormatError(f"the call of '{call.kernel}' exchanges operands that it does not have")
+    return found
 
 
 def kernel_launch_of(call: KernelCall) -> KernelLaunch:

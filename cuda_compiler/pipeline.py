@@ -12,6 +12,7 @@ from cuda_compiler.passes.copies import drop_copies, write_in_place
 from cuda_compiler.passes.epilogues import absorb_epilogues, products_as_convolutions
 from cuda_compiler.passes.integers import lay_integers
 from cuda_compiler.passes.joined_products import join_products
+from cuda_compiler.passes.rank_sums import join_rank_sums
 from cuda_compiler.passes.rotary_updates import join_rotary_updates
 from cuda_compiler.passes.rounded_rows import join_rounding
 from cuda_compiler.passes.squeeze_excite import join_squeeze_excite
@@ -59,6 +60,7 @@ def generate_kernels(
     make.invalidate(plan.buffers)  # the prologue's results in the arena are overwritten by every run
     plan = replace(plan, calls=join_rounding(plan, make))
     plan = replace(plan, calls=join_products(plan, make))
+    plan = replace(plan, calls=join_rank_sums(plan, make))
     calls = _generate(find_groups(plan.calls), plan, make, kept)
     touched = {view.buffer for call in (*prologue, *calls) for view in (*call.inputs, *call.outputs)}
     buffers = {

@@ -25,8 +25,7 @@ class CUDACodegenTarget(OpLevelTarget):
         phase_clocks: Resident kernels note what each multiprocessor does when, which a profiler's trace shows.
         scales_products: cuBLASLt there multiplies products of float8 with scales by row and column, as it does from
             CUDA 12.9 on for compute capability 9.0.
-        reaches_peers: The GPUs of a group reach each other's memory, so kernels can exchange values themselves. No such
-            kernel has been run on GPUs yet.
+        reaches_peers: The GPUs of a group reach each other's memory, so kernels can exchange values themselves.
     """
 
     config = CUDA_GPU

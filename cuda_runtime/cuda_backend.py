@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -18,11 +17,12 @@ from cuda_compiler.cuda_program import (
     GemmLaunch,
     KernelLaunch,
     LaunchKind,
+    PeerExchange,
     kernel_launch_of,
     launch_of,
+    peer_exchange_of,
 )
 from cuda_compiler.resident.clocks import has_clocks, intervals
-from cuda_compiler.resident.exchanges import exchanges
 from cuda_compiler.specialization.sizes import groups
 from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
@@ -123,6 +123,7 @@ class CUDABackend(Backend):
     config: TargetConfig = CUDA_GPU
     runs_ahead = 4
     first_runs = 2  # see `GraphSequence`
+    joins_groups = True
 
     def __init__(self, device_id: int = 0) -> None:
         self._device = CUDADevice(device_id)
@@ -146,11 +147,6 @@ class CUDABackend(Backend):
         return CUDACodegenTarget(
             shared_memory, self._device.arch, scales_products=scales_products, reaches_peers=reaches_peers
         )
-
-    @property
-    def joins_groups(self) -> bool:  # type: ignore[override]
-        """Not by default: exchanges between GPUs have not been run on GPUs yet. `NPU_SIM_GPU_GROUPS=1` allows them."""
-        return os.environ.get("NPU_SIM_GPU_GROUPS") == "1"
 
     @property
     def counters(self) -> Counter[str]:
@@ -255,13 +251,15 @@ class CUDABackend(Backend):
         operands = [*inputs, *outputs]
         addresses = [_address(operand) for operand in operands]
         memory = [operand.memory.native_handle for operand in operands]
+        if (exchange := peer_exchange_of(call)) is not None:
+            self._connect(call, exchange, addresses, memory)
         match launch_of(call):
             case GemmLaunch():
                 return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
             case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
                 return self._prepare_resident(call, launch, addresses, memory)
-            case CollectiveLaunch() as exchange:
-                start = self._exchange(call, exchange, inputs[0].view.dtype, addresses)
+            case CollectiveLaunch() as collective:
+                start = self._exchange(call, collective, inputs[0].view.dtype, addresses)
                 return CUDALaunch(self._device, call, start, memory)
             case ConvolutionLaunch():
                 form = self._convolutions.form(call)
@@ -270,22 +268,26 @@ class CUDABackend(Backend):
                 call = form
         return CUDALaunch(self._device, call, self._start(call, addresses), memory)
 
-    def _connect(self, call: KernelCall, operand: Any) -> None:
-        """Tell a kernel that exchanges values with other ranks where their memory is."""
+    def _connect(
+        self, call: KernelCall, exchange: PeerExchange, addresses: Sequence[int], memory: Sequence[Any]
+    ) -> None:
+        """Tell a kernel that exchanges values with other ranks where their memory is. All ranks do so together."""
         if not isinstance(self.collectives, NCCLCollectives):
             raise no_group(call)
         self.collectives.check(call)
         if self.collectives.peers is None:
             raise DeviceError("these GPUs do not reach each other's memory; compile the program with their own target")
-        self._device.upload(operand, self.collectives.peers.table(call, operand))
+        read = addresses[exchange.read] if exchange.read >= 0 else None
+        table = self.collectives.peers.table(exchange.exchange_bytes, memory[exchange.peers], read)
+        self._device.upload(memory[exchange.peers], table)
 
     def _exchange(
-        self, call: KernelCall, exchange: CollectiveLaunch, dtype: str, addresses: Sequence[int]
+        self, call: KernelCall, collective: CollectiveLaunch, dtype: str, addresses: Sequence[int]
     ) -> Callable[[], object]:
         if not isinstance(self.collectives, NCCLCollectives):
             raise no_group(call)
         self.collectives.check(call)
-        return self.collectives.launch(exchange, dtype, addresses)
+        return self.collectives.launch(collective, dtype, addresses)
 
     def join(self, rank: int, size: int, share: Share) -> None:
         self.collectives = NCCLCollectives(self._device, rank, size, share)
@@ -321,8 +323,6 @@ class CUDABackend(Backend):
                 "compile the program with this device's target"
             )
         function = self._function(call, numel(block), shared)
-        if exchanges(call):
-            self._connect(call, memory[call.params["peers"]])
         arguments = np.array(addresses, np.uint64)
         places = np.array([arguments.ctypes.data], np.uint64)
         start = partial(

@@ -26,7 +26,7 @@ class NCCLCollectives(Collectives):
 
     Attributes:
         peers: Memory that kernels exchange values through by themselves; None where the GPUs do not reach each other's,
-            or without `NPU_SIM_PEERS=1`, since this has not been run on GPUs yet.
+            or with `NPU_SIM_PEERS=0`, which leaves all exchanges to NCCL.
 
     Raises:
         DeviceError: CuPy has no NCCL, or the GPUs do not reach each other.
@@ -42,12 +42,11 @@ class NCCLCollectives(Collectives):
             raise DeviceError("CuPy finds no NCCL, which GPUs exchange tensors with: pip install nvidia-nccl-cu13")
         self._device, self._nccl = device, nccl
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast can harm others on the host
-        # CuPy has the identifier as a tuple of numbers from -128 to 127.
-        own = bytes(number & 0xFF for number in nccl.get_unique_id()) if rank == 0 else None
-        identifier = tuple(byte - 256 if byte > 127 else byte for byte in share(own))
+        own = nccl.get_unique_id() if rank == 0 else None
+        identifier = share(own if own is None else _as_bytes(own))
         try:
             with device.active("the GPUs do not reach each other"):
-                self._group = nccl.NcclCommunicator(size, identifier, rank)
+                self._group = _communicator(nccl, size, identifier, rank)
         except nccl.NcclError as error:
             raise DeviceError(f"the GPUs do not reach each other: {error}") from error
         self.peers = self._connected_peers()
@@ -57,7 +56,7 @@ class NCCLCollectives(Collectives):
         device, peers = self._device, None
         base, handle = 0, bytes(_HANDLE_BYTES)
         try:
-            if os.environ.get("NPU_SIM_PEERS") == "1":
+            if os.environ.get("NPU_SIM_PEERS", "1") != "0":
                 with device.active("cannot share memory"):
                     base, handle = own_handle(device)
         except DeviceError as error:
@@ -66,7 +65,7 @@ class NCCLCollectives(Collectives):
         try:
             if all(map(any, handles)):
                 with device.active("cannot reach the other GPUs' memory"):
-                    peers = PeerMemory(device, self.rank, base, handles)
+                    peers = PeerMemory(device, self.rank, base, handles, self._gathered)
         except DeviceError as error:
             _log.warning("rank %d exchanges values through NCCL only: %s", self.rank, error)
         return peers if all(map(int.from_bytes, self._gathered(bytes([peers is not None])))) else None
@@ -95,3 +94,15 @@ class NCCLCollectives(Collectives):
         if self.peers is not None:
             self.peers.abort()
         self._group.abort()
+
+
+def _as_bytes(identifier: bytes | Sequence[int]) -> bytes:
+    """NCCL's identifier of a group: bytes in CuPy 14, before that numbers from -128 to 127."""
+    return identifier if isinstance(identifier, bytes) else bytes(number & 0xFF for number in identifier)
+
+
+def _communicator(nccl: Any, size: int, identifier: bytes, rank: int) -> Any:
+    try:
+        return nccl.NcclCommunicator(size, identifier, rank)
+    except TypeError:  # before CuPy 14
+        return nccl.NcclCommunicator(size, tuple(byte - 256 if byte > 127 else byte for byte in identifier), rank)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from cuda_compiler.cuda_program import KernelLaunch, LaunchKind
+from cuda_compiler.cuda_program import KernelLaunch, LaunchKind, PeerExchange
 from cuda_compiler.resident import clocks
 from cuda_compiler.resident.attention import MOST_CALLS, attention_phase, match_attention
 from cuda_compiler.resident.exchanges import connect_ranks, exchanging, with_rank_sum
@@ -167,13 +167,12 @@ def resident_call(run: Run, make: Specializer) -> KernelCall:
     inputs = [view for view in reads if view not in writes]
     outputs = [*writes, memory]
     params = KernelLaunch((1, 1, 1), (ALL_THREADS, 1, 1), least_shared(phases), LaunchKind.RESIDENT).params()
-    params |= exchange
     if make.phase_clocks:
         outputs.append(make.counters(f"{last.node}.clocks", 2 * clocks.words(len(phases))))
         params |= clocks.labels([f"{phase.function}: {phase.call.node}" for phase in phases])
     if exchange:
         (peers,) = {view for phase in phases if (view := phase.inputs.get("peers")) is not None}
-        params["peers"] = inputs.index(peers)
+        params |= PeerExchange(**exchange, peers=inputs.index(peers)).params()
     place = {view: index for index, view in enumerate((*inputs, *outputs))}
     source = kernel_source(phases, place, memory, mailbox_size)
     return KernelCall(

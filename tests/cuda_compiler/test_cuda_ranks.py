@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cuda_toolchain import compile_sources
 from ir_builder import IRBuilder
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import CollectiveLaunch, launch_of
-from npu_compiler import CompiledProgram, compile
+from cuda_compiler.cuda_program import CollectiveLaunch, launch_of, peer_exchange_of
+from npu_compiler import CompiledProgram, ProgramFormatError, compile
 from npu_compiler.graph.mesh import Mesh
+from npu_compiler.program.kernels import KernelCall
 
 
-def network(layers: int = 2) -> IRBuilder:
-    """Layers of a gated product, a product that is a sum over ranks, and a residual; then logits."""
+def network(layers: int = 2, rows: int = 1, width: int = 64) -> IRBuilder:
+    """Layers of a norm, a product, an activation, a product that is a sum over ranks, and a residual; then logits."""
     g = IRBuilder()
 
     def product(x: str, name: str, rows: int, columns: int) -> str:
         made: str = g("aten.linear.default", x, g.weight(name, rows, columns, dtype="bfloat16"))
         return made
 
-    x = g.input("x", 1, 64, dtype="bfloat16")
+    x = g.input("x", rows, width, dtype="bfloat16")
     for layer in range(layers):
-        hidden = g("aten.silu.default", product(x, f"{layer}.up", 128, 64))
-        x = g("aten.add.Tensor", x, product(hidden, f"{layer}.down", 64, 128))
-    return g.output(product(x, "head", 96, 64))
+        gain = g.weight(f"{layer}.norm", width, dtype="bfloat16")
+        normal = g("aten.rms_norm.default", x, gain, normalized_shape=[width], eps=1e-5)
+        hidden = g("aten.silu.default", product(normal, f"{layer}.up", 128, width))
+        x = g("aten.add.Tensor", x, product(hidden, f"{layer}.down", width, 128))
+    return g.output(product(x, "head", 96, width))
 
 
-def program(reaches_peers: bool, ranks: int = 2) -> CompiledProgram:
-    return compile(network().ir(), CUDACodegenTarget(reaches_peers=reaches_peers), mesh=Mesh(ranks))
+def program(reaches_peers: bool, ranks: int = 2, rows: int = 1, width: int = 64) -> CompiledProgram:
+    ir = network(rows=rows, width=width).ir()
+    return compile(ir, CUDACodegenTarget(reaches_peers=reaches_peers), mesh=Mesh(ranks))
 
 
 def test_sums_and_logits_go_to_nccl() -> None:
@@ -56,8 +62,47 @@ def test_a_resident_kernel_exchanges_the_sums_of_its_products(ranks: int) -> Non
     assert "#define EXCHANGED 64\n" in source and f"constexpr int ranks = {ranks};" in source
 
 
-def test_its_source_compiles() -> None:
+def test_its_sources_compile() -> None:
     compile_sources(program(reaches_peers=True).plan.sources.values())
+    for ranks, width in ((2, 64), (4, 5120)):
+        made = program(reaches_peers=True, ranks=ranks, rows=20, width=width)
+        compile_sources(made.plan.sources[call.source] for call in rank_sums(made))
+
+
+def rank_sums(made: CompiledProgram) -> list[KernelCall]:
+    return [call for call in made.kernels if call.kernel == "rank_sum"]
+
+
+@pytest.mark.parametrize("rows", [40, 600])
+def test_sums_of_many_rows_are_kernels_with_the_residual_and_the_norm(rows: int) -> None:
+    """The last layer has no norm behind it."""
+    made = program(reaches_peers=True, rows=rows)
+    assert [len(call.outputs) for call in rank_sums(made)] == [3, 2]
+    assert "all_reduce" not in {call.kernel for call in made.kernels}
+    for call in rank_sums(made):
+        exchange = peer_exchange_of(call)
+        assert exchange is not None and exchange.ranks == 2
+        operands = [*call.inputs, *call.outputs]
+        assert made.plan.buffers[operands[exchange.peers].buffer].kind == "persistent"
+        assert made.plan.buffers[operands[exchange.read].buffer].kind == "arena"
+
+
+def test_many_ranks_leave_large_sums_to_nccl() -> None:
+    """Each GPU would read all of the others' summands, where NCCL reads each part of the sum once."""
+    assert [len(rank_sums(program(True, 4, rows))) for rows in (40, 4000)] == [2, 0]
+
+
+def test_rows_that_are_no_whole_packs_are_left_to_nccl() -> None:
+    assert not rank_sums(program(reaches_peers=True, rows=40, width=68))
+
+
+def test_what_a_kernel_exchanges_is_checked() -> None:
+    call = rank_sums(program(reaches_peers=True, rows=40))[0]
+    for name, value in (("peers", 7), ("peers", -1), ("read", 99), ("exchange_bytes", 0), ("ranks", "two")):
+        with pytest.raises(ProgramFormatError, match="exchange"):
+            peer_exchange_of(replace(call, params={**call.params, name: value}))
+    with pytest.raises(ProgramFormatError, match="'peers'"):
+        peer_exchange_of(replace(call, params={key: value for key, value in call.params.items() if key != "peers"}))
 
 
 def test_a_program_for_one_gpu_has_nothing_of_it() -> None:
