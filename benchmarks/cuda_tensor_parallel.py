@@ -2,15 +2,16 @@
 
     python -m benchmarks.cuda_tensor_parallel [--layers 32] [GPUS ...]
 
-It needs `NPU_SIM_GPU_GROUPS=1`. With `NPU_SIM_PEERS=1`, the decode step's kernel exchanges sums itself instead of NCCL.
-It has not been run on GPUs yet.
+Several GPUs exchange sums in turn through NCCL and by kernels that reach each other's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from statistics import median
 
 import ml_dtypes
@@ -70,8 +71,17 @@ class RandomWeights(Mapping[str, np.ndarray]):
         return len(self._shapes)
 
 
-def measure(checkpoint: Checkpoint, gpus: int, prompt: list[int]) -> tuple[float, float, list[int], np.ndarray]:
+@dataclass(frozen=True)
+class Measured:
     """Seconds of a prefill and of a decode step, the tokens that greedy decoding finds, the logits after the prompt."""
+
+    prefill: float
+    step: float
+    tokens: list[int]
+    logits: np.ndarray
+
+
+def measure(checkpoint: Checkpoint, gpus: int, prompt: list[int]) -> Measured:
     start = time.perf_counter()
     model = LanguageModel(checkpoint, device="cuda", cache_length=CACHE, chunk=PROMPT, tensor_parallel=gpus)
     print(f"{gpus} GPUs: ready after {time.perf_counter() - start:.1f} s", flush=True)
@@ -86,30 +96,35 @@ def measure(checkpoint: Checkpoint, gpus: int, prompt: list[int]) -> tuple[float
             start = time.perf_counter()
             tokens = list(model.follow(first, TOKENS))
             steps.append((time.perf_counter() - start) / TOKENS)
-        return median(prefills), median(steps), [first, *tokens], logits
+        return Measured(median(prefills), median(steps), [first, *tokens], logits)
     finally:
         model.close()
 
 
-def main(counts: list[int], layers: int = 32) -> None:
+def main(counts: list[int], exchanges: list[str], layers: int = 32) -> None:
     checkpoint = random_checkpoint(7, layers)
     prompt = np.random.default_rng(3).integers(0, checkpoint.config.vocab_size, PROMPT).tolist()
-    results = {}
+    base = None
     for gpus in counts:
-        prefill, step, tokens, logits = results[gpus] = measure(checkpoint, gpus, prompt)
-        base = results[counts[0]]
-        same = next((i for i, (a, b) in enumerate(zip(tokens, base[2], strict=True)) if a != b), len(tokens))
-        r = np.corrcoef(logits, base[3])[0, 1]
-        print(
-            f"{gpus} GPUs: prefill {1e3 * prefill:.2f} ms ({base[0] / prefill:.2f} x), decode {1e3 * step:.3f} ms "
-            f"({base[1] / step:.2f} x); {same} of {len(tokens)} tokens as with {counts[0]}, logits r = {r:.6f}",
-            flush=True,
-        )
+        for exchange in exchanges if gpus > 1 else exchanges[:1]:
+            os.environ["NPU_SIM_PEERS"] = str(int(exchange == "peers"))
+            found = measure(checkpoint, gpus, prompt)
+            base = base or found
+            pairs = enumerate(zip(found.tokens, base.tokens, strict=True))
+            same = next((index for index, (a, b) in pairs if a != b), len(found.tokens))
+            print(
+                f"{gpus} GPUs{f', {exchange}' if gpus > 1 else ''}: "
+                f"prefill {1e3 * found.prefill:.2f} ms ({base.prefill / found.prefill:.2f} x), "
+                f"decode {1e3 * found.step:.3f} ms ({base.step / found.step:.2f} x); {same} of {len(found.tokens)} "
+                f"tokens as with {counts[0]}, logits r = {np.corrcoef(found.logits, base.logits)[0, 1]:.6f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("gpus", nargs="*", type=int, default=[1, 2])
-    arguments.add_argument("--layers", type=int, default=32)
-    chosen = arguments.parse_args()
-    main(chosen.gpus, chosen.layers)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gpus", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--exchanges", nargs="+", choices=["nccl", "peers"], default=["nccl", "peers"])
+    parser.add_argument("--layers", type=int, default=32)
+    options = parser.parse_args()
+    main(options.gpus, options.exchanges, options.layers)

@@ -40,9 +40,7 @@ def start_group(
     if checkpoint.opened_by is None:
         raise InputError(f"{checkpoint.name} was not opened by load_checkpoint, so other processes cannot open it")
     if not device.backend.joins_groups:
-        raise DeviceError(
-            f"{device.name} devices do not share a model yet: exchanges between them are not tested; cpu devices do"
-        )
+        raise DeviceError(f"{device.name} devices cannot share a model: they exchange nothing with each other")
     arguments = {
         "opened_by": checkpoint.opened_by,
         "devices": [start_worker.device(device.name, rank) for rank in range(ranks)],
@@ -53,7 +51,7 @@ def start_group(
     group.wait()
     group.call("join")
     group.do(lambda: device.backend.join(0, ranks, group.share))
-    group.call("build")
+    group.call("build", device.backend.target.key)
     return group
 
 
@@ -81,7 +79,10 @@ class RankedModel:
     def join(self) -> None:
         self._device.backend.join(self._rank.rank, self._rank.size, self._rank.share)
 
-    def build(self) -> None:
+    def build(self, target: str) -> None:
+        """Make the model, whose programs are those of rank 0 if these are the same: compiled for this target."""
+        if (own := self._device.backend.target.key) != target:
+            raise DeviceError(f"its device runs programs for '{own}', but rank 0 has them for '{target}'")
         place = {"rank": self._rank.rank, "tensor_parallel": self._rank.size}
         self._model = named(self._type)(self._checkpoint, device=self._device, **place, **self._settings)
 

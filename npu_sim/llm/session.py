@@ -121,7 +121,6 @@ class LanguageModel:
         fixed, self.cache_length = _lengths(checkpoint, cache_length, DEFAULT_CHUNK if chunk is None else chunk)
         self._fixed_chunk = None if chunk is None else fixed
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
-        target = self.device.backend.target
         self.group: RankGroup | None = None
         mesh = None
         if tensor_parallel != 1:
@@ -132,6 +131,7 @@ class LanguageModel:
                 settings = {"cache_length": self.cache_length, "chunk": chunk}
                 self.group = start_group(checkpoint, self.device, tensor_parallel, type(self), settings)
             mesh = Mesh(tensor_parallel)
+        target = self.device.backend.target  # which may depend on the group
         self.decode_program = compile_decode_loop(checkpoint, self.cache_length, target, mesh)
         state = state_with_buffers(checkpoint)
         shared: dict[str, DeviceBuffer] = {}
@@ -164,7 +164,7 @@ class LanguageModel:
         self._make_sampling_step = sampling_step
         self._chunks = tuple(size for size in CHUNKS if size <= self.cache_length)
         self._made = {size for size in self._chunks if has_prefill(checkpoint, size, self.cache_length, target, mesh)}
-        if self._fixed_chunk is not None and self._fixed_chunk > 1:
+        if self._fixed_chunk is not None and self._fixed_chunk > 1 and rank == 0:  # which tells the others
             self._prefill_step(self._fixed_chunk)
         self._user: object = None
         self.tokens: list[int] = []
@@ -270,8 +270,9 @@ class LanguageModel:
         self._check_ids(ids)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        if bad := next((token for token in ids if not 0 <= token < self.vocab_size), None):
-            raise InputError(f"token id {bad} is outside the vocabulary, 0 to {self.vocab_size - 1}")
+        size = self.vocab_size  # looked up once: transformers' configs take a microsecond each time
+        if (bad := next((token for token in ids if not 0 <= token < size), None)) is not None:
+            raise InputError(f"token id {bad} is outside the vocabulary, 0 to {size - 1}")
 
     def _prefill_chunk(self, piece: list[int], size: int) -> Logits:
         """Run the prefill program for `size` tokens on that many or fewer, padded.

@@ -16,7 +16,9 @@ from tiny_llms import save_tiny
 
 from npu_compiler import DeviceError, InputError
 from npu_sim.llm import Checkpoint, LanguageModel, load_checkpoint
+from npu_sim.llm.ranks import RankedModel
 from npu_sim.parallel import group as groups
+from npu_sim.parallel.worker import Rank
 from npu_sim.serving.engine import Engine
 from npu_sim.serving.paged_model import PagedModel
 from npu_sim.serving.request import Request
@@ -150,6 +152,15 @@ def test_a_rank_that_cannot_begin_is_reported(llama: Checkpoint, tmp_path: Path)
     gone = replace(llama, opened_by=("npu_sim.llm.loading:load_checkpoint", (str(tmp_path / "gone"),)))
     with pytest.raises(InputError, match="rank 1 of 2: "):
         model(gone, 2)
+
+
+def test_a_rank_whose_device_takes_other_programs_is_refused(llama: Checkpoint) -> None:
+    """As a GPU would be that does not reach the others' memory: ranks with different programs never meet."""
+    assert llama.opened_by is not None
+    name = f"{LanguageModel.__module__}:{LanguageModel.__qualname__}"
+    ranked = RankedModel(Rank(1, 2), llama.opened_by, ["cpu", "cpu"], name, {"cache_length": 32, "chunk": 4})
+    with pytest.raises(DeviceError, match="but rank 0 has them for 'another'"):
+        ranked.build("another")
 
 
 @pytest.mark.parametrize(
