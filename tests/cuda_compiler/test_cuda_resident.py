@@ -49,6 +49,12 @@ def test_a_step_of_a_few_tokens_is_one_before_the_row_of_the_head(name: str, tok
     assert kernels[kernels.index(RESIDENT) + 1 :] == ["rmsnorm_kernel", "index_select_kernel", "matvec"]
 
 
+def test_many_rows_of_large_weights_are_left_to_kernels_that_stream() -> None:
+    kernels = [[call.kernel for call in plan_of("llama of long rows", tokens).calls] for tokens in (4, 8)]
+    assert [found.count(RESIDENT) for found in kernels] == [1, 0]
+    assert "streamed" in kernels[1]
+
+
 def test_what_has_no_phase_stands_between_resident_kernels() -> None:
     calls = wired_program(SoftmaxBetween, CUDACodegenTarget()).plan.calls
     assert [call.kernel for call in calls] == [RESIDENT, "softmax_kernel", RESIDENT]
