@@ -16,6 +16,7 @@ from npu_compiler import compile
 from npu_runtime import Executor, load_weights
 from npu_runtime.cpu.native import available as native_available
 from npu_runtime.cpu.native import integer
+from npu_runtime.cpu.native.bindings import layout
 
 
 def loops(x: np.ndarray, w: np.ndarray, stride: int, padding: int, dilation: int, groups: int) -> np.ndarray:
@@ -101,6 +102,47 @@ def test_both_algorithms_for_three_by_three_taps_are_exact(
     np.testing.assert_array_equal(net.run({"x": codes.astype(np.float32)}, only="native")["native"], want)
 
 
+@pytest.mark.parametrize("algorithm", ["tiles", "bytes"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize(("height", "width"), [(1, 5), (4, 8), (3, 11), (13, 10)])
+@pytest.mark.parametrize(
+    ("channels", "out", "groups", "kernel"),
+    [(64, 40, 1, 1), (36, 33, 1, 1), (128, 70, 2, 1), (20, 5, 1, 3), (64, 8, 2, 3)],
+)
+def test_rows_of_bytes_are_multiplied_exactly(
+    channels: int,
+    out: int,
+    groups: int,
+    kernel: int,
+    height: int,
+    width: int,
+    dtype: str,
+    algorithm: str,
+    seed: int,
+    monkeypatch: Any,
+) -> None:
+    """By blocks of rows that are whole, begin early or lack rows; in place, and packed where too few bytes follow."""
+    if not native_available():
+        pytest.skip("there is no C++ compiler")
+    if not (layout().has_tiles if algorithm == "tiles" else layout().has_byte_quads):
+        pytest.skip("this CPU has no such instructions")
+    monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
+    rng, net = np.random.default_rng(seed), Network()
+    low, high = LIMITS[dtype]
+    codes = rng.choice([low, high, *rng.integers(low, high, 5)], (2, channels, height, width))
+    weight = rng.choice(
+        [-128, 127, *rng.integers(-128, 127, 5)], (out - out % groups, channels // groups, kernel, kernel)
+    )
+    x, padding = net.g.input("x", *codes.shape), kernel // 2
+    w = net.weight("w", weight.astype(np.int8), np.ones(len(weight)), None)
+    rounded = net.rounded(x, 1.0, low + 3, dtype)
+    net.g.output(net.g("aten.conv2d.default", rounded, w, None, [1, 1], [padding] * 2, [1, 1], groups))
+    moved = (codes - low - 3).astype(np.float32)
+    exact = torch.from_numpy(moved).double(), torch.from_numpy(weight).double()
+    want = F.conv2d(*exact, padding=padding, groups=groups).float().numpy()
+    np.testing.assert_array_equal(net.run({"x": moved}, only="native")["native"], want)
+
+
 @pytest.mark.parametrize("algorithm", ["columns", "depthwise"])
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("activation", ["none", "relu6"])
@@ -141,7 +183,7 @@ def test_depthwise_results_in_bytes_are_exact(
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (1, 147, 10), (7, 33, 17), (13, 1000, 40)])
+@pytest.mark.parametrize(("rows", "k", "n"), [(1, 1, 1), (1, 147, 10), (7, 33, 17), (13, 1000, 40), (45, 192, 70)])
 def test_sums_of_a_linear_are_those_of_exact_integers(rows: int, k: int, n: int, seed: int) -> None:
     rng, net = np.random.default_rng(seed), Network()
     codes, weight = rng.integers(0, 256, (rows, k)), rng.integers(-128, 128, (n, k)).astype(np.int8)

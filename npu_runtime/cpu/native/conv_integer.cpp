@@ -3,7 +3,8 @@
 // The elements of a window are its rows, columns and channels, channels innermost. In the format Pairs the bytes of x
 // become int16 while a row is packed, and x's zero point is subtracted there, so padding is 0 and sums are exact:
 // products of such numbers with those of a weight, two at a time, fit in int32 (MOST_TERMS in ops/integer.py). In Quads
-// they stay bytes, int8 with 128 added, and padding is x's zero point; sums begin with what that takes off again.
+// they stay bytes, int8 with 128 added, and padding is x's zero point; sums begin with what that takes off again. So it is
+// in TiledQuads, which a matrix unit multiplies by kTileRows rows.
 #include "integer_args.h"
 #include "integer_gemm.h"
 #include "pool.h"
@@ -15,7 +16,9 @@ namespace {
 // Rows of a task, whose results stay in the first-level cache while all panels pass over them; and what is packed of
 // them at most, which with a panel has room in the second-level cache.
 constexpr int64_t kTaskRows = 64, kRowBytes = 224 << 10;
-constexpr int64_t kTogether = 2 * kMaxRows;  // rows whose sums become results together
+// Rows whose sums become results together.
+template <class Format>
+constexpr int64_t kTogether = std::is_same_v<Format, TiledQuads> ? kTileRows : 2 * kMaxRows;
 
 // to[i] = from[i] - zero, for n elements; nothing beyond them is read, and a vector at most beyond them written.
 template <class X>
@@ -47,21 +50,7 @@ NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
 
 // How a format stores elements of windows.
 template <class Format>
-struct Packer;
-
-template <>
-struct Packer<Pairs> {
-  int16_t zero;
-  explicit Packer(const Args& a) : zero(a.zero_point) {}
-  template <class X>
-  void put(const X* from, int64_t n, int16_t* to) const {
-    widen(from, n, zero, to);
-  }
-  void pad(int16_t* to, int64_t n) const { std::memset(to, 0, n * sizeof(int16_t)); }
-};
-
-template <>
-struct Packer<Quads> {
+struct Packer {
   uint8_t zero;
   explicit Packer(const Args& a) : zero(a.zero_point + (a.x_type == Stored::i8 ? 128 : 0)) {}
   template <int64_t kWidth = 64, class X>
@@ -84,14 +73,27 @@ struct Packer<Quads> {
   void pad(uint8_t* to, int64_t n) const { std::memset(to, zero, n); }
 };
 
-// The geometry of a packed row.
+template <>
+struct Packer<Pairs> {
+  int16_t zero;
+  explicit Packer(const Args& a) : zero(a.zero_point) {}
+  template <class X>
+  void put(const X* from, int64_t n, int16_t* to) const {
+    widen(from, n, zero, to);
+  }
+  void pad(int16_t* to, int64_t n) const { std::memset(to, 0, n * sizeof(int16_t)); }
+};
+
+// The geometry of a packed row: its elements, the steps that they take, those of a panel, and elements from row to row,
+// with room for what `widen` writes.
 template <class Format>
 struct Row {
-  int64_t length, steps, stride;  // elements; steps that they take; elements with room for what `widen` writes
+  int64_t length, steps, panel_steps, stride;
   explicit Row(const Args& a)
       : length(a.kernel_h * a.kernel_w * a.in_channels),
         steps(divide_up(length, Format::kStep)),
-        stride(steps * Format::kStep + (std::is_same_v<Format, Pairs> ? 2 * kLanes : 0)) {}
+        panel_steps(std::is_same_v<Format, TiledQuads> ? round_up(steps, kTileSteps) : steps),
+        stride(panel_steps * Format::kStep + (std::is_same_v<Format, Pairs> ? 2 * kLanes : 0)) {}
 };
 
 bool is_pointwise(const Args& a) {
@@ -169,54 +171,112 @@ void pack_rows(const Args& a, const Row<Format>& row, int64_t group, int64_t beg
 // A task is some rows and a part of the panels, over which they all pass.
 struct Tasks {
   int64_t rows, count, parts;  // rows of a task, tasks that cover the rows, parts of the panels
-  Tasks(const Args& a, int64_t row_bytes, int64_t panels) {
+  Tasks(const Args& a, int64_t row_bytes, int64_t panels, int64_t multiple) {
     const int64_t all = a.batch * a.out_h * a.out_w, threads = num_threads();
-    const int64_t fitting = std::clamp<int64_t>(kRowBytes / row_bytes, kMaxRows, kTaskRows);
+    const int64_t fitting = std::clamp<int64_t>(kRowBytes / row_bytes, std::max<int64_t>(kMaxRows, multiple), kTaskRows);
     count = divide_up(all, fitting);
-    rows = divide_up(all, count);
+    rows = round_up(divide_up(all, count), multiple);
     count = divide_up(all, rows);
     parts = std::min(panels, divide_up(4 * threads, a.groups * count));
   }
 };
 
+// Blocks of sums on their way to results. A matrix unit takes long to give its first sums, so those of the block before
+// become results meanwhile.
+template <class Format>
+class Results {
+  static constexpr bool kLater = std::is_same_v<Format, TiledQuads>;
+  const Args& args_;
+  const Finish finish_;
+  alignas(64) int32_t sums_[kLater ? 2 : 1][kTogether<Format> * kPanel];
+  int next_ = 0;
+  Block waiting_{};
+
+ public:
+  explicit Results(const Args& a) : args_(a), finish_(finish_of(a)) {}
+  ~Results() {
+    if (waiting_.pixels) finish_(args_, waiting_);
+  }
+  // Where the next block's sums go, until it is put.
+  int32_t* sums() { return sums_[next_]; }
+  void put(const Block& block) {
+    if (waiting_.pixels) finish_(args_, waiting_);
+    waiting_ = block;
+    if constexpr (kLater) {
+      next_ ^= 1;
+    } else {
+      finish_(args_, waiting_);
+      waiting_.pixels = 0;
+    }
+  }
+};
+
+// Rows of x, `stride` elements apart, times a panel; the results are those of pixels from `pixel` on.
+template <class Format>
+void multiply_rows(int64_t rows, const typename Format::Row* x, int64_t stride, const typename Format::Weight* panel,
+                   const Row<Format>& row, const int32_t* start, Results<Format>& results, int64_t pixel, int64_t channel,
+                   int64_t channels) {
+  if constexpr (std::is_same_v<Format, TiledQuads>) {
+    for (int64_t done = 0; done < rows; done += kTileRows) {
+      // The last block begins early enough to be a whole one; with fewer rows, there is room for those that it lacks.
+      const int64_t first = std::clamp<int64_t>(rows - kTileRows, 0, done), count = std::min(rows - done, kTileRows);
+      multiply_byte_tiles(x + first * stride, stride, panel, row.panel_steps, start, results.sums());
+      results.put({results.sums() + (done - first) * kPanel, kPanel, pixel + done, count, channel, channels});
+    }
+  } else {
+    const RowBlocks finished(rows, kTogether<Format>);
+    for (int64_t f = 0; f < finished.count; ++f) {
+      const int64_t done = finished.begin(f);
+      const RowBlocks blocks(finished.size(f));
+      for (int64_t i = 0; i < blocks.count; ++i)
+        multiply(blocks.size(i), x + (done + blocks.begin(i)) * stride, stride, panel, row.steps, start,
+                 results.sums() + blocks.begin(i) * kPanel);
+      results.put({results.sums(), kPanel, pixel + done, blocks.rows, channel, channels});
+    }
+  }
+}
+
 template <class Format, class X>
 void convolve_bytes(const Args& a) {
   using Element = typename Format::Row;
+  constexpr bool kTiled = std::is_same_v<Format, TiledQuads>;
   const Row<Format> row(a);
   const int64_t panels = divide_up(a.out_channels, kPanel), all = a.batch * a.out_h * a.out_w;
-  const Tasks tasks(a, row.stride * sizeof(Element), panels);
-  const Finish finish = finish_of(a);
-  // Rows that lie in x as they would be packed.
-  const bool in_place =
-      std::is_same_v<Format, Quads> && std::is_same_v<X, uint8_t> && is_pointwise(a) && a.in_channels % 4 == 0;
-  const int64_t stride = in_place ? a.groups * a.in_channels : row.stride;
+  const Tasks tasks(a, row.stride * sizeof(Element), panels, kTiled ? kTileRows : 1);
+  // Rows that lie in x as they would be packed. A matrix unit also reads what stands behind them.
+  const int64_t pitch = a.groups * a.in_channels;
+  const auto lie_in_x = [&](int64_t group, int64_t begin, int64_t end) {
+    if (std::is_same_v<Format, Pairs> || !std::is_same_v<X, uint8_t> || !is_pointwise(a) || a.in_channels % 4) return false;
+    if (!kTiled) return true;
+    return end - begin >= kTileRows &&
+           (end - 1) * pitch + group * a.in_channels + row.panel_steps * Format::kStep <= all * pitch;
+  };
   const auto* weights = static_cast<const typename Format::Weight*>(a.weight);
   parallel_for(a.groups * tasks.count * tasks.parts, 1, [&](int64_t first, int64_t last, int) {
-    Element* memory = in_place ? nullptr : thread_scratch().get<Element>((tasks.rows + 1) * stride * sizeof(Element));
-    alignas(64) int32_t sums[kTogether * kPanel];
+    [[maybe_unused]] const std::conditional_t<kTiled, TileState, int> state{};
+    const int64_t room = std::max<int64_t>(tasks.rows, kTiled ? kTileRows : 1) + 1;
+    Element* memory = thread_scratch().get<Element>(room * row.stride * sizeof(Element));
+    Results<Format> results(a);
     int64_t packed = -1;
     for (int64_t task = first; task < last; ++task) {
       const int64_t part = task % tasks.parts, which = task / tasks.parts;
       const int64_t group = which / tasks.count, begin = which % tasks.count * tasks.rows;
       const int64_t end = std::min(begin + tasks.rows, all);
-      if (packed != which && !in_place) pack_rows<Format, X>(a, row, group, begin, end, memory);
-      packed = which;
       const Element* rows = memory;
-      if (in_place) rows = reinterpret_cast<const Element*>(a.x) + begin * stride + group * a.in_channels;
+      int64_t stride = row.stride;
+      if (lie_in_x(group, begin, end)) {
+        stride = pitch;
+        rows = reinterpret_cast<const Element*>(a.x) + begin * stride + group * a.in_channels;
+      } else if (packed != which) {
+        pack_rows<Format, X>(a, row, group, begin, end, memory);
+        packed = which;
+      }
       for (int64_t p = panels * part / tasks.parts; p < panels * (part + 1) / tasks.parts; ++p) {
         const int64_t channel = p * kPanel, channels = std::min(kPanel, a.out_channels - channel);
         const int64_t whole = group * a.out_channels + channel;
-        const auto* panel = weights + group * a.weight_group_stride + p * row.steps * Format::kStep * kPanel;
-        const int32_t* start = std::is_same_v<Format, Quads> ? a.offsets + whole : nullptr;
-        const RowBlocks finished(end - begin, kTogether);
-        for (int64_t f = 0; f < finished.count; ++f) {
-          const int64_t done = finished.begin(f), pixel = begin + done;
-          const RowBlocks blocks(finished.size(f));
-          for (int64_t i = 0; i < blocks.count; ++i)
-            multiply(blocks.size(i), rows + (done + blocks.begin(i)) * stride, stride, panel, row.steps, start,
-                     sums + blocks.begin(i) * kPanel);
-          finish(a, {sums, kPanel, pixel, blocks.rows, whole, channels});
-        }
+        const auto* panel = weights + group * a.weight_group_stride + p * row.panel_steps * Format::kStep * kPanel;
+        const int32_t* start = std::is_same_v<Format, Pairs> ? nullptr : a.offsets + whole;
+        multiply_rows(end - begin, rows, stride, panel, row, start, results, begin, whole, channels);
       }
     }
   });
@@ -227,8 +287,11 @@ void convolve(const Args& a) {
   with_bytes(a.x_type, [&](auto* type) { convolve_bytes<Format, std::remove_pointer_t<decltype(type)>>(a); });
 }
 
+void convolve_tiles(const Args& a) { convolve<std::conditional_t<kHasTiles, TiledQuads, Quads>>(a); }
+
 }  // namespace
 }  // namespace npu::integer
 
 NPU_KERNEL(integer_conv2d, npu::integer::Args, npu::integer::convolve<npu::integer::Pairs>)
 NPU_KERNEL(integer_conv2d_bytes, npu::integer::Args, npu::integer::convolve<npu::integer::Quads>)
+NPU_KERNEL(integer_conv2d_tiles, npu::integer::Args, npu::integer::convolve_tiles)

@@ -18,7 +18,10 @@ from npu_runtime.cpu.native.conv import ACTIVATIONS
 
 _STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
+TILE_STEPS = 16  # kTileSteps in vec.h
+FEWEST_TILE_ROWS = 8  # with fewer, a matrix unit mostly multiplies what does not count
 _KERNELS = {
+    "tiles": "integer_conv2d_tiles",
     "bytes": "integer_conv2d_bytes",
     "direct": "integer_conv2d",
     "columns": "integer_conv2d_columns",
@@ -123,16 +126,20 @@ def pack_panels(weight: np.ndarray, zeros: np.ndarray | None, groups: int) -> _P
     return _stored(_panels(wide, groups, 2), wide)
 
 
-def pack_byte_panels(weight: np.ndarray, groups: int) -> _Packed:
-    """The same in panels of int8, for a weight without zero points."""
-    return _stored(_panels(weight, groups, 4), weight)
+def pack_byte_panels(weight: np.ndarray, groups: int, multiple: int = 1) -> _Packed:
+    """The same in panels of int8, for a weight without zero points.
+
+    Args:
+        multiple: Panels have a multiple of so many steps.
+    """
+    return _stored(_panels(weight, groups, 4, multiple), weight)
 
 
-def _panels(weight: np.ndarray, groups: int, step: int) -> np.ndarray:
+def _panels(weight: np.ndarray, groups: int, step: int, multiple: int = 1) -> np.ndarray:
     panel = layout().panel
     order = (0, 2, 3, 1) if weight.ndim == 4 else (0, 1)
     flat = weight.transpose(order).reshape(groups, len(weight) // groups, -1)
-    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % panel), (0, -flat.shape[2] % step)))
+    flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % panel), (0, -flat.shape[2] % (step * multiple))))
     steps = flat.reshape(groups, -1, panel, flat.shape[2] // step, step).transpose(0, 1, 3, 2, 4)
     return steps.reshape(groups, -1)
 
@@ -182,13 +189,15 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
         weight = call.prepared(1, "integer points", lambda w: pack_points(w, known), baked)
     elif algorithm == "columns":
         weight = call.prepared(1, "integer columns", pack_columns)
-    elif algorithm == "bytes":
-        weight = call.prepared(1, f"integer byte panels {groups}", lambda w: pack_byte_panels(w, groups))
+    elif algorithm in ("bytes", "tiles"):
+        multiple = TILE_STEPS if algorithm == "tiles" else 1
+        name = f"integer byte panels {groups} {multiple}"
+        weight = call.prepared(1, name, lambda w: pack_byte_panels(w, groups, multiple))
     else:
         weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups), baked)
     added, spare = call.at(bias), (0, layout().panel)
     # The least code of x is 0 for the kernels on bytes.
-    moved = algorithm in ("bytes", "columns") and call.inputs[0].dtype == np.int8
+    moved = algorithm in ("bytes", "tiles", "columns") and call.inputs[0].dtype == np.int8
     zero_point = params["zero_point"] + (128 if moved else 0)
     scales = np.pad(call.inputs[2].astype(np.float32)[weight.order] * np.float32(params["x_scale"]), spare)
     biases = np.zeros(len(scales), np.float32)
@@ -229,7 +238,7 @@ def _choose(call: ArrayCall) -> str:
     if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
         return "columns" if _may_be_columns(call) else "depthwise"
     if _may_be_bytes(call):
-        return "bytes"
+        return "tiles" if layout().has_tiles else "bytes"
     return "winograd" if _may_be_winograd(call) else "direct"
 
 
@@ -254,7 +263,7 @@ def _may_be_winograd(call: ArrayCall) -> bool:
 
 def alternatives(call: ArrayCall) -> list[str]:
     """The other values of `conv2d`'s `algorithm` for a call, besides the one that it chooses itself."""
-    return ["direct"] if _choose(call) == "winograd" else []
+    return {"winograd": ["direct"], "tiles": ["bytes"]}.get(_choose(call), [])
 
 
 def linear(call: ArrayCall) -> NativeLaunch | None:
@@ -264,7 +273,9 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
     rows = [x, call.out, *([] if residual is None else [call.inputs[residual]])]
     if not all(map(_is_packed, rows)):
         return None
-    algorithm = "bytes" if _may_be_bytes(call) else "direct"
+    algorithm = "direct"
+    if _may_be_bytes(call):
+        algorithm = "tiles" if layout().has_tiles and len(x) >= FEWEST_TILE_ROWS else "bytes"
     found = _product(call, algorithm, 1)
     if found is None:
         return None

@@ -22,6 +22,10 @@ struct Quads {
   static constexpr int64_t kStep = 4;
 };
 
+// The same for a matrix unit, where kHasTiles: panels have zeros up to a multiple of kTileSteps, so what stands behind a
+// row's elements does not count.
+struct TiledQuads : Quads {};
+
 // sums[r][0..kPanel) = start + x[r] . panel, for 1 to kMaxRows rows of `steps` steps, `row_stride` elements apart. Where
 // `start` is null, sums begin with 0.
 void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,

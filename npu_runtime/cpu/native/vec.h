@@ -586,10 +586,10 @@ NPU_INLINE IVec to_nearest(Vec v) {
 #endif
 }
 
-// Tiles: products of 32 rows by 32 columns of bfloat16 pairs in a matrix unit, where kHasTiles. A thread may multiply
-// while it has a TileState, and the process only if tiles_allowed().
+// Tiles: products of 32 rows by 32 columns of bfloat16 pairs, or of four bytes, in a matrix unit, where kHasTiles. A thread
+// may multiply while it has a TileState, and the process only if tiles_allowed().
 inline constexpr int64_t kTileRows = 32, kTileSteps = 16;
-#if defined(NPU_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(NPU_AVX512) && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 inline constexpr bool kHasTiles = true;
 inline bool tiles_allowed() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl: the kernel saves tiles only on request
@@ -628,11 +628,37 @@ inline void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, i
   _tile_stored(2, sums + 16 * 32, 128);
   _tile_stored(3, sums + 16 * 32 + 16, 128);
 }
+// The same for x from 0 to 255 and a panel from -128 to 127. Every row's sums begin with the 32 of `start`.
+inline void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t* panel, int64_t steps,
+                                const int32_t* start, int32_t* sums) {
+  _tile_loadd(0, start, 0);
+  _tile_loadd(1, start + 16, 0);
+  _tile_loadd(2, start, 0);
+  _tile_loadd(3, start + 16, 0);
+  for (int64_t s = 0; s < steps; s += kTileSteps, x += 4 * kTileSteps, panel += 128 * kTileSteps) {
+    _tile_loadd(4, x, x_stride);
+    _tile_loadd(5, x + 16 * x_stride, x_stride);
+    _tile_loadd(6, panel, 128);
+    _tile_loadd(7, panel + 64, 128);
+#pragma GCC unroll 32
+    for (int line = 0; line < 128 * kTileSteps; line += 64) __builtin_prefetch(panel + 4096 + line);
+    _tile_dpbusd(0, 4, 6);
+    _tile_dpbusd(1, 4, 7);
+    _tile_dpbusd(2, 5, 6);
+    _tile_dpbusd(3, 5, 7);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
 #else
 inline constexpr bool kHasTiles = false;
 inline bool tiles_allowed() { return false; }
 struct TileState {};
 void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums);
+void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t* panel, int64_t steps, const int32_t* start,
+                         int32_t* sums);
 #endif
 
 // p * 2^k for an integral k, right below the normal range too.
