@@ -124,7 +124,8 @@ def main(counts: list[int], exchanges: list[str], layers: int = 32) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("gpus", nargs="*", type=int, default=[1, 2])
-    parser.add_argument("--exchanges", nargs="+", choices=["nccl", "peers"], default=["nccl", "peers"])
-    parser.add_argument("--layers", type=int, default=32)
+    ways = ["nccl", "peers"]
+    parser.add_argument("--exchanges", nargs="+", choices=ways, default=ways, help="how GPUs exchange sums, in turn")
+    parser.add_argument("--layers", type=int, default=32, help="number of layers")
     options = parser.parse_args()
     main(options.gpus, options.exchanges, options.layers)

@@ -21,9 +21,8 @@ _NOTICE_BYTES = 32
 _NOTICES = 2  # of each rank to each other one
 _HELD = 2  # packs of a row that a thread holds
 _MOST_THREADS = 1024  # of a block, and of the blocks of a multiprocessor together
-_MOST_BYTES = (
-    1 << 20
-)  # that a GPU reads of others; for more of them NCCL sends less: each sum once instead of all summands
+# That a GPU reads of several others: of more, NCCL sends less, each sum once instead of all summands.
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class RankSum:
 
     Attributes:
         summand, residual, out: All of one shape.
+        ranks: How many take part.
         node: Of the addition.
     """
 

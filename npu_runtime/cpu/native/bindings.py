@@ -67,7 +67,7 @@ class Layout:
         max_rows: Rows that the product of gemm.h handles at once.
         has_pairs: Whether bfloat16 is multiplied in pairs.
         has_byte_quads: Whether there is an instruction for products of unsigned with signed bytes.
-        has_tiles: Whether there is a matrix unit for bfloat16 that this process may use.
+        has_tiles: Whether there is a matrix unit for bfloat16 and bytes that this process may use.
     """
 
     lanes: int

@@ -200,13 +200,12 @@ class Results {
   // Where the next block's sums go, until it is put.
   int32_t* sums() { return sums_[next_]; }
   void put(const Block& block) {
-    if (waiting_.pixels) finish_(args_, waiting_);
-    waiting_ = block;
     if constexpr (kLater) {
+      if (waiting_.pixels) finish_(args_, waiting_);
+      waiting_ = block;
       next_ ^= 1;
     } else {
-      finish_(args_, waiting_);
-      waiting_.pixels = 0;
+      finish_(args_, block);
     }
   }
 };

@@ -18,8 +18,8 @@ from npu_runtime.cpu.native.conv import ACTIVATIONS
 
 _STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
-TILE_STEPS = 16  # kTileSteps in vec.h
-FEWEST_TILE_ROWS = 8  # with fewer, a matrix unit mostly multiplies what does not count
+_TILE_STEPS = 16  # kTileSteps in vec.h
+_FEWEST_TILE_ROWS = 8  # with fewer, a matrix unit mostly multiplies what does not count
 _KERNELS = {
     "tiles": "integer_conv2d_tiles",
     "bytes": "integer_conv2d_bytes",
@@ -190,7 +190,7 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     elif algorithm == "columns":
         weight = call.prepared(1, "integer columns", pack_columns)
     elif algorithm in ("bytes", "tiles"):
-        multiple = TILE_STEPS if algorithm == "tiles" else 1
+        multiple = _TILE_STEPS if algorithm == "tiles" else 1
         name = f"integer byte panels {groups} {multiple}"
         weight = call.prepared(1, name, lambda w: pack_byte_panels(w, groups, multiple))
     else:
@@ -275,7 +275,7 @@ def linear(call: ArrayCall) -> NativeLaunch | None:
         return None
     algorithm = "direct"
     if _may_be_bytes(call):
-        algorithm = "tiles" if layout().has_tiles and len(x) >= FEWEST_TILE_ROWS else "bytes"
+        algorithm = "tiles" if layout().has_tiles and len(x) >= _FEWEST_TILE_ROWS else "bytes"
     found = _product(call, algorithm, 1)
     if found is None:
         return None

@@ -607,6 +607,14 @@ struct TileState {
   }
   ~TileState() { _tile_release(); }
 };
+// sums[32][32] = the first four tiles, each with 16 rows of 16 sums of four bytes.
+template <class T>
+inline void store_tiles(T* sums) {
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + 16 * 32, 128);
+  _tile_stored(3, sums + 16 * 32 + 16, 128);
+}
 // sums[32][32] = x · panel over a multiple of kTileSteps steps; x is a plain matrix with rows x_stride values apart.
 inline void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, int64_t steps, float* sums) {
   _tile_zero(0);
@@ -623,10 +631,7 @@ inline void multiply_tiles(const bf16* x, int64_t x_stride, const bf16* panel, i
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 16 * 32, 128);
-  _tile_stored(3, sums + 16 * 32 + 16, 128);
+  store_tiles(sums);
 }
 // The same for x from 0 to 255 and a panel from -128 to 127. Every row's sums begin with the 32 of `start`.
 inline void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t* panel, int64_t steps,
@@ -640,17 +645,15 @@ inline void multiply_byte_tiles(const uint8_t* x, int64_t x_stride, const int8_t
     _tile_loadd(5, x + 16 * x_stride, x_stride);
     _tile_loadd(6, panel, 128);
     _tile_loadd(7, panel + 64, 128);
+    // Two turns ahead: the loads of one turn fill the window in which the processor looks for others.
 #pragma GCC unroll 32
-    for (int line = 0; line < 128 * kTileSteps; line += 64) __builtin_prefetch(panel + 4096 + line);
+    for (int line = 0; line < 128 * kTileSteps; line += 64) __builtin_prefetch(panel + 2 * 128 * kTileSteps + line);
     _tile_dpbusd(0, 4, 6);
     _tile_dpbusd(1, 4, 7);
     _tile_dpbusd(2, 5, 6);
     _tile_dpbusd(3, 5, 7);
   }
-  _tile_stored(0, sums, 128);
-  _tile_stored(1, sums + 16, 128);
-  _tile_stored(2, sums + 16 * 32, 128);
-  _tile_stored(3, sums + 16 * 32 + 16, 128);
+  store_tiles(sums);
 }
 #else
 inline constexpr bool kHasTiles = false;
