@@ -36,6 +36,10 @@ class LaunchKind(StrEnum):
     """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
     CUBLAS_GEMM = "cublas_gemm"
     """A matrix product of cuBLASLt."""
+    PEER_COPY = "peer_copy"
+    """A kernel, and then copies of what other GPUs hold, on a second stream: beside the calls behind it."""
+    AFTER_COPIES = "after_copies"
+    """A kernel that starts when the one ahead of it and all such copies have ended."""
     COLLECTIVE = "collective"
     """An exchange with other GPUs, by NCCL."""
     CONVOLUTION = "convolution"
@@ -49,7 +53,7 @@ class KernelLaunch:
     Attributes:
         grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
         shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
-        kind: One of the three kinds of kernels.
+        kind: One of the kinds of kernels.
     """
 
     grid: Size3

@@ -251,13 +251,16 @@ class CUDABackend(Backend):
         operands = [*inputs, *outputs]
         addresses = [_address(operand) for operand in operands]
         memory = [operand.memory.native_handle for operand in operands]
-        if (exchange := peer_exchange_of(call)) is not None:
-            self._connect(call, exchange, addresses, memory)
+        others = self._connect(call, exchange, addresses, memory) if (exchange := peer_exchange_of(call)) else []
         match launch_of(call):
             case GemmLaunch():
                 return CUDALaunch(self._device, call, self._products.launch(call, addresses), memory)
             case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
                 return self._prepare_resident(call, launch, addresses, memory)
+            case KernelLaunch(kind=LaunchKind.PEER_COPY):
+                return CUDALaunch(self._device, call, self._copy_beside(call, addresses, others), memory)
+            case KernelLaunch(kind=LaunchKind.AFTER_COPIES):
+                return CUDALaunch(self._device, call, self._after_copies(self._start(call, addresses)), memory)
             case CollectiveLaunch() as collective:
                 start = self._exchange(call, collective, inputs[0].view.dtype, addresses)
                 return CUDALaunch(self._device, call, start, memory)
@@ -270,8 +273,12 @@ class CUDABackend(Backend):
 
     def _connect(
         self, call: KernelCall, exchange: PeerExchange, addresses: Sequence[int], memory: Sequence[Any]
-    ) -> None:
-        """Tell a kernel that exchanges values with other ranks where their memory is. All ranks do so together."""
+    ) -> list[int]:
+        """Tell a kernel that exchanges values with other ranks where their memory is. All ranks do so together.
+
+        Returns:
+            The addresses of the operand that ranks read of each other, on the other ranks in order.
+        """
         if not isinstance(self.collectives, NCCLCollectives):
             raise no_group(call)
         self.collectives.check(call)
@@ -280,6 +287,33 @@ class CUDABackend(Backend):
         read = addresses[exchange.read] if exchange.read >= 0 else None
         table = self.collectives.peers.table(exchange.exchange_bytes, memory[exchange.peers], read)
         self._device.upload(memory[exchange.peers], table)
+        read_at = table[exchange.ranks + 2 :].tolist()
+        return [address for rank, address in enumerate(read_at) if rank != self.collectives.rank]
+
+    def _copy_beside(self, call: KernelCall, addresses: Sequence[int], others: Sequence[int]) -> Callable[[], object]:
+        """A function that has the call's kernel wait for other ranks, and then what they hold copied, on the second
+        stream: as much as the first input has, one rank's after the other, into the first output."""
+        device, target, copied = self._device, addresses[len(call.inputs)], call.inputs[0]
+        size = copied.numel * itemsize(copied.dtype)
+        wait = self._start(call, addresses, device.second_stream)
+        copy, kind, stream = device.runtime.memcpyAsync, device.runtime.memcpyDefault, device.second_stream.ptr
+
+        def start() -> None:
+            device.fork()
+            wait()
+            for place, source in enumerate(others):
+                copy(target + place * size, source, size, kind, stream)
+
+        return start
+
+    def _after_copies(self, kernel: Callable[[], object]) -> Callable[[], object]:
+        """A function that enqueues a kernel behind what the second stream has to do."""
+
+        def start() -> None:
+            self._device.join()
+            kernel()
+
+        return start
 
     def _exchange(
         self, call: KernelCall, collective: CollectiveLaunch, dtype: str, addresses: Sequence[int]
@@ -292,18 +326,19 @@ class CUDABackend(Backend):
     def join(self, rank: int, size: int, share: Share) -> None:
         self.collectives = NCCLCollectives(self._device, rank, size, share)
 
-    def _start(self, call: KernelCall, addresses: Sequence[int]) -> Callable[[], object]:
-        """A function that enqueues a kernel on operands at these addresses, inputs first."""
+    def _start(self, call: KernelCall, addresses: Sequence[int], stream: Any = None) -> Callable[[], object]:
+        """A function that enqueues a kernel on operands at these addresses, inputs first, by default on the device's
+        stream."""
         made = kernel_launch_of(call)
         grid, block, shared = made.grid, made.block, made.shared
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
         places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
-        stream, pointers = self._device.stream.ptr, places.ctypes.data
+        handle, pointers = (stream or self._device.stream).ptr, places.ctypes.data
         if made.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
-            launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, stream, pointers)
+            launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, handle, pointers)
         else:
-            launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, stream, pointers, 0)
+            launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, handle, pointers, 0)
 
         def start(keep: object = (function, arguments, places)) -> None:
             launch()

@@ -103,6 +103,7 @@ class CUDADevice:
 
     Attributes:
         stream: Its own stream. A graph runs on the caller's instead, where `call_on` has named it.
+        second_stream: For what runs beside that (`fork`, `join`).
         counters: allocations, uploads, downloads, launches (one by one), captures, graph_launches, tuned products, and
             what the kernel cache counts.
         arch: Compute capability as CUDA writes it: 90 is 9.0.
@@ -123,7 +124,8 @@ class CUDADevice:
         self.properties: dict[str, Any] = self.runtime.getDeviceProperties(device_id)
         self.arch = 10 * int(self.properties["major"]) + int(self.properties["minor"])
         with self._gpu:
-            self.stream = cuda.Stream(non_blocking=True)
+            self.stream, self.second_stream = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
+            self._forked, self._joined = (cuda.Event(disable_timing=True) for _ in range(2))
         self.caller_stream: Any = None
         self._latest = self.stream
         self._callers: dict[int, Any] = {}
@@ -172,6 +174,16 @@ class CUDADevice:
                 event.record(self._latest)
                 stream.wait_event(event)
             self._latest = stream
+
+    def fork(self) -> None:
+        """Have what is enqueued on the second stream from now on come after what was enqueued on the first."""
+        self._forked.record(self.stream)
+        self.second_stream.wait_event(self._forked)
+
+    def join(self) -> None:
+        """Have what is enqueued on the first stream from now on come after what was enqueued on the second."""
+        self._joined.record(self.second_stream)
+        self.stream.wait_event(self._joined)
 
     def call_on(self, pointer: int) -> None:
         """Have graphs run on a caller's stream from now on, after what has been enqueued elsewhere.

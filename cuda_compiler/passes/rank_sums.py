@@ -1,4 +1,8 @@
-"""Sums over ranks, with the residual and the norm behind them, in one kernel that reads the other GPUs' memory."""
+"""Sums over ranks, with the residual and the norm behind them, in one kernel that reads the other GPUs' memory.
+
+Two GPUs whose summands are large compute them in two halves of rows. While the second half is computed, the first one
+is copied from GPU to GPU, and the sum reads only the second half over the link between them.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cuda_compiler.cuda_program import PeerExchange
+from cuda_compiler.cuda_program import KernelLaunch, LaunchKind, PeerExchange, kernel_launch_of
 from cuda_compiler.specialization.gpu import MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.elementwise import elementwise_kernel
-from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
 _PACK = 8  # elements of an access
 _NOTICE_BYTES = 32
-_NOTICES = 2  # of each rank to each other one
+_NOTICES = 2  # kinds of them, from each rank to each other one
 _HELD = 2  # packs of a row that a thread holds
 _MOST_THREADS = 1024  # of a block, and of the blocks of a multiprocessor together
 # That a GPU reads of several others: of more, NCCL sends less, each sum once instead of all summands.
 _MOST_BYTES = 1 << 20
+# Results of half of a product: with fewer, such as 128 tiles of 128 by 256, it would leave multiprocessors idle.
+_LEAST_RESULTS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,11 @@ def find_rank_sum(
 def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     """The plan's calls, with each sum over ranks, the residual and the RMSNorm behind it as one kernel.
 
-    Given:  gemm → s; all_reduce(s) → t; add(r, t) → h; rmsnorm(h) → y
-    Result: gemm → s; rank_sum(s, r) → h, y
+    Given:  matmul → s; all_reduce(s) → t; add(r, t) → h; rmsnorm(h) → y
+    Result: matmul → s; rank_sum(s, r) → h, y
+
+    Of large sums on two ranks:
+    Result: matmul → s[:half]; peer_copy(s[:half]) → c; matmul → s[half:]; rank_sum(s, r, c) → h, y
     """
     if not make.reaches_peers:
         return plan.calls
@@ -92,8 +101,78 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
         if norm is not None and not _normalizes(norm, found.out):
             norm = None
         index += norm is not None
-        result.append(_rank_sum(found, norm, make))
+        copied = None
+        if result and _suits_halves(result[-1], found, readers):
+            first, second = _halves(result.pop())
+            copy = _peer_copy(found, first, make)
+            copied = copy.outputs[0]
+            result += [first, copy, second]
+        result.append(_rank_sum(found, norm, copied, make))
     return result
+
+
+def _suits_halves(product: KernelCall, found: RankSum, readers: Counter[str]) -> bool:
+    """Whether it is worth while to compute the summands in two halves."""
+    if product.kernel != "matmul_kernel" or product.outputs[0] != found.summand:
+        return False
+    rows, width = found.summand.shape
+    large = rows % 2 == 0 and rows // 2 * width >= _LEAST_RESULTS
+    return large and found.ranks == 2 and readers[found.summand.buffer] == 1 and not product.params["has_residual"]
+
+
+def _halves(product: KernelCall) -> tuple[KernelCall, KernelCall]:
+    """The first half of a product's rows, and the second."""
+    (x, *others), out = product.inputs, product.outputs[0]
+    rows = out.shape[0]
+    halves = []
+    for start in (0, rows // 2):
+        inputs = (x.slice(0, start, start + rows // 2), *others)
+        outputs = (out.slice(0, start, start + rows // 2),)
+        half = replace(
+            product,
+            inputs=inputs,
+            outputs=outputs,
+            params={**product.params, "m": rows // 2},
+            flops=product.flops // 2,
+            bytes_moved=sum(map(distinct_bytes, (*inputs, *outputs))),
+        )
+        halves.append(half)
+    return halves[0], halves[1]
+
+
+def _peer_copy(found: RankSum, product: KernelCall, make: Specializer) -> KernelCall:
+    """The copy of what this product has made on the other rank."""
+    own = product.outputs[0]
+    peers, turns = _exchange_buffers(found, make)
+    copied = make.temporary(f"{found.node}.copied", own.shape, own.dtype)
+    made = make.kernel(
+        KernelCall("peer_copy", "", (), (), {}, found.node),
+        "movement/peer_copy.cu",
+        grid=(1, 1, 1),
+        block=(WARP, 1, 1),
+        inputs={"x": own, "peers": peers},
+        outputs={"copied": copied, "turns": turns},
+        constants={"ranks": found.ranks},
+    )
+    return _exchanging(_launched(made, LaunchKind.PEER_COPY), found.ranks, peers, own)
+
+
+def _exchange_buffers(found: RankSum, make: Specializer) -> tuple[View, View]:
+    """Where a kernel finds the other ranks' memory, and its counters."""
+    return make.counters(f"{found.node}.peers", 2 * (2 * found.ranks + 2)), make.counters(f"{found.node}.turns", 2)
+
+
+def _exchanging(call: KernelCall, ranks: int, peers: View, read: View) -> KernelCall:
+    """A call with what it exchanges with other ranks, which read that operand."""
+    inputs = call.inputs
+    exchange = PeerExchange(ranks, _NOTICES * ranks * _NOTICE_BYTES, inputs.index(peers), inputs.index(read))
+    return replace(call, params={**call.params, **exchange.params()})
+
+
+def _launched(call: KernelCall, kind: LaunchKind) -> KernelCall:
+    """A call with another kind of launch."""
+    launch: KernelLaunch = replace(kernel_launch_of(call), kind=kind)
+    return replace(call, params={**call.params, **launch.params()})
 
 
 def _suits(found: RankSum, plan: ExecutionPlan) -> bool:
@@ -119,14 +198,19 @@ def _normalizes(call: KernelCall, out: View) -> bool:
     return x == out and made.dtype == out.dtype and _is_packed(made) and (gain is None or gain.is_contiguous)
 
 
-def _rank_sum(found: RankSum, norm: KernelCall | None, make: Specializer) -> KernelCall:
+def _rank_sum(found: RankSum, norm: KernelCall | None, copied: View | None, make: Specializer) -> KernelCall:
+    """The kernel.
+
+    Args:
+        copied: The first half of the other rank's rows, where it has been copied.
+    """
     rows, width = found.out.shape
     threads = min(groups(groups(width // _PACK, _HELD), WARP) * WARP, _MOST_THREADS)
     blocks = _MOST_THREADS // threads  # of a multiprocessor
     bound = KERNELS[norm.kernel].bind(norm) if norm is not None else ()
-    peers = make.counters(f"{found.node}.peers", 2 * (2 * found.ranks + 2))
-    turns = make.counters(f"{found.node}.turns", 2)
-    inputs = {"x": found.summand, "residual": found.residual, "gain": bound[1] if bound else None, "peers": peers}
+    peers, turns = _exchange_buffers(found, make)
+    gain = bound[1] if bound else None
+    inputs = {"x": found.summand, "residual": found.residual, "gain": gain, "copied": copied, "peers": peers}
     outputs = {"out": found.out, "normalized": norm.outputs[0] if norm is not None else None, "turns": turns}
     made = make.kernel(
         KernelCall("rank_sum", "", (), (), {}, found.node, found.out.numel * found.ranks),
@@ -147,7 +231,6 @@ def _rank_sum(found: RankSum, norm: KernelCall | None, make: Specializer) -> Ker
             "teams": 1,
         },
     )
-    exchange = PeerExchange(
-        found.ranks, _NOTICES * found.ranks * _NOTICE_BYTES, made.inputs.index(peers), made.inputs.index(found.summand)
-    )
-    return replace(made, params={**made.params, **exchange.params()})
+    if copied is not None:
+        made = _launched(made, LaunchKind.AFTER_COPIES)
+    return _exchanging(made, found.ranks, peers, found.summand)

@@ -250,7 +250,7 @@ class LanguageModel:
         Raises:
             InputError: there are no tokens, more than fit in the cache, or an id is outside the vocabulary.
         """
-        ids = [int(token) for token in token_ids]
+        ids = list(map(int, token_ids))
         self._check_prompt(ids, len(self.tokens))
         *_, logits = self._prefill_runs(ids)
         return logits
@@ -271,8 +271,9 @@ class LanguageModel:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         size = self.vocab_size  # looked up once: transformers' configs take a microsecond each time
-        if (bad := next((token for token in ids if not 0 <= token < size), None)) is not None:
-            raise InputError(f"token id {bad} is outside the vocabulary, 0 to {size - 1}")
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < size:
+                raise InputError(f"token id {token} is outside the vocabulary, 0 to {size - 1}")
 
     def _prefill_chunk(self, piece: list[int], size: int) -> Logits:
         """Run the prefill program for `size` tokens on that many or fewer, padded.
@@ -285,10 +286,11 @@ class LanguageModel:
         """
         start = min(len(self.tokens), self.cache_length - size)
         known = self.tokens[start:] + piece
-        padded = known + [0] * (size - len(known))
         step = self._prefill_step(size)
         self._user = None
-        step.write(input_ids=[padded], positions=range(start, start + size), last=[len(known) - 1])
+        step.fill("input_ids", np.array([known]))
+        step.fill("positions", np.arange(start, start + size))
+        step.fill("last", np.array([len(known) - 1]))
         step.run()
         self.tokens += piece
         return step.logits()

@@ -9,7 +9,7 @@ from cuda_toolchain import compile_sources
 from ir_builder import IRBuilder
 
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import CollectiveLaunch, launch_of, peer_exchange_of
+from cuda_compiler.cuda_program import CollectiveLaunch, LaunchKind, kernel_launch_of, launch_of, peer_exchange_of
 from npu_compiler import CompiledProgram, ProgramFormatError, compile
 from npu_compiler.graph.mesh import Mesh
 from npu_compiler.program.kernels import KernelCall
@@ -85,6 +85,30 @@ def test_sums_of_many_rows_are_kernels_with_the_residual_and_the_norm(rows: int)
         operands = [*call.inputs, *call.outputs]
         assert made.plan.buffers[operands[exchange.peers].buffer].kind == "persistent"
         assert made.plan.buffers[operands[exchange.read].buffer].kind == "arena"
+
+
+@pytest.mark.parametrize(("rows", "divided"), [(2048, True), (2046, False), (2049, False)])
+def test_large_sums_are_computed_in_two_halves(rows: int, divided: bool) -> None:
+    """The first half is copied while the second one is computed."""
+    made = program(reaches_peers=True, rows=rows, width=4096)
+    names = [call.kernel for call in made.kernels]
+    parts = ["cublas_gemm", "peer_copy", "cublas_gemm", "rank_sum"]
+    found = [names[end - 3 : end + 1] for end, name in enumerate(names) if name == "rank_sum"]
+    assert [each == parts for each in found] == [divided, divided]
+    if not divided:
+        return
+    end = names.index("rank_sum")
+    first, copy, second, total = made.kernels[end - 3 : end + 1]
+    half = rows // 2
+    assert [call.params["m"] for call in (first, second)] == [half, half]
+    assert [call.outputs[0].offset for call in (first, second)] == [0, half * 4096]
+    assert [call.inputs[0].offset for call in (first, second)] == [0, half * 64]
+    assert copy.inputs[0] == first.outputs[0] and copy.outputs[0] in total.inputs
+    assert [kernel_launch_of(call).kind for call in (copy, total)] == [LaunchKind.PEER_COPY, LaunchKind.AFTER_COPIES]
+    exchanges = [peer_exchange_of(call) for call in (copy, total)]
+    operands = [[*call.inputs, *call.outputs] for call in (copy, total)]
+    assert len({views[each.peers].buffer for views, each in zip(operands, exchanges, strict=True) if each}) == 2
+    compile_sources(made.plan.sources[call.source] for call in (copy, total))
 
 
 def test_many_ranks_leave_large_sums_to_nccl() -> None:

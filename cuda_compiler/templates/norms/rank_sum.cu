@@ -1,77 +1,28 @@
 // The sum of all ranks' summands and a residual, with its RMSNorm if there is one behind it: what stands between a product that is
 // divided by its input features and the next product. A GPU reads the others' summands in their memory and adds them in the order of
-// the ranks, in float32 and rounded once, so all get the same bits.
+// the ranks, in float32 and rounded once, so all get the same bits. `common/ranks.cuh` has its invariants, R1 to R4: `turns[0]` counts
+// the turns, `turns[1]` the blocks of this turn that have ended.
 //
-// `peers` has the address of each rank's notices, this rank, the address of a word that the host sets when the others are gone, and the
-// address of each rank's summands, 8 bytes each.
-//
-// Invariants
-// R1. Ranks make the same calls in the same order, so a call has the same turn on all of them; `turns[0]` counts the turns, and
-//     `turns[1]` the blocks of this turn that have ended.
-// R2. Once a block of a rank runs, the kernel before has ended, so the rank's summands are complete. Its first block notifies the other
-//     ranks (`complete`). Nobody reads a rank's summands earlier.
-// R3. After this kernel others may write to the summands' memory. So its last block notifies the other ranks that this one has read
-//     theirs (`read`), and ends only when all of them have read this one's.
-// R4. A notice is the turn. Each has one writer, which may be one turn ahead of a reader: a later turn serves as well.
+// Where there is a `copied`, it holds the first half of the other rank's rows (`movement/peer_copy.cu`). Pairs of blocks then take a row
+// of each half, and change halves from row to row, so that the links are busy all the time.
 
 #include "common/reduction.cuh"
+#include "common/ranks.cuh"
 
 using Value = X::type;
 constexpr int pack = 8;
 constexpr int packs = width / pack;
 constexpr int held = (packs + THREADS - 1) / THREADS;
 
-enum Notice { complete, read };
-
 struct Words {
     unsigned at[4];
 };
 
-struct Ranks {
-    const unsigned long long *table;
-    int own;
-
-    __device__ __forceinline__ Ranks(const Peers::type *peers)
-        : table(reinterpret_cast<const unsigned long long *>(peers)), own(int(table[ranks])) {}
-
-    // Where a rank finds the notice of another one; 32 bytes, so that no two are in one access.
-    __device__ __forceinline__ unsigned long long place(int reader, Notice notice, int writer) const {
-        return table[reader] + 32ull * (int(notice) * ranks + writer);
-    }
-
-    // Notifies all other ranks of what this block, or a kernel before, has done. By the first threads of a block, one for a rank.
-    __device__ __forceinline__ void notify(Notice notice, unsigned turn) const {
-        const int other = threadIdx.x;
-        if (other < ranks && other != own) {
-            __threadfence_system();
-            asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(place(other, notice, own)), "r"(turn) : "memory");
-        }
-    }
-
-    // Has the block wait for a notice from all other ranks, or until they are gone.
-    __device__ __forceinline__ void wait(Notice notice, unsigned turn) const {
-        const int other = threadIdx.x;
-        if (other < ranks && other != own) {
-            const unsigned long long at = place(own, notice, other);
-            unsigned found, gone = 0;
-            int looked = 0;
-            do {
-                asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
-                if (++looked % 4096 == 0) {
-                    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(gone) : "l"(table[ranks + 1]) : "memory");
-                }
-            } while (int(found - turn) < 0 && !gone);  // R4
-        }
-        __syncthreads();
-    }
-
-    // Begins to read a pack of a rank's summands.
-    __device__ __forceinline__ void request(Words &words, int rank, index_t element) const {
-        const unsigned long long at = table[ranks + 2 + rank] + sizeof(Value) * element;
-        asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3]) : "l"(at) : "memory");
-    }
-};
+// Begins to read a pack of a rank's summands.
+__device__ __forceinline__ void request(Words &words, unsigned long long at) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3]) : "l"(at) : "memory");
+}
 
 // A thread's values of a row: pack `turn * THREADS + threadIdx.x` for each turn.
 template <typename Visit>
@@ -94,14 +45,21 @@ KERNEL(rank_sum) {
     all.wait(complete, turn);
     const Place place;
     Value *const normal = (Value *)normalized;  // null where there is no norm
-    for (int row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (int taken = blockIdx.x, round = 0; taken < rows; taken += gridDim.x, round++) {
+        const bool is_copied = Copied::present && (taken + round) % 2 == 0;
+        const int row = !Copied::present ? taken : taken / 2 + (is_copied ? 0 : rows / 2);
         const index_t start = index_t(row) * width;
+        unsigned long long places[ranks];
+#pragma unroll
+        for (int rank = 0; rank < ranks; rank++) {
+            places[rank] = (is_copied && rank != all.own ? (unsigned long long)(copied) : all.operand(rank)) + sizeof(Value) * start;
+        }
         Words summands[held][ranks];
         Pack<Value, pack> addends[held];
         each_pack([&](int turn, int column) {
 #pragma unroll
             for (int rank = 0; rank < ranks; rank++) {
-                all.request(summands[turn][rank], rank, start + column);
+                request(summands[turn][rank], places[rank] + sizeof(Value) * column);
             }
             addends[turn] = load_pack<pack>(residual + start + column);
         });
