@@ -258,9 +258,9 @@ class CUDABackend(Backend):
             case KernelLaunch(kind=LaunchKind.RESIDENT) as launch:
                 return self._prepare_resident(call, launch, addresses, memory)
             case KernelLaunch(kind=LaunchKind.PEER_COPY):
-                return CUDALaunch(self._device, call, self._copy_beside(call, addresses, others), memory)
+                return CUDALaunch(self._device, call, self._copy_beside(call, addresses, others), memory, 1)
             case KernelLaunch(kind=LaunchKind.AFTER_COPIES):
-                return CUDALaunch(self._device, call, self._after_copies(self._start(call, addresses)), memory)
+                return CUDALaunch(self._device, call, self._after_copies(self._start(call, addresses)), memory, -1)
             case CollectiveLaunch() as collective:
                 start = self._exchange(call, collective, inputs[0].view.dtype, addresses)
                 return CUDALaunch(self._device, call, start, memory)

@@ -14,6 +14,8 @@ from cuda_runtime.tensor_copies import THREADS, TensorCopies
 from npu_compiler.errors import DeviceError
 from npu_compiler.program.kernels import KernelCall
 
+_FIRST_PART = 32  # launches, or a few more, of the first of two graphs
+
 
 class CUDALaunch:
     """A prepared kernel or product; calling it runs it alone.
@@ -21,10 +23,14 @@ class CUDALaunch:
     Args:
         start: Enqueues it on the current stream.
         keep: Objects to keep alive with it: its operands' memory, its argument arrays.
+        branches: 1 where it lets the second stream run beside what follows, -1 where it waits for that, else 0.
     """
 
-    def __init__(self, device: CUDADevice, call: KernelCall, start: Callable[[], object], keep: object) -> None:
+    def __init__(
+        self, device: CUDADevice, call: KernelCall, start: Callable[[], object], keep: object, branches: int = 0
+    ) -> None:
         self._device = device
+        self.branches = branches
         self._name = f"kernel '{call.kernel}' of node '{call.node}' does not start"
         self._start = start
         self._keep = keep
@@ -64,6 +70,9 @@ class GraphSequence:
 
     Capturing does not pay for a list that is run once. And in a first run CUDA and cuBLAS may still load code lazily,
     which not every version of them can do during a capture.
+
+    A list with branches becomes two graphs, since starting such a graph takes the host a microsecond or more for each
+    launch: the GPU works on the first part meanwhile.
     """
 
     def __init__(self, device: CUDADevice, launches: Sequence[CUDALaunch]) -> None:
@@ -72,48 +81,61 @@ class GraphSequence:
         self._moving = [launch for launch in launches if isinstance(launch, MovingLaunch)]
         self._updates: list[Callable[[], None]] = []
         self._has_run = False
-        self._graph: Any = None
+        self._graphs: list[Any] = []
 
     def __call__(self) -> None:
         device = self._device
-        if self._graph is not None and device.caller_stream is not None:
+        if self._graphs and device.caller_stream is not None:
             try:
                 device.continue_on(device.caller_stream)
-                for update in self._updates:
-                    update()
-                self._graph.launch(device.caller_stream)
+                self._replay(device.caller_stream)
             except device.failures as error:
                 raise DeviceError(f"the program does not start: {error}") from error
             device.counters["graph_launches"] += 1
             return
         with self._device.active("the program does not start"):
             if not self._has_run:
-                self._enqueue()
+                self._enqueue(self._launches)
                 self._device.counters["launches"] += len(self._launches)
                 self._has_run = True
                 return
-            if self._graph is None:
-                self._graph = self._capture()
-                self._updates = self._found(self._graph)
-            for update in self._updates:
-                update()
-            self._graph.launch(self._device.stream)
+            if not self._graphs:
+                self._graphs = [self._capture(part) for part in self._parts()]
+                self._updates = self._found()
+            self._replay(self._device.stream)
         self._device.counters["graph_launches"] += 1
 
-    def _found(self, graph: Any) -> list[Callable[[], None]]:
+    def _replay(self, stream: Any) -> None:
+        for update in self._updates:
+            update()
+        for graph in self._graphs:
+            graph.launch(stream)
+
+    def _parts(self) -> list[Sequence[CUDALaunch]]:
+        """The lists that become a graph each."""
+        under_way = 0
+        if any(launch.branches for launch in self._launches[_FIRST_PART:]) and not self._moving:
+            for index, launch in enumerate(self._launches):
+                if index >= _FIRST_PART and not under_way:
+                    return [self._launches[:index], self._launches[index:]]
+                under_way += launch.branches
+        return [self._launches]
+
+    def _found(self) -> list[Callable[[], None]]:
         if not self._moving:
             return []
+        (graph,) = self._graphs
         return argument_updates(graph, self._moving[0].function.ptr, [x.copies.argument for x in self._moving])
 
-    def _enqueue(self) -> None:
-        for launch in self._launches:
+    def _enqueue(self, launches: Sequence[CUDALaunch]) -> None:
+        for launch in launches:
             launch.enqueue()
 
-    def _capture(self) -> Any:
+    def _capture(self, launches: Sequence[CUDALaunch]) -> Any:
         stream = self._device.stream
         stream.begin_capture()
         try:
-            self._enqueue()
+            self._enqueue(launches)
         except BaseException:
             with suppress(*self._device.failures):
                 stream.end_capture()  # otherwise the stream stays in capture mode

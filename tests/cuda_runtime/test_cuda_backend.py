@@ -556,6 +556,22 @@ def test_a_sequence_runs_plainly_then_captures_then_replays() -> None:
     assert device.counters == {"launches": 2, "captures": 1, "graph_launches": 2}
 
 
+def test_a_long_sequence_with_branches_becomes_two_graphs_between_branches() -> None:
+    device = FakeDevice()
+    call = KernelCall("k", "", (), (), {}, "node")
+    forks = {30: 1, 33: -1, 40: 1, 42: -1}
+    each = [
+        CUDALaunch(device, call, lambda index=index: device.log.append(index), None, forks.get(index, 0))  # type: ignore[arg-type]
+        for index in range(44)
+    ]
+    sequence: Any = GraphSequence(device, each)  # type: ignore[arg-type]
+    sequence()
+    device.log.clear()
+    sequence()
+    assert device.log == [f"graph of {list(range(34))}", f"graph of {list(range(34, 44))}"]
+    assert device.counters == {"launches": 44, "captures": 2, "graph_launches": 1}
+
+
 def test_a_captured_sequence_runs_on_the_callers_stream_after_what_was_enqueued_elsewhere() -> None:
     device = FakeDevice()
     device.caller_stream = " of the caller"

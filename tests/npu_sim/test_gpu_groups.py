@@ -65,7 +65,7 @@ def check_same(alone: LanguageModel, pair: LanguageModel, times: int) -> None:
             network.reset()
             logits.append([network.prefill(prompt), *(network.decode(token) for token in prompt[:8])])
         for ours, expected in zip(logits[1], logits[0], strict=True):
-            assert np.linalg.norm(ours - expected) < 0.02 * np.linalg.norm(expected)
+            assert np.linalg.norm(ours - expected) < 0.05 * np.linalg.norm(expected)
 
 
 def test_two_gpus_find_what_one_finds(alone: LanguageModel, pair: LanguageModel, exchange: str) -> None:
