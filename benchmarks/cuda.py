@@ -138,7 +138,7 @@ def run_all(only: set[str], quick: bool, limit: float, path: Path | None, found:
             for entry in measurement:
                 print(f"[{time.perf_counter() - started:.0f} s] {line(entry)}", flush=True)
                 if isinstance(entry, Figure):
-                    run.figures.append(entry)
+                    run.figures = [*(figure for figure in run.figures if figure.key != entry.key), entry]
                 else:
                     run.accounts.append(entry)
                 save()

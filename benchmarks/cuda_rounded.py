@@ -48,6 +48,21 @@ def measure_rounded_prefill(
         errors[contender] = _error(step.logits(), each, ids, positions, cache_length)
         contenders[contender] = Contender(step.run, each.backend.timed)
     first, last = models[OURS], models[f"{OURS} bfloat16"]
+    flops, by_memory = prefill_flops(first, tokens), first.weight_bytes / ceilings.bandwidth
+    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens * (tokens + 1)
+    by_matrices = ((flops - attention) / _BYTE_RATE + attention) / ceilings.matrix_rate
+    says = f"{flops / 1e12:.2f} TFLOP, of layers at {_BYTE_RATE} × the rate of bfloat16"
+    case, model = {"tokens": tokens, "cache": cache_length}, first.checkpoint.name
+    steady = steady_run(first.backend, steps[OURS].program, steps[OURS].run)
+
+    def figure() -> Figure:
+        results = medians(time_in_turn(contenders, budget.rounds))
+        return Figure(task, model, case, results, 1000 * max(by_memory, by_matrices), says, steady, dict(errors))
+
+    found = figure()
+    yield found
+    yield Account(task, model, case, found.ms[OURS], account(steps[OURS].run))
+    # Compiling torchao's has once not come to an end in 5 minutes, so what is known so far has been reported.
     for contender, each, prepare in ((COMPILED, last, None), (f"{COMPILED}, torchao float8", first, round_layers)):
         if budget.may_compile():
             torch._dynamo.reset()
@@ -58,15 +73,7 @@ def measure_rounded_prefill(
             run = _calling(compiled(each.peer, [ids, positions], "reduce-overhead"), ids, positions)
             errors[contender] = _error(run(), each, ids, positions, cache_length)
             contenders[contender] = torch_contender(run)
-    results = medians(time_in_turn(contenders, budget.rounds))
-    flops, by_memory = prefill_flops(first, tokens), first.weight_bytes / ceilings.bandwidth
-    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens * (tokens + 1)
-    by_matrices = ((flops - attention) / _BYTE_RATE + attention) / ceilings.matrix_rate
-    says = f"{flops / 1e12:.2f} TFLOP, of layers at {_BYTE_RATE} × the rate of bfloat16"
-    case, model = {"tokens": tokens, "cache": cache_length}, first.checkpoint.name
-    steady = steady_run(first.backend, steps[OURS].program, steps[OURS].run)
-    yield Figure(task, model, case, results, 1000 * max(by_memory, by_matrices), says, steady, errors)
-    yield Account(task, model, case, results[OURS], account(steps[OURS].run))
+            yield figure()
 
 
 def round_layers(model: StaticLanguageModel) -> None:
