@@ -147,11 +147,13 @@ def test_rows_of_bytes_are_multiplied_exactly(
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("activation", ["none", "relu6"])
 @pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("taps", [3, 5])
 @pytest.mark.parametrize(("channels", "height", "width"), [(16, 1, 1), (32, 5, 2), (64, 7, 7), (80, 2, 9), (144, 4, 5)])
 def test_depthwise_results_in_bytes_are_exact(
     channels: int,
     height: int,
     width: int,
+    taps: int,
     stride: int,
     activation: str,
     dtype: str,
@@ -165,17 +167,17 @@ def test_depthwise_results_in_bytes_are_exact(
     rng, net, (low, high) = np.random.default_rng(seed), Network(), LIMITS[dtype]
     zero, step = low + 7, 8.0
     codes = rng.choice([low, high, *rng.integers(low, high, 5)], (2, channels, height, width))
-    weight = rng.choice([-128, 127, *rng.integers(-128, 127, 5)], (channels, 1, 3, 3))
+    weight = rng.choice([-128, 127, *rng.integers(-128, 127, 5)], (channels, 1, taps, taps))
     scales = 2.0 ** rng.integers(-8, -4, channels)
     net.state["b"] = rng.integers(-9, 9, channels).astype(np.float32)
     w, b = net.weight("w", weight.astype(np.int8), scales), net.g.weight("b", channels)
     x = net.g.input("x", *codes.shape)
-    window = {"stride": [stride] * 2, "padding": [1, 1], "groups": channels}
+    window = {"stride": [stride] * 2, "padding": [taps // 2] * 2, "groups": channels}
     value = net.g("aten.conv2d.default", net.rounded(x, 1.0, zero, dtype), w, b, **window)
     if activation == "relu6":
         value, step = net.g("aten.relu6.default", value), 0.125
     net.g.output(net.rounded(value, step, zero, dtype))
-    sums = loops(codes - zero, weight, stride, 1, 1, channels)
+    sums = loops(codes - zero, weight, stride, taps // 2, 1, channels)
     want = sums * scales.reshape(-1, 1, 1) + net.state["b"].reshape(-1, 1, 1)
     want = np.clip(want, 0, 6) if activation == "relu6" else want
     want = (np.clip(np.rint(want / step) + zero, low, high) - zero) * step

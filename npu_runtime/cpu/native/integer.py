@@ -19,7 +19,7 @@ from npu_runtime.cpu.native.conv import ACTIVATIONS
 _STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
 _TILE_STEPS = 16  # kTileSteps in vec.h
-_FEWEST_TILE_ROWS = 8  # with fewer, a matrix unit mostly multiplies what does not count
+_FEWEST_TILE_ROWS, _FEWEST_TILE_TERMS = 8, 48  # with fewer, a matrix unit mostly multiplies what does not count
 _KERNELS = {
     "tiles": "integer_conv2d_tiles",
     "bytes": "integer_conv2d_bytes",
@@ -165,13 +165,14 @@ def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
 
 
 def pack_columns(weight: np.ndarray) -> _Packed:
-    """A weight [o, 1, 3, 3] as quads of taps for each column and channel (conv_integer_columns.cpp)."""
-    wide = 4 * layout().lanes
+    """A weight [o, 1, k, k] as quads of taps for each column and channel (conv_integer_columns.cpp)."""
+    wide, taps = 4 * layout().lanes, weight.shape[-1]
     starts = np.minimum(np.arange(0, len(weight), wide), max(0, len(weight) - wide))
     within = np.arange(wide).reshape(-1, 4, 4).transpose(1, 0, 2).reshape(-1)  # interleave_quads
     order = (starts[:, None] + within) % len(weight)  # of which there may be less than a block
-    quads = np.pad(weight.reshape(-1, 3, 3).transpose(0, 2, 1), ((0, 0), (0, 0), (0, 1)))[order]
-    packed = _stored(quads.transpose(0, 2, 1, 3).reshape(1, -1), weight)
+    columns = weight.reshape(-1, taps, taps).transpose(0, 2, 1)
+    quads = np.pad(columns, ((0, 0), (0, 0), (0, -taps % 4))).reshape(len(weight), taps, -1, 4)[order]
+    packed = _stored(quads.transpose(0, 2, 3, 1, 4).reshape(1, -1), weight)
     return replace(packed, order=order.reshape(-1))
 
 
@@ -238,7 +239,7 @@ def _choose(call: ArrayCall) -> str:
     if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
         return "columns" if _may_be_columns(call) else "depthwise"
     if _may_be_bytes(call):
-        return "tiles" if layout().has_tiles else "bytes"
+        return "tiles" if layout().has_tiles and weight[0].size >= _FEWEST_TILE_TERMS else "bytes"
     return "winograd" if _may_be_winograd(call) else "direct"
 
 
@@ -249,7 +250,7 @@ def _may_be_bytes(call: ArrayCall) -> bool:
 
 def _may_be_columns(call: ArrayCall) -> bool:
     params, strides = call.params, call.params["stride"]
-    window = call.inputs[1].shape[2:] == (3, 3) and set(params["dilation"]) == {1} and strides[1] <= 2
+    window = call.inputs[1].shape[2:] in ((3, 3), (5, 5)) and set(params["dilation"]) == {1} and strides[1] <= 2
     plain = not params["has_residual"] and params["activation"] in ("none", "relu", "relu6")
     return window and plain and call.out.dtype.itemsize == 1 and _may_be_bytes(call)
 
@@ -263,7 +264,8 @@ def _may_be_winograd(call: ArrayCall) -> bool:
 
 def alternatives(call: ArrayCall) -> list[str]:
     """The other values of `conv2d`'s `algorithm` for a call, besides the one that it chooses itself."""
-    return {"winograd": ["direct"], "tiles": ["bytes"]}.get(_choose(call), [])
+    others = {"winograd": ["direct"], "tiles": ["bytes"], "bytes": ["tiles"] if layout().has_tiles else []}
+    return others.get(_choose(call), [])
 
 
 def linear(call: ArrayCall) -> NativeLaunch | None:
