@@ -1,6 +1,6 @@
 """CPU levels: the instruction sets that the native kernels can be compiled for, and those that this machine runs.
 
-The levels of x86-64 are those of its psABI, with two more for matrix instructions. The best one is used, unless
+The levels of x86-64 are those of its psABI, with four more for products of bytes and of bfloat16. The best one is used, unless
 `NPU_SIM_CPU_LEVEL` (the command's `--cpu-level`) names another when the kernels are first needed.
 """
 
@@ -46,20 +46,26 @@ def _ascending(machine: str, *levels: tuple[str, str, str]) -> tuple[Level, ...]
     return tuple(result)
 
 
+_X86 = _ascending(
+    "x86_64",
+    ("x86-64-v2", "-march=x86-64-v2", "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3"),
+    ("x86-64-v3", "-march=x86-64-v3", "abm avx avx2 bmi1 bmi2 f16c fma movbe"),
+    ("x86-64-v4", "-march=x86-64-v4", "avx512bw avx512cd avx512dq avx512f avx512vl"),
+    ("avx512-vnni", "-march=x86-64-v4 -mavx512vnni", "avx512_vnni"),
+    ("avx512-bf16", "-march=x86-64-v4 -mavx512vnni -mavx512bf16", "avx512_bf16"),
+    (
+        "amx",
+        "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",
+        "amx_bf16 amx_int8 amx_tile",
+    ),
+)
+# Of CPUs without AVX-512 that multiply bytes in vectors of AVX2.
+_AVX_VNNI = Level("avx-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _X86[1].features | {"avx_vnni"})
 # In ascending order within an architecture.
 LEVELS = (
-    *_ascending(
-        "x86_64",
-        ("x86-64-v2", "-march=x86-64-v2", "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3"),
-        ("x86-64-v3", "-march=x86-64-v3", "abm avx avx2 bmi1 bmi2 f16c fma movbe"),
-        ("x86-64-v4", "-march=x86-64-v4", "avx512bw avx512cd avx512dq avx512f avx512vl"),
-        ("avx512-bf16", "-march=x86-64-v4 -mavx512bf16 -mavx512vnni", "avx512_bf16 avx512_vnni"),
-        (
-            "amx",
-            "-march=x86-64-v4 -mavx512bf16 -mavx512vnni -mamx-tile -mamx-bf16 -mamx-int8",
-            "amx_bf16 amx_int8 amx_tile",
-        ),
-    ),
+    *_X86[:2],
+    _AVX_VNNI,
+    *_X86[2:],
     *_ascending(
         "aarch64",
         ("aarch64", "-march=armv8-a", "asimd"),

@@ -40,7 +40,13 @@ CPUS = {
     "Intel(R) Core(TM) i7-3770 CPU @ 3.40GHz": ("x86_64", f"{_V2} avx f16c", "x86-64-v2"),
     "AMD EPYC 7763 64-Core Processor": ("x86_64", _V3, "x86-64-v3"),
     "Intel(R) Xeon(R) Gold 6148 CPU @ 2.40GHz": ("x86_64", _V4, "x86-64-v4"),
-    "Intel(R) Xeon(R) Platinum 8275CL CPU @ 3.00GHz": ("x86_64", f"{_V4} avx512_vnni", "x86-64-v4"),
+    "Intel(R) Xeon(R) Platinum 8275CL CPU @ 3.00GHz": ("x86_64", f"{_V4} avx512_vnni", "avx512-vnni"),
+    "12th Gen Intel(R) Core(TM) i7-12700K": ("x86_64", f"{_V3} avx_vnni", "avx-vnni"),
+    "AMD Ryzen 9 9950X 16-Core Processor": (
+        "x86_64",
+        f"{_V4} avx_vnni avx512_bf16 avx512_vnni",
+        "avx512-bf16",
+    ),
     "AMD EPYC 9654 96-Core Processor": ("x86_64", f"{_V4} avx512_bf16 avx512_vnni", "avx512-bf16"),
     "Intel(R) Xeon(R) Platinum 8480+": (
         "x86_64",
@@ -97,7 +103,9 @@ def test_the_level_of_a_mac() -> None:
 
 
 def test_levels_of_one_architecture_ascend() -> None:
-    for before, after in zip(levels.LEVELS, levels.LEVELS[1:], strict=False):
+    assert levels.find_level("avx-vnni").features > levels.find_level("v3").features
+    others = [level for level in levels.LEVELS if level.name != "avx-vnni"]
+    for before, after in zip(others, others[1:], strict=False):
         assert before.machine != after.machine or before.features < after.features
 
 

@@ -35,6 +35,13 @@
 #define NPU_X86(name) _mm_##name
 #endif
 
+// Whether one instruction multiplies and adds quads of bytes, or pairs of 16-bit integers (VNNI), and how it is called.
+#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+#define NPU_VNNI(name) _mm512_##name##_epi32
+#elif defined(NPU_AVX2) && defined(__AVXVNNI__)
+#define NPU_VNNI(name) _mm256_##name##_avx_epi32
+#endif
+
 #define NPU_INLINE inline __attribute__((always_inline))
 
 namespace npu {
@@ -55,8 +62,12 @@ inline const char* level_name() {
   return "amx";
 #elif defined(NPU_AVX512) && defined(__AVX512BF16__)
   return "avx512-bf16";
+#elif defined(NPU_AVX512) && defined(NPU_VNNI)
+  return "avx512-vnni";
 #elif defined(NPU_AVX512)
   return "x86-64-v4";
+#elif defined(NPU_VNNI)
+  return "avx-vnni";
 #elif defined(NPU_AVX2)
   return "x86-64-v3";
 #elif defined(__SSE4_1__)
@@ -318,8 +329,9 @@ inline constexpr bool kHasIntegerPairs = false;
 #endif
 NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
 #if defined(NPU_X86)
-#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
-  sum = bit_cast<IVec>(_mm512_dpwssd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+#if defined(NPU_VNNI)
+  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
+  sum = bit_cast<IVec>(NPU_VNNI(dpwssd)(bit_cast<Bits>(sum), bit_cast<Bits>(a), bit_cast<Bits>(b)));
 #elif defined(NPU_AVX512)
   sum += bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
 #elif defined(NPU_AVX2)
@@ -349,11 +361,11 @@ NPU_INLINE IVec quad_products(ByteVec a, ByteVec b) {
 }
 
 // sum + a * b over quads, the bytes of a from 0 to 255: in one instruction where kHasByteQuads.
-#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+#if defined(NPU_VNNI)
 inline constexpr bool kHasByteQuads = true;
 NPU_INLINE IVec add_byte_quads(IVec sum, ByteVec a, ByteVec b) {
-  const __m512i x = bit_cast<__m512i>(a), y = bit_cast<__m512i>(b);
-  return in_register(bit_cast<IVec>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), x, y)));
+  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
+  return in_register(bit_cast<IVec>(NPU_VNNI(dpbusd)(bit_cast<Bits>(sum), bit_cast<Bits>(a), bit_cast<Bits>(b))));
 }
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
 inline constexpr bool kHasByteQuads = true;
@@ -371,7 +383,7 @@ NPU_INLINE IVec add_byte_quads(IVec sum, ByteVec a, ByteVec b) {
 #endif
 
 // sum + (a + kQuadBias) * b over quads; no byte of b is -128.
-#if defined(NPU_AVX512) && defined(__AVX512VNNI__)
+#if defined(NPU_VNNI)
 inline constexpr int32_t kQuadBias = 128;  // the instruction wants a as unsigned
 NPU_INLINE IVec add_quads(IVec sum, ByteVec a, ByteVec b) {
   const ByteVec biased = bit_cast<ByteVec>(bit_cast<UVec>(a) ^ 0x80808080u);
@@ -403,7 +415,7 @@ NPU_INLINE IVec add_quads(IVec sum, ByteVec a, ByteVec b) {
 
 // sum + a * b over quads, for a from 0 to 15. Where sums of 16 bits are faster, kSmallSteps of them fit before
 // whole_sums() has to make sums of quads of them.
-#if defined(NPU_X86) && !(defined(NPU_AVX512) && defined(__AVX512VNNI__))
+#if defined(NPU_X86) && !defined(NPU_VNNI)
 typedef ShortVec SmallSums;
 inline constexpr int64_t kSmallSteps = 8;  // 8 * 2 * 15 * 127 is below 2^15
 NPU_INLINE SmallSums add_small_quads(SmallSums sum, ByteVec a, ByteVec b) {
@@ -420,7 +432,7 @@ NPU_INLINE IVec whole_sums(SmallSums sums) { return add_integer_pairs(IVec{}, su
 typedef IVec SmallSums;
 inline constexpr int64_t kSmallSteps = 1 << 20;
 NPU_INLINE SmallSums add_small_quads(SmallSums sum, ByteVec a, ByteVec b) {
-#if defined(NPU_AVX512)
+#if defined(NPU_VNNI)
   return add_byte_quads(sum, a, b);
 #else
   return add_quads(sum, a, b);
