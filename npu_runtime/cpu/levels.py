@@ -1,7 +1,7 @@
 """CPU levels: the instruction sets that the native kernels can be compiled for, and those that this machine runs.
 
-The levels of x86-64 are those of its psABI, with four more for products of bytes and of bfloat16. The best one is used, unless
-`NPU_SIM_CPU_LEVEL` (the command's `--cpu-level`) names another when the kernels are first needed.
+The levels of x86-64 are those of its psABI, with four more for products of bytes and of bfloat16. The best one is used,
+unless `NPU_SIM_CPU_LEVEL` (the command's `--cpu-level`) names another when the kernels are first needed.
 """
 
 from __future__ import annotations
