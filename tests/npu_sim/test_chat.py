@@ -179,8 +179,12 @@ def test_a_second_ctrl_c_ends_the_program() -> None:
         time.sleep(0.01)  # or Python may handle both at once
         signal.raise_signal(signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        typed(Conversation(Parrot(press_twice)), "hello\r/bye\r")  # type: ignore[arg-type]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            typed(Conversation(Parrot(press_twice)), "hello\r/bye\r")  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_conversation_longer_than_the_cache_is_refused_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
