@@ -33,6 +33,9 @@ void multiply_rows(const typename Format::Row* x, int64_t row_stride, const type
       __attribute__((always_inline)) {
     const IVec first = in_register(load_bits<IVec>(w));
     const IVec second = in_register(load_bits<IVec>(w + kStep * kLanes));
+    // The first rows of a task get a panel from memory, which the hardware prefetches up to the end of a page.
+    for (int line = 0; line < 2 * int(sizeof(IVec)); line += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + 4096 + line);
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));
