@@ -2,7 +2,7 @@
 
 Most calls launch kernels whose sources the program contains. Two kinds leave a choice to the runtime, since it depends
 on the GPU: matrix products go to cuBLASLt, and convolutions to cuDNN or to one of several kernels in the program. What
-GPUs exchange goes to NCCL.
+GPUs exchange goes to NCCL, unless kernels or copies reach the other GPUs' memory.
 
 In a program's file all of this is plain data among a call's parameters. It is written by the `params` methods here and
 read by `launch_of`, and nowhere else.
@@ -34,12 +34,12 @@ class LaunchKind(StrEnum):
     """A kernel that may start earlier and waits for others' results itself (programmatic dependent launch)."""
     RESIDENT = "resident"
     """A cooperative kernel: one block on every multiprocessor, and the operands in one struct."""
-    CUBLAS_GEMM = "cublas_gemm"
-    """A matrix product of cuBLASLt."""
     PEER_COPY = "peer_copy"
     """A kernel, and then copies of what other GPUs hold, on a second stream: beside the calls behind it."""
     AFTER_COPIES = "after_copies"
     """A kernel that starts when the one ahead of it and all such copies have ended."""
+    CUBLAS_GEMM = "cublas_gemm"
+    """A matrix product of cuBLASLt."""
     COLLECTIVE = "collective"
     """An exchange with other GPUs, by NCCL."""
     CONVOLUTION = "convolution"
@@ -53,7 +53,7 @@ class KernelLaunch:
     Attributes:
         grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
         shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
-        kind: One of the kinds of kernels.
+        kind: One of the five kinds of kernels.
     """
 
     grid: Size3

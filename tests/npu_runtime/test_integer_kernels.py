@@ -36,6 +36,11 @@ def loops(x: np.ndarray, w: np.ndarray, stride: int, padding: int, dilation: int
     return out.astype(np.float64)
 
 
+def extremes(rng: np.random.Generator, low: int, high: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Integers of which the least and the greatest are frequent, so that sums are as large as they can be."""
+    return rng.choice([low, high, *rng.integers(low, high, 5)], shape)
+
+
 @st.composite
 def convolutions(draw: st.DrawFn) -> dict[str, Any]:
     kernel, groups = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 1, 2, 8, 32]))
@@ -61,10 +66,9 @@ def test_sums_of_a_convolution_are_those_of_exact_integers(case: dict[str, Any])
     rng, net = np.random.default_rng(case["seed"]), Network()
     low, high = LIMITS[case["dtype"]]
     zero = case["zero"] + (low + high + 1) // 2
-    # The extremes are frequent, so that sums are as large as they can be.
-    codes = rng.choice([low, high, *rng.integers(low, high, 5)], case["shape"]).astype(np.float32)
+    codes = extremes(rng, low, high, case["shape"]).astype(np.float32)
     shape = (case["out"], case["shape"][1] // case["groups"], case["kernel"], case["kernel"])
-    weight = rng.choice([-128, 127, *rng.integers(-128, 127, 5)], shape).astype(np.int8)
+    weight = extremes(rng, -128, 127, shape).astype(np.int8)
     zeros = rng.integers(-128, 127, case["out"]) if case["has_zeros"] else None
     x = net.g.input("x", *case["shape"])
     w = net.weight("w", weight, np.ones(case["out"]), zeros)
@@ -129,10 +133,8 @@ def test_rows_of_bytes_are_multiplied_exactly(
     monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
     rng, net = np.random.default_rng(seed), Network()
     low, high = LIMITS[dtype]
-    codes = rng.choice([low, high, *rng.integers(low, high, 5)], (2, channels, height, width))
-    weight = rng.choice(
-        [-128, 127, *rng.integers(-128, 127, 5)], (out - out % groups, channels // groups, kernel, kernel)
-    )
+    codes = extremes(rng, low, high, (2, channels, height, width))
+    weight = extremes(rng, -128, 127, (out - out % groups, channels // groups, kernel, kernel))
     x, padding = net.g.input("x", *codes.shape), kernel // 2
     w = net.weight("w", weight.astype(np.int8), np.ones(len(weight)), None)
     rounded = net.rounded(x, 1.0, low + 3, dtype)
@@ -166,8 +168,8 @@ def test_depthwise_results_in_bytes_are_exact(
     monkeypatch.setattr(integer, "_choose", lambda call: algorithm)
     rng, net, (low, high) = np.random.default_rng(seed), Network(), LIMITS[dtype]
     zero, step = low + 7, 8.0
-    codes = rng.choice([low, high, *rng.integers(low, high, 5)], (2, channels, height, width))
-    weight = rng.choice([-128, 127, *rng.integers(-128, 127, 5)], (channels, 1, taps, taps))
+    codes = extremes(rng, low, high, (2, channels, height, width))
+    weight = extremes(rng, -128, 127, (channels, 1, taps, taps))
     scales = 2.0 ** rng.integers(-8, -4, channels)
     net.state["b"] = rng.integers(-9, 9, channels).astype(np.float32)
     w, b = net.weight("w", weight.astype(np.int8), scales), net.g.weight("b", channels)

@@ -29,10 +29,7 @@ void multiply_rows(const typename Step<W>::X* x, int64_t row_stride, const W* w,
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) part[r][v] = S::multiply_add(part[r][v], value, panel[v]);
     }
-    // Few rows are a stream from memory, which the hardware prefetches up to the end of a page.
-    if constexpr (kRows <= 4)
-#pragma GCC unroll 2
-      for (int line = 0; line < kStepBytes; line += 64) __builtin_prefetch(reinterpret_cast<const char*>(w) + 4096 + line);
+    if constexpr (kRows <= 4) prefetch_page_ahead<kStepBytes>(w);  // few rows are a stream from memory
     w += kPanel * S::kWidth;
     x += kStepOffset;
   };

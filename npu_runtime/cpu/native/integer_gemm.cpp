@@ -33,9 +33,7 @@ void multiply_rows(const typename Format::Row* x, int64_t row_stride, const type
       __attribute__((always_inline)) {
     const IVec first = in_register(load_bits<IVec>(w));
     const IVec second = in_register(load_bits<IVec>(w + kStep * kLanes));
-    // The first rows of a task get a panel from memory, which the hardware prefetches up to the end of a page.
-    for (int line = 0; line < 2 * int(sizeof(IVec)); line += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + 4096 + line);
+    prefetch_page_ahead<2 * sizeof(IVec)>(w);  // the first rows of a task get a panel from memory
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
       const IVec value = splat_bits(load_bits<int32_t>(at + r * row_stride));

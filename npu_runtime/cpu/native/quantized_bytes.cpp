@@ -30,7 +30,7 @@ NPU_INLINE void add_small_units(int64_t units, const char*& panel, const int32_t
         small[r][1] = add_small_quads(small[r][1], codes[1], value);
       }
     }
-    if (kRows == 1) __builtin_prefetch(panel + 4096);
+    if (kRows == 1) prefetch_page_ahead<64>(panel);
   }
 }
 
@@ -60,7 +60,7 @@ NPU_INLINE void multiply_group(int64_t units, const char*& panel, const int32_t*
         sum[r][0] = add_quads(sum[r][0], bit_cast<ByteVec>(unit[0]), value);
         sum[r][1] = add_quads(sum[r][1], bit_cast<ByteVec>(unit[1]), value);
       }
-      if (kRows == 1) __builtin_prefetch(panel + 4096);
+      if (kRows == 1) prefetch_page_ahead<64>(panel);
     }
   }
 }

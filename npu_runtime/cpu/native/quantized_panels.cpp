@@ -62,8 +62,8 @@ void stream_rows_of(const QuantizedFormat& f, const IntegerRows& x, const char* 
             sum[r][1] = add_integer_pairs(sum[r][1], high, value);
           }
         }
-        // A stream from memory, which the hardware prefetches up to the end of a page.
-        __builtin_prefetch(panel + 4096);
+        // A stream from memory.
+        prefetch_page_ahead<64>(panel);
       }
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {

@@ -319,6 +319,9 @@ inline constexpr bool kHasPairs = false;
 Vec add_pairs(Vec sum, Vec a, Vec b);
 #endif
 
+// A register's bits, as the instructions on integers take them.
+typedef long long Bits __attribute__((vector_size(4 * kLanes)));
+
 // Pairs of 16-bit integers, one in each half of a lane: sum + a.low * b.low + a.high * b.high.
 typedef int16_t ShortVec __attribute__((vector_size(4 * kLanes)));
 // Whether these products of integers are faster than as many of floats.
@@ -330,7 +333,6 @@ inline constexpr bool kHasIntegerPairs = false;
 NPU_INLINE IVec add_integer_pairs(IVec sum, ShortVec a, ShortVec b) {
 #if defined(NPU_X86)
 #if defined(NPU_VNNI)
-  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
   sum = bit_cast<IVec>(NPU_VNNI(dpwssd)(bit_cast<Bits>(sum), bit_cast<Bits>(a), bit_cast<Bits>(b)));
 #elif defined(NPU_AVX512)
   sum += bit_cast<IVec>(_mm512_madd_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
@@ -364,7 +366,6 @@ NPU_INLINE IVec quad_products(ByteVec a, ByteVec b) {
 #if defined(NPU_VNNI)
 inline constexpr bool kHasByteQuads = true;
 NPU_INLINE IVec add_byte_quads(IVec sum, ByteVec a, ByteVec b) {
-  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
   return in_register(bit_cast<IVec>(NPU_VNNI(dpbusd)(bit_cast<Bits>(sum), bit_cast<Bits>(a), bit_cast<Bits>(b))));
 }
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
@@ -498,6 +499,13 @@ NPU_INLINE const T* not_known(const T* p) {
   return p;
 }
 
+// Prefetches kBytes that are a page ahead of p: the hardware follows a stream up to the end of a page.
+template <int kBytes>
+NPU_INLINE void prefetch_page_ahead(const void* p) {
+#pragma GCC unroll 2
+  for (int line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(p) + 4096 + line);
+}
+
 // The first `count` bytes, at most a vector of them; the others are 0.
 NPU_INLINE ByteVec load_first(const void* p, int64_t count) {
 #if defined(NPU_AVX512)
@@ -513,7 +521,6 @@ NPU_INLINE ByteVec load_first(const void* p, int64_t count) {
 // The bytes of four vectors in turns. Byte 16 i + 4 v + j of each is in quads[v], lane 4 i + j.
 NPU_INLINE void interleave_quads(ByteVec a, ByteVec b, ByteVec c, ByteVec d, ByteVec* quads) {
 #if defined(NPU_X86)
-  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
   const Bits first = bit_cast<Bits>(a), second = bit_cast<Bits>(b), third = bit_cast<Bits>(c), last = bit_cast<Bits>(d);
   const Bits low = NPU_X86(unpacklo_epi8)(first, second), high = NPU_X86(unpackhi_epi8)(first, second);
   const Bits low_rest = NPU_X86(unpacklo_epi8)(third, last), high_rest = NPU_X86(unpackhi_epi8)(third, last);
@@ -535,7 +542,6 @@ NPU_INLINE void interleave_quads(ByteVec a, ByteVec b, ByteVec c, ByteVec d, Byt
 template <class T>
 NPU_INLINE void store_interleaved(T* p, const IVec* v, int64_t count) {
 #if defined(NPU_X86)
-  typedef long long Bits __attribute__((vector_size(4 * kLanes)));
   const Bits low = NPU_X86(packs_epi32)(bit_cast<Bits>(v[0]), bit_cast<Bits>(v[1]));
   const Bits high = NPU_X86(packs_epi32)(bit_cast<Bits>(v[2]), bit_cast<Bits>(v[3]));
   const Bits bytes = std::is_signed_v<T> ? NPU_X86(packs_epi16)(low, high) : NPU_X86(packus_epi16)(low, high);
