@@ -48,7 +48,7 @@ def product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelCall | None
     constants["direct"] = direct
     sums = 4 * 2 * WARPS * UNIT_ROWS * m * batch
     x_bytes = 16 if direct else m * groups(row_bytes, LINE_BYTES) * LINE_BYTES
-    scratch = x_bytes + 4 * WARPS * m + sums
+    scratch = x_bytes + 4 * WARPS + sums
     return Phase(
         call,
         "resident/product.cu",

@@ -79,7 +79,7 @@ def quantized_product_phase(plan: ExecutionPlan, call: KernelCall, norm: KernelC
         inputs,
         {"out": call.outputs[0]},
         constants,
-        whole_lines(m * (x_bytes + scale_bytes + 4 * WARPS) + sums),
+        whole_lines(m * (x_bytes + scale_bytes) + 4 * WARPS + sums),
         (*CONSTANT, *parts),
         stream=stream,
         streamed=tuple(parts),

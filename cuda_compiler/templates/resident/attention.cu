@@ -234,8 +234,8 @@ PHASE(attend_keys) {
         const FirstTiles &first_tiles = prefetched.first_tiles[warp];
         int key = first_tiles.key;
         int next = first_tiles.next;
-        KeyWords key_words;
-        ValueWords values;
+        KeyWords key_words = {};  // not left open, or they would keep their registers from step to step
+        ValueWords values = {};
         float bias[2][2 * halves];
         if (key < keys) {
             load(key_words, problem, key);

@@ -88,14 +88,15 @@ struct Pair {
     static constexpr int of_row = normed ? lanes_for(row_pairs) : row_pairs;  // normalized by lanes of one warp
     static constexpr int count = (held_rows + 2 * tokens) * of_row;
 
+    // Nothing is left open, or it would keep its registers from step to step.
     const Half *source = nullptr;  // null where the block needs no such pair
-    Half *staged;  // in shared memory
+    Half *staged = nullptr;  // in shared memory
     Half *cached = nullptr;  // in the cache, for a new row
-    int half;  // elements from a pack to its partner
-    int dim;
+    int half = 0;  // elements from a pack to its partner
+    int dim = 0;
     int angle = -1;  // the number of its angles, -1 for values
     bool is_key = false;
-    Pack<Half, pack> low, high;
+    Pack<Half, pack> low = {}, high = {};
 
     // The `number`-th pair of the queries, the new keys and the new values of a block.
     template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value>

@@ -206,8 +206,8 @@ PHASE(attend_pool) {
         int key = item.first_key(warp);
         int row = prefetched.first_rows[warp][0];
         int next_row = prefetched.first_rows[warp][1];
-        KeyWords key_words;
-        ValueWords values;
+        KeyWords key_words = {};  // not left open, or they would keep their registers from step to step
+        ValueWords values = {};
         if (problem.has(key)) {
             load(key_words, problem, key, row);
             load(values, problem, key, row);

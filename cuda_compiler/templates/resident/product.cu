@@ -25,14 +25,14 @@ constexpr int x_row = direct ? pack : (packs + line - 1) / line * line * pack;
 struct Scratch {
     alignas(16) Element x[direct ? 1 : rows][x_row];
     float sums[2][warps][batch][sum_rows][rows];  // I18
-    float squares[rows][warps];
+    float squares[warps];
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
 
 // Zeros after rows of x that do not end in whole lines, because the last line is read whole.
 __device__ __forceinline__ void pad(Scratch &scratch) {
     constexpr int over = x_row / pack - packs;
-    for (int i = threadIdx.x; i < rows * over; i += THREADS) {
+    for (int i = this_thread(); i < rows * over; i += THREADS) {
         store_pack<pack>(&scratch.x[i % rows][depth + i / rows * pack], Pack<Element, pack>{});
     }
 }
@@ -43,23 +43,36 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
         return;
     }
     pad(scratch);
-    Pack<Element, pack> values[rows][held] = {};
-    receive_x(grid, scratch.squares, x, gain, values);
+    Pack<Element, pack> values[held] = {};
+    const Receiver own;
+    receive_x(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
-    for (int i = 0; i < rows * held; i++) {
-        const int at = i % held * THREADS + threadIdx.x;
-        if (at < packs) {
-            store_pack<pack>(&scratch.x[i / held][at * pack], values[i / held][i % held]);
+    for (int i = 0; i < held; i++) {
+        if (own.takes(i)) {
+            store_pack<pack>(&scratch.x[own.row][own.pack(i) * pack], values[i]);
         }
     }
     sync_block();
 }
 
-// Where the first or the second piece of a line that a lane reads begins, in packs.
-__device__ __forceinline__ int piece(int turn, int which) {
-    const int part = threadIdx.x % 4;
-    return (turn * warps + threadIdx.x / WARP) * line + (which ? 4 + part : part);
-}
+// What a thread takes: its warp's lines, row `group` of a unit, part `part` of a piece.
+struct Lane {
+    int warp;
+    int group;
+    int part;
+
+    __device__ __forceinline__ Lane() {
+        const int thread = rows > 2 ? this_thread() : threadIdx.x;  // one or two leave registers for the addresses of all steps
+        warp = thread / WARP;
+        group = thread % WARP / 4;
+        part = thread % 4;
+    }
+
+    // Where the first or the second piece of a line begins, in packs.
+    __device__ __forceinline__ int piece(int turn, int which) const {
+        return (turn * warps + warp) * line + (which ? 4 + part : part);
+    }
+};
 
 // The part of x that a warp multiplies with the lines of one chunk: lanes of groups 0 to 3 have the first piece of four rows of
 // x, the other lanes the second piece.
@@ -67,11 +80,12 @@ template <int packs>
 struct Columns {
     static constexpr int lines = (packs + line - 1) / line;
     static constexpr int turns = (lines + warps - 1) / warps;
-    Words of[turns][fours];
+    Lane lane;
+    Words of[turns][fours] = {};  // not left open, or they would keep their registers from step to step
 
-    Columns() = default;
+    __device__ __forceinline__ Columns(const Lane &lane) : lane(lane) {}
 
-    __device__ __forceinline__ Columns(const Scratch &scratch, int first_pack) {
+    __device__ __forceinline__ Columns(const Lane &lane, const Scratch &scratch, int first_pack) : lane(lane) {
         each([&](Words &words, int row, int at, bool wanted) {
             words = load_words(scratch.x[direct ? 0 : row] + (first_pack + at) * pack, wanted);
         });
@@ -80,19 +94,18 @@ struct Columns {
     // `visit(words, row, pack, wanted)` is told which part of x words are.
     template <typename Visit>
     __device__ __forceinline__ void each(Visit visit) {
-        const int group = threadIdx.x % WARP / 4;
 #pragma unroll
         for (int four = 0; four < fours; four++) {
-            const int row = 4 * four + group % 4;
+            const int row = 4 * four + lane.group % 4;
 #pragma unroll
             for (int turn = 0; turn < turns; turn++) {
-                visit(of[turn][four], row < rows ? row : rows - 1, piece(turn, group / 4), takes(turn));
+                visit(of[turn][four], row < rows ? row : rows - 1, lane.piece(turn, lane.group / 4), takes(turn));
             }
         }
     }
 
-    __device__ __forceinline__ static bool takes(int turn) {
-        return turn < lines / warps || turn * warps + int(threadIdx.x) / WARP < lines;
+    __device__ __forceinline__ bool takes(int turn) const {
+        return turn < lines / warps || turn * warps + lane.warp < lines;
     }
 };
 
@@ -105,12 +118,15 @@ struct HeldColumns : Columns<x_in_registers ? packs : line> {
     const Element *x;
 
     __device__ __forceinline__ HeldColumns(const Grid &grid, const Scratch &scratch, const Element *x)
-        : Columns<x_in_registers ? packs : line>(scratch, 0), grid(grid), x(x) {}
+        : Columns<x_in_registers ? packs : line>(Lane(), scratch, 0), grid(grid), x(x) {}
 };
 
 // The same where x is read directly, not from shared memory: begun ahead of its use.
 template <int packs>
 struct ArrivingColumns : Columns<packs> {
+    using Columns<packs>::Columns;
+    using Columns<packs>::lane;
+
     __device__ __forceinline__ void begin(const HeldColumns &from, int first_pack) {
         Columns<packs>::each([&](Words &words, int row, int at, bool wanted) {
             wanted = wanted && at < packs;
@@ -137,7 +153,7 @@ struct ArrivingColumns : Columns<packs> {
     __device__ __forceinline__ void wait_for_first_row(const HeldColumns &from, int first_pack) const {
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
-            const int at = piece(turn, threadIdx.x % WARP / 16);
+            const int at = lane.piece(turn, lane.group / 4);
             const bool wanted = Columns<packs>::takes(turn) && at < packs;
             unsigned found[4] = {};
             do {
@@ -174,18 +190,18 @@ struct Sums {
     // Adds the products of a slot's rows with their part of x.
     template <int packs>
     __device__ __forceinline__ void add(const char *slot, const Columns<packs> &columns) {
-        const int group = threadIdx.x % WARP / 4;
-        slot += (group < unit_rows ? group : unit_rows - 1) * chunk_packs * 16;
+        const Lane &lane = columns.lane;
+        slot += (lane.group < unit_rows ? lane.group : unit_rows - 1) * chunk_packs * 16;
         Words weights[Columns<packs>::turns][2];
 #pragma unroll
         for (int turn = 0; turn < Columns<packs>::turns; turn++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 // Odd rows begin with the second piece, so that lanes that read at the same time use different banks.
-                const int at = piece(turn, i ^ group % 2);
+                const int at = lane.piece(turn, i ^ lane.group % 2);
                 const bool inside = packs % line == 0 || at < packs;
                 weights[turn][i] = load_words(
-                    reinterpret_cast<const Half *>(slot + at * 16), inside && Columns<packs>::takes(turn)
+                    reinterpret_cast<const Half *>(slot + at * 16), inside && columns.takes(turn)
                 );
             }
         }
@@ -203,9 +219,9 @@ struct Sums {
     }
 
     __device__ __forceinline__ void store(float (&target)[sum_rows][rows]) const {
-        const int group = threadIdx.x % WARP / 4;
-        const int part = threadIdx.x % 4;  // of the columns, of which parts 2 and 3 are multiplied with the second piece
-        const bool bottom = (group % 2 != 0) != (part >= 2);
+        const Lane lane;
+        const bool second = lane.part >= 2;  // parts 2 and 3 of the columns are multiplied with the second piece
+        const bool bottom = (lane.group % 2 != 0) != second;
 #pragma unroll
         for (int four = 0; four < fours; four++) {
 #pragma unroll
@@ -214,9 +230,9 @@ struct Sums {
                 const float(&odd)[4] = of[four][1];
                 float sum = bottom ? even[2 + i] + odd[2 + i] : even[i] + odd[i];
                 sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-                const int row = 4 * four + 2 * part + i;
-                if (part < 2 && row < rows) {
-                    target[group][row] = sum;
+                const int row = 4 * four + 2 * lane.part + i;
+                if (!second && row < rows) {
+                    target[lane.group][row] = sum;
                 }
             }
         }
@@ -228,8 +244,8 @@ template <typename Visit>
 __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldColumns &held_columns, Visit visit) {
     constexpr int rest = last_packs == 0 ? line : last_packs;
     if constexpr (direct) {
-        ArrivingColumns<chunk_packs> next;
-        ArrivingColumns<rest> last;
+        ArrivingColumns<chunk_packs> next(held_columns.lane);
+        ArrivingColumns<rest> last(held_columns.lane);
         if constexpr (chunks > 0) {
             next.begin(held_columns, 0);
         } else {
@@ -255,14 +271,14 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < chunks; chunk++) {
-            visit(Columns<chunk_packs>(scratch, chunk * chunk_packs));
+            visit(Columns<chunk_packs>(held_columns.lane, scratch, chunk * chunk_packs));
         }
         if constexpr (last_packs != 0) {
-            visit(Columns<rest>(scratch, packs - last_packs));
+            visit(Columns<rest>(held_columns.lane, scratch, packs - last_packs));
         }
     }
 }
 
-__device__ __forceinline__ int this_thread() { return threadIdx.x; }
+constexpr bool long_columns = direct;  // their code is: pairs of units and units without a partner share it
 
 #include "resident/product_phase.cuh"

@@ -9,9 +9,19 @@ constexpr int rows = param::m;
 constexpr int depth = param::k;
 constexpr int pack = 16 / sizeof(Element);
 constexpr int packs = depth / pack;
-constexpr int held = (packs + THREADS - 1) / THREADS;  // packs of a row that a thread receives
+constexpr int row_warps = warps / (rows > 4 ? 8 : rows > 2 ? 4 : rows);  // warps that receive a row
+constexpr int row_threads = row_warps * WARP;
+constexpr int held = (packs + row_threads - 1) / row_threads;  // packs of its row that a thread receives
 constexpr int line = 8;  // packs, 128 bytes
 constexpr int own_rows = gated ? unit_rows / 2 : unit_rows;  // results of a unit
+
+// The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the
+// first one, more than there are registers for.
+__device__ __forceinline__ int this_thread() {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
 
 // Polling (I8) slows down the blocks that are still writing x, so after a long step a block sleeps before it looks.
 __device__ __forceinline__ void back_off() {
@@ -20,102 +30,100 @@ __device__ __forceinline__ void back_off() {
     }
 }
 
-// Receives x, RMS-normalized with `normed`: a thread's value `i` of a row is pack `i * THREADS + threadIdx.x`, if there is one.
+// What a thread receives of x: some packs of a row, if there is such a row.
+struct Receiver {
+    int row;
+    int first;
+
+    __device__ __forceinline__ Receiver() {
+        const int thread = this_thread();
+        row = rows == 1 ? 0 : thread / row_threads;
+        first = rows == 1 ? thread : thread % row_threads;
+    }
+
+    __device__ __forceinline__ int pack(int i) const { return i * row_threads + first; }
+    __device__ __forceinline__ bool takes(int i) const { return row < rows && pack(i) < packs; }
+};
+
+// Receives x, RMS-normalized with `normed`. In `squares` the warps that share a row tell each other what they have found.
 __device__ __forceinline__ void receive_x(
-    Grid &grid, float (&row_squares)[rows][warps], const Element *x, const Gain::type *gain,
-    Pack<Element, pack> (&values)[rows][held]
+    Grid &grid, const Receiver &own, float (&squares)[warps], const Element *x, const Gain::type *gain,
+    Pack<Element, pack> (&values)[held]
 ) {
-    Pack<Gain::type, pack> gains[held];
+    Pack<Gain::type, pack> gains[held] = {};  // not left open, or they would keep their registers from step to step
     if constexpr (Gain::present) {
 #pragma unroll
         for (int i = 0; i < held; i++) {
-            const int at = i * THREADS + threadIdx.x;
-            if (at < packs) {
-                gains[i] = load_pack<pack>(gain + at * pack);
+            if (own.takes(i)) {
+                gains[i] = load_pack<pack>(gain + own.pack(i) * pack);
             }
         }
     }
     back_off();
-    bool arrived[rows][held] = {};
-    // Reads what is missing of a row; returns whether all of it is there.
-    const auto receive_row = [&](int row) {
-        bool complete = true;
+    if constexpr (from_mailbox) {
+        bool arrived[held] = {};
+        const auto receive = [&](int i) {
+            arrived[i] = grid.receive(values[i], own.row * depth + own.pack(i) * pack, !arrived[i] && own.takes(i));
+            return arrived[i];
+        };
+        for (;;) {
+            bool complete = true;
+#pragma unroll
+            for (int i = 0; i < held; i++) {
+                complete &= receive(i);
+            }
+            if (complete) {
+                break;
+            }
+            while (!receive(held - 1)) {}  // of the last to be written: enough to poll for
+        }
+    } else {
 #pragma unroll
         for (int i = 0; i < held; i++) {
-            const int at = i * THREADS + threadIdx.x;
-            if constexpr (from_mailbox) {
-                bool &there = arrived[row][i];
-                there = grid.receive(values[row][i], row * depth + at * pack, !there && at < packs);
-                complete &= there;
-            } else if (at < packs) {
-                values[row][i] = load_pack<pack>(x + row * X::stride(0) + at * pack);
+            if (own.takes(i)) {
+                values[i] = load_pack<pack>(x + own.row * X::stride(0) + own.pack(i) * pack);
             }
         }
-        return complete;
-    };
-    bool complete = true;
-    const auto receive_rows = [&] {
-        complete = true;
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            complete &= receive_row(row);
-        }
-    };
-    receive_rows();
-    while (!complete) {
-        // The same columns of all rows are written at about the same time, so it is enough to poll for one row.
-        if constexpr (rows > 1) {
-            while (!receive_row(0)) {}
-        }
-        receive_rows();
     }
     if constexpr (normed) {
+        float total = 0.0f;
 #pragma unroll
-        for (int row = 0; row < rows; row++) {
-            float squares = 0.0f;
+        for (int i = 0; i < held; i++) {
+            float read[pack];
+            to_floats(read, values[i]);  // 0 behind the end
 #pragma unroll
-            for (int i = 0; i < held; i++) {
-                if (i * THREADS + threadIdx.x < packs) {
-                    float read[pack];
-                    to_floats(read, values[row][i]);
-#pragma unroll
-                    for (int j = 0; j < pack; j++) {
-                        squares = fmaf(read[j], read[j], squares);
-                    }
-                }
-            }
-            squares = warp_sum(squares);
-            if (threadIdx.x % WARP == 0) {
-                row_squares[row][threadIdx.x / WARP] = squares;
+            for (int j = 0; j < pack; j++) {
+                total = fmaf(read[j], read[j], total);
             }
         }
-        sync_block();
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            float total = 0.0f;
-#pragma unroll
-            for (int warp = 0; warp < warps; warp++) {
-                total += row_squares[row][warp];
+        total = warp_sum(total);
+        if constexpr (row_warps > 1) {
+            const int warp = this_thread() / WARP;
+            if (this_thread() % WARP == 0) {
+                squares[warp] = total;
             }
-            const float scale = rsqrtf(total / float(depth) + norm_eps);
+            sync_block();
+            total = 0.0f;
 #pragma unroll
-            for (int i = 0; i < held; i++) {
-                const int at = i * THREADS + threadIdx.x;
-                if (at < packs) {
-                    float read[pack];
-                    to_floats(read, values[row][i]);
-                    float factors[pack];
-                    to_floats(factors, gains[i]);
+            for (int other = 0; other < row_warps; other++) {
+                total += squares[warp / row_warps * row_warps + other];
+            }
+        }
+        const float scale = rsqrtf(total / float(depth) + norm_eps);
 #pragma unroll
-                    for (int j = 0; j < pack; j++) {
-                        read[j] *= scale;
-                        if constexpr (Gain::present) {
-                            read[j] *= factors[j] + gain_offset;
-                        }
-                    }
-                    store_floats(values[row][i].item, read);
+        for (int i = 0; i < held; i++) {
+            float read[pack];
+            to_floats(read, values[i]);
+            float factors[pack];
+            to_floats(factors, gains[i]);
+#pragma unroll
+            for (int j = 0; j < pack; j++) {
+                read[j] *= scale;
+                if constexpr (Gain::present) {
+                    read[j] *= factors[j] + gain_offset;
                 }
             }
+            store_floats(values[i].item, read);
         }
     }
 }

@@ -1,31 +1,26 @@
 // What the products of a resident kernel have in common: how a block goes through its units, and what follows the sums.
 // Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, `Sums` of a unit, and whether units are taken in pairs.
 
-struct OneUnit {
-    Ring &ring;
-    Sums &sums;
-
-    template <typename Columns>
-    __device__ __forceinline__ void operator()(const Columns &columns) const {
-        sums.add(ring.wait(), columns);
-        ring.release();
-    }
-};
-
-// Two units at a time: one's products run while the other's wait for their operands (I3).
-struct TwoUnits {
+// What multiplies a part of x with a unit, or with a pair of them: one's products run while the other's wait for their
+// operands (I3).
+struct Units {
     Ring &ring;
     Sums &first;
     Sums &second;
+    bool pair;
 
     template <typename Columns>
     __device__ __forceinline__ void operator()(const Columns &columns) const {
-        const Ring second_slot = ring.after_current();
-        const char *const slot = ring.wait();
-        const char *const other = second_slot.wait();
-        first.add(slot, columns);
-        second.add(other, columns);
-        ring.release();
+        if (pair) {
+            const Ring second_slot = ring.after_current();
+            const char *const slot = ring.wait();
+            const char *const other = second_slot.wait();
+            first.add(slot, columns);
+            second.add(other, columns);
+            ring.release();
+        } else {
+            first.add(ring.wait(), columns);
+        }
         ring.release();
     }
 };
@@ -75,19 +70,23 @@ PHASE(product) {
         float(&sums_of)[batch][sum_rows][rows] = scratch.sums[buffer][warp];
         int unit = start + blockIdx.x;
         int turn = 0;
-        if constexpr (units_together == 2) {
-            for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
-                Sums first(unit), second(unit + gridDim.x);
-                for_chunks(scratch, held_columns, TwoUnits{ring, first, second});
-                first.store(sums_of[turn]);
+        const auto take = [&](bool pair) {
+            Sums first(unit), second(unit + gridDim.x);
+            for_chunks(scratch, held_columns, Units{ring, first, second, pair});
+            first.store(sums_of[turn]);
+            if (pair) {
                 second.store(sums_of[turn + 1]);
             }
+        };
+        if constexpr (units_together == 2 && !long_columns) {
+            for (; turn < batch && unit + int(gridDim.x) < units; turn += 2, unit += 2 * gridDim.x) {
+                take(true);
+            }
         }
+        constexpr int step = long_columns ? units_together : 1;
 #pragma unroll 1
-        for (; turn < batch && unit < units; turn++, unit += gridDim.x) {
-            Sums sums(unit);
-            for_chunks(scratch, held_columns, OneUnit{ring, sums});
-            sums.store(sums_of[turn]);
+        for (; turn < batch && unit < units; turn += step, unit += step * gridDim.x) {
+            take(step == 2 && unit + int(gridDim.x) < units);
         }
         if (is_long && threadIdx.x == 0 && start + batch * int(gridDim.x) >= units) {
             ring.lower_limit();

@@ -35,17 +35,9 @@ struct Scratch {
     alignas(16) unsigned x[rows][lines * line_spans][span_words];
     SpanScale spans[rows][lines * line_spans];
     float sums[2][warps][batch][sum_rows][rows];  // I18
-    float squares[rows][warps];
+    float squares[warps];
 };
 static_assert(sizeof(Scratch) <= SCRATCH_BYTES - PREFETCH_QUEUE_BYTES, "the scratch memory is the largest phase's");
-
-// The number of the thread, asked for anew every time: else the compiler would compute the addresses of all steps ahead of the
-// first one, more than there are registers for.
-__device__ __forceinline__ int this_thread() {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
-}
 
 __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Element *x, const Gain::type *gain) {
     // The last line is read whole.
@@ -59,15 +51,16 @@ __device__ __forceinline__ void stage_x(Grid &grid, Scratch &scratch, const Elem
             scratch.x[i % rows][place][word] = 0;
         }
     }
-    Pack<Element, pack> values[rows][held] = {};
-    receive_x(grid, scratch.squares, x, gain, values);
+    Pack<Element, pack> values[held] = {};
+    const Receiver own;
+    receive_x(grid, own, scratch.squares, x, gain, values);
 #pragma unroll
-    for (int i = 0; i < rows * held; i++) {
-        const int at = i % held * THREADS + thread;
+    for (int i = 0; i < held; i++) {
+        const int at = own.pack(i);
         const int place = at / span_packs;
-        const SpanPack<Element> made(values[i / held][i % held]);
-        if (at < packs) {
-            made.store(scratch.x[i / held][place], scratch.spans[i / held][place], at % span_packs);
+        const SpanPack<Element> made(values[i]);
+        if (own.takes(i)) {
+            made.store(scratch.x[own.row][place], scratch.spans[own.row][place], at % span_packs);
         }
     }
     sync_block();
@@ -288,5 +281,7 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
         }
     }
 }
+
+constexpr bool long_columns = false;
 
 #include "resident/product_phase.cuh"
