@@ -18,6 +18,8 @@ QUANTIZED_SLOT_BYTES = 12 * 3072  # of the codes of a weight in few bits; scales
 PREFETCH_DEPTH = 3  # steps that may be prefetched at a time
 IN_FLIGHT = 2  # slots being copied; the ring has as many at least, because a product holds two at a time
 MAX_IN_FLIGHT = 4  # while a block goes through a long weight
+UNITS_AHEAD = 8  # of a weight in 16 bits, after the ring: prefetched into the L2 cache while the ring is full
+AHEAD_NS = 500  # from one such prefetch to the next
 LIMIT_BARRIER_BYTES = 16  # after the ring
 LEAST_SHARED = 99 * 1024  # what a block may have on GPUs that copy asynchronously; others have less
 

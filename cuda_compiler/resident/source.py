@@ -56,6 +56,8 @@ def kernel_source(phases: Sequence[Phase], place: Mapping[View, int], memory: Vi
         "PREFETCH_DEPTH": layout.PREFETCH_DEPTH,
         "IN_FLIGHT": layout.IN_FLIGHT,
         "MAX_IN_FLIGHT": layout.MAX_IN_FLIGHT,
+        "UNITS_AHEAD": layout.UNITS_AHEAD,
+        "AHEAD_NS": layout.AHEAD_NS,
         "LIMIT_BARRIER_BYTES": layout.LIMIT_BARRIER_BYTES,
         "MAILBOX_SIZE": mailbox_size,
         "GRID_MEMORY": place[memory],

@@ -99,10 +99,13 @@ struct Ring : Pipeline {
     __device__ __forceinline__ bool limit_is_raised() const { return is_over_at(limit_barrier(), 0); }
     __device__ __forceinline__ unsigned limit_barrier() const { return full + 16 * depth; }
 
-    // Waits until the current slot may be filled (I1).
-    __device__ __forceinline__ void begin_fetch(InFlight &in_flight) const {
+    // Waits until the current slot may be filled (I1), and calls `meanwhile` until then.
+    template <typename Meanwhile>
+    __device__ __forceinline__ void begin_fetch(InFlight &in_flight, Meanwhile meanwhile) const {
         in_flight.add(limit_is_raised() ? smaller(MAX_IN_FLIGHT, depth) : IN_FLIGHT);
-        wait_until_free();
+        while (!is_soon_over_at(free() + 8 * current, parity ^ 1)) {
+            meanwhile();
+        }
     }
 
     // Starts to copy what each lane has to the current slot; addresses and sizes are multiples of 16 bytes.
@@ -128,6 +131,15 @@ struct Ring : Pipeline {
         }
 #endif
         return bytes;
+    }
+
+    // Brings what comes after a full ring into the L2 cache: the memory has time for it.
+    __device__ __forceinline__ static void prefetch(unsigned long long source, unsigned bytes) {
+#if BULK
+        if (bytes > 0) {
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(source), "r"(bytes) : "memory");
+        }
+#endif
     }
 
     // The same of a side: what belongs to a chunk of `count` rows from `rows` on.
@@ -168,11 +180,25 @@ struct Ring : Pipeline {
             const LaneRows codes(stream, stream.copied_rows);
             const LaneRows sides(stream, stream.side_rows);
             const int together = stream.units_together * gridDim.x;
+            int unit = blockIdx.x;
+            int ahead = 0;
+            const auto prefetch_ahead = [&] {
+                ahead = larger(ahead, unit + int(gridDim.x));
+                if (stream.units_together == 2 && ahead < smaller(stream.units, unit + (UNITS_AHEAD + 1) * int(gridDim.x))) {
+                    const int row = ahead * stream.own_rows;
+                    prefetch(
+                        weight + (unsigned long long)(unsigned(codes.begins + row)) * stream.row_bytes,
+                        codes.count(row) * stream.row_bytes
+                    );
+                    ahead += gridDim.x;
+                    __nanosleep(AHEAD_NS);
+                }
+            };
             for (int first = blockIdx.x; first < stream.units; first += together) {
                 for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
-                    for (int unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
+                    for (unit = first; unit < stream.units && unit < first + together; unit += gridDim.x) {
                         const int row = unit * stream.own_rows;
-                        begin_fetch(in_flight);
+                        begin_fetch(in_flight, prefetch_ahead);
                         unsigned bytes = copy(
                             weight + (unsigned long long)(unsigned(codes.begins + row)) * stream.row_bytes + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,
