@@ -30,10 +30,9 @@ from npu_compiler.program.plan import ExecutionPlan
 
 _MAX_OPERANDS = 2048  # of a kernel, whose arguments take up to 32 KiB
 _MIN_PRODUCTS = 2
-# Where others (`rules/streamed.py`) read the weights of several rows too. On an H100, a step of 4 sequences of
-# Qwen2.5-1.5B in bfloat16 takes 1.51 ms here and 1.63 there, one of 8 takes 2.31 and 1.75. Weights in few bits are left
-# to them: with these the two were not compared.
-_MIN_PRODUCTS_OF_ROWS, _MOST_ROWS = 3, 4
+# Where others (`rules/streamed.py`) read the weights of several rows too. Weights in few bits are left to them from two
+# rows on: with these the two were not compared.
+_MIN_PRODUCTS_OF_ROWS = 3
 _PRODUCT_PHASES = {
     **dict.fromkeys(PRODUCTS, product_phase),
     **dict.fromkeys(QUANTIZED_PRODUCTS, quantized_product_phase),
@@ -100,8 +99,8 @@ def _pays(run: Run, make: Specializer) -> bool:
     largest = max(products, key=lambda phase: phase.call.params["n"] * phase.call.params["k"])
     if not suits_streaming(make, largest.call, largest.inputs):
         return run.products >= _MIN_PRODUCTS
-    most_rows = 1 if largest.call.kernel in QUANTIZED_PRODUCTS else _MOST_ROWS
-    return run.products >= _MIN_PRODUCTS_OF_ROWS and largest.call.params["m"] <= most_rows
+    has_few_bits = largest.call.kernel in QUANTIZED_PRODUCTS
+    return run.products >= _MIN_PRODUCTS_OF_ROWS and (largest.call.params["m"] == 1 or not has_few_bits)
 
 
 def find_runs(plan: ExecutionPlan, reaches_peers: bool = False) -> Iterator[Run]:

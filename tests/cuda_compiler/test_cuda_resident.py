@@ -49,10 +49,14 @@ def test_a_step_of_a_few_tokens_is_one_before_the_row_of_the_head(name: str, tok
     assert kernels[kernels.index(RESIDENT) + 1 :] == ["rmsnorm_kernel", "index_select_kernel", "matvec"]
 
 
-def test_many_rows_of_large_weights_are_left_to_kernels_that_stream() -> None:
-    kernels = [[call.kernel for call in plan_of("llama of long rows", tokens).calls] for tokens in (4, 8)]
-    assert [found.count(RESIDENT) for found in kernels] == [1, 0]
-    assert "streamed" in kernels[1]
+@pytest.mark.parametrize(("tokens", "quantization", "resident"), [(8, None, 1), (1, "int8", 1), (4, "int8", 0)])
+def test_several_rows_of_weights_in_few_bits_are_left_to_kernels_that_stream(
+    tokens: int, quantization: str | None, resident: int
+) -> None:
+    ir = step_of("llama of long rows", tokens)
+    plan = npu_compiler.compile(ir, CUDACodegenTarget(), quantization=quantization).plan
+    kernels = [call.kernel for call in plan.calls]
+    assert (kernels.count(RESIDENT), "streamed" in kernels) == (resident, not resident)
 
 
 def test_what_has_no_phase_stands_between_resident_kernels() -> None:
