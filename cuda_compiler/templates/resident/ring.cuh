@@ -15,19 +15,16 @@
 
 #include "common/warp_jobs.cuh"
 
-// The slots whose copies are in flight, in order.
+// The copies in flight: those to the last slots before the current one.
 struct InFlight {
-    Pipeline first;
     int slots = 0;
 
-    __device__ __forceinline__ InFlight(const Pipeline &first) : first(first) {}
-
     // Waits until there are fewer than `limit`, and adds one (I2).
-    __device__ __forceinline__ void add(int limit) {
-        while (slots >= limit) {
-            first.wait_until_full();
-            first.advance();
-            slots--;
+    __device__ __forceinline__ void add(const Pipeline &current, int limit) {
+        for (; slots >= limit; slots--) {
+            const int first = current.current - slots;
+            const bool wraps = first < 0;
+            wait_at(current.full + 8 * (wraps ? first + current.depth : first), current.parity ^ wraps);
         }
         slots++;
     }
@@ -102,7 +99,7 @@ struct Ring : Pipeline {
     // Waits until the current slot may be filled (I1), and calls `meanwhile` until then.
     template <typename Meanwhile>
     __device__ __forceinline__ void begin_fetch(InFlight &in_flight, Meanwhile meanwhile) const {
-        in_flight.add(limit_is_raised() ? smaller(MAX_IN_FLIGHT, depth) : IN_FLIGHT);
+        in_flight.add(*this, limit_is_raised() ? smaller(MAX_IN_FLIGHT, depth) : IN_FLIGHT);
         while (!is_soon_over_at(free() + 8 * current, parity ^ 1)) {
             meanwhile();
         }
@@ -115,7 +112,7 @@ struct Ring : Pipeline {
         if (bytes > 0) {
             // Weights are read once per run; they leave the L2 cache first, so that what is read again stays there.
             unsigned long long policy;
-            asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+            asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
                          "[%0], [%1], %2, [%3], %4;"
                          :: "r"(target), "l"(source), "r"(bytes), "r"(full + 8 * current), "l"(policy) : "memory");
@@ -170,7 +167,7 @@ struct Ring : Pipeline {
     // Fetches everything that the block's steps stream (I3, I4); the fetching warp's whole job.
     __device__ __forceinline__ void fill(const Operands &operands) {
         const int lane = threadIdx.x % WARP;
-        InFlight in_flight(*this);
+        InFlight in_flight;
         for (int step = 0; step < STEPS; step++) {
             if (steps[step].stream < 0) {
                 continue;
