@@ -62,6 +62,7 @@ struct Pipeline {
 
     __device__ __forceinline__ void wait_until_full() const { wait_at(full + 8 * current, parity); }
     __device__ __forceinline__ void wait_until_free() const { wait_at(free() + 8 * current, parity ^ 1); }
+    __device__ __forceinline__ bool is_soon_free() const { return is_soon_over_at(free() + 8 * current, parity ^ 1); }
 
     __device__ __forceinline__ void advance() {
         if (++current == depth) {

@@ -62,7 +62,8 @@ struct Lane {
     int part;
 
     __device__ __forceinline__ Lane() {
-        const int thread = rows > 2 ? this_thread() : threadIdx.x;  // one or two leave registers for the addresses of all steps
+        // With one or two rows there are registers for the addresses of all steps.
+        const int thread = rows > 2 ? this_thread() : threadIdx.x;
         warp = thread / WARP;
         group = thread % WARP / 4;
         part = thread % 4;
@@ -279,6 +280,6 @@ __device__ __forceinline__ void for_chunks(const Scratch &scratch, const HeldCol
     }
 }
 
-constexpr bool long_columns = direct;  // their code is: pairs of units and units without a partner share it
+constexpr bool long_columns = direct;  // much code reads x directly, so pairs of units and single units share it
 
 #include "resident/product_phase.cuh"

@@ -75,7 +75,7 @@ __device__ __forceinline__ void receive_x(
             if (complete) {
                 break;
             }
-            while (!receive(held - 1)) {}  // of the last to be written: enough to poll for
+            while (!receive(held - 1)) {}  // what is written last, and so enough to poll for
         }
     } else {
 #pragma unroll

@@ -1,5 +1,6 @@
 // What the products of a resident kernel have in common: how a block goes through its units, and what follows the sums.
-// Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, `Sums` of a unit, and whether units are taken in pairs.
+// Expects `Scratch` with `stage_x`, `HeldColumns` and `for_chunks`, `Sums` of a unit, whether units are taken in pairs, and
+// with `long_columns` whether `for_chunks` is so much code that it is there once, for pairs and for single units.
 
 // What multiplies a part of x with a unit, or with a pair of them: one's products run while the other's wait for their
 // operands (I3).

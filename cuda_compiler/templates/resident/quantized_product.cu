@@ -73,8 +73,7 @@ struct Lane {
     int part;
 
     __device__ __forceinline__ Lane() {
-        unsigned thread;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        const unsigned thread = this_thread();
         warp = thread / WARP;
         row = thread % WARP / 4;
         part = thread % 4;

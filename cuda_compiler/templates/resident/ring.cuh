@@ -20,11 +20,11 @@ struct InFlight {
     int slots = 0;
 
     // Waits until there are fewer than `limit`, and adds one (I2).
-    __device__ __forceinline__ void add(const Pipeline &current, int limit) {
+    __device__ __forceinline__ void add(const Pipeline &ring, int limit) {
         for (; slots >= limit; slots--) {
-            const int first = current.current - slots;
+            const int first = ring.current - slots;
             const bool wraps = first < 0;
-            wait_at(current.full + 8 * (wraps ? first + current.depth : first), current.parity ^ wraps);
+            wait_at(ring.full + 8 * (wraps ? first + ring.depth : first), ring.parity ^ wraps);
         }
         slots++;
     }
@@ -43,6 +43,11 @@ struct LaneRows {
         const int own = first - (partner ? stream.own_rows : 0);
         begins = own + (partner ? stream.rows : 0);
         end = first < stream.unit_rows ? stream.rows - own : 0;
+    }
+
+    // Where the lane's rows of the unit that begins at `row` are, of what has `row_bytes` for each row.
+    __device__ __forceinline__ unsigned long long address(unsigned long long rows, int row, unsigned row_bytes) const {
+        return rows + (unsigned long long)(unsigned(begins + row)) * row_bytes;
     }
 
     // How many rows of the unit that begins at `row`.
@@ -100,10 +105,19 @@ struct Ring : Pipeline {
     template <typename Meanwhile>
     __device__ __forceinline__ void begin_fetch(InFlight &in_flight, Meanwhile meanwhile) const {
         in_flight.add(*this, limit_is_raised() ? smaller(MAX_IN_FLIGHT, depth) : IN_FLIGHT);
-        while (!is_soon_over_at(free() + 8 * current, parity ^ 1)) {
+        while (!is_soon_free()) {
             meanwhile();
         }
     }
+
+#if BULK
+    // Prefetches what each lane has into the L2 cache.
+    __device__ __forceinline__ static void prefetch(unsigned long long source, unsigned bytes) {
+        if (bytes > 0) {
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(source), "r"(bytes) : "memory");
+        }
+    }
+#endif
 
     // Starts to copy what each lane has to the current slot; addresses and sizes are multiples of 16 bytes.
     __device__ __forceinline__ unsigned copy(unsigned long long source, unsigned place, unsigned bytes) const {
@@ -128,15 +142,6 @@ struct Ring : Pipeline {
         }
 #endif
         return bytes;
-    }
-
-    // Brings what comes after a full ring into the L2 cache: the memory has time for it.
-    __device__ __forceinline__ static void prefetch(unsigned long long source, unsigned bytes) {
-#if BULK
-        if (bytes > 0) {
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(source), "r"(bytes) : "memory");
-        }
-#endif
     }
 
     // The same of a side: what belongs to a chunk of `count` rows from `rows` on.
@@ -178,18 +183,19 @@ struct Ring : Pipeline {
             const LaneRows sides(stream, stream.side_rows);
             const int together = stream.units_together * gridDim.x;
             int unit = blockIdx.x;
-            int ahead = 0;
+            int ahead = 0;  // the first unit that has not been prefetched
+            // While the ring is full, the memory has time for what comes after it. Only of weights in 16 bits, whose units are
+            // taken in pairs: with others it was not measured.
             const auto prefetch_ahead = [&] {
+#if BULK
                 ahead = larger(ahead, unit + int(gridDim.x));
                 if (stream.units_together == 2 && ahead < smaller(stream.units, unit + (UNITS_AHEAD + 1) * int(gridDim.x))) {
                     const int row = ahead * stream.own_rows;
-                    prefetch(
-                        weight + (unsigned long long)(unsigned(codes.begins + row)) * stream.row_bytes,
-                        codes.count(row) * stream.row_bytes
-                    );
+                    prefetch(codes.address(weight, row, stream.row_bytes), codes.count(row) * stream.row_bytes);
                     ahead += gridDim.x;
                     __nanosleep(AHEAD_NS);
                 }
+#endif
             };
             for (int first = blockIdx.x; first < stream.units; first += together) {
                 for (unsigned begin = 0, chunk = 0; begin < stream.row_bytes; begin += stream.chunk_bytes, chunk++) {
@@ -197,16 +203,15 @@ struct Ring : Pipeline {
                         const int row = unit * stream.own_rows;
                         begin_fetch(in_flight, prefetch_ahead);
                         unsigned bytes = copy(
-                            weight + (unsigned long long)(unsigned(codes.begins + row)) * stream.row_bytes + begin,
+                            codes.address(weight, row, stream.row_bytes) + begin,
                             lane * stream.copied_rows * stream.chunk_bytes,
                             codes.count(row) * min(stream.row_bytes - begin, stream.chunk_bytes)
                         );
 #pragma unroll
                         for (int i = 0; i < SIDES; i++) {
                             const Side &side = stream.sides[i];
-                            const unsigned long long parts = (unsigned long long)(operands.at[steps[step].sides[i]])
-                                + (unsigned long long)(unsigned(sides.begins + row)) * side.row_bytes;
-                            bytes += copy(side, parts, chunk, sides.count(row));
+                            const unsigned long long rows = (unsigned long long)(operands.at[steps[step].sides[i]]);
+                            bytes += copy(side, sides.address(rows, row, side.row_bytes), chunk, sides.count(row));
                         }
                         end_fetch(bytes);
                     }
