@@ -160,6 +160,26 @@ def descendants(pid: int) -> list[int]:
     return [found for child in map(int, children) for found in (child, *descendants(child))]
 
 
+def test_a_cluster_that_starts_too_slowly_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+    import ray
+
+    get_node = ray._private.services.get_node
+    tried = []
+
+    def slow(*arguments: Any) -> Any:
+        tried.append({child.pid for child in psutil.Process().children() if child.name() == "raylet"})
+        if len(tried) == 1:
+            raise TimeoutError("the current node timed out during startup")
+        return get_node(*arguments)
+
+    monkeypatch.setattr(ray._private.services, "get_node", slow)
+    with cluster(None, cpus=1):
+        (started,) = (child for child in psutil.Process().children() if child.name() == "raylet")
+        assert started.pid not in tried[0]
+        assert ray.cluster_resources()["CPU"] == 1
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_command_ends_with_all_processes_of_its_cluster(folder: Path) -> None:
     options = ["--ray", "--port", "0", "--device", "cpu", "--no-tune", "--dtype", "float32", "--name", NAME]
