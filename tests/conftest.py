@@ -18,6 +18,7 @@ import traces
 import typer.testing
 from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, settings
+from kernel_cache import put_kernels
 
 from npu_runtime import Backend, CPUBackend, Device
 from npu_runtime.cpu import native
@@ -67,8 +68,10 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="module")
 def shared_programs() -> Iterator[None]:
     """One cache of programs in all of pytest's workers, away from the user's; for a whole file."""
+    cache = Path(os.environ[traces.FOLDER], "programs")
+    put_kernels(cache)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPU_SIM_CACHE", str(Path(os.environ[traces.FOLDER], "programs")))
+        patch.setenv("NPU_SIM_CACHE", str(cache))
         yield
 
 

