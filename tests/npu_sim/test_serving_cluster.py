@@ -30,7 +30,7 @@ from npu_sim.serving.cluster import Deployment, RemoteEngine, Scale, cluster
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_programs")]
 
 STREAMS, TOKENS = 100, 60
-MANY_TOKENS = 100  # so that streams are still under way when a replica is killed, however fast the engine is
+MANY_TOKENS = 300  # so that streams are still under way when a replica is killed, however fast the engine is
 SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
 SCHEMA = {"type": "object", "properties": {"n": SMALL}, "required": ["n"], "additionalProperties": False}
 
