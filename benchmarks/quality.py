@@ -29,7 +29,7 @@ from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
 from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing.layerwise import Layerwise, computing_device
-from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers
+from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers, with_written
 from npu_sim.quantizing.tuning import Tuner
 
 SOURCES = {
@@ -64,11 +64,13 @@ Scales are bfloat16.
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to quantize: a format, whether errors are compensated (`gptq`) or not (`rtn`), and steps of tuning."""
+    """A way to quantize: a format, whether errors are compensated (`gptq`) or not (`rtn`), parts of text that the model
+    writes for that, and steps of tuning."""
 
     format: QuantizedFormat
     method: str
     steps: int = 0
+    written: int = 0
 
     @property
     def name(self) -> str:
@@ -76,7 +78,8 @@ class Variant:
         scope = f"groups of {self.format.group}" if self.format.group else "a scale per row"
         zeros = ", zero points" if self.format.offsets == "zero_point" else ""
         tuned = f", tuned in {self.steps} steps" if self.steps else ""
-        return f"{codes}, {scope}{zeros}, {self.method}{tuned}"
+        written = " with written text" if self.written else ""
+        return f"{codes}, {scope}{zeros}, {self.method}{written}{tuned}"
 
 
 def _int4(group: int, method: str, offsets: str = "zero_point") -> Variant:
@@ -95,6 +98,8 @@ VARIANTS = {
     "int4-192": _int4(192, "gptq"),
     "fp8-tuned": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq", 150),
     "int4-64-tuned": replace(_int4(64, "gptq"), steps=1000),
+    "int4-64-written": replace(_int4(64, "gptq"), written=32),
+    "int4-64-written-tuned": replace(_int4(64, "gptq"), written=32, steps=1000),
 }
 
 
@@ -154,10 +159,14 @@ def quantize_all(
     """Each variant's figure, with its sizes, and its dequantized weights."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
     tuner: Tuner | None = None
+    texts = {0: ids}
     for name in names:
         variant, network = VARIANTS[name], Layerwise(checkpoint, device)
+        if variant.written not in texts:
+            texts[variant.written] = with_written(checkpoint, ids, variant.written, device)
         calibrated = variant.method == "gptq"
-        found = quantized_layers(network, variant.format, ids if calibrated else None, compensate=calibrated)
+        text = texts[variant.written] if calibrated else None
+        found = quantized_layers(network, variant.format, text, compensate=calibrated)
         arrays = {layer.name: array for array, layer in found}
         if variant.steps:
             tuner = tuner or Tuner(checkpoint, ids, device=device)

@@ -17,12 +17,14 @@ from npu_compiler.graph.quantization import METHODS, NAMED_FORMATS, QuantizedArr
 from npu_runtime.pytorch import require_torch
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.graph import dense_model
 from npu_sim.llm.loading import checkpoint_path, load_checkpoint
 from npu_sim.quantizing.compensation import compensated, matched
 from npu_sim.quantizing.compressed_folder import check_output, replaced_folder, write_model
 from npu_sim.quantizing.layerwise import Layerwise, computing_device, moments
 from npu_sim.quantizing.report import LayerReport, Report, layer_report, size_of
 from npu_sim.quantizing.rounding import RANGE, SEARCH, nearest
+from npu_sim.quantizing.written_text import write_text
 
 SAMPLES, SAMPLE_LENGTH = 64, 1024
 _GROUP_SIZES = (32, 64, 96, 128, 192, 256)
@@ -40,6 +42,7 @@ def quantize(
     search: bool = False,
     calibrate: str | None = None,
     samples: int = SAMPLES,
+    written: int = 0,
     keep_worst: int = 0,
     tune: int = 0,
     dtype: str | None = None,
@@ -65,6 +68,8 @@ def quantize(
         search: Whether to clip each group where the squared error of its weights is least; `gptq` always does.
         calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
         samples: Maximum number of parts of the text to use, of up to 1024 tokens each.
+        written: Number of further parts that the model writes itself, so that other texts lose less. Needs a
+            calibration text, from whose tokens it begins.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
         tune: Steps of training that bring the quantized model's predictions near the original's, with a calibration
             text. For GPUs: on a CPU a step takes minutes. The whole model must fit in memory six times, in float32.
@@ -72,7 +77,7 @@ def quantize(
             it has 16 bits, bfloat16 for a GGUF file, else float16.
         device: `cpu` or `gpu`: what computes, through PyTorch. Default: a GPU that PyTorch can use, else the CPU.
         force: Replace a folder that is not empty.
-        progress: Called with (parts done, parts in all); a part is a layer or a step of tuning.
+        progress: Called with (parts done, parts in all); a part is a layer, a step of tuning, or all writing.
 
     Returns:
         The errors and sizes of all layers, before tuning.
@@ -84,7 +89,7 @@ def quantize(
     """
     require_torch("quantizing a model")
     path = Path(output)
-    _check_choices(weights, zero_points, method, calibrate, samples, keep_worst, tune, dtype)
+    _check_choices(weights, zero_points, method, calibrate, samples, written, keep_worst, tune, dtype)
     computing_device(device)
     check_output(path, force)
     stored = load_checkpoint(model)
@@ -101,16 +106,21 @@ def quantize(
             f"keeping {keep_worst} layers in 16 bits leaves nothing to quantize: there are {len(network.shapes)} layers"
         )
     chosen = method or ("rtn" if calibrate is None else "gptq")
-    ids = None if calibrate is None else calibration_ids(checkpoint, calibrate, samples)
-    found = quantized_layers(network, format, ids, compensate=chosen == "gptq", search=search)
+    given = ids = None if calibrate is None else calibration_ids(checkpoint, calibrate, samples)
+    before = 1 if written else 0
+    parts = before + len(network.shapes) + tune
     arrays: dict[str, QuantizedArray] = {}
     layers = []
     with _enough_memory("quantizing"):
-        for array, layer in found:
+        if written and given is not None:
+            ids = with_written(checkpoint, given, written, device)
+            if progress is not None:
+                progress(before, parts)
+        for array, layer in quantized_layers(network, format, ids, compensate=chosen == "gptq", search=search):
             arrays[layer.name] = array
             layers.append(layer)
             if progress is not None:
-                progress(len(layers), len(network.shapes) + tune)
+                progress(before + len(layers), parts)
     report = Report(
         model=checkpoint.name,
         layers=tuple(layers),
@@ -121,15 +131,15 @@ def quantize(
     ).keeping_worst(keep_worst)
     source = checkpoint_path(model)
     kept = {name: array for name, array in arrays.items() if name not in report.kept}
-    if tune and ids is not None:
+    if tune and given is not None:
         from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
         def tell(steps: int) -> None:
             if progress is not None:
-                progress(len(layers) + steps, len(layers) + tune)
+                progress(parts - tune + steps, parts)
 
         with _enough_memory("tuning"):
-            tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, tune * ROWS), device)
+            tuner = Tuner(checkpoint, given, min(MOST_WRITTEN, tune * ROWS), device)
             kept, divergences = tuner.tune(kept, tune, tell)
         report = replace(report, tuning_steps=tune, divergences=divergences)
     with replaced_folder(path) as made:
@@ -144,6 +154,7 @@ def _check_choices(
     method: str | None,
     calibrate: str | None,
     samples: int,
+    written: int,
     keep_worst: int,
     tune: int,
     dtype: str | None,
@@ -158,6 +169,12 @@ def _check_choices(
         raise InputError("the method gptq needs a calibration text")
     if samples < 1 or keep_worst < 0:
         raise InputError("the number of samples must be at least 1, and that of layers to keep at least 0")
+    if written < 0 or written and calibrate is None:
+        raise InputError(
+            "writing text needs a calibration text to begin from"
+            if written > 0
+            else "the number of parts to write must be at least 0"
+        )
     if tune < 0 or tune and calibrate is None:
         raise InputError(
             "tuning needs a calibration text" if tune > 0 else "the number of steps of tuning must be at least 0"
@@ -189,6 +206,23 @@ def calibration_ids(checkpoint: Checkpoint, text: str, samples: int) -> torch.Te
     count = min(samples, len(ids) // length)
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return torch.tensor([ids[start : start + length] for start in starts])
+
+
+def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: str | None = None) -> torch.Tensor:
+    """Calibration text with parts that the model writes itself.
+
+    Args:
+        checkpoint: Opened for float32, with weights that are not in few bits.
+        ids: Token ids [samples, length].
+        count: Number of parts to write.
+        device: As for `computing_device`.
+
+    Returns:
+        Token ids [samples + count, length].
+    """
+    model = dense_model(checkpoint, computing_device(device)).requires_grad_(False)
+    made = write_text(model, ids.to(computing_device(device)), count, ids.shape[1])
+    return torch.cat([ids, made.to(ids.device)])
 
 
 def quantized_layers(

@@ -7,15 +7,14 @@ is a float that is rounded as it is used, and gradients pass the rounding as if 
 trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153; zero
 points stay.
 
-The text is the calibration text and as much as it takes of what the original model writes by itself, as in Liu et al.,
-"LLM-QAT" (2023), https://arxiv.org/abs/2305.17888: a short text alone would be learnt by heart.
+The text is the calibration text and as much as it takes of what the original model writes by itself: a short text alone
+would be learnt by heart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,11 +28,11 @@ from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing.layerwise import computing_device
 from npu_sim.quantizing.rounding import Scales, assemble, codes, exact_codes, round_codes, stored_scales
+from npu_sim.quantizing.written_text import in_16_bits, write_text
 
 LENGTH = 512  # tokens of a row of the text
 ROWS = 32  # of a step
 MOST_WRITTEN = 2048  # rows that the original model writes; more steps than these need use them again
-_WRITTEN_AT_ONCE = 512  # rows
 _HELD_OUT = 8  # of so many rows of the calibration text, one is not trained on
 _READ_AT_ONCE = 8  # rows of which all logits are in memory when nothing is trained
 _WEIGHT_RATE = 0.01  # a step of a weight, in root mean squares of the layer's rounding errors
@@ -64,7 +63,8 @@ class Tuner:
         given = ids[:, : ids.shape[1] // length * length].reshape(-1, length).to(self._device)
         self._held_out, given = given[::_HELD_OUT], given[torch.arange(len(given)) % _HELD_OUT != 0]
         self._generator = torch.Generator(self._device).manual_seed(0)
-        made = self._written(written, length, given if len(given) else self._held_out)
+        begun = given if len(given) else self._held_out
+        made = write_text(self._original, begun, written, length, self._generator)
         self._text = torch.cat([given, made])
 
     def tune(
@@ -119,7 +119,7 @@ class Tuner:
             if len(order) < min(ROWS, len(self._text)):
                 order = torch.randperm(len(self._text), generator=self._generator, device=self._device)
             rows, order = self._text[order[:ROWS]], order[ROWS:]
-            with self._in_16_bits():
+            with in_16_bits(self._device):
                 with torch.no_grad():
                     wanted = self._original(input_ids=rows, use_cache=False).logits
                 found = model(input_ids=rows, use_cache=False).logits
@@ -143,28 +143,6 @@ class Tuner:
                 logits = [net(input_ids=rows, use_cache=False).logits for net in (model, self._original)]
                 total += float(_divergence(*logits)) * len(rows)
         return total / len(self._held_out)
-
-    @torch.no_grad()
-    def _written(self, count: int, length: int, given: torch.Tensor) -> torch.Tensor:
-        """Rows that the original model writes, sampled as it predicts, each after a token of the given text."""
-        chosen = torch.randint(given.numel(), (count,), generator=self._generator, device=self._device)
-        made = []
-        for first in given.flatten()[chosen][:, None].split(_WRITTEN_AT_ONCE):
-            tokens, past = [first], None
-            with self._in_16_bits():
-                for _ in range(length - 1):
-                    found = self._original(input_ids=tokens[-1], past_key_values=past, use_cache=True)
-                    past = found.past_key_values
-                    chances = found.logits[:, -1].float().softmax(-1)
-                    tokens.append(torch.multinomial(chances, 1, generator=self._generator))
-            made.append(torch.cat(tokens, 1))
-        return torch.cat(made)
-
-    @contextmanager
-    def _in_16_bits(self) -> Iterator[None]:
-        """Products in bfloat16 where that is faster."""
-        with torch.autocast(self._device, torch.bfloat16, enabled=self._device != "cpu"):
-            yield
 
 
 class _Rounding(nn.Module):

@@ -335,6 +335,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"samples": 0}, "at least 1"),
     ({"keep_worst": 14}, "leaves nothing to quantize: there are 14 layers"),
     ({"dtype": "int8"}, "unknown dtype 'int8'"),
+    ({"written": 2}, "needs a calibration text to begin from"),
+    ({"written": -1, "calibrate": TEXT}, "at least 0"),
     ({"tune": 5}, "tuning needs a calibration text"),
     ({"tune": -1, "calibrate": TEXT}, "at least 0"),
 ]
@@ -387,9 +389,10 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     result = command(source, "-o", tmp_path / "table", *options)
     assert result.exit_code == 0, result.output
     assert "of 14" in result.stdout and "(kept)" in result.stdout.replace("\n", "") and "in 16 bits" in result.stdout
-    result = command(source, "-o", tmp_path / "json", *options, "--json", "--tune", 2)
+    result = command(source, "-o", tmp_path / "json", *options, "--json", "--written", 3, "--tune", 2)
     report = json.loads(result.stdout)
     assert report["method"] == "gptq" and len(report["layers"]) == 14 and len(report["kept"]) == 1
+    assert report["calibration_tokens"] % 5 == 0  # two parts of the text and three written ones, of one length
     assert report["tuning_steps"] == 2 and len(report["divergences"]) == 2
     answer = CliRunner().invoke(
         app, ["generate", str(tmp_path / "json"), "--device", "cpu", "-p", "the cat", "-n", "3"], prog_name="npu-sim"

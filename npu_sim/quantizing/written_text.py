@@ -1,0 +1,54 @@
+"""Text that a model writes itself, to calibrate and to train with.
+
+A short text is of one kind: errors that are compensated for it are larger on others. What the model writes is of all
+kinds that it knows (Liu et al., "LLM-QAT", 2023, https://arxiv.org/abs/2305.17888).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_AT_ONCE = 512  # rows
+
+
+@torch.no_grad()
+def write_text(
+    model: Any, given: torch.Tensor, count: int, length: int, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Rows of text, sampled as the model predicts them, each after a token of a given text.
+
+    Args:
+        model: Of transformers, with a language model's logits.
+        given: Token ids of any shape, on the model's device.
+        count: Number of rows.
+        length: Of each row in tokens, the first of which is a given one.
+        generator: Of that device. Default: one with seed 0.
+
+    Returns:
+        Token ids [count, length], on that device.
+    """
+    device = given.device.type
+    generator = generator or torch.Generator(device).manual_seed(0)
+    chosen = torch.randint(given.numel(), (count,), generator=generator, device=device)
+    made = []
+    for first in given.flatten()[chosen][:, None].split(_AT_ONCE):
+        tokens, past = [first], None
+        with in_16_bits(device):
+            for _ in range(length - 1):
+                found = model(input_ids=tokens[-1], past_key_values=past, use_cache=True)
+                past = found.past_key_values
+                chances = found.logits[:, -1].float().softmax(-1)
+                tokens.append(torch.multinomial(chances, 1, generator=generator))
+        made.append(torch.cat(tokens, 1))
+    return torch.cat(made)
+
+
+@contextmanager
+def in_16_bits(device: str) -> Iterator[None]:
+    """Products in bfloat16 where that is faster."""
+    with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+        yield
