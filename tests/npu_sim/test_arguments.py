@@ -346,6 +346,7 @@ WRONG = [
         (["--method", "guess"], "'guess'"),
         (["--calibrate", "absent.txt"], "cannot read calibration text or images 'absent.txt'"),
         (["--samples", "0"], "Invalid value for '--samples'"),
+        (["--written", "-1"], "Invalid value for '--written'"),
         (["--keep-worst", "-1"], "Invalid value for '--keep-worst'"),
         (["--tune", "-1"], "Invalid value for '--tune'"),
         (["--device", "tpu"], "unknown device 'tpu'; choose one of cpu, gpu"),
