@@ -102,7 +102,7 @@ def quantize(
             min=0,
             metavar="INTEGER",
             help="Number of further parts that the model writes itself, so that other texts lose less. Needs "
-            "--calibrate; 24 parts of SmolLM2 take five minutes on two cores.",
+            "--calibrate; on a CPU it takes minutes.",
         ),
     ] = 0,
     search: Annotated[

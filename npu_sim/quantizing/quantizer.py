@@ -220,8 +220,9 @@ def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: 
     Returns:
         Token ids [samples + count, length].
     """
-    model = dense_model(checkpoint, computing_device(device)).requires_grad_(False)
-    made = write_text(model, ids.to(computing_device(device)), count, ids.shape[1])
+    chosen = computing_device(device)
+    model = dense_model(checkpoint, chosen).requires_grad_(False)
+    made = write_text(model, ids.to(chosen), count, ids.shape[1])
     return torch.cat([ids, made.to(ids.device)])
 
 

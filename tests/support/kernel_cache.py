@@ -9,7 +9,7 @@ from npu_runtime.cpu.native.build import library_path
 
 
 def put_kernels(cache: Path) -> None:
-    """Put the native kernels into a folder, if they can be had: compiling them takes half a minute of a core."""
+    """Put the native kernels into a folder, if they can be had: processes that use it need not compile them."""
     kernels = library_path()
     if kernels is None or (cache / kernels.name).exists():
         return

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _OBJECT_STORE = 256 << 20  # bytes; only requests and updates pass through it
@@ -17,7 +18,7 @@ _ENVIRONMENT = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_agent_register_timeout_ms": "120000",
 }
-_STARTS = 4  # of a cluster on this machine: how long Ray waits for its node, 30 seconds, is not an option
+_STARTS = 4  # attempts on this machine: Ray waits 30 seconds for its node, which cannot be set
 _QUIET: dict[str, Any] = {"namespace": "npu-simulation", "log_to_driver": False, "logging_level": logging.ERROR}
 
 
@@ -60,16 +61,17 @@ def _start(cpus: int) -> None:
     import psutil
     import ray
 
-    here = psutil.Process()
+    folder = str(Path(ray.__file__).parent)
     for starts in range(1, _STARTS + 1):
-        others = here.children()
         try:
             ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE, **_QUIET)
             return
         except Exception:  # Ray raises that class itself
             ray.shutdown()
-            for process in set(here.children()).difference(others):  # which Ray leaves running
-                process.kill()
-                process.wait()
+            for process in psutil.Process().children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
+                    if any(part.startswith(folder) for part in process.cmdline()):  # Ray's own, which it leaves running
+                        process.kill()
+                        process.wait()
             if starts == _STARTS:
                 raise
