@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from npu_compiler.errors import NPUError
 from npu_compiler.graph.quantization import SYMMETRIC_ZERO, QuantizedArray
@@ -41,6 +41,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the way from a rounded weight to the orig
 _WARM_UP = 20  # steps in which the rates grow to these; then they fall to 0 in half a cosine
 _LARGEST_GRADIENT = 1.0  # the norm of all gradients
 _SMALLEST_SCALE = 0.25  # of what it was
+_EXACT_CASTS = {"emulate_precision_casts": True}  # scales are rounded to 16 bits in compiled layers, too
 
 
 class Tuner:
@@ -85,31 +86,30 @@ class Tuner:
             NPUError: the loss is not finite.
         """
         model = dense_model(self._checkpoint, self._device).requires_grad_(False)
-        trained: dict[str, tuple[_Rounding, torch.Tensor]] = {}
+        trained: dict[str, _RoundedLinear] = {}
         groups: list[dict[str, Any]] = []
         for name, array in arrays.items():
-            linear = model.get_submodule(name.removesuffix(".weight"))
-            original, dequantized = linear.weight.data, numpy_to_tensor(array.dequantize()).to(self._device)
-            error = float((dequantized - original).square().mean().sqrt())
-            rounding = _Rounding(array).to(self._device)
-            linear.weight.data = rounding.start(original, dequantized)
-            parametrize.register_parametrization(linear, "weight", rounding, unsafe=True)
-            weight = linear.parametrizations.weight.original.requires_grad_(True)
-            trained[name] = rounding, weight
+            path = name.removesuffix(".weight")
+            layer = trained[name] = _RoundedLinear(model.get_submodule(path), array)
+            model.set_submodule(path, layer)
             groups += [
-                {"params": [weight], "lr": _WEIGHT_RATE * error},
-                {"params": [rounding.growth], "lr": _SCALE_RATE},
+                {"params": [layer.weight], "lr": _WEIGHT_RATE * layer.error},
+                {"params": [layer.growth], "lr": _SCALE_RATE},
             ]
         before = self._divergence(model)
+        if self._device == "cuda" and find_spec("triton"):
+            for net in (model, self._original):
+                for block in net.model.layers:
+                    block.compile(options=_EXACT_CASTS)
         self._train(model, groups, steps, progress)
         after = self._divergence(model)
-        return {name: rounding.array(weight) for name, (rounding, weight) in trained.items()}, (before, after)
+        return {name: layer.array() for name, layer in trained.items()}, (before, after)
 
     def _train(
         self, model: Any, groups: list[dict[str, Any]], steps: int, progress: Callable[[int], None] | None
     ) -> None:
         parameters = [parameter for group in groups for parameter in group["params"]]
-        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=self._device == "cuda" or None)
         rate = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
             lambda step: min(1.0, (step + 1) / _WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps)),
@@ -135,56 +135,65 @@ class Tuner:
                 progress(step + 1)
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")
     def _divergence(self, model: Any) -> float:
         """On the text that is not trained on."""
         total = 0.0
-        with parametrize.cached():
-            for rows in self._held_out.split(_READ_AT_ONCE):
-                logits = [net(input_ids=rows, use_cache=False).logits for net in (model, self._original)]
-                total += float(_divergence(*logits)) * len(rows)
+        for rows in self._held_out.split(_READ_AT_ONCE):
+            logits = [net(input_ids=rows, use_cache=False).logits for net in (model, self._original)]
+            total += float(_divergence(*logits)) * len(rows)
         return total / len(self._held_out)
 
 
-class _Rounding(nn.Module):
-    """What a weight [n, k] is when it is stored: a parametrization, with scales that are trained."""
+class _RoundedLinear(nn.Module):
+    """A linear layer whose weight [n, k] is rounded as it is used, with scales that are trained.
 
-    def __init__(self, array: QuantizedArray) -> None:
+    Args:
+        linear: The layer, with its original weight.
+        array: What training begins with.
+    """
+
+    def __init__(self, linear: nn.Linear, array: QuantizedArray) -> None:
         super().__init__()
-        self._format, shape = array.format, (*array.scales.shape, 1)
+        device, self._format, shape = linear.weight.device, array.format, (*array.scales.shape, 1)
         scale = numpy_to_tensor(array.scales).float()
         zero = torch.full_like(scale, SYMMETRIC_ZERO[array.format.codes])
         if array.offsets is not None:
             signed = array.format.codes == "int8"
             zero = torch.from_numpy(array.offsets.view("int8" if signed else "uint8")).float()
-        self.growth = nn.Parameter(torch.zeros(shape))  # of the scales, of what they were
-        self._scale, self._zero = nn.Buffer(scale.reshape(shape)), nn.Buffer(zero.reshape(shape))
+        self._scale, self._zero = (nn.Buffer(x.reshape(shape).to(device)) for x in (scale, zero))
+        self.growth = nn.Parameter(torch.zeros(shape, device=device))  # of the scales, of what they were
+        self.bias = linear.bias
+        dequantized = numpy_to_tensor(array.dequantize()).to(device)
+        self.error = float((dequantized - linear.weight).square().mean().sqrt())
+        self.weight = nn.Parameter(self._start(linear.weight.data, dequantized))
 
     def scales(self) -> Scales:
         """[n, groups, 1], as they are stored; gradients reach `growth`."""
         scale = self._scale * (1 + self.growth).clamp(min=_SMALLEST_SCALE)
         return Scales(_through(scale, stored_scales(scale, self._format)), self._zero)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales = self.scales()
+        exact = exact_codes(self._by_group(self.weight), scales, self._format)
+        made = _through(exact, round_codes(exact.detach(), self._format))
+        weight = ((made - scales.zero) * scales.scale).reshape(self.weight.shape)
+        return nn.functional.linear(x, weight, self.bias)
+
     @torch.no_grad()
-    def start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
+    def _start(self, original: torch.Tensor, dequantized: torch.Tensor) -> torch.Tensor:
         """What training begins with: between the original weight and what it was rounded to, as near to the original as
         may be and still rounded to the same. In the middle of a rounding's range, small steps would change nothing."""
         scales = self.scales()
-        wanted = self.codes(dequantized, scales)
+        wanted = self._codes(dequantized, scales)
         found = dequantized
         for share in _SHARES:
             moved = dequantized + share * (original - dequantized)
-            same = (self.codes(moved, scales) == wanted).reshape(found.shape)
+            same = (self._codes(moved, scales) == wanted).reshape(found.shape)
             found = torch.where(same, moved, found)
         return found
 
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        scales = self.scales()
-        exact = exact_codes(self._by_group(weight), scales, self._format)
-        made = _through(exact, round_codes(exact.detach(), self._format))
-        return ((made - scales.zero) * scales.scale).reshape(weight.shape)
-
-    @torch.no_grad()
-    def codes(self, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
+    def _codes(self, weight: torch.Tensor, scales: Scales) -> torch.Tensor:
         """[n, groups, k / groups], as `rounding.codes` has them."""
         return codes(self._by_group(weight), scales, self._format)
 
@@ -192,10 +201,10 @@ class _Rounding(nn.Module):
         return weight.reshape(*self.growth.shape[:2], -1)
 
     @torch.no_grad()
-    def array(self, weight: torch.Tensor) -> QuantizedArray:
-        """A weight as it is stored."""
+    def array(self) -> QuantizedArray:
+        """The weight as it is stored."""
         scales = self.scales()
-        found = self.codes(weight, scales).reshape(weight.shape)
+        found = self._codes(self.weight, scales).reshape(self.weight.shape)
         return assemble(found, Scales(scales.scale.squeeze(-1), scales.zero.squeeze(-1)), self._format)
 
 
