@@ -14,6 +14,7 @@ would be learnt by heart.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -41,6 +42,7 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the way from a rounded weight to the orig
 _WARM_UP = 20  # steps in which the rates grow to these; then they fall to 0 in half a cosine
 _LARGEST_GRADIENT = 1.0  # the norm of all gradients
 _SMALLEST_SCALE = 0.25  # of what it was
+_HOST_COMPILERS = ("gcc", "clang")  # those that Triton looks for to build what launches its kernels
 _EXACT_CASTS = {"emulate_precision_casts": True}  # scales are rounded to 16 bits in compiled layers, too
 
 
@@ -97,7 +99,7 @@ class Tuner:
                 {"params": [layer.growth], "lr": _SCALE_RATE},
             ]
         before = self._divergence(model)
-        if self._device == "cuda" and find_spec("triton"):
+        if self._device == "cuda" and find_spec("triton") and any(map(shutil.which, _HOST_COMPILERS)):
             for net in (model, self._original):
                 for block in net.model.layers:
                     block.compile(options=_EXACT_CASTS)
