@@ -73,6 +73,7 @@ MENTIONS_CUDA = {
     "npu_sim/module/gpu_ports.py": "the ports of CUDA tensors",
     "npu_sim/module/hardware.py": "the device by its name",
     "npu_sim/module/runner.py": "chooses the ports",
+    "npu_sim/quantizing/tuning.py": "PyTorch's name of a device",
 }
 
 
