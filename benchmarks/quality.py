@@ -3,9 +3,9 @@
     python -m benchmarks.quality --text alice29.txt lcet10.txt --calibrate lee_background.cor --json docs/quality.json
     python -m benchmarks.quality --json docs/quality.json --chart docs/quality.svg --document docs/quantization.md
 
-The first line measures, the second one writes the results into the page. PyTorch computes in float32 with the
-dequantized weights, so that the figures are those of the weights alone. All variants read the same windows in turn; the
-results so far are in the JSON file after each window.
+The first line measures, the second one adds variants with other calibration texts, and the third one writes the results
+into the page. PyTorch computes in float32 with the dequantized weights, so that the figures are those of the weights
+alone. All variants read the same windows in turn; the results so far are in the JSON file after each window.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from npu_sim.llm import Checkpoint, load_checkpoint
 from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing.layerwise import Layerwise, computing_device
 from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers, with_written
-from npu_sim.quantizing.tuning import Tuner
+from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
 SOURCES = {
     "alice29.txt": "Lewis Carroll, Alice's Adventures in Wonderland (tests/testdata of brotli 1.2.1's sdist on PyPI)",
     "lcet10.txt": "Workshop on Electronic Texts, proceedings (tests/testdata of brotli 1.2.1's sdist on PyPI)",
     "lee_background.cor": "300 news articles (gensim/test/test_data of gensim 4.4.0's wheel on PyPI)",
+    "plrabn12.txt": "John Milton, Paradise Lost (tests/testdata of brotli 1.2.1's sdist on PyPI)",
+    "asyoulik.txt": "William Shakespeare, As You Like It (tests/testdata of brotli 1.2.1's sdist on PyPI)",
 }
 
 
@@ -46,9 +48,8 @@ _SECTION = """\
 
 {texts}
 
-For `gptq`, {machine[calibration_tokens]:,} tokens of the calibration text are used. PyTorch {machine[torch]} computes
-in float32 with the dequantized weights ({machine[date]}), so the figures are those of the weights alone, on any device.
-Scales are bfloat16.
+PyTorch computes in float32 with the dequantized weights ({machine[date]}), so the figures are those of the weights
+alone, on any device. Scales are bfloat16, and so is what a tuned model has beside its linear layers.
 
 {table}
 ![]({chart})
@@ -99,7 +100,7 @@ VARIANTS = {
     "fp8-tuned": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq", 150),
     "int4-64-tuned": replace(_int4(64, "gptq"), steps=1000),
     "int4-64-written": replace(_int4(64, "gptq"), written=32),
-    "int4-64-written-tuned": replace(_int4(64, "gptq"), written=32, steps=1000),
+    "int4-64-written-tuned": replace(_int4(64, "gptq"), written=32, steps=1800),
 }
 
 
@@ -114,6 +115,7 @@ class Figure:
         divergence: Sum of the Kullback-Leibler divergences of the next token's distribution from the reference's.
         agreement: Number of tokens for which the most probable next token is the reference's.
         tokens: Number of predicted tokens.
+        calibration: The names of the calibration texts and the number of tokens that are used of them, if any.
     """
 
     variant: str
@@ -123,6 +125,7 @@ class Figure:
     divergence: float = 0.0
     agreement: int = 0
     tokens: int = 0
+    calibration: str = ""
 
     @property
     def perplexity(self) -> float:
@@ -154,9 +157,9 @@ Weights = dict[str, torch.Tensor]
 
 
 def quantize_all(
-    checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor, device: str | None
+    checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor, calibration: str, device: str | None
 ) -> Iterator[tuple[Figure, Weights]]:
-    """Each variant's figure, with its sizes, and its dequantized weights."""
+    """Each variant's figure, with its sizes, and its dequantized weights; of a tuned one, all parameters."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
     tuner: Tuner | None = None
     texts = {0: ids}
@@ -168,23 +171,28 @@ def quantize_all(
         text = texts[variant.written] if calibrated else None
         found = quantized_layers(network, variant.format, text, compensate=calibrated)
         arrays = {layer.name: array for array, layer in found}
+        others: Weights = {}
         if variant.steps:
-            tuner = tuner or Tuner(checkpoint, ids, device=device)
-            arrays, (before, after) = tuner.tune(arrays, variant.steps)
+            tuner = tuner or Tuner(checkpoint, ids, min(MOST_WRITTEN, variant.steps * ROWS), device)
+            tuned = tuner.tune(arrays, variant.steps)
+            arrays, others = tuned.arrays, tuned.others
+            before, after = tuned.divergences
             print(f"{variant.name}: divergence on held-out text {before:.4f}, after tuning {after:.4f}", flush=True)
         weights = {name: numpy_to_tensor(array.dequantize()) for name, array in arrays.items()}
+        weights |= {name: tensor.float() for name, tensor in others.items()}
         stored = sum(array.size_bytes for array in arrays.values())
         elements = sum(n * k for n, k in network.shapes.values())
         size = (whole - 2 * elements + stored) / 1e6
         print(f"{variant.name}: {8 * stored / elements:.2f} bits a weight, {size:.0f} MB", flush=True)
-        yield Figure(variant.name, 8 * stored / elements, size), weights
+        used = calibration if calibrated else ""
+        yield Figure(variant.name, 8 * stored / elements, size, calibration=used), weights
 
 
 @torch.inference_mode()
 def read_window(model: Any, weights: Weights, ids: torch.Tensor) -> torch.Tensor:
     """Logarithms of the probabilities of each next token, [length, vocabulary], with these weights in the model."""
     for name, weight in weights.items():
-        model.get_submodule(name.removesuffix(".weight")).weight.data = weight
+        model.get_parameter(name).data = weight
     logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
     return logits.log_softmax(-1)
 
@@ -214,15 +222,16 @@ def table(quality: Quality) -> str:
     """The figures as a Markdown table."""
     reference = quality.reference
     lines = [
-        "| linear layers | bits a weight | model, MB | perplexity | rise | KL divergence, nats | same next token |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| linear layers | calibration | bits a weight | model, MB | perplexity | rise | KL, nats | same next token |",
+        "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for figure in quality.figures:
         rise = "" if figure is reference else f"{figure.perplexity / reference.perplexity - 1:+.2%}"
         divergence = "" if figure is reference else f"{figure.divergence / figure.tokens:.5f}"
         same = "" if figure is reference else f"{figure.agreement / figure.tokens:.1%}"
         sizes = f"{figure.bits:.2f} | {figure.megabytes:.0f}"
-        lines.append(f"| {figure.variant} | {sizes} | {figure.perplexity:.3f} | {rise} | {divergence} | {same} |")
+        made = f"{figure.variant} | {figure.calibration}"
+        lines.append(f"| {made} | {sizes} | {figure.perplexity:.3f} | {rise} | {divergence} | {same} |")
     return "\n".join(lines) + "\n"
 
 
@@ -272,8 +281,8 @@ def draw(quality: Quality, path: Path) -> None:
     plt.close(figure)
 
 
-def _facts(options: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
-    texts = [*options.text, options.calibrate]
+def _facts(options: argparse.Namespace) -> dict[str, Any]:
+    texts = [*options.text, *options.calibrate]
     return {
         "model": options.model,
         "processor": platform.processor() or platform.machine(),
@@ -281,10 +290,9 @@ def _facts(options: argparse.Namespace, ids: torch.Tensor) -> dict[str, Any]:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "window": options.length,
-        "calibration_tokens": ids.numel(),
         "texts": {
             path.name: {
-                "use": "calibration" if path is options.calibrate else "read",
+                "use": "calibration" if path in options.calibrate else "read",
                 "source": SOURCES.get(path.name, ""),
                 "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
             }
@@ -297,14 +305,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="as for npu-sim generate")
     parser.add_argument("--text", type=Path, nargs="+", help="texts to read; without, nothing is measured")
-    parser.add_argument("--calibrate", type=Path, help="calibration text")
-    parser.add_argument("--samples", type=int, default=64, help="parts of the calibration text, of 1024 tokens each")
+    parser.add_argument("--calibrate", type=Path, nargs="+", help="calibration texts, which are joined")
+    parser.add_argument("--samples", type=int, default=32, help="parts of the calibration text, of 1024 tokens each")
     parser.add_argument("--windows", type=int, default=49, help="windows to read in all")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
     untuned = [name for name, variant in VARIANTS.items() if not variant.steps]
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=untuned, help="default: all but tuned ones")
     parser.add_argument("--device", choices=("cpu", "gpu"), help="what quantizes and reads the windows")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
+    parser.add_argument("--add", action="store_true", help="keep the other variants of the file, of the same windows")
     parser.add_argument("--chart", type=Path, help="file for the chart")
     parser.add_argument("--document", type=Path, help="page whose section about quality is replaced")
     options = parser.parse_args()
@@ -322,24 +331,42 @@ def measure(options: argparse.Namespace) -> Quality:
     """Measure all variants that the options name; the results so far are written after each window."""
     checkpoint = load_checkpoint(options.model, "float32", "none")
     text = windows(checkpoint, options.text, options.windows, options.length)
-    ids = calibration_ids(checkpoint, options.calibrate.read_text("utf-8"), options.samples)
+    ids = calibration_ids(checkpoint, "\n".join(path.read_text("utf-8") for path in options.calibrate), options.samples)
+    calibration = f"{', '.join(path.stem for path in options.calibrate)}: {ids.numel():,} tokens"
     device = computing_device(options.device)
     model = dense_model(checkpoint, device)
-    names = list(Layerwise(checkpoint, options.device).shapes)
-    original = {name: model.get_submodule(name.removesuffix(".weight")).weight.data for name in names}
+    original = {name: parameter.data for name, parameter in model.named_parameters()}
     size = sum(parameter.numel() for parameter in model.parameters()) * 2 / 1e6
     variants = [(Figure("the model as it is, float32", 16.0, size), original)]
-    for figure, weights in quantize_all(checkpoint, options.variants, ids, options.device):
-        variants.append((figure, {name: weight.to(device) for name, weight in weights.items()}))
-    quality = Quality(_facts(options, ids), [figure for figure, _ in variants])
+    for figure, weights in quantize_all(checkpoint, options.variants, ids, calibration, options.device):
+        variants.append((figure, original | {name: weight.to(device) for name, weight in weights.items()}))
+    quality = Quality(_facts(options), [figure for figure, _ in variants])
     for window in text.to(device):
         reference = read_window(model, original, window)
         for figure, weights in variants:
             found = reference if weights is original else read_window(model, weights, window)
             add_window(figure, found, reference, window)
-        quality.save(options.json)
+        if not options.add:
+            quality.save(options.json)
         print(f"{quality.reference.tokens} tokens\n{table(quality)}", flush=True)
+    if options.add:
+        quality = with_others(quality, load_quality(options.json))
+        quality.save(options.json)
     return quality
+
+
+def with_others(quality: Quality, before: Quality) -> Quality:
+    """An earlier run with the figures of another one on the same windows in place of those of the same variants.
+
+    The reference's figures are the earlier run's: they differ by the rounding of float32 sums.
+    """
+    ours, theirs = quality.reference, before.reference
+    if ours.tokens != theirs.tokens or not math.isclose(ours.log_likelihood, theirs.log_likelihood, rel_tol=1e-4):
+        raise SystemExit("the results so far are of another model or of other windows")
+    new = {(figure.variant, figure.calibration): figure for figure in quality.figures[1:]}
+    kept = [figure for figure in before.figures if (figure.variant, figure.calibration) not in new]
+    texts = before.machine["texts"] | quality.machine["texts"]
+    return Quality(before.machine | {"texts": texts}, [*kept, *new.values()])
 
 
 if __name__ == "__main__":

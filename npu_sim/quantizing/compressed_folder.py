@@ -57,6 +57,7 @@ def write_model(
     checkpoint: Checkpoint,
     source: Path,
     quantized: Mapping[str, QuantizedArray],
+    tuned: Mapping[str, torch.Tensor],
     linears: Sequence[str],
     dtype: str,
 ) -> int:
@@ -67,6 +68,7 @@ def write_model(
         checkpoint: The model, with weights that are not in few bits.
         source: The folder that it comes from, whose tokenizer files are copied; or a GGUF file.
         quantized: Parameter name → weight, all in the same format.
+        tuned: Parameter name → what takes the place of the checkpoint's tensor; for none, if the model was not tuned.
         linears: The names of all linear layers' weights.
         dtype: Of all other tensors: `float16`, `bfloat16` or `float32`.
 
@@ -81,7 +83,8 @@ def write_model(
             module = name.removesuffix(".weight")
             tensors.update({f"{module}.{part}": x for part, x in stored_parts(quantized[name]).items()})
         else:
-            tensors[name] = _narrowed(name, numpy_to_tensor(to_numpy(checkpoint.state[name])), dtype)
+            tensor = tuned[name] if name in tuned else numpy_to_tensor(to_numpy(checkpoint.state[name]))
+            tensors[name] = _narrowed(name, tensor, dtype)
     save_torch_state_dict(tensors, folder)
     kept = [name.removesuffix(".weight") for name in linears if name not in quantized]
     _write_config(folder, checkpoint, quantization_config(_format(quantized), ["lm_head", *kept]), dtype)

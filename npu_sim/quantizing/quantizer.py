@@ -80,7 +80,7 @@ def quantize(
         progress: Called with (parts done, parts in all); a part is a layer, a step of tuning, or all writing.
 
     Returns:
-        The errors and sizes of all layers, before tuning.
+        The errors of all layers before tuning, and the sizes.
 
     Raises:
         InputError: an argument does not fit the model, or cannot be used; nothing is written then.
@@ -131,6 +131,7 @@ def quantize(
     ).keeping_worst(keep_worst)
     source = checkpoint_path(model)
     kept = {name: array for name, array in arrays.items() if name not in report.kept}
+    changed: dict[str, torch.Tensor] = {}
     if tune and given is not None:
         from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
@@ -140,10 +141,11 @@ def quantize(
 
         with _enough_memory("tuning"):
             tuner = Tuner(checkpoint, given, min(MOST_WRITTEN, tune * ROWS), device)
-            kept, divergences = tuner.tune(kept, tune, tell)
-        report = replace(report, tuning_steps=tune, divergences=divergences)
+            tuned = tuner.tune(kept, tune, tell)
+        kept, changed = tuned.arrays, tuned.others
+        report = replace(report, tuning_steps=tune, divergences=tuned.divergences)
     with replaced_folder(path) as made:
-        size = write_model(made, checkpoint, source, kept, list(network.shapes), narrow)
+        size = write_model(made, checkpoint, source, kept, changed, list(network.shapes), narrow)
     others = size - size_of(report.layers, report.kept)
     return replace(report, bytes_before=others + sum(x.bytes_before for x in layers), bytes_after=size)
 

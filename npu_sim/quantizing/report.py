@@ -54,7 +54,7 @@ class Report:
         bytes_after: Of the whole model as stored.
         requantized: Whether the model's weights were in few bits already.
         tuning_steps: 0 where the model was not tuned; otherwise the layers' errors are those before.
-        divergences: Of the quantized model from the original before and after tuning, as `Tuner.tune` returns them.
+        divergences: Of the quantized model from the original before and after tuning, as in `Tuned`.
     """
 
     model: str

@@ -1,11 +1,11 @@
-"""Tuning: the weights and scales of a quantized model are trained together, until it predicts what the original does.
+"""Tuning: all parameters of a quantized model are trained together, until it predicts what the original does.
 
 Rounding layer by layer keeps each layer's result; what all of their errors do together shows only at the end of the
 model. So the whole model is trained to give the original's probabilities of the next token (distillation): every weight
 is a float that is rounded as it is used, and gradients pass the rounding as if it were not there (Bengio et al.,
 "Estimating or Propagating Gradients Through Stochastic Neurons", 2013, https://arxiv.org/abs/1308.3432). Scales are
 trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153; zero
-points stay.
+points stay. So are the parameters that are not in few bits, such as norms and embeddings.
 
 The text is the calibration text and as much as it takes of what the original model writes by itself: a short text alone
 would be learnt by heart.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,13 +38,29 @@ MOST_WRITTEN = 2048  # rows that the original model writes; more steps than thes
 _HELD_OUT = 8  # of so many rows of the calibration text, one is not trained on
 _READ_AT_ONCE = 8  # rows of which all logits are in memory when nothing is trained
 _WEIGHT_RATE = 0.01  # a step of a weight, in root mean squares of the layer's rounding errors
-_SCALE_RATE = 2e-4  # a step of a scale, of itself
+_RATE = 3e-4  # a step of a scale, of itself; of parameters that are not in few bits, of their root mean square
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the way from a rounded weight to the original
 _WARM_UP = 20  # steps in which the rates grow to these; then they fall to 0 in half a cosine
 _LARGEST_GRADIENT = 1.0  # the norm of all gradients
 _SMALLEST_SCALE = 0.25  # of what it was
 _HOST_COMPILERS = ("gcc", "clang")  # those that Triton looks for to build what launches its kernels
 _EXACT_CASTS = {"emulate_precision_casts": True}  # scales are rounded to 16 bits in compiled layers, too
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What training has made.
+
+    Attributes:
+        arrays: The weights in few bits, in the formats that they had.
+        others: Name → all other parameters that the checkpoint has, in the dtype of the scales and in main memory.
+        divergences: The mean divergence (Kullback-Leibler, in nats) of the next token's distribution from the original
+            model's before and after, on the calibration text that is not trained on.
+    """
+
+    arrays: dict[str, QuantizedArray]
+    others: dict[str, torch.Tensor]
+    divergences: tuple[float, float]
 
 
 class Tuner:
@@ -72,22 +89,18 @@ class Tuner:
 
     def tune(
         self, arrays: Mapping[str, QuantizedArray], steps: int, progress: Callable[[int], None] | None = None
-    ) -> tuple[dict[str, QuantizedArray], tuple[float, float]]:
-        """Train weights of linear layers, by name.
+    ) -> Tuned:
+        """Train the model.
 
         Args:
-            arrays: What training begins with, in formats without minimums.
+            arrays: What training begins with: names and weights of linear layers, all in one format without minimums.
             steps: Of training, of up to `ROWS` rows of `LENGTH` tokens.
             progress: Called with the number of steps done.
-
-        Returns:
-            The arrays in the same formats, and the mean divergence (Kullback-Leibler, in nats) of the next token's
-            distribution from the original model's before and after, on the calibration text that is not trained on.
 
         Raises:
             NPUError: the loss is not finite.
         """
-        model = dense_model(self._checkpoint, self._device).requires_grad_(False)
+        model = dense_model(self._checkpoint, self._device)
         trained: dict[str, _RoundedLinear] = {}
         groups: list[dict[str, Any]] = []
         for name, array in arrays.items():
@@ -96,16 +109,28 @@ class Tuner:
             model.set_submodule(path, layer)
             groups += [
                 {"params": [layer.weight], "lr": _WEIGHT_RATE * layer.error},
-                {"params": [layer.growth], "lr": _SCALE_RATE},
+                {"params": [layer.growth], "lr": _RATE},
             ]
+        stored = self._checkpoint.state.keys() - arrays.keys()
+        others = {name: x for name, x in model.named_parameters(remove_duplicate=False) if name in stored}
+        for x in {id(x): x for x in others.values()}.values():  # tied ones once
+            groups.append({"params": [x], "lr": _RATE * float(x.detach().square().mean().sqrt())})
         before = self._divergence(model)
         if self._device == "cuda" and find_spec("triton") and any(map(shutil.which, _HOST_COMPILERS)):
             for net in (model, self._original):
                 for block in net.model.layers:
                     block.compile(options=_EXACT_CASTS)
         self._train(model, groups, steps, progress)
+        dtype = getattr(torch, next(iter(arrays.values())).format.scales)
+        narrow = {name: x.detach().to(dtype) for name, x in others.items()}
+        for name, x in narrow.items():
+            others[name].data.copy_(x)
         after = self._divergence(model)
-        return {name: layer.array() for name, layer in trained.items()}, (before, after)
+        return Tuned(
+            arrays={name: layer.array() for name, layer in trained.items()},
+            others={name: x.cpu() for name, x in narrow.items()},
+            divergences=(before, after),
+        )
 
     def _train(
         self, model: Any, groups: list[dict[str, Any]], steps: int, progress: Callable[[int], None] | None
@@ -166,9 +191,9 @@ class _RoundedLinear(nn.Module):
         self._scale, self._zero = (nn.Buffer(x.reshape(shape).to(device)) for x in (scale, zero))
         self.growth = nn.Parameter(torch.zeros(shape, device=device))  # of the scales, of what they were
         self.bias = linear.bias
-        dequantized = numpy_to_tensor(array.dequantize()).to(device)
-        self.error = float((dequantized - linear.weight).square().mean().sqrt())
-        self.weight = nn.Parameter(self._start(linear.weight.data, dequantized))
+        original, dequantized = linear.weight.detach(), numpy_to_tensor(array.dequantize()).to(device)
+        self.error = float((dequantized - original).square().mean().sqrt())
+        self.weight = nn.Parameter(self._start(original, dequantized))
 
     def scales(self) -> Scales:
         """[n, groups, 1], as they are stored; gradients reach `growth`."""

@@ -291,16 +291,20 @@ def test_a_tuned_model_predicts_more_of_what_the_original_does(source: Path, for
     arrays = {name: nearest(network.weight(name), format, RANGE) for name in network.shapes}
     done: list[int] = []
     tuner = Tuner(checkpoint, torch.randint(300, (33, 48)), 64, "cpu")
-    found, (before, after) = tuner.tune(arrays, 60, done.append)
+    tuned = tuner.tune(arrays, 60, done.append)
+    found, (before, after) = tuned.arrays, tuned.divergences
     # The weights of this model are random, so there is little to gain where few are rounded far.
     most = {"int4": 0.95, "int8": 1.05, "float8_e4m3": 1.1}[format.codes]
     assert done == list(range(1, 61)) and 0 < after < most * before
     assert {name: array.format for name, array in found.items()} == dict.fromkeys(network.shapes, format)
     assert any((found[name].codes != arrays[name].codes).any() for name in found)
     model = dense_model(checkpoint, "cpu")
-    for name, array in found.items():
-        model.get_submodule(name.removesuffix(".weight")).weight.data = wide(array)
-    assert tuner._divergence(model) == pytest.approx(after, rel=1e-3), "the arrays are what has been trained"
+    weights = {name: wide(array) for name, array in found.items()} | tuned.others
+    assert weights.keys() == set(checkpoint.state)
+    for name, weight in weights.items():
+        model.get_parameter(name).data = weight.float()
+    assert tuner._divergence(model) == pytest.approx(after, rel=1e-3), "what is returned is what has been trained"
+    assert any((tuned.others[name] != numpy_to_tensor(checkpoint.state[name])).any() for name in tuned.others)
 
 
 @pytest.mark.parametrize(("step", "purpose"), [((Tuner, "tune"), "tuning"), ((Layerwise, "embedded"), "quantizing")])

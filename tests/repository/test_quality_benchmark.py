@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tiny_llms import save_tiny, save_tokenizer
 from benchmarks import quality
 from npu_sim.llm import load_checkpoint
 from npu_sim.llm.graph import dense_model
+from npu_sim.quantizing import tuning
 from npu_sim.quantizing.quantizer import calibration_ids
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,8 +30,8 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     whole = quality.Figure("as it is", 16.0, 1.0)
     figures = [whole]
     names = ["int8", "int4-64-rtn"]
-    variants = list(quality.quantize_all(checkpoint, names, calibration, "cpu"))
-    original = {name: model.get_submodule(name.removesuffix(".weight")).weight.data for name in variants[0][1]}
+    variants = list(quality.quantize_all(checkpoint, names, calibration, "a text", "cpu"))
+    original = {name: model.get_parameter(name).data for name in variants[0][1]}
     losses = []
     for window in ids:
         reference = quality.read_window(model, original, window)
@@ -49,6 +51,44 @@ def test_quality_of_a_tiny_model(tmp_path: Path) -> None:
     assert quality.table(loaded) == quality.table(run) and loaded.figures == figures
     with pytest.raises(SystemExit, match="windows of 40 tokens, not 999"):
         quality.windows(checkpoint, [text], 999, 40)
+
+
+def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny(tmp_path, "llama", "float32", intermediate_size=128, vocab_size=300, max_position_embeddings=64)
+    save_tokenizer(folder, "{{ messages }}")
+    read, first, second = (tmp_path / name for name in ("read.txt", "cats.txt", "dogs.txt"))
+    read.write_text("the cat sat on the mat with a hat and looked at that. " * 30, encoding="utf-8")
+    first.write_text("a cat and a cat and two more. " * 90, encoding="utf-8")
+    second.write_text("a dog or a dog or two less. " * 90, encoding="utf-8")
+    monkeypatch.setitem(quality.VARIANTS, "tuned", replace(quality.VARIANTS["int4-64"], written=2, steps=3))
+    monkeypatch.setattr(tuning, "_RATE", 0.1)  # moves what is stored in 16 bits, too
+    common = ["quality", "--model", str(folder), "--device", "cpu", "--windows", "2", "--length", "40"]
+    common += ["--json", str(tmp_path / "run.json"), "--samples", "8", "--text", str(read)]
+
+    def run(*options: str) -> quality.Quality:
+        monkeypatch.setattr("sys.argv", [*common, *options])
+        quality.main()
+        return quality.load_quality(tmp_path / "run.json")
+
+    alone = run("--calibrate", str(first), "--variants", "int8", "int4-64")
+    both = run("--calibrate", str(first), str(second), "--variants", "tuned", "int4-64", "--add")
+    assert both.figures[:3] == alone.figures and both.figures[1].calibration == ""
+    assert [figure.calibration for figure in both.figures[2:]] == [
+        "cats: 512 tokens",
+        "cats, dogs: 512 tokens",
+        "cats, dogs: 512 tokens",
+    ]
+    assert [figure.variant.split(", ")[-1] for figure in both.figures[3:]] == ["tuned in 3 steps", "gptq"]
+    assert {name: fact["use"] for name, fact in both.machine["texts"].items()} == {
+        "read.txt": "read",
+        "cats.txt": "calibration",
+        "dogs.txt": "calibration",
+    }
+    rounded = both.figures[4]
+    again = run("--calibrate", str(first), str(second), "--variants", "int4-64", "--add").figures[4]
+    assert again == rounded, "a tuned variant leaves nothing of itself in the model that reads the next one's windows"
+    with pytest.raises(SystemExit, match="of other windows"):
+        run("--calibrate", str(first), "--variants", "int8", "--add", "--windows", "1")
 
 
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
