@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from npu_compiler.graph.quantization import QuantizedFormat
+from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.packing import to_numpy
 from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
@@ -98,9 +98,8 @@ VARIANTS = {
     "int4-64-symmetric": _int4(64, "gptq", "none"),
     "int4-192": _int4(192, "gptq"),
     "fp8-tuned": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq", 150),
-    "int4-64-tuned": replace(_int4(64, "gptq"), steps=1000),
+    "int4-64-tuned": replace(_int4(64, "gptq"), steps=800),
     "int4-64-written": replace(_int4(64, "gptq"), written=32),
-    "int4-64-written-tuned": replace(_int4(64, "gptq"), written=32, steps=1800),
 }
 
 
@@ -156,36 +155,53 @@ def load_quality(path: Path) -> Quality:
 Weights = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Text to calibrate with: its files' names, and how many parts of it rounding uses."""
+
+    names: tuple[str, ...]
+    text: str
+    samples: int
+
+    def label(self, ids: torch.Tensor) -> str:
+        """What a figure says of it, where so many token ids are used."""
+        return f"{', '.join(self.names)}: {ids.numel():,} tokens"
+
+
 def quantize_all(
-    checkpoint: Checkpoint, names: Sequence[str], ids: torch.Tensor, calibration: str, device: str | None
+    checkpoint: Checkpoint, names: Sequence[str], calibration: Calibration, device: str | None
 ) -> Iterator[tuple[Figure, Weights]]:
     """Each variant's figure, with its sizes, and its dequantized weights; of a tuned one, all parameters."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
-    tuner: Tuner | None = None
-    texts = {0: ids}
+    elements = sum(n * k for n, k in Layerwise(checkpoint, device).shapes.values())
+    given = calibration_ids(checkpoint, calibration.text, calibration.samples)
+    texts = {0: given}
+    rounded: dict[Variant, dict[str, QuantizedArray]] = {}
     for name in names:
-        variant, network = VARIANTS[name], Layerwise(checkpoint, device)
-        if variant.written not in texts:
-            texts[variant.written] = with_written(checkpoint, ids, variant.written, device)
+        variant = VARIANTS[name]
         calibrated = variant.method == "gptq"
-        text = texts[variant.written] if calibrated else None
-        found = quantized_layers(network, variant.format, text, compensate=calibrated)
-        arrays = {layer.name: array for array, layer in found}
-        others: Weights = {}
+        label, others = calibration.label(given) if calibrated else "", {}
+        untuned = replace(variant, steps=0)
+        if untuned not in rounded:
+            if variant.written not in texts:
+                texts[variant.written] = with_written(checkpoint, given, variant.written, device)
+            ids = texts[variant.written] if calibrated else None
+            found = quantized_layers(Layerwise(checkpoint, device), variant.format, ids, compensate=calibrated)
+            rounded[untuned] = {layer.name: array for array, layer in found}
+        arrays = rounded[untuned]
         if variant.steps:
-            tuner = tuner or Tuner(checkpoint, ids, min(MOST_WRITTEN, variant.steps * ROWS), device)
+            ids = calibration_ids(checkpoint, calibration.text, max(calibration.samples, variant.steps * ROWS))
+            tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, variant.steps * ROWS), device)
             tuned = tuner.tune(arrays, variant.steps)
-            arrays, others = tuned.arrays, tuned.others
+            label, arrays, others = calibration.label(ids), tuned.arrays, tuned.others
             before, after = tuned.divergences
             print(f"{variant.name}: divergence on held-out text {before:.4f}, after tuning {after:.4f}", flush=True)
         weights = {name: numpy_to_tensor(array.dequantize()) for name, array in arrays.items()}
         weights |= {name: tensor.float() for name, tensor in others.items()}
         stored = sum(array.size_bytes for array in arrays.values())
-        elements = sum(n * k for n, k in network.shapes.values())
         size = (whole - 2 * elements + stored) / 1e6
         print(f"{variant.name}: {8 * stored / elements:.2f} bits a weight, {size:.0f} MB", flush=True)
-        used = calibration if calibrated else ""
-        yield Figure(variant.name, 8 * stored / elements, size, calibration=used), weights
+        yield Figure(variant.name, 8 * stored / elements, size, calibration=label), weights
 
 
 @torch.inference_mode()
@@ -306,7 +322,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="as for npu-sim generate")
     parser.add_argument("--text", type=Path, nargs="+", help="texts to read; without, nothing is measured")
     parser.add_argument("--calibrate", type=Path, nargs="+", help="calibration texts, which are joined")
-    parser.add_argument("--samples", type=int, default=32, help="parts of the calibration text, of 1024 tokens each")
+    parser.add_argument("--samples", type=int, default=32, help="parts of the text for rounding, of 1024 tokens each")
     parser.add_argument("--windows", type=int, default=49, help="windows to read in all")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
     untuned = [name for name, variant in VARIANTS.items() if not variant.steps]
@@ -331,14 +347,14 @@ def measure(options: argparse.Namespace) -> Quality:
     """Measure all variants that the options name; the results so far are written after each window."""
     checkpoint = load_checkpoint(options.model, "float32", "none")
     text = windows(checkpoint, options.text, options.windows, options.length)
-    ids = calibration_ids(checkpoint, "\n".join(path.read_text("utf-8") for path in options.calibrate), options.samples)
-    calibration = f"{', '.join(path.stem for path in options.calibrate)}: {ids.numel():,} tokens"
+    joined = "\n".join(path.read_text("utf-8") for path in options.calibrate)
+    calibration = Calibration(tuple(path.stem for path in options.calibrate), joined, options.samples)
     device = computing_device(options.device)
     model = dense_model(checkpoint, device)
     original = {name: parameter.data for name, parameter in model.named_parameters()}
     size = sum(parameter.numel() for parameter in model.parameters()) * 2 / 1e6
     variants = [(Figure("the model as it is, float32", 16.0, size), original)]
-    for figure, weights in quantize_all(checkpoint, options.variants, ids, calibration, options.device):
+    for figure, weights in quantize_all(checkpoint, options.variants, calibration, options.device):
         variants.append((figure, original | {name: weight.to(device) for name, weight in weights.items()}))
     quality = Quality(_facts(options), [figure for figure, _ in variants])
     for window in text.to(device):

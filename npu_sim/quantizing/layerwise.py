@@ -21,6 +21,7 @@ _LAYERS = "model.layers"
 # All later tokens attend to the first one of a text, most of them strongly (an "attention sink"): an error in its keys
 # and values is in the result of every token, so it counts like one in this many.
 _FIRST_TOKEN = 100.0
+_AT_ONCE_ON_A_GPU = 8  # samples
 
 
 def computing_device(name: str | None = None) -> str:
@@ -65,9 +66,10 @@ class Layerwise:
         return numpy_to_tensor(to_numpy(self._state[name])).float().to(self._device)
 
     def embedded(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """The input of the first layer for token ids [samples, length]: [1, length, hidden] for each sample."""
+        """The input of the first layer for token ids [samples, length], in batches [samples, length, hidden]."""
         table = self.weight("model.embed_tokens.weight")
-        return [table[sample][None] for sample in ids.to(self._device)]
+        at_once = 1 if self._device == "cpu" else _AT_ONCE_ON_A_GPU
+        return [table[samples] for samples in ids.to(self._device).split(at_once)]
 
     def layers(self, length: int) -> Iterator[LoadedLayer]:
         """Each layer in turn; its weights are freed when the next one is taken.
@@ -102,7 +104,7 @@ class LoadedLayer:
 
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, length, hidden] → the same, after the layer."""
+        """[samples, length, hidden] → the same, after the layer."""
         found = self._layer(hidden, **self._arguments)
         result: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return result
@@ -138,20 +140,20 @@ class LoadedLayer:
         assert isinstance(found, nn.Linear)
         return found
 
-    def inputs(self, name: str, samples: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The inputs of a linear layer, [length, k] for each sample [1, length, hidden] of the decoder layer."""
+    def inputs(self, name: str, batches: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The inputs of a linear layer, [samples, length, k], for the decoder layer's [samples, length, hidden]."""
         linear = self.linear(name)
         seen: list[torch.Tensor] = []
 
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.append(args[0].reshape(-1, linear.in_features))
+            seen.append(args[0])
             raise _Seen
 
-        for sample in samples:
+        for batch in batches:
             hook = linear.register_forward_pre_hook(note)
             try:
                 with suppress(_Seen):
-                    self(sample)
+                    self(batch)
             finally:
                 hook.remove()
             yield seen.pop()
@@ -165,7 +167,7 @@ def moments(rounded: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> t
     """Sums over all tokens, those of first tokens weighted more.
 
     Args:
-        rounded: The inputs of a linear layer in the quantized model, x [length, k] for each sample.
+        rounded: The inputs of a linear layer in the quantized model, batches x [samples, length, k].
         exact: Those in the model that is not quantized, y.
 
     Returns:
@@ -174,6 +176,7 @@ def moments(rounded: Iterable[torch.Tensor], exact: Iterable[torch.Tensor]) -> t
     hessian = shift = torch.zeros(())
     for x, y in zip(rounded, exact, strict=True):
         weighted = x.clone()
-        weighted[0] *= _FIRST_TOKEN
+        weighted[:, 0] *= _FIRST_TOKEN
+        x, y, weighted = (z.flatten(0, 1) for z in (x, y, weighted))
         hessian, shift = hessian + weighted.T @ x, shift + (y - x).T @ weighted
     return hessian, shift

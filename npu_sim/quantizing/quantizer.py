@@ -67,12 +67,13 @@ def quantize(
             that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
         search: Whether to clip each group where the squared error of its weights is least; `gptq` always does.
         calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
-        samples: Maximum number of parts of the text to use, of up to 1024 tokens each.
+        samples: Maximum number of parts of the text that rounding uses, of up to 1024 tokens each.
         written: Number of further parts that the model writes itself, so that other texts lose less. Needs a
             calibration text, from whose tokens it begins.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
-        tune: Steps of training that bring the quantized model's predictions near the original's, with a calibration
-            text. For GPUs: on a CPU a step takes minutes. The whole model must fit in memory six times, in float32.
+        tune: Steps of training that bring the quantized model's predictions near the original's, with as much of the
+            calibration text as they can read: at best some megabytes. For GPUs: on a CPU a step takes minutes. The
+            whole model must fit in memory six times, in float32.
         dtype: Of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's own if
             it has 16 bits, bfloat16 for a GGUF file, else float16.
         device: `cpu` or `gpu`: what computes, through PyTorch. Default: a GPU that PyTorch can use, else the CPU.
@@ -132,7 +133,7 @@ def quantize(
     source = checkpoint_path(model)
     kept = {name: array for name, array in arrays.items() if name not in report.kept}
     changed: dict[str, torch.Tensor] = {}
-    if tune and given is not None:
+    if tune and calibrate is not None:
         from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
         def tell(steps: int) -> None:
@@ -140,7 +141,8 @@ def quantize(
                 progress(parts - tune + steps, parts)
 
         with _enough_memory("tuning"):
-            tuner = Tuner(checkpoint, given, min(MOST_WRITTEN, tune * ROWS), device)
+            text = calibration_ids(checkpoint, calibrate, max(samples, tune * ROWS))
+            tuner = Tuner(checkpoint, text, min(MOST_WRITTEN, tune * ROWS), device)
             tuned = tuner.tune(kept, tune, tell)
         kept, changed = tuned.arrays, tuned.others
         report = replace(report, tuning_steps=tune, divergences=tuned.divergences)
@@ -281,8 +283,8 @@ def _by_layers(
                 dequantized = _dequantized(array, weight)
                 yield array, layer_report(name, weight, array, dequantized, hessian)
                 layer.linear(name).weight.data = dequantized
-        hidden = [layer(sample) for sample in hidden]
-        exact = [original(sample) for sample in exact]
+        hidden = [layer(batch) for batch in hidden]
+        exact = [original(batch) for batch in exact]
 
 
 def _dequantized(array: QuantizedArray, weight: torch.Tensor) -> torch.Tensor:

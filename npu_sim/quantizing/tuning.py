@@ -7,7 +7,7 @@ is a float that is rounded as it is used, and gradients pass the rounding as if 
 trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153; zero
 points stay. So are the parameters that are not in few bits, such as norms and embeddings.
 
-The text is the calibration text and as much as it takes of what the original model writes by itself: a short text alone
+The text is as much of the calibration text as it takes and what the original model writes by itself: a short text alone
 would be learnt by heart.
 """
 
@@ -35,7 +35,7 @@ from npu_sim.quantizing.written_text import in_16_bits, write_text
 LENGTH = 512  # tokens of a row of the text
 ROWS = 32  # of a step
 MOST_WRITTEN = 2048  # rows that the original model writes; more steps than these need use them again
-_HELD_OUT = 8  # of so many rows of the calibration text, one is not trained on
+_HELD_OUT, _MOST_HELD_OUT = 8, 128  # of so many rows of the calibration text one is not trained on; at most so many
 _READ_AT_ONCE = 8  # rows of which all logits are in memory when nothing is trained
 _WEIGHT_RATE = 0.01  # a step of a weight, in root mean squares of the layer's rounding errors
 _RATE = 3e-4  # a step of a scale, of itself; of parameters that are not in few bits, of their root mean square
@@ -68,7 +68,7 @@ class Tuner:
 
     Args:
         checkpoint: Opened for float32, with weights that are not in few bits.
-        ids: Of the calibration text, [samples, length].
+        ids: Of the calibration text, [samples, length]: the more, the better.
         written: Number of rows of text that the original model writes.
         device: As for `computing_device`.
     """
@@ -81,7 +81,8 @@ class Tuner:
         self._original = dense_model(checkpoint, self._device).requires_grad_(False)
         length = min(LENGTH, ids.shape[1])
         given = ids[:, : ids.shape[1] // length * length].reshape(-1, length).to(self._device)
-        self._held_out, given = given[::_HELD_OUT], given[torch.arange(len(given)) % _HELD_OUT != 0]
+        held_out = torch.arange(len(given)) % max(_HELD_OUT, -(-len(given) // _MOST_HELD_OUT)) == 0
+        self._held_out, given = given[held_out], given[~held_out]
         self._generator = torch.Generator(self._device).manual_seed(0)
         begun = given if len(given) else self._held_out
         made = write_text(self._original, begun, written, length, self._generator)

@@ -121,7 +121,7 @@ def test_weights_of_inputs_that_calibration_never_sees_are_rounded_to_the_neares
 def test_a_matched_weight_makes_up_for_the_errors_of_its_inputs() -> None:
     exact, weight = inputs(64), torch.randn(24, 64)
     rounded = exact @ (torch.eye(64) + 0.1 * torch.randn(64, 64))
-    hessian, shift = moments([rounded], [exact])
+    hessian, shift = moments([rounded[None]], [exact[None]])
     found = matched(weight, hessian, shift)
     lost = [float((rounded @ w.T - exact @ weight.T).norm()) for w in (weight, found)]
     assert lost[1] < (1.1 - PROPAGATION) * lost[0]
@@ -130,7 +130,7 @@ def test_a_matched_weight_makes_up_for_the_errors_of_its_inputs() -> None:
 
 def test_moments_count_the_first_tokens_more() -> None:
     x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
-    hessian, shift = moments(x, y)
+    hessian, shift = moments([x], [y])
     weights = torch.tensor([100.0, 1, 1, 1, 1]).repeat(2)[:, None]
     rounded, exact = x.reshape(-1, 8), y.reshape(-1, 8)
     torch.testing.assert_close(hessian, (weights * rounded).T @ rounded, rtol=1e-4, atol=1e-3)
