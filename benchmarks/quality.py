@@ -98,7 +98,7 @@ VARIANTS = {
     "int4-64-symmetric": _int4(64, "gptq", "none"),
     "int4-192": _int4(192, "gptq"),
     "fp8-tuned": Variant(QuantizedFormat("float8_e4m3", 0, "bfloat16"), "gptq", 150),
-    "int4-64-tuned": replace(_int4(64, "gptq"), steps=800),
+    "int4-64-tuned": replace(_int4(64, "gptq"), steps=1000),
     "int4-64-written": replace(_int4(64, "gptq"), written=32),
 }
 
@@ -176,6 +176,8 @@ def quantize_all(
     elements = sum(n * k for n, k in Layerwise(checkpoint, device).shapes.values())
     given = calibration_ids(checkpoint, calibration.text, calibration.samples)
     texts = {0: given}
+    steps = max(VARIANTS[name].steps for name in names)
+    tuner: Tuner | None = None
     rounded: dict[Variant, dict[str, QuantizedArray]] = {}
     for name in names:
         variant = VARIANTS[name]
@@ -190,10 +192,11 @@ def quantize_all(
             rounded[untuned] = {layer.name: array for array, layer in found}
         arrays = rounded[untuned]
         if variant.steps:
-            ids = calibration_ids(checkpoint, calibration.text, max(calibration.samples, variant.steps * ROWS))
-            tuner = Tuner(checkpoint, ids, min(MOST_WRITTEN, variant.steps * ROWS), device)
+            if tuner is None:
+                read = calibration_ids(checkpoint, calibration.text, max(calibration.samples, steps * ROWS))
+                tuner = Tuner(checkpoint, read, min(MOST_WRITTEN, steps * ROWS), device)
             tuned = tuner.tune(arrays, variant.steps)
-            label, arrays, others = calibration.label(ids), tuned.arrays, tuned.others
+            label, arrays, others = calibration.label(read), tuned.arrays, tuned.others
             before, after = tuned.divergences
             print(f"{variant.name}: divergence on held-out text {before:.4f}, after tuning {after:.4f}", flush=True)
         weights = {name: numpy_to_tensor(array.dequantize()) for name, array in arrays.items()}
