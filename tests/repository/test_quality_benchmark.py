@@ -73,8 +73,8 @@ def test_variants_are_added_to_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     both = run("--calibrate", str(first), str(second), "--variants", "tuned", "int4-64", "--add")
     assert both.figures[:3] == alone.figures and both.figures[1].calibration == ""
     labels = [figure.calibration for figure in both.figures[2:]]
-    assert labels[0] == "cats: 512 tokens" and labels[2] == "cats, dogs: 512 tokens"
-    assert labels[1] == "cats, dogs: 4,352 tokens", "tuning reads as much as its steps can"
+    assert labels[0] == "cats: 512 tokens" and labels[2] == "2 texts: 512 tokens"
+    assert labels[1] == "2 texts: 4,352 tokens", "tuning reads as much as its steps can"
     assert [figure.variant.split(", ")[-1] for figure in both.figures[3:]] == ["tuned in 3 steps", "gptq"]
     assert {name: fact["use"] for name, fact in both.machine["texts"].items()} == {
         "read.txt": "read",
