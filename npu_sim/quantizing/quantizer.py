@@ -66,14 +66,14 @@ def quantize(
         method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
             that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
         search: Whether to clip each group where the squared error of its weights is least; `gptq` always does.
-        calibrate: A text that is like what the model is going to read, some 50,000 tokens of it.
+        calibrate: A text of the kinds that the model is going to read: 50,000 tokens, and for `tune` some megabytes.
         samples: Maximum number of parts of the text that rounding uses, of up to 1024 tokens each.
         written: Number of further parts that the model writes itself, so that other texts lose less. Needs a
             calibration text, from whose tokens it begins.
         keep_worst: Number of layers to keep in 16 bits: those with the greatest errors.
         tune: Steps of training that bring the quantized model's predictions near the original's, with as much of the
-            calibration text as they can read: at best some megabytes. For GPUs: on a CPU a step takes minutes. The
-            whole model must fit in memory six times, in float32.
+            calibration text as they can read. For GPUs: on a CPU a step takes minutes. The whole model must fit in
+            memory six times, in float32.
         dtype: Of scales and all that is not quantized: `float16`, `bfloat16` or `float32`. Default: the model's own if
             it has 16 bits, bfloat16 for a GGUF file, else float16.
         device: `cpu` or `gpu`: what computes, through PyTorch. Default: a GPU that PyTorch can use, else the CPU.

@@ -4,8 +4,8 @@ Rounding layer by layer keeps each layer's result; what all of their errors do t
 model. So the whole model is trained to give the original's probabilities of the next token (distillation): every weight
 is a float that is rounded as it is used, and gradients pass the rounding as if it were not there (Bengio et al.,
 "Estimating or Propagating Gradients Through Stochastic Neurons", 2013, https://arxiv.org/abs/1308.3432). Scales are
-trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153; zero
-points stay. So are the parameters that are not in few bits, such as norms and embeddings.
+trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), https://arxiv.org/abs/1902.08153, and so
+are parameters that are not in few bits, such as norms and embeddings; zero points stay.
 
 The text is as much of the calibration text as it takes and what the original model writes by itself: a short text alone
 would be learnt by heart.
