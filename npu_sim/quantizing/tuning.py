@@ -37,6 +37,8 @@ ROWS = 32  # of a step
 MOST_WRITTEN = 2048  # rows that the original model writes; more steps than these need use them again
 _HELD_OUT, _MOST_HELD_OUT = 8, 128  # of so many rows of the calibration text one is not trained on; at most so many
 _READ_AT_ONCE = 8  # rows of which all logits are in memory when nothing is trained
+_ROWS_AT_ONCE = 4  # of a step, where the free memory is not known
+_LOGITS = 8  # arrays of the logits' size that a step has in memory
 _WEIGHT_RATE = 0.01  # a step of a weight, in root mean squares of the layer's rounding errors
 _RATE = 3e-4  # a step of a scale, of itself; of parameters that are not in few bits, of their root mean square
 _SHARES = (0.25, 0.5, 0.75, 1.0)  # of the way from a rounded weight to the original
@@ -142,25 +144,39 @@ class Tuner:
             optimizer,
             lambda step: min(1.0, (step + 1) / _WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps)),
         )
+        at_once = self._rows_at_once(model.config.vocab_size)
         order = torch.randperm(0)
         for step in range(steps):
             if len(order) < min(ROWS, len(self._text)):
                 order = torch.randperm(len(self._text), generator=self._generator, device=self._device)
             rows, order = self._text[order[:ROWS]], order[ROWS:]
-            with in_16_bits(self._device):
-                with torch.no_grad():
-                    wanted = self._original(input_ids=rows, use_cache=False).logits
-                found = model(input_ids=rows, use_cache=False).logits
-                loss = _divergence(found, wanted)
-            if not bool(loss.isfinite()):
+            losses = []
+            for part in rows.split(at_once):
+                with in_16_bits(self._device):
+                    with torch.no_grad():
+                        wanted = self._original(input_ids=part, use_cache=False).logits
+                    found = model(input_ids=part, use_cache=False).logits
+                    loss = _divergence(found, wanted) * (len(part) / len(rows))
+                loss.backward()
+                losses.append(loss.detach())
+            if not bool(torch.stack(losses).isfinite().all()):
                 raise NPUError("tuning has failed: the divergence from the original model is not finite")
-            loss.backward()
             nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             rate.step()
             if progress is not None:
                 progress(step + 1)
+
+    def _rows_at_once(self, vocabulary: int) -> int:
+        """How many rows of a step are computed together: the logits of both models and what is made of them may take
+        half of a GPU's free memory."""
+        if self._device != "cuda":
+            return _ROWS_AT_ONCE
+        free, _ = torch.cuda.mem_get_info()
+        row = _LOGITS * self._text.shape[1] * vocabulary * 4
+        fitting = max(1, min(ROWS, free // (2 * row)))
+        return 2 ** int(math.log2(fitting))  # so that all parts of a step are alike: compiled once
 
     @torch.no_grad()
     def _divergence(self, model: Any) -> float:
