@@ -176,7 +176,7 @@ class Tuner:
         free, _ = torch.cuda.mem_get_info()
         row = _LOGITS * self._text.shape[1] * vocabulary * 4
         fitting = max(1, min(ROWS, free // (2 * row)))
-        return 2 ** int(math.log2(fitting))  # so that all parts of a step are alike: compiled once
+        return 1 << int(math.log2(fitting))  # so that all parts of a step are alike: compiled once
 
     @torch.no_grad()
     def _divergence(self, model: Any) -> float:
