@@ -5,7 +5,8 @@
 
 The first line measures, the second one adds variants with other calibration texts, and the third one writes the results
 into the page. PyTorch computes in float32 with the dequantized weights, so that the figures are those of the weights
-alone. All variants read the same windows in turn; the results so far are in the JSON file after each window.
+alone. All variants read the same windows in turn. The JSON file has the results so far after each window; with `--add`,
+which puts them beside those in the file, it has them at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import Checkpoint, load_checkpoint
 from npu_sim.llm.graph import dense_model
 from npu_sim.quantizing.layerwise import Layerwise, computing_device
-from npu_sim.quantizing.quantizer import calibration_ids, quantized_layers, with_written
+from npu_sim.quantizing.quantizer import calibration_ids, calibration_tokens, quantized_layers, with_written
 from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
 SOURCES = {
@@ -180,7 +181,8 @@ def quantize_all(
     """Each variant's figure, with its sizes, and its dequantized weights; of a tuned one, all parameters."""
     whole = sum(2 * math.prod(to_numpy(value).shape) for value in checkpoint.state.values())
     elements = sum(n * k for n, k in Layerwise(checkpoint, device).shapes.values())
-    given = calibration_ids(checkpoint, calibration.text, calibration.samples)
+    tokens = calibration_tokens(checkpoint, calibration.text)
+    given = calibration_ids(checkpoint, tokens, calibration.samples)
     texts = {0: given}
     steps = max(VARIANTS[name].steps for name in names)
     tuner: Tuner | None = None
@@ -199,7 +201,7 @@ def quantize_all(
         arrays = rounded[untuned]
         if variant.steps:
             if tuner is None:
-                read = calibration_ids(checkpoint, calibration.text, max(calibration.samples, steps * ROWS))
+                read = calibration_ids(checkpoint, tokens, max(calibration.samples, steps * ROWS))
                 tuner = Tuner(checkpoint, read, min(MOST_WRITTEN, steps * ROWS), device)
             tuned = tuner.tune(arrays, variant.steps)
             label, arrays, others = calibration.label(read), tuned.arrays, tuned.others
@@ -291,18 +293,18 @@ def draw(quality: Quality, path: Path) -> None:
     reference = quality.reference
     panel.set_xlim(4, 11)
     panel.set_yscale("symlog", linthresh=0.1)
-    panel.set_ylim(-0.2, 40)
     points = [(100 * (entry.perplexity / reference.perplexity - 1), entry) for entry in quality.figures[1:]]
+    rises = [rise for rise, _ in points]
+    panel.set_ylim(min(-0.2, 2 * min(rises)), max(40, 2 * max(rises)))
     free: dict[int, float] = {}  # whole bits → where the next label has room, as a part of the panel's height
     for rise, entry in sorted(points, key=lambda point: point[0]):
         colour = {"int4": "#0072b2", "int8": "#e69f00"}.get(entry.variant.split(",")[0], "#009e73")
         panel.plot(entry.bits, rise, "o", color=colour, markersize=7)
-        height = panel.transAxes.inverted().transform(panel.transData.transform((entry.bits, rise)))[1]
-        at = max(height, free.get(int(entry.bits), 0.0))
-        free[int(entry.bits)] = at + 0.045
-        place = panel.transAxes.inverted().transform(panel.transData.transform((entry.bits, rise)))[0] + 0.015
+        x, y = panel.transAxes.inverted().transform(panel.transData.transform((entry.bits, rise)))
+        y = max(y, free.get(int(entry.bits), 0.0))
+        free[int(entry.bits)] = y + 0.045
         texts = f" ({entry.calibration.split(':')[0]})" if entry.calibration else ""
-        panel.text(place, at, f"{entry.variant}{texts}", transform=panel.transAxes, fontsize=8, va="center")
+        panel.text(x + 0.015, y, f"{entry.variant}{texts}", transform=panel.transAxes, fontsize=8, va="center")
     panel.axhline(0, color="#999999", linewidth=0.8)
     panel.set_xlabel("bits a weight, scales and zero points included")
     panel.set_ylabel("rise of the perplexity, % (log scale above 0.1)")
@@ -360,7 +362,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> Quality:
-    """Measure all variants that the options name; the results so far are written after each window."""
+    """Measure all variants that the options name and write the results."""
+    before = load_quality(options.json) if options.add else None
     checkpoint = load_checkpoint(options.model, "float32", "none")
     text = windows(checkpoint, options.text, options.windows, options.length)
     joined = "\n".join(path.read_text("utf-8") for path in options.calibrate)
@@ -378,11 +381,11 @@ def measure(options: argparse.Namespace) -> Quality:
         for figure, weights in variants:
             found = reference if weights is original else read_window(model, weights, window)
             add_window(figure, found, reference, window)
-        if not options.add:
+        if before is None:
             quality.save(options.json)
         print(f"{quality.reference.tokens} tokens\n{table(quality)}", flush=True)
-    if options.add:
-        quality = with_others(quality, load_quality(options.json))
+    if before is not None:
+        quality = with_others(quality, before)
         quality.save(options.json)
     return quality
 

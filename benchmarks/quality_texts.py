@@ -60,8 +60,9 @@ def _csv_texts(data: bytes) -> list[str]:
 
 
 def _debian_file(package: Path, name: str) -> bytes:
-    listing = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(listing)) as archive:
+    """A file of a Debian package."""
+    files = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(package)], capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(files)) as archive:
         file = archive.extractfile(name)
         assert file is not None
         return file.read()

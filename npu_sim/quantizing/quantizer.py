@@ -107,7 +107,8 @@ def quantize(
             f"keeping {keep_worst} layers in 16 bits leaves nothing to quantize: there are {len(network.shapes)} layers"
         )
     chosen = method or ("rtn" if calibrate is None else "gptq")
-    given = ids = None if calibrate is None else calibration_ids(checkpoint, calibrate, samples)
+    tokens = None if calibrate is None else calibration_tokens(checkpoint, calibrate)
+    given = ids = None if tokens is None else calibration_ids(checkpoint, tokens, samples)
     before = 1 if written else 0
     parts = before + len(network.shapes) + tune
     arrays: dict[str, QuantizedArray] = {}
@@ -133,7 +134,7 @@ def quantize(
     source = checkpoint_path(model)
     kept = {name: array for name, array in arrays.items() if name not in report.kept}
     changed: dict[str, torch.Tensor] = {}
-    if tune and calibrate is not None:
+    if tune and tokens is not None:
         from npu_sim.quantizing.tuning import MOST_WRITTEN, ROWS, Tuner
 
         def tell(steps: int) -> None:
@@ -141,7 +142,7 @@ def quantize(
                 progress(parts - tune + steps, parts)
 
         with _enough_memory("tuning"):
-            text = calibration_ids(checkpoint, calibrate, max(samples, tune * ROWS))
+            text = calibration_ids(checkpoint, tokens, max(samples, tune * ROWS))
             tuner = Tuner(checkpoint, text, min(MOST_WRITTEN, tune * ROWS), device)
             tuned = tuner.tune(kept, tune, tell)
         kept, changed = tuned.arrays, tuned.others
@@ -197,19 +198,24 @@ def _check_shapes(network: Layerwise, format: QuantizedFormat) -> None:
             raise InputError(f"'{name}' cannot be quantized: {problem}{advice}")
 
 
-def calibration_ids(checkpoint: Checkpoint, text: str, samples: int) -> torch.Tensor:
-    """Token ids [samples, length] of parts of a text that are spread over it evenly.
+def calibration_tokens(checkpoint: Checkpoint, text: str) -> list[int]:
+    """The token ids of a calibration text.
 
     Raises:
-        InputError: the text has less than two tokens.
+        InputError: there are fewer than two.
     """
-    ids = checkpoint.tokenizer.encode(text)
-    if len(ids) < 2:
+    tokens: list[int] = checkpoint.tokenizer.encode(text)
+    if len(tokens) < 2:
         raise InputError("the calibration text is empty")
-    length = min(SAMPLE_LENGTH, len(ids), checkpoint.config.max_position_embeddings)
-    count = min(samples, len(ids) // length)
-    starts = np.linspace(0, len(ids) - length, count).astype(int)
-    return torch.tensor([ids[start : start + length] for start in starts])
+    return tokens
+
+
+def calibration_ids(checkpoint: Checkpoint, tokens: list[int], samples: int) -> torch.Tensor:
+    """[samples, length]: parts of a text's token ids that are spread over it evenly, as many as it has at most."""
+    length = min(SAMPLE_LENGTH, len(tokens), checkpoint.config.max_position_embeddings)
+    count = min(samples, len(tokens) // length)
+    starts = np.linspace(0, len(tokens) - length, count).astype(int)
+    return torch.tensor([tokens[start : start + length] for start in starts])
 
 
 def with_written(checkpoint: Checkpoint, ids: torch.Tensor, count: int, device: str | None = None) -> torch.Tensor:

@@ -8,7 +8,7 @@ trained with them, as in Esser et al., "Learned Step Size Quantization" (2019), 
 are parameters that are not in few bits, such as norms and embeddings; zero points stay.
 
 The text is as much of the calibration text as it takes and what the original model writes by itself: a short text alone
-would be learnt by heart.
+would be memorized.
 """
 
 from __future__ import annotations

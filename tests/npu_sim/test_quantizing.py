@@ -24,7 +24,7 @@ from npu_sim.llm.graph import dense_model, meta_model
 from npu_sim.quantizing import quantize, tuning
 from npu_sim.quantizing.compensation import DAMPING, PROPAGATION, compensated, matched
 from npu_sim.quantizing.layerwise import Layerwise, moments
-from npu_sim.quantizing.quantizer import calibration_ids
+from npu_sim.quantizing.quantizer import calibration_ids, calibration_tokens
 from npu_sim.quantizing.rounding import RANGE, SEARCH, Scales, codes, fit_rows, nearest
 from npu_sim.quantizing.tuning import Tuner
 
@@ -397,7 +397,8 @@ def test_the_command(source: Path, tmp_path: Path) -> None:
     result = command(source, "-o", tmp_path / "json", *options, "--json", "--written", 3, "--tune", 2)
     report = json.loads(result.stdout)
     assert report["method"] == "gptq" and len(report["layers"]) == 14 and len(report["kept"]) == 1
-    samples, length = calibration_ids(load_checkpoint(source), TEXT, 2).shape
+    checkpoint = load_checkpoint(source)
+    samples, length = calibration_ids(checkpoint, calibration_tokens(checkpoint, TEXT), 2).shape
     assert report["calibration_tokens"] == (samples + 3) * length
     assert report["tuning_steps"] == 2 and len(report["divergences"]) == 2
     answer = CliRunner().invoke(
