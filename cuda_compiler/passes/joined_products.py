@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuda_compiler.rules.gates import GATED, with_gate
+from cuda_compiler.rules.linear_wgmma import suits_warpgroups, warpgroup_product
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.rules.streamed import streamed_product, suits_streaming
 from cuda_compiler.specialization.sizes import vector_width
@@ -14,13 +15,14 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
 _NORM = "rmsnorm_kernel"
+_KERNELS = ((suits_streaming, streamed_product), (suits_warpgroups, warpgroup_product))  # which products, and their maker
 
 
 def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
-    """The plan's calls, with each product that suits the streaming kernel and its neighbours as one.
+    """The plan's calls, with each product that suits one of these kernels and its neighbours as one.
 
     Given:  y = rmsnorm(x);  h = matmul(y, w);  z = silu_mul(first half of h, second half)
-    Result: z = streamed(x, the norm's gains, w)
+    Result: z = streamed(x, the norm's gains, w), or the same with more rows by warpgroups
 
     Nothing else may read what lies between.
     """
@@ -33,19 +35,21 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
         index += 1
         inputs = operands(call) if call.kernel in GATED else {}
         x = inputs.get("x")
-        if x is None or not suits_streaming(make, call, inputs):
+        found = next((kernel for kernel in _KERNELS if x is not None and kernel[0](make, call, inputs)), None)
+        if x is None or found is None:
             result.append(call)
             continue
+        suits, product = found
         gate = None
         if index < len(plan.calls) and call.outputs[0].buffer in inner:
             gate = with_gate(call, plan.calls[index], readers)
-        if gate is not None and suits_streaming(make, gate, inputs):
+        if gate is not None and suits(make, gate, inputs):
             call = gate
             index += 1
         norm = result[-1] if result and x.buffer in inner and readers[x.buffer] == 1 else None
         if norm is not None and (not _is_norm(norm, x) or norm.inputs[0].buffer == call.outputs[0].buffer):
             norm = None
-        made = streamed_product(make, call, inputs, norm)
+        made = product(make, call, inputs, norm)
         if norm is not None:
             result.pop()
             made = replace(made, flops=made.flops + norm.flops)

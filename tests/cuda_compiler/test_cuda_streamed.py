@@ -1,4 +1,4 @@
-"""Products of a few rows, with the norm before and the gate behind: which calls are one kernel, and what it makes."""
+"""Products of up to 128 rows, with the norm before and the gate behind: which calls are one kernel, and what it makes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class Layer:
     format: QuantizedFormat | None = None
 
     @property
+    def kernel(self) -> str:
+        return "streamed" if self.m <= 16 else "linear_wgmma"
+
+    @property
     def launches(self) -> list[str]:
         norm, product = ["rmsnorm_kernel"] * self.normed, "quantized_matmul_kernel" if self.format else "matmul_kernel"
         return [*norm, product, *([f"{self.gate}_broadcast_kernel"] * bool(self.gate))]
@@ -82,6 +86,15 @@ LAYERS = {
     "float8, gate": Layer(6, 2064, 320, gate="gelu_tanh_mul", format=QuantizedFormat("float8_e4m3", 64, "float32")),
     "float8, long rows": Layer(12, 320, 14336, format=QuantizedFormat("float8_e4m3")),
     "a minimum for a row": Layer(7, 576, 1536, residual=True, format=QuantizedFormat("int4", 0, "float32", "minimum")),
+    "32 rows, norm, bias": Layer(32, 2048, 1536, normed=True, bias=True),
+    "32 rows, norm, gate": Layer(32, 17_920, 1536, normed=True, gate="silu_mul"),
+    "32 rows, long rows": Layer(32, 1536, 8960, residual=True),
+    "17 rows, terms that fill no step": Layer(17, 3080, 376, normed=True, residual=True, activation="gelu"),
+    "100 rows, gate and its bias": Layer(100, 8200, 576, bias=True, gate="gelu_tanh_mul"),
+    "128 rows, norm": Layer(128, 6144, 4096, normed=True),
+    "65 rows, residual": Layer(65, 576, 1536, residual=True),
+    "64 rows, many gates": Layer(64, 28_672, 4096, normed=True, gate="silu_mul"),
+    "128 rows, norm, gate": Layer(128, 3072, 576, normed=True, gate="silu_mul"),
 }
 DTYPES = ("bfloat16", "float16")
 TARGET = CUDACodegenTarget()
@@ -137,7 +150,7 @@ def kernels(plan: ExecutionPlan) -> list[str]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_one_kernel_in_bfloat16(name: str) -> None:
     assert kernels(plan_of(LAYERS[name], "bfloat16")) == LAYERS[name].launches
-    assert kernels(plan_of(LAYERS[name], "bfloat16", TARGET)) == ["streamed"]
+    assert kernels(plan_of(LAYERS[name], "bfloat16", TARGET)) == [LAYERS[name].kernel]
 
 
 def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
@@ -147,7 +160,10 @@ def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        Layer(17, 2048, 1536),
+        Layer(129, 2048, 1536),
+        Layer(32, 151_936, 1536),
+        Layer(32, 2044, 1536),
+        Layer(32, 2048, 1536, format=QuantizedFormat("int4", 32)),
         Layer(2, 8192, 1536),
         Layer(1, 2048, 1536),
         Layer(8, 128, 128),
@@ -158,7 +174,7 @@ def test_a_norm_in_float16_stays_as_rows_times_gains_could_overflow() -> None:
     ids=str,
 )
 def test_other_products_are_left_to_other_kernels(layer: Layer) -> None:
-    assert "streamed" not in kernels(plan_of(layer, "bfloat16", TARGET))
+    assert {"streamed", "linear_wgmma"}.isdisjoint(kernels(plan_of(layer, "bfloat16", TARGET)))
 
 
 def test_gpus_without_clusters_have_other_kernels() -> None:

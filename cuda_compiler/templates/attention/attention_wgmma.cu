@@ -25,16 +25,7 @@ struct alignas(1024) Memory {
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// Where the ring is.
-struct Turn {
-    int stage = 0;
-    int parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        stage = stage + 1 == stages ? 0 : stage + 1;
-        parity ^= stage == 0;
-    }
-};
+using Turn = RingTurn<stages>;
 
 // The copies of one thread of the warpgroup that makes them: always the same piece of a row.
 struct Copier {

@@ -27,6 +27,26 @@ __device__ __forceinline__ unsigned multiply_add_pairs(unsigned a, unsigned b, u
     return result;
 }
 
+// x *= gains, eight elements, each rounded once.
+__device__ __forceinline__ void multiply_all(Words &x, const Words &gains) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        x.at[i] = multiply_add_pairs(x.at[i], gains.at[i], 0x80008000u);  // -0, which keeps zeros' signs
+    }
+}
+
+// Of eight bfloat16 values.
+__device__ __forceinline__ float sum_of_squares(const Words &x) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float low = __uint_as_float(x.at[i] << 16);
+        const float high = __uint_as_float(x.at[i] & 0xffff0000u);
+        sum = fmaf(low, low, fmaf(high, high, sum));
+    }
+    return sum;
+}
+
 // sums[16 × 8] += a[16 × 16] · b[16 × 8], in the fragments of mma.m16n8k16.
 __device__ __forceinline__ void multiply(
     float (&sums)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1

@@ -30,8 +30,10 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 #define EIGHT(x, i) FOUR(x, i), FOUR(x, i + 1)
 #define SIXTEEN(x, i) EIGHT(x, i), EIGHT(x, i + 2)
 
-#define NAMES_20 \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19"
+#define NAMES_4 "%0, %1, %2, %3"
+#define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_20 NAMES_16 ", %16, %17, %18, %19"
 
 #define NAMES_32 \
     NAMES_20 ", %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -74,6 +76,24 @@ struct Barrier {
     __device__ __forceinline__ void arrive_after_copies() { arrive_after_copies_at(shared_address(this)); }
     __device__ __forceinline__ void wait(int parity) { wait_at(shared_address(this), parity); }
 };
+
+// Where a ring of `stages` places is.
+template <int stages>
+struct RingTurn {
+    int stage = 0;
+    int parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        stage = stage + 1 == stages ? 0 : stage + 1;
+        parity ^= stage == 0;
+    }
+};
+
+// Has so many threads of the block wait for each other, by one of its 16 barriers.
+template <int barrier, int threads>
+__device__ __forceinline__ void sync_some() {
+    asm volatile("bar.sync %0, %1;" :: "n"(barrier), "n"(threads) : "memory");
+}
 
 // What threads have written to shared memory, before this, can be read by products after it.
 __device__ __forceinline__ void show_to_products() {

@@ -21,25 +21,6 @@
 //     void add(Sums &sums, const unsigned char *unit, const Rows &own) const;
 // };
 
-__device__ __forceinline__ void multiply_all(Words &x, const Words &gains) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        x.at[i] = multiply_add_pairs(x.at[i], gains.at[i], 0x80008000u);  // -0, which keeps zeros' signs
-    }
-}
-
-// Of eight bfloat16 values.
-__device__ __forceinline__ float sum_of_squares(const Words &x) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float low = __uint_as_float(x.at[i] << 16);
-        const float high = __uint_as_float(x.at[i] & 0xffff0000u);
-        sum = fmaf(low, low, fmaf(high, high, sum));
-    }
-    return sum;
-}
-
 struct Memory {
     unsigned char units[stages][unit_bytes];
     float partial[2][warps][results];  // of the unit before, of the warps' terms
