@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cuda_compiler.rules.gates import GATED, with_gate
-from cuda_compiler.rules.linear_wgmma import suits_warpgroups, warpgroup_product
+from cuda_compiler.rules.linear_wgmma import MOST_NORMED_ROWS, suits_warpgroups, warpgroup_product
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.rules.streamed import streamed_product, suits_streaming
 from cuda_compiler.specialization.sizes import vector_width
@@ -15,7 +15,7 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
 _NORM = "rmsnorm_kernel"
-_KERNELS = ((suits_streaming, streamed_product), (suits_warpgroups, warpgroup_product))  # which products, and their maker
+_KERNELS = ((suits_warpgroups, warpgroup_product), (suits_streaming, streamed_product))  # for which products, the best first
 
 
 def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
@@ -62,7 +62,7 @@ def _is_norm(call: KernelCall, x: View) -> bool:
 
     In float16, x times the gains might overflow before the row's scale makes it smaller.
     """
-    if call.kernel != _NORM or call.outputs[0] != x or x.dtype != "bfloat16":
+    if call.kernel != _NORM or call.outputs[0] != x or x.dtype != "bfloat16" or x.shape[0] > MOST_NORMED_ROWS:
         return False
     source, gain, _ = KERNELS[call.kernel].bind(call)
     return (

@@ -1,8 +1,8 @@
-"""Products of 17 to 128 rows by warpgroups, bound by reading their weight; with the norm before, the gate behind."""
+"""Products of 9 to 128 rows by warpgroups, bound by reading their weight; with the norm before, the gate behind."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -14,18 +14,24 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
-_FEWEST_ROWS, _MOST_ROWS = 17, 128  # with fewer, the streaming kernel does; with more, cuBLASLt is bound by arithmetic
+MOST_NORMED_ROWS = 32  # with more, those who copy x are slower at multiplying it with the gains than a kernel of its own
+_FEWEST_ROWS, _MOST_ROWS = 9, 128  # with fewer, the streaming kernel is as fast; with more, cuBLASLt is faster
 _FEWEST_BYTES = 1 << 20  # of the weight: smaller ones leave most multiprocessors idle
+_MOST_ELEMENTS = 1 << 31  # of an operand, whose offsets have 32 bits
 _WARPGROUP, _WARPGROUP_ROWS = 128, 64
-_SLABS = {1: 2, 2: 2, 4: 2, 8: 2}
-_ALONE = {1: 132, 2: 66, 4: 30, 8: 14}
-_LEAST2 = 3
-_WEIGHT_THREADS = 64
-_ROW_BYTES = 128
-_CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32, 8: 16}  # blocks of a cluster → clusters there is room for
+_SLABS = 2  # of 64 terms, in a step
+_SLAB_TERMS, _SLAB_BYTES = 64, 128  # of a row
+# Blocks of a cluster → clusters that a GPU has room for, where a multiprocessor takes one block and where it takes two.
+_CLUSTERS = {
+    1: (MULTIPROCESSORS, MULTIPROCESSORS),
+    2: (MULTIPROCESSORS // 2, MULTIPROCESSORS // 2),
+    4: (30, 32),
+    8: (15, 16),
+}
 _MOST_COLUMNS = 256  # whose sums a warpgroup holds
 _EXCHANGE = 8192  # bytes that could be read while the blocks of a cluster wait for each other
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
+_BARRIER_BYTES = 16  # of a stage
 _OTHER_REGISTERS = 34  # of a thread, beside those of its sums
 _REGISTERS = 1 << 16  # of a multiprocessor
 
@@ -37,9 +43,9 @@ class Division:
     Attributes:
         splits, clusters: Blocks of a cluster, and the number of clusters.
         width: Columns of the result that a cluster has.
-        stages: Steps of 64 terms that the ring has room for.
+        stages: Steps that the ring has room for.
         shared: Bytes of shared memory of a block.
-        resident: Blocks that a multiprocessor has room for, so that those of the next kernel can begin.
+        resident: Blocks that a multiprocessor has room for: with two, those of the next kernel can begin.
     """
 
     splits: int
@@ -48,7 +54,6 @@ class Division:
     stages: int
     shared: int
     resident: int
-    slabs: int
 
 
 def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
@@ -62,7 +67,8 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
         and all(view.strides[1] == 1 and vector_width(view) >= 8 for view in (x, weight))
         and vector_width(call.outputs[0]) >= 4
         and (residual is None or residual.strides[1] == 1)
-        and weight.numel * 2 >= _FEWEST_BYTES
+        and _FEWEST_BYTES <= weight.numel * 2
+        and max(view.shape[0] * view.strides[0] for view in (x, weight)) < _MOST_ELEMENTS
         and _division(make, call) is not None
     )
 
@@ -84,7 +90,7 @@ def warpgroup_product(
     x, gain = inputs["x"], None
     if norm is not None:
         x, gain = KERNELS[norm.kernel].bind(norm)[:2]
-    found, weight = _division(make, call), inputs["weight"]
+    found, weight, m = _division(make, call), inputs["weight"], call.params["m"]
     assert found is not None and weight is not None
     constants: dict[str, bool | int | float] = {
         "gated": call.kernel in GATED.values(),
@@ -93,8 +99,8 @@ def warpgroup_product(
         "splits": found.splits,
         "width": found.width,
         "stages": found.stages,
-        "slabs": found.slabs,
-        "x_threads": _x_threads(call.params["m"]),
+        "slabs": _SLABS,
+        "copying_threads": _copying_threads(m),
         "ahead": weight.buffer in make.constants,
     }
     made = make.kernel(
@@ -104,7 +110,7 @@ def warpgroup_product(
         inputs={**inputs, "x": x, "gain": gain},
         outputs={"out": call.outputs[0]},
         grid=(found.clusters, 1, found.splits),
-        block=(_threads(call.params["m"]), 1, 1),
+        block=(_threads(m), 1, 1),
         shared=found.shared,
         constants=constants,
         min_blocks=found.resident,
@@ -113,49 +119,44 @@ def warpgroup_product(
     return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
 
 
-def _x_threads(m: int) -> int:
-    """Threads that copy x."""
-    return _WARPGROUP // 2 if m <= _WARPGROUP_ROWS else _WARPGROUP
+def _copying_threads(m: int) -> int:
+    """Threads that copy the weight, and as many that copy x."""
+    return groups(m, _WARPGROUP_ROWS) * _WARPGROUP // 2
 
 
 def _threads(m: int) -> int:
-    return groups(m, _WARPGROUP_ROWS) * _WARPGROUP + _x_threads(m) + _WEIGHT_THREADS
+    return groups(m, _WARPGROUP_ROWS) * _WARPGROUP + 2 * _copying_threads(m)
 
 
 @cache
 def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Division | None:
-    """The division in which a block reads the least; None where there is none.
+    """The division in which a block reads the least, if there is any; of equal ones, the one with room for two blocks."""
+    return min(_divisions(m, n, k, gated, shared_memory), key=lambda found: found[0], default=(0, None))[1]
 
-    Two blocks fit a multiprocessor if their registers allow it, so that those of the next kernel can begin.
-    """
-    unit, of_both = (4, 2) if gated else (8, 1)
-    if n % unit:
-        return None
-    held = 8 * groups(m, 8)
-    found = []
-    for splits in _CLUSTERS:
-        for resident, counts in ((2, _CLUSTERS), (1, _ALONE)):
-            width = unit * groups(groups(n, counts[splits]), unit)
-            columns = of_both * width
-            slabs = _SLABS[splits]
-            steps = groups(k, 64 * slabs)
-            if columns > _MOST_COLUMNS or splits > steps:
-                continue
-            own = groups(steps, splits)
-            stage = slabs * _ROW_BYTES * (held + columns)
+
+def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Iterator[tuple[int, Division]]:
+    """All divisions that fit, and for each how many bytes a block could read while it lasts."""
+    unit, parts = (4, 2) if gated else (8, 1)
+    steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
+    for splits, room in _CLUSTERS.items():
+        for resident in (2, 1):
+            width = unit * groups(groups(n, room[resident - 1]), unit)
+            columns, own = parts * width, groups(steps, splits)
+            stage = _SLABS * _SLAB_BYTES * (held + columns)
             beyond = max(_WARPGROUP_ROWS * groups(m, _WARPGROUP_ROWS) - held - columns, 0)
-
-            def shared(stages: int) -> int:
-                return stages * (stage + 16) + _ROW_BYTES * (beyond + 1) + 4 * held
-
-            if resident == 2 and 2 * _threads(m) * (columns // 2 + _OTHER_REGISTERS) > _REGISTERS:
-                continue
-            fewest = _LEAST2 if resident == 2 else _FEWEST_STAGES
-            fitting = [n for n in range(fewest, _MOST_STAGES + 1) if shared(n) * resident <= shared_memory]
-            stages = max((n for n in fitting if n < own + 1 or n == fewest), default=0)
-            if not stages or stages * stage < 4 * m * (columns + 4):
-                continue
-            exchanged = 4 * m * columns + _EXCHANGE if splits > 1 else 0
-            cost = own * slabs * _ROW_BYTES * (held + columns) + exchanged
-            found.append((cost, -resident, Division(splits, groups(n, width), width, stages, shared(stages), resident, slabs)))
-    return min(found, key=lambda x: x[:2])[2] if found else None
+            rest = _SLAB_BYTES * (beyond + 1) + 4 * held
+            fitting = (shared_memory // resident - rest) // (stage + _BARRIER_BYTES)
+            stages = min(fitting, max(own, _FEWEST_STAGES), _MOST_STAGES)
+            registers = resident * _threads(m) * (columns // 2 + _OTHER_REGISTERS)
+            if (
+                n % unit == 0
+                and splits <= steps
+                and columns <= _MOST_COLUMNS
+                and stages >= _FEWEST_STAGES
+                and stages * stage >= 4 * m * (columns + 4)  # the ring has room for the sums
+                and (resident == 1 or registers <= _REGISTERS)
+            ):
+                exchanged = 4 * m * columns + _EXCHANGE if splits > 1 else 0
+                shared = stages * (stage + _BARRIER_BYTES) + rest
+                found = Division(splits, groups(n, width), width, stages, shared, resident)
+                yield own * stage + exchanged, found

@@ -54,7 +54,7 @@ def _reduction(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 
 def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme, pack: int) -> KernelCall:
-    """Several blocks per row, since one would leave the rest of the GPU idle; the last to finish combines."""
+    """Several blocks per row, since one would leave the rest of the GPU idle; the last of a row to finish combines."""
     (x,), (out,) = call.inputs, call.outputs
     x = x if x.rank == 2 else replace(x, shape=(1, *x.shape), strides=(0, *x.strides))
     rows, width = x.shape
@@ -64,7 +64,7 @@ def _extreme_of_long_rows(make: Specializer, call: KernelCall, extreme: _Extreme
     outputs = {
         "best": make.temporary(stem, (rows, chunks), "int32"),
         "index": make.temporary(stem, (rows, chunks), "int32"),
-        "done": make.counters(stem),
+        "done": make.counters(stem, rows),
         "out": out,
     }
     constants = {

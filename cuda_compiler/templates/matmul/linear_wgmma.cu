@@ -1,11 +1,12 @@
-// Products of some dozens of rows with a weight [N, K] in 16 bits by warpgroups, bound by reading that weight once: with the RMSNorm
-// of x before it, and with a gate behind it. On GPUs of compute capability 9.0 only.
+// Products of some dozens of rows with a weight [N, K] in 16 bits by warpgroups, bound by reading that weight once: with the
+// RMSNorm of x before it, and with a gate behind it. On GPUs of compute capability 9.0 only.
 //
-// The `splits` blocks of a cluster share the terms; clusters divide the columns of the result, `width` each, so that all
-// multiprocessors read equally much. A block goes through its terms in steps of some slabs of 64: a ring in shared memory has `stages` of them,
-// of x and of the weight, which two warps each copy. Each of the other warpgroups has 64 rows of x, and multiplies them with all
-// columns. Of a gated product a block has `width` gates and then as many of what they multiply. In the end the blocks of a cluster
-// add up what each found. Where `ahead` says that the weight is constant, its copies begin while the kernel before still runs.
+// The `splits` blocks of a cluster share the terms. Clusters divide the columns of the result, `width` each, so that all
+// multiprocessors read equally much; of a gated product, `width` gates and as many of what they multiply. A block goes through
+// its terms in steps of `slabs` times 64. A ring in shared memory has `stages` of them, of x and of the weight, which some
+// warps each copy. The first warpgroups have 64 rows of x each and multiply them with all columns. In the end the blocks of a
+// cluster add up what each found. Where `ahead` says that the weight is constant, its copies begin while the kernel before
+// still runs.
 //
 // With a norm, who copies x multiplies it with the gains in shared memory; a row's sum of squares scales the finished sums.
 
@@ -18,19 +19,18 @@ using Half = X::type;
 
 constexpr int consumers = (int(param::m) + warpgroup_rows - 1) / warpgroup_rows;
 constexpr int consumer_threads = consumers * warpgroup_threads;
-constexpr int weight_threads = THREADS - consumer_threads - x_threads;  // that copy the weight
-constexpr int held_rows = (int(param::m) + 7) / 8 * 8;                  // of x
-constexpr int columns = gated ? 2 * width : width;                      // of a block's products: rows of the weight
-constexpr int pieces = slab_width / 8;                                  // of 16 bytes, in a row of a slab
+constexpr int held_rows = (int(param::m) + 7) / 8 * 8;  // of x
+constexpr int columns = gated ? 2 * width : width;       // of a block's products: rows of the weight
+constexpr int pieces = slab_width / 8;                   // of 16 bytes, in a row of a slab
 constexpr int step_terms = slabs * slab_width;
 constexpr int all_steps = (int(param::k) + step_terms - 1) / step_terms;
 constexpr int share = (all_steps + splits - 1) / splits;  // steps of a block
 constexpr int sums_stride = columns + 4;                  // so that rows begin in different banks
-constexpr int behind = smaller(stages / 2, 2);            // steps after its copy begins, one of x is multiplied with the gains
+constexpr int behind = smaller(stages / 2, 2);            // steps from the copy of x to its product with the gains
 constexpr int beyond = larger(consumers * warpgroup_rows - held_rows - columns, 0);  // rows that products read in vain
 
 static_assert(sizeof(Half) == 2 && (!normed || IsBrain<Half>::value), "");
-static_assert(columns % 8 == 0 && weight_threads % 64 == 0 && x_threads % 64 == 0, "");
+static_assert(THREADS == consumer_threads + 2 * copying_threads && copying_threads % 64 == 0 && columns % 8 == 0, "");
 static_assert(width % 4 == 0 && param::n % 4 == 0 && param::k % 8 == 0, "");
 
 struct alignas(1024) Stage {
@@ -50,17 +50,17 @@ static_assert(sizeof(float) * int(param::m) * sums_stride <= sizeof(Memory::ring
 
 using Turn = RingTurn<stages>;
 
-// The copies of one of `threads` threads: always the same piece of a row of each slab, of `rows` rows.
-template <int threads, int rows>
+// What one of `copying_threads` threads copies of `rows` rows: always the same piece of a row of each slab.
+template <int rows>
 struct Copier {
-    static constexpr int at_once = threads / pieces;  // rows
+    static constexpr int at_once = copying_threads / pieces;  // rows
     static constexpr int count = (rows + at_once - 1) / at_once;
 
     int row;
     int piece;
     unsigned offsets[count];  // of the first step's pieces
 
-    // `source(row)` is where a row begins.
+    // `source(row)` is the offset of a row.
     template <typename Source>
     __device__ __forceinline__ Copier(int thread, const Source &source) : row(thread / pieces), piece(thread % pieces) {
 #pragma unroll
@@ -168,11 +168,13 @@ struct Copier {
 };
 
 // Copies all of the block's steps: of the weight or of x.
-__device__ __forceinline__ void copy_weight(Memory &memory, const Weight::type *weight, int thread, int first_step, int steps) {
-    const Copier<weight_threads, columns> copier(thread, [&](int row) {
+__device__ __forceinline__ void copy_weight(
+    Memory &memory, const Weight::type *weight, int thread, int first_step, int steps
+) {
+    const Copier<columns> copier(thread, [&](int row) {
         const bool second = gated && row >= width;
         const index_t column = index_t(blockIdx.x) * width + (second ? row - width : row);
-        const index_t last = param::n - 1;  // whose columns a last block has several times
+        const index_t last = param::n - 1;  // which the last block may have several times
         return ((column < last ? column : last) + (second ? param::n : 0)) * Weight::stride(0);
     });
     copier.copy_all(memory, steps, [&](Stage &stage, int step) {
@@ -183,7 +185,7 @@ __device__ __forceinline__ void copy_weight(Memory &memory, const Weight::type *
 __device__ __forceinline__ void copy_x(
     Memory &memory, const X::type *x, const Gain::type *gain, int thread, int first_step, int steps
 ) {
-    const Copier<x_threads, held_rows> copier(thread, [&](int row) {
+    const Copier<held_rows> copier(thread, [&](int row) {
         return smaller(row, int(param::m) - 1) * X::stride(0);
     });
     if constexpr (normed) {
@@ -326,7 +328,7 @@ WAITING_KERNEL(linear_wgmma) {
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
     float *const sums = reinterpret_cast<float *>(memory.ring);
     if (threadIdx.x < stages) {
-        memory.filled[threadIdx.x].start(weight_threads + x_threads);
+        memory.filled[threadIdx.x].start(2 * copying_threads);
         memory.free[threadIdx.x].start(consumer_threads / WARP);
     }
     __syncthreads();
@@ -335,14 +337,14 @@ WAITING_KERNEL(linear_wgmma) {
     const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / warpgroup_threads, 0);
     if (warpgroup >= consumers) {
         const int thread = int(threadIdx.x) - consumer_threads;
-        if (thread < weight_threads) {
+        if (thread < copying_threads) {
             if (!ahead) {
                 wait_for_inputs();
             }
             copy_weight(memory, weight, thread, first_step, steps);
         } else {
             begin_in_turn();
-            copy_x(memory, x, gain, thread - weight_threads, first_step, steps);
+            copy_x(memory, x, gain, thread - copying_threads, first_step, steps);
         }
         end_of_copies();
         wait_for_copies<0>();

@@ -1,5 +1,5 @@
-// The greatest or least element of a few long rows: a block to each chunk of a row, and the block that is done last finds
-// the best of the chunks. Which block that is makes no difference to the result.
+// The greatest or least element of a few long rows: a block to each chunk of a row, and the block of a row that is done last
+// finds the best of its chunks. Which block that is makes no difference to the result.
 
 #include "common/reduction.cuh"
 #include "reductions/extreme.cuh"
@@ -38,31 +38,30 @@ __device__ __forceinline__ Extreme<least, Fetched> extreme_of_chunk(const X::typ
 #kernel extreme_of_long_rows
 KERNEL(extreme_of_long_rows) {
     const Place place;
-    const Extreme<least, Fetched> found = extreme_of_chunk(x + blockIdx.y * X::stride(0), place);
+    const index_t row = blockIdx.y;
+    const Extreme<least, Fetched> found = extreme_of_chunk(x + row * X::stride(0), place);
     __shared__ bool is_last;
     if (threadIdx.x == 0) {
-        best[blockIdx.y * chunks + blockIdx.x] = found.best;
-        index[blockIdx.y * chunks + blockIdx.x] = int(found.index);
+        best[row * chunks + blockIdx.x] = found.best;
+        index[row * chunks + blockIdx.x] = int(found.index);
         __threadfence();
-        is_last = atomicInc(reinterpret_cast<unsigned *>(done), gridDim.x * gridDim.y - 1) == gridDim.x * gridDim.y - 1;
+        is_last = atomicInc(reinterpret_cast<unsigned *>(done) + row, gridDim.x - 1) == gridDim.x - 1;
         __threadfence();
     }
     __syncthreads();
     if (!is_last) {
         return;
     }
-    for (int row = 0; row < int(X::size(0)); row++) {
-        Extreme<least, Fetched> extreme;
-        for (int i = place.thread(); i < chunks; i += Place::threads()) {
-            extreme.add_rank(__ldcg(best + row * chunks + i), unsigned(__ldcg(index + row * chunks + i)));
-        }
-        extreme.reduce(place);
-        if (threadIdx.x == 0) {
-            if constexpr (wants_index) {
-                out[Out::offset(row)] = from<Out::type>(int(extreme.index));
-            } else {
-                out[Out::offset(row)] = from<Out::type>(extreme.value());
-            }
+    Extreme<least, Fetched> extreme;
+    for (int i = place.thread(); i < chunks; i += Place::threads()) {
+        extreme.add_rank(__ldcg(best + row * chunks + i), unsigned(__ldcg(index + row * chunks + i)));
+    }
+    extreme.reduce(place);
+    if (threadIdx.x == 0) {
+        if constexpr (wants_index) {
+            out[Out::offset(row)] = from<Out::type>(int(extreme.index));
+        } else {
+            out[Out::offset(row)] = from<Out::type>(extreme.value());
         }
     }
 }
