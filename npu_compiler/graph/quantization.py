@@ -276,10 +276,11 @@ def quantize(matrix: np.ndarray, format: QuantizedFormat) -> QuantizedArray:
 
 
 def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]:
-    """Round each row to codes with a scale of its own: `quantize` for activations and KV caches, at run time.
+    """Round each row to codes with a scale of its own, at run time: activations and KV caches.
 
-    The scale is the largest magnitude divided by 127 (`int8`) or 448 (`float8_e4m3`), in float32; a code is the nearest
-    to element / scale. A row with an element that is not finite has the scale NaN and codes of 0.
+    The scale is the largest magnitude divided by 127 (`int8`) or 448 (`float8_e4m3`); a code is the nearest to
+    element · (1 / scale). All of that is in float32. A scale below the least normal float32 becomes 0, with codes of 0.
+    A row with an element that is not finite has the scale NaN and codes of 0.
 
     Args:
         rows: Floats [..., k].
@@ -290,9 +291,14 @@ def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]
     """
     wide = np.asarray(rows, np.float32).reshape(-1, rows.shape[-1])
     finite = np.isfinite(wide).all(axis=1, keepdims=True)
-    found = quantize(np.where(finite, wide, np.float32(0)), QuantizedFormat(codes))
-    scales = np.where(finite, found.scales, np.float32(np.nan))
-    return found.codes.reshape(rows.shape), scales.reshape(rows.shape[:-1])
+    wide = np.where(finite, wide, np.float32(0))
+    most = np.float32(127) if codes == "int8" else FLOAT8_MAX
+    scales = np.abs(wide).max(axis=1, initial=0, keepdims=True) / most
+    scales[scales < np.finfo(np.float32).tiny] = 0
+    scaled = wide * np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    rounded = np.rint(scaled).astype(np.int8) if codes == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn)
+    scales[~finite] = np.nan
+    return rounded.view(np.uint8).reshape(rows.shape), scales.reshape(rows.shape[:-1])
 
 
 def dequantize_rows(codes: np.ndarray, scales: np.ndarray, kind: str) -> np.ndarray:

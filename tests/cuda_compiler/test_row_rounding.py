@@ -29,6 +29,7 @@ static inline float __uint_as_float(unsigned a) { float b; std::memcpy(&b, &a, 4
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __frcp_rn(float a) { return 1.0f / a; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline int __float2int_rn(float a) { return int(std::nearbyintf(a)); }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
@@ -39,6 +40,7 @@ static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     }
     return found;
 }
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
 template <typename T, int N> struct Pack { T item[N]; };
 constexpr bool to_int8 = TO_INT8;
 """
@@ -111,7 +113,7 @@ def test_rows_of_any_magnitude(rounded: tuple[str, ctypes.CDLL], exponent: int, 
 
 
 @given(largest=st.floats(2.0**-60, 2.0**60, width=32), seed=st.integers(0, 2**32 - 1))
-def test_quotients_at_and_beside_ties(rounded: tuple[str, ctypes.CDLL], largest: float, seed: int) -> None:
+def test_multiples_of_the_scale_at_and_beside_ties(rounded: tuple[str, ctypes.CDLL], largest: float, seed: int) -> None:
     codes, library = rounded
     random = np.random.default_rng(seed)
     if codes == "int8":

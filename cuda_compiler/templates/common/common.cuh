@@ -155,13 +155,37 @@ __device__ __forceinline__ void load_floats(float (&values)[N], const T *data) {
     to_floats(values, load_pack<N>(data));
 }
 
-template <int N, typename T>
-__device__ __forceinline__ void store_floats(T *data, const float (&values)[N]) {
-    Pack<T, N> pack;
+template <typename T, int N>
+__device__ __forceinline__ void from_floats(Pack<T, N> &pack, const float (&values)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
         pack.item[i] = from<T>(values[i]);
     }
+}
+
+// Two at a time, with one instruction.
+template <int N>
+__device__ __forceinline__ void from_floats(Pack<bf16, N> &pack, const float (&values)[N]) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (N % 2 == 0) {
+        unsigned *words = reinterpret_cast<unsigned *>(&pack);
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[i / 2]) : "f"(values[i + 1]), "f"(values[i]));
+        }
+        return;
+    }
+#endif
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        pack.item[i] = from<bf16>(values[i]);
+    }
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_floats(T *data, const float (&values)[N]) {
+    Pack<T, N> pack;
+    from_floats(pack, values);
     store_pack<N>(data, pack);
 }
 

@@ -10,10 +10,7 @@
 template <int N>
 __device__ __forceinline__ void round_to_stored(float (&values)[N]) {
     Pack<Stored, N> stored;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        stored.item[i] = from<Stored>(values[i]);
-    }
+    from_floats(stored, values);
     to_floats(values, stored);
 }
 

@@ -7,10 +7,10 @@ namespace npu {
 
 enum class RowFormat : int64_t { none = 0, int8 = 1, float8_e4m3 = 2 };
 
-// What the elements of a row are divided by before they are rounded, and what their codes are multiplied with: NaN for a
-// row with an element that is not finite, whose codes are 0.
+// What the elements of a row are multiplied with before they are rounded, and what their codes are: NaN for a row with an
+// element that is not finite, whose codes are 0.
 struct RowScale {
-  float divisor, scale;
+  float factor, scale;
   bool finite;
 };
 
@@ -23,20 +23,20 @@ RowScale row_scale(const T* x, int64_t k, RowFormat format) {
   }
   int32_t largest = 0;
   for (int i = 0; i < kLanes; ++i) largest = std::max(largest, bits[i]);
-  if (largest >= 0x7f800000) return {1.0f, std::numeric_limits<float>::quiet_NaN(), false};
+  if (largest >= 0x7f800000) return {0.0f, std::numeric_limits<float>::quiet_NaN(), false};
   const float scale = bit_cast<float>(largest) / (format == RowFormat::int8 ? 127.0f : 448.0f);
-  return {scale == 0 ? 1.0f : scale, scale, true};
+  if (scale < std::numeric_limits<float>::min()) return {0.0f, 0.0f, true};
+  return {1.0f / scale, scale, true};
 }
 
-// Elements [i, i + kLanes) of a row as multiples of its scale, within what the format holds; zeros beyond k.
+// Elements [i, i + kLanes) of a row as multiples of its scale; zeros beyond k. A rounding error above the format's largest
+// number at most, they are rounded to that.
 template <class T>
-NPU_INLINE Vec in_scale(const T* x, int64_t i, int64_t k, const RowScale& row, RowFormat format) {
-  if (i >= k || !row.finite) return Vec{};
-  const float most = format == RowFormat::int8 ? 127.0f : 448.0f;
-  return min(max(load_n(x + i, k - i) / row.divisor, splat(-most)), splat(most));
+NPU_INLINE Vec in_scale(const T* x, int64_t i, int64_t k, const RowScale& row) {
+  return i < k && row.finite ? load_n(x + i, k - i) * row.factor : Vec{};
 }
 
-// The nearest float8 e4m3 numbers, ties to even, of floats between -448 and 448.
+// The nearest float8 e4m3 numbers, ties to even, of floats between -464 and 464.
 NPU_INLINE Vec to_float8(Vec v) {
   const UVec bits = bit_cast<UVec>(v);
   const Vec normal = bit_cast<Vec>((bits + 0x7ffffu + (bits >> 20 & 1u)) & 0xfff00000u);
@@ -48,14 +48,14 @@ NPU_INLINE Vec to_float8(Vec v) {
 // The numbers that stand for elements [i, i + kLanes): with 8 significant bits at most, so bfloat16 holds them.
 template <class T>
 NPU_INLINE Vec rounded_numbers(const T* x, int64_t i, int64_t k, const RowScale& row, RowFormat format) {
-  const Vec v = in_scale(x, i, k, row, format);
+  const Vec v = in_scale(x, i, k, row);
   return format == RowFormat::int8 ? to_floats(to_nearest(v)) : to_float8(v);
 }
 
 // Their codes, as integers: signed for int8, and from 0 to 255 for float8.
 template <class T>
 NPU_INLINE IVec rounded_codes(const T* x, int64_t i, int64_t k, const RowScale& row, RowFormat format) {
-  const Vec v = in_scale(x, i, k, row, format);
+  const Vec v = in_scale(x, i, k, row);
   if (format == RowFormat::int8) return to_nearest(v);
   // Multiplied so, a number has float8's bias in its exponent, and a subnormal one is a subnormal float.
   const UVec magnitude = bit_cast<UVec>(abs(to_float8(v)) * 0x1p-120f) >> 20;
