@@ -1,4 +1,4 @@
-"""Products of 9 to 128 rows by warpgroups, bound by reading their weight; with the norm before, the gate behind."""
+"""Products of 9 to 64 rows by warpgroups, bound by reading their weight; with the norm before, the gate behind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 MOST_NORMED_ROWS = 32  # with more, those who copy x are slower at multiplying it with the gains than a kernel of its own
-_FEWEST_ROWS, _MOST_ROWS = 9, 128  # with fewer, the streaming kernel is as fast; with more, cuBLASLt is faster
+_FEWEST_ROWS, _MOST_ROWS = 9, 64  # with fewer, the streaming kernel is as fast; with more, cuBLASLt
 _FEWEST_BYTES = 1 << 20  # of the weight: smaller ones leave most multiprocessors idle
 _MOST_ELEMENTS = 1 << 31  # of an operand, whose offsets have 32 bits
-_WARPGROUP, _WARPGROUP_ROWS = 128, 64
+_THREADS = 256  # a warpgroup that multiplies, two warps that copy the weight, two that copy x
+_PRODUCT_ROWS = 64  # of a warpgroup's products, of which some may be in vain
 _SLABS = 2  # of 64 terms, in a step
 _SLAB_TERMS, _SLAB_BYTES = 64, 128  # of a row
 # Blocks of a cluster → clusters that a GPU has room for, where a multiprocessor takes one block and where it takes two.
@@ -29,7 +30,7 @@ _CLUSTERS = {
     8: (15, 16),
 }
 _MOST_COLUMNS = 256  # whose sums a warpgroup holds
-_EXCHANGE = 8192  # bytes that could be read while the blocks of a cluster wait for each other
+_EXCHANGED, _EXCHANGE = 3, 8192  # bytes that could be read while a cluster exchanges one of its sums, and while it waits
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
 _BARRIER_BYTES = 16  # of a stage
 _OTHER_REGISTERS = 34  # of a thread, beside those of its sums
@@ -90,7 +91,7 @@ def warpgroup_product(
     x, gain = inputs["x"], None
     if norm is not None:
         x, gain = KERNELS[norm.kernel].bind(norm)[:2]
-    found, weight, m = _division(make, call), inputs["weight"], call.params["m"]
+    found, weight = _division(make, call), inputs["weight"]
     assert found is not None and weight is not None
     constants: dict[str, bool | int | float] = {
         "gated": call.kernel in GATED.values(),
@@ -100,7 +101,6 @@ def warpgroup_product(
         "width": found.width,
         "stages": found.stages,
         "slabs": _SLABS,
-        "copying_threads": _copying_threads(m),
         "ahead": weight.buffer in make.constants,
     }
     made = make.kernel(
@@ -110,22 +110,13 @@ def warpgroup_product(
         inputs={**inputs, "x": x, "gain": gain},
         outputs={"out": call.outputs[0]},
         grid=(found.clusters, 1, found.splits),
-        block=(_threads(m), 1, 1),
+        block=(_THREADS, 1, 1),
         shared=found.shared,
         constants=constants,
         min_blocks=found.resident,
         cluster=found.splits,
     )
     return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
-
-
-def _copying_threads(m: int) -> int:
-    """Threads that copy the weight, and as many that copy x."""
-    return groups(m, _WARPGROUP_ROWS) * _WARPGROUP // 2
-
-
-def _threads(m: int) -> int:
-    return groups(m, _WARPGROUP_ROWS) * _WARPGROUP + 2 * _copying_threads(m)
 
 
 @cache
@@ -143,11 +134,11 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
             width = unit * groups(groups(n, room[resident - 1]), unit)
             columns, own = parts * width, groups(steps, splits)
             stage = _SLABS * _SLAB_BYTES * (held + columns)
-            beyond = max(_WARPGROUP_ROWS * groups(m, _WARPGROUP_ROWS) - held - columns, 0)
+            beyond = max(_PRODUCT_ROWS - held - columns, 0)
             rest = _SLAB_BYTES * (beyond + 1) + 4 * held
             fitting = (shared_memory // resident - rest) // (stage + _BARRIER_BYTES)
             stages = min(fitting, max(own, _FEWEST_STAGES), _MOST_STAGES)
-            registers = resident * _threads(m) * (columns // 2 + _OTHER_REGISTERS)
+            registers = resident * _THREADS * (columns // 2 + _OTHER_REGISTERS)
             if (
                 n % unit == 0
                 and splits <= steps
@@ -156,7 +147,7 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
                 and stages * stage >= 4 * m * (columns + 4)  # the ring has room for the sums
                 and (resident == 1 or registers <= _REGISTERS)
             ):
-                exchanged = 4 * m * columns + _EXCHANGE if splits > 1 else 0
+                exchanged = _EXCHANGED * 4 * m * columns + _EXCHANGE if splits > 1 else 0
                 shared = stages * (stage + _BARRIER_BYTES) + rest
                 found = Division(splits, groups(n, width), width, stages, shared, resident)
                 yield own * stage + exchanged, found

@@ -4,9 +4,8 @@
 // The `splits` blocks of a cluster share the terms. Clusters divide the columns of the result, `width` each, so that all
 // multiprocessors read equally much; of a gated product, `width` gates and as many of what they multiply. A block goes through
 // its terms in steps of `slabs` times 64. A ring in shared memory has `stages` of them, of x and of the weight, which some
-// warps each copy. The first warpgroups have 64 rows of x each and multiply them with all columns. In the end the blocks of a
-// cluster add up what each found. Where `ahead` says that the weight is constant, its copies begin while the kernel before
-// still runs.
+// warps each copy. The first warpgroup multiplies all rows with all columns. In the end the blocks of a cluster add up what each
+// found. Where `ahead` says that the weight is constant, its copies begin while the kernel before still runs.
 //
 // With a norm, who copies x multiplies it with the gains in shared memory; a row's sum of squares scales the finished sums.
 
@@ -17,8 +16,7 @@ using Half = X::type;
 #include "common/cluster.cuh"
 #include "matmul/linear_result.cuh"
 
-constexpr int consumers = (int(param::m) + warpgroup_rows - 1) / warpgroup_rows;
-constexpr int consumer_threads = consumers * warpgroup_threads;
+constexpr int copying_threads = (THREADS - warpgroup_threads) / 2;
 constexpr int held_rows = (int(param::m) + 7) / 8 * 8;  // of x
 constexpr int columns = gated ? 2 * width : width;       // of a block's products: rows of the weight
 constexpr int pieces = slab_width / 8;                   // of 16 bytes, in a row of a slab
@@ -27,10 +25,10 @@ constexpr int all_steps = (int(param::k) + step_terms - 1) / step_terms;
 constexpr int share = (all_steps + splits - 1) / splits;  // steps of a block
 constexpr int sums_stride = columns + 4;                  // so that rows begin in different banks
 constexpr int behind = smaller(stages / 2, 2);            // steps from the copy of x to its product with the gains
-constexpr int beyond = larger(consumers * warpgroup_rows - held_rows - columns, 0);  // rows that products read in vain
+constexpr int beyond = larger(warpgroup_rows - held_rows - columns, 0);  // rows that products read in vain
 
 static_assert(sizeof(Half) == 2 && (!normed || IsBrain<Half>::value), "");
-static_assert(THREADS == consumer_threads + 2 * copying_threads && copying_threads % 64 == 0 && columns % 8 == 0, "");
+static_assert(copying_threads % 64 == 0 && columns % 8 == 0 && held_rows <= warpgroup_rows, "");
 static_assert(width % 4 == 0 && param::n % 4 == 0 && param::k % 8 == 0, "");
 
 struct alignas(1024) Stage {
@@ -211,57 +209,50 @@ __device__ __forceinline__ void multiply_columns(
     }
 }
 
-// A warpgroup's 64 rows.
-struct Consumer {
-    Memory &memory;
-    int number;
-    float sums[columns / 8][4] = {};
-
-    __device__ __forceinline__ void sum_up(int steps) {
-        Turn turn;
+// The sums of the block's terms, by the warpgroup.
+__device__ __forceinline__ void sum_up(float (&sums)[columns / 8][4], Memory &memory, int steps) {
+    Turn turn;
 #pragma unroll 1
-        for (int step = 0; step < steps; step++) {
-            Stage &stage = memory.ring[turn.stage];
-            memory.filled[turn.stage].wait(turn.parity);
-            show_to_products();
-            pin(sums);
-            begin_products();
+    for (int step = 0; step < steps; step++) {
+        const Stage &stage = memory.ring[turn.stage];
+        memory.filled[turn.stage].wait(turn.parity);
+        show_to_products();
+        pin(sums);
+        begin_products();
 #pragma unroll
-            for (int slab = 0; slab < slabs; slab++) {
-                const unsigned own = shared_address(stage.x[slab]) + number * warpgroup_rows * 128;
-                const unsigned long long left = matrix_at(own, 0);
-                const unsigned long long right = matrix_at(shared_address(stage.weight[slab]), 0);
+        for (int slab = 0; slab < slabs; slab++) {
+            const unsigned long long left = matrix_at(shared_address(stage.x[slab]), 0);
+            const unsigned long long right = matrix_at(shared_address(stage.weight[slab]), 0);
 #pragma unroll
-                for (int part = 0; part < slab_width / 16; part++) {
-                    multiply_columns(sums, further(left, 32 * part), further(right, 32 * part));
-                }
+            for (int part = 0; part < slab_width / 16; part++) {
+                multiply_columns(sums, further(left, 32 * part), further(right, 32 * part));
             }
-            end_of_products();
-            wait_for_products<0>();
-            pin(sums);
-            if (threadIdx.x % WARP == 0) {
-                memory.free[turn.stage].arrive();
-            }
-            turn.advance();
         }
+        end_of_products();
+        wait_for_products<0>();
+        pin(sums);
+        if (threadIdx.x % WARP == 0) {
+            memory.free[turn.stage].arrive();
+        }
+        turn.advance();
     }
+}
 
-    // Puts the sums where the ring was, which nobody needs any more.
-    __device__ __forceinline__ void show(float *target) {
-        const int lane = int(threadIdx.x) % WARP;
-        const int first = number * warpgroup_rows + int(threadIdx.x) % warpgroup_threads / WARP * 16 + lane / 4;
+// Puts the sums where the ring was, which nobody needs any more.
+__device__ __forceinline__ void show(float *target, const float (&sums)[columns / 8][4]) {
+    const int lane = int(threadIdx.x) % WARP;
+    const int first = int(threadIdx.x) / WARP * 16 + lane / 4;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (first + 8 * half < int(param::m)) {
-                float *found = target + (first + 8 * half) * sums_stride + lane % 4 * 2;
+    for (int half = 0; half < 2; half++) {
+        if (first + 8 * half < int(param::m)) {
+            float *found = target + (first + 8 * half) * sums_stride + lane % 4 * 2;
 #pragma unroll
-                for (int i = 0; i < columns / 8; i++) {
-                    store_pack<2>(found + 8 * i, Pack<float, 2>{{sums[i][2 * half], sums[i][2 * half + 1]}});
-                }
+            for (int i = 0; i < columns / 8; i++) {
+                store_pack<2>(found + 8 * i, Pack<float, 2>{{sums[i][2 * half], sums[i][2 * half + 1]}});
             }
         }
     }
-};
+}
 
 // What the blocks of the cluster found in four places from `own` on, added up.
 __device__ __forceinline__ void add_four(float (&sum)[4], const float *own) {
@@ -290,7 +281,7 @@ __device__ __forceinline__ void finish_results(
     constexpr unsigned quads = width / 4;
     constexpr unsigned items = unsigned(param::m) * quads;
     const unsigned end = (blockIdx.z + 1) * items / splits;
-    for (unsigned item = blockIdx.z * items / splits + threadIdx.x; item < end; item += consumer_threads) {
+    for (unsigned item = blockIdx.z * items / splits + threadIdx.x; item < end; item += THREADS) {
         const unsigned row = item / quads;
         const unsigned place = item % quads * 4;
         const index_t column = index_t(blockIdx.x) * width + place;
@@ -326,17 +317,17 @@ __device__ __forceinline__ void finish_results(
 WAITING_KERNEL(linear_wgmma) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
-    float *const sums = reinterpret_cast<float *>(memory.ring);
+    float *const shown = reinterpret_cast<float *>(memory.ring);
     if (threadIdx.x < stages) {
         memory.filled[threadIdx.x].start(2 * copying_threads);
-        memory.free[threadIdx.x].start(consumer_threads / WARP);
+        memory.free[threadIdx.x].start(warpgroup_threads / WARP);
     }
     __syncthreads();
     const int first_step = int(blockIdx.z) * share;
     const int steps = larger(smaller(share, all_steps - first_step), 0);
     const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / warpgroup_threads, 0);
-    if (warpgroup >= consumers) {
-        const int thread = int(threadIdx.x) - consumer_threads;
+    if (warpgroup > 0) {
+        const int thread = int(threadIdx.x) - warpgroup_threads;
         if (thread < copying_threads) {
             if (!ahead) {
                 wait_for_inputs();
@@ -349,20 +340,18 @@ WAITING_KERNEL(linear_wgmma) {
         end_of_copies();
         wait_for_copies<0>();
     } else {
-        wait_for_inputs();
-        Consumer consumer{memory, warpgroup};
-        consumer.sum_up(steps);
-        sync_some<1, consumer_threads>();
-        consumer.show(sums);
+        float sums[columns / 8][4] = {};
+        sum_up(sums, memory, steps);
+        sync_some<1, warpgroup_threads>();
+        show(shown, sums);
     }
+    wait_for_inputs();  // of which a residual may be one
     if constexpr (splits > 1) {
         cluster_barrier();
     } else {
         __syncthreads();
     }
-    if (warpgroup < consumers) {
-        finish_results(memory, sums, bias, residual, out);
-    }
+    finish_results(memory, shown, bias, residual, out);
     if constexpr (splits > 1) {
         cluster_barrier();  // none may end, and take its sums along, while others read them
     }
