@@ -15,7 +15,8 @@ from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
 
 _NORM = "rmsnorm_kernel"
-_KERNELS = ((suits_warpgroups, warpgroup_product), (suits_streaming, streamed_product))  # for which products, the best first
+# Which products a kernel suits, and what makes its call; the best first.
+_KERNELS = ((suits_warpgroups, warpgroup_product), (suits_streaming, streamed_product))
 
 
 def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:

@@ -14,7 +14,7 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
-MOST_NORMED_ROWS = 32  # with more, those who copy x are slower at multiplying it with the gains than a kernel of its own
+MOST_NORMED_ROWS = 32  # with more, multiplying x with the gains as it is copied takes longer than a kernel of its own
 _FEWEST_ROWS, _MOST_ROWS = 9, 64  # with fewer, the streaming kernel is as fast; with more, cuBLASLt
 _FEWEST_BYTES = 1 << 20  # of the weight: smaller ones leave most multiprocessors idle
 _MOST_ELEMENTS = 1 << 31  # of an operand, whose offsets have 32 bits
@@ -30,7 +30,8 @@ _CLUSTERS = {
     8: (15, 16),
 }
 _MOST_COLUMNS = 256  # whose sums a warpgroup holds
-_EXCHANGED, _EXCHANGE = 3, 8192  # bytes that could be read while a cluster exchanges one of its sums, and while it waits
+_EXCHANGED = 3  # bytes of operands that could be read while a cluster exchanges a byte of its sums
+_EXCHANGE = 8192  # and while its blocks wait for each other
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
 _BARRIER_BYTES = 16  # of a stage
 _OTHER_REGISTERS = 34  # of a thread, beside those of its sums
@@ -121,7 +122,7 @@ def warpgroup_product(
 
 @cache
 def divided(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Division | None:
-    """The division in which a block reads the least, if there is any; of equal ones, the one with room for two blocks."""
+    """The division in which a block reads the least, if there is one; of equal ones, that with room for two blocks."""
     return min(_divisions(m, n, k, gated, shared_memory), key=lambda found: found[0], default=(0, None))[1]
 
 

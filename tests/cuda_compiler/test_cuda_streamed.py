@@ -1,4 +1,4 @@
-"""Products of up to 64 rows, with the norm before and the gate behind: which calls are one kernel, and what it makes."""
+"""Products of up to 64 rows, with the norm before and the gate behind: which calls are one kernel, what it makes."""
 
 from __future__ import annotations
 
