@@ -77,15 +77,11 @@ KERNEL(rank_sum) {
                     total[i] += part[i];
                 }
             }
-#pragma unroll
-            for (int i = 0; i < pack; i++) {
-                total[i] += sums[turn][i];
-            }
             Pack<Value, pack> stored;
-            from_floats(stored, total);
-            to_floats(sums[turn], stored);
 #pragma unroll
             for (int i = 0; i < pack; i++) {
+                stored.item[i] = from<Value>(sums[turn][i] + total[i]);
+                sums[turn][i] = to_float(stored.item[i]);
                 squares = fmaf(sums[turn][i], sums[turn][i], squares);
             }
             store_pack(out + start + column, stored);
@@ -93,13 +89,13 @@ KERNEL(rank_sum) {
         if constexpr (Normalized::present) {
             const float scale = rsqrtf(reduce_sum(squares, place) / float(width) + eps);
             each_pack([&](int turn, int column) {
-                float results[pack];
+                Pack<Value, pack> result;
 #pragma unroll
                 for (int i = 0; i < pack; i++) {
                     const float weight = Gain::present ? to_float(gain[column + i]) + gain_offset : 1.0f;
-                    results[i] = sums[turn][i] * scale * weight;
+                    result.item[i] = from<Value>(sums[turn][i] * scale * weight);
                 }
-                store_floats(normal + start + column, results);
+                store_pack(normal + start + column, result);
             });
         }
     }
