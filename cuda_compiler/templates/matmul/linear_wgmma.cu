@@ -16,8 +16,8 @@ using Half = X::type;
 #include "common/cluster.cuh"
 #include "matmul/linear_result.cuh"
 
-constexpr int copying_threads = (THREADS - warpgroup_threads) / 2;
-constexpr int held_rows = (int(param::m) + 7) / 8 * 8;  // of x
+constexpr int copying_threads = 2 * WARP;                // of the weight, and as many of x
+constexpr int held_rows = (int(param::m) + 7) / 8 * 8;   // of x
 constexpr int columns = gated ? 2 * width : width;       // of a block's products: rows of the weight
 constexpr int pieces = slab_width / 8;                   // of 16 bytes, in a row of a slab
 constexpr int step_terms = slabs * slab_width;
@@ -28,7 +28,8 @@ constexpr int behind = smaller(stages / 2, 2);            // steps from the copy
 constexpr int beyond = larger(warpgroup_rows - held_rows - columns, 0);  // rows that products read in vain
 
 static_assert(sizeof(Half) == 2 && (!normed || IsBrain<Half>::value), "");
-static_assert(copying_threads % 64 == 0 && columns % 8 == 0 && held_rows <= warpgroup_rows, "");
+static_assert(THREADS == warpgroup_threads + 2 * copying_threads && copying_threads == 8 * pieces, "");
+static_assert(columns % 8 == 0 && held_rows <= warpgroup_rows, "");
 static_assert(width % 4 == 0 && param::n % 4 == 0 && param::k % 8 == 0, "");
 
 struct alignas(1024) Stage {
@@ -48,13 +49,12 @@ static_assert(sizeof(float) * int(param::m) * sums_stride <= sizeof(Memory::ring
 
 using Turn = RingTurn<stages>;
 
-// What one of `copying_threads` threads copies of `rows` rows: always the same piece of a row of each slab.
+// What one of two warps' threads copies of `rows` rows: always the same piece, of every eighth row of each slab.
 template <int rows>
 struct Copier {
-    static constexpr int at_once = copying_threads / pieces;  // rows
-    static constexpr int count = (rows + at_once - 1) / at_once;
+    static constexpr int count = rows / 8;
 
-    int row;
+    int row;  // the first one
     int piece;
     unsigned offsets[count];  // of the first step's pieces
 
@@ -63,30 +63,26 @@ struct Copier {
     __device__ __forceinline__ Copier(int thread, const Source &source) : row(thread / pieces), piece(thread % pieces) {
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            offsets[i] = unsigned(source(smaller(row + i * at_once, rows - 1))) + piece * 8;
+            offsets[i] = unsigned(source(row + 8 * i)) + piece * 8;
         }
     }
-
-    __device__ __forceinline__ static bool is_row(int row) { return rows % at_once == 0 || row < rows; }
 
     __device__ __forceinline__ bool has_terms(int step, int slab) const {
         return param::k % step_terms == 0 || step * step_terms + slab * slab_width + piece * 8 < int(param::k);
     }
 
     __device__ __forceinline__ Half *place(Half (&matrix)[rows][slab_width], int i) const {
-        return &matrix[row + i * at_once][(piece ^ row % 8) * 8];
+        return &matrix[row + 8 * i][(piece ^ row) * 8];
     }
 
     __device__ __forceinline__ void copy(Half (&target)[slabs][rows][slab_width], const Half *source, int step) const {
         const Half *from = source + step * step_terms;
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            if (is_row(row + i * at_once)) {
 #pragma unroll
-                for (int slab = 0; slab < slabs; slab++) {
-                    const bool inside = has_terms(step, slab);
-                    copy_words(place(target[slab], i), inside ? from + offsets[i] + slab * slab_width : source, inside);
-                }
+            for (int slab = 0; slab < slabs; slab++) {
+                const bool inside = has_terms(step, slab);
+                copy_words(place(target[slab], i), inside ? from + offsets[i] + slab * slab_width : source, inside);
             }
         }
     }
@@ -142,8 +138,8 @@ struct Copier {
             for (int lanes = 1; lanes < pieces; lanes *= 2) {
                 squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], lanes);
             }
-            if (piece == 0 && is_row(row + i * at_once)) {
-                memory.squares[row + i * at_once] = squares[i];
+            if (piece == 0) {
+                memory.squares[row + 8 * i] = squares[i];
             }
         }
     }
@@ -151,15 +147,13 @@ struct Copier {
     __device__ __forceinline__ void weigh(Stage &stage, const Words (&gains)[slabs], float (&squares)[count]) const {
 #pragma unroll
         for (int i = 0; i < count; i++) {
-            if (is_row(row + i * at_once)) {
 #pragma unroll
-                for (int slab = 0; slab < slabs; slab++) {
-                    Words &own = *reinterpret_cast<Words *>(place(stage.x[slab], i));
-                    Words values = own;
-                    squares[i] += sum_of_squares(values);
-                    multiply_all(values, gains[slab]);
-                    own = values;
-                }
+            for (int slab = 0; slab < slabs; slab++) {
+                Words &own = *reinterpret_cast<Words *>(place(stage.x[slab], i));
+                Words values = own;
+                squares[i] += sum_of_squares(values);
+                multiply_all(values, gains[slab]);
+                own = values;
             }
         }
     }
