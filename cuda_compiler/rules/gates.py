@@ -1,12 +1,14 @@
-"""Products with the gate behind them, as in the feed-forward part of a language model."""
+"""Products with the norm before them and the gate behind them, as in the feed-forward part of a language model."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from npu_compiler.program.elementwise import GATES, elementwise_kernel
-from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.kernels import KERNELS, KernelCall
+from npu_compiler.program.views import View
 
 # A product → the same with a gate, whose weight has the rows of the gate, then as many others.
 GATED = {
@@ -44,3 +46,23 @@ def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> K
     params = {**product.params, "n": half, "activation": activation}
     kernel = GATED[product.kernel]
     return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
+
+
+def with_norm(
+    call: KernelCall, inputs: Mapping[str, View | None], norm: KernelCall | None
+) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
+    """The inputs of a product's template and the constants that say what it takes along.
+
+    Args:
+        inputs: The product's, by name.
+        norm: The RMSNorm that makes x, without an offset to its gains; the product takes its place.
+    """
+    x, gain = inputs["x"], None
+    if norm is not None:
+        x, gain = KERNELS[norm.kernel].bind(norm)[:2]
+    constants: dict[str, bool | int | float] = {
+        "gated": call.kernel in GATED.values(),
+        "normed": norm is not None,
+        "norm_eps": float(norm.params["eps"]) if norm is not None else 0.0,
+    }
+    return {**inputs, "x": x, "gain": gain}, constants

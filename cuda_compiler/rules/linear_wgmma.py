@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cuda_compiler.rules.gates import GATED
+from cuda_compiler.rules.gates import GATED, with_norm
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
-from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 MOST_NORMED_ROWS = 32  # with more, multiplying x with the gains as it is copied takes longer than a kernel of its own
@@ -60,7 +60,7 @@ class Division:
 
 def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None]) -> bool:
     """Whether a product is one that this kernel makes faster than others, by its operands' names."""
-    x, weight, residual = (inputs.get(name) for name in ("x", "weight", "residual"))
+    x, weight = (inputs.get(name) for name in ("x", "weight"))
     if x is None or weight is None or make.capability != HOPPER or x.dtype not in HALF_DTYPES:
         return False
     return (
@@ -68,7 +68,6 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
         and weight.dtype == x.dtype
         and all(view.strides[1] == 1 and vector_width(view) >= 8 for view in (x, weight))
         and vector_width(call.outputs[0]) >= 4
-        and (residual is None or residual.strides[1] == 1)
         and _FEWEST_BYTES <= weight.numel * 2
         and max(view.shape[0] * view.strides[0] for view in (x, weight)) < _MOST_ELEMENTS
         and _division(make, call) is not None
@@ -89,15 +88,10 @@ def warpgroup_product(
         inputs: x, the weight, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    x, gain = inputs["x"], None
-    if norm is not None:
-        x, gain = KERNELS[norm.kernel].bind(norm)[:2]
     found, weight = _division(make, call), inputs["weight"]
     assert found is not None and weight is not None
-    constants: dict[str, bool | int | float] = {
-        "gated": call.kernel in GATED.values(),
-        "normed": norm is not None,
-        "norm_eps": float(norm.params["eps"]) if norm is not None else 0.0,
+    inputs, constants = with_norm(call, inputs, norm)
+    constants |= {
         "splits": found.splits,
         "width": found.width,
         "stages": found.stages,
@@ -108,7 +102,7 @@ def warpgroup_product(
         call,
         "matmul/linear_wgmma.cu",
         function="linear_wgmma",
-        inputs={**inputs, "x": x, "gain": gain},
+        inputs=inputs,
         outputs={"out": call.outputs[0]},
         grid=(found.clusters, 1, found.splits),
         block=(_THREADS, 1, 1),

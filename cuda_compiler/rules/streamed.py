@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cuda_compiler.rules.gates import GATED
+from cuda_compiler.rules.gates import GATED, with_norm
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
 from npu_compiler.graph.quantization import CODES
-from npu_compiler.program.kernels import KERNELS, KernelCall, distinct_bytes
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
 _FEWEST_ROWS, _MOST_ROWS = 3, 16  # with fewer, others read a large weight as fast; with more, cuBLASLt or tiles do
@@ -98,15 +98,10 @@ def streamed_product(
         inputs: x, the weight or its codes and what belongs to them, bias, residual.
         norm: The RMSNorm that makes x, of bfloat16 and without an offset to its gains; the product takes its place.
     """
-    x, gain = inputs["x"], None
-    if norm is not None:
-        x, gain = KERNELS[norm.kernel].bind(norm)[:2]
     found = _division(make, call, inputs)
     assert found is not None
-    constants: dict[str, bool | int | float] = {
-        "gated": call.kernel in GATED.values(),
-        "normed": norm is not None,
-        "norm_eps": float(norm.params["eps"]) if norm is not None else 0.0,
+    inputs, constants = with_norm(call, inputs, norm)
+    constants |= {
         "tile_m": found.tile_m,
         "splits": found.splits,
         "clusters": found.clusters,
@@ -117,13 +112,13 @@ def streamed_product(
     if "codes" in call.params:
         file, parts = "matmul/streamed_codes.cu", ["data", *_SIDES]
         constants |= {"pack": 8, "scaled_pieces": _scaled_pieces(call, found)}
-    ahead = [gain, *(inputs[name] for name in parts)]
+    ahead = [inputs["gain"], *(inputs[name] for name in parts)]
     constants["ahead"] = all(view is None or view.buffer in make.constants for view in ahead)
     made = make.kernel(
         call,
         file,
         function="streamed",
-        inputs={**inputs, "x": x, "gain": gain},
+        inputs=inputs,
         outputs={"out": call.outputs[0]},
         grid=(found.clusters, 1, found.splits),
         block=(found.warps * WARP, 1, 1),
