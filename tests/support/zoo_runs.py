@@ -62,9 +62,9 @@ def extracted_in_bfloat16(name: str) -> Any:
 
 def extract(model: nn.Module, inputs: Sequence[Tensor]) -> Any:
     """The IR of a copy of the model without values, as users are told to extract it."""
-    with torch.no_grad():
+    with torch.no_grad():  # else some versions of PyTorch keep the regions of a model that have it as nodes
         empty = copy.deepcopy(model).to("meta")
-    return torch_ir.extract_ir(empty, tuple(torch.empty_like(x, device="meta") for x in inputs), model_name="zoo")
+        return torch_ir.extract_ir(empty, tuple(torch.empty_like(x, device="meta") for x in inputs), model_name="zoo")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
