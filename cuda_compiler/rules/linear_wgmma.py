@@ -1,4 +1,4 @@
-"""Products of 9 to 64 rows by warpgroups, bound by reading their weight; with the norm before, the gate behind."""
+"""Products of 9 to 64 rows by warpgroups, bound by reading their weight; with the gate behind, and often the norm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, with_norm
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
+from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -68,7 +68,8 @@ def suits_warpgroups(make: Specializer, call: KernelCall, inputs: Mapping[str, V
         and weight.dtype == x.dtype
         and all(view.strides[1] == 1 and vector_width(view) >= 8 for view in (x, weight))
         and vector_width(call.outputs[0]) >= 4
-        and _FEWEST_BYTES <= weight.numel * 2
+        and call.params["k"] % 8 == 0
+        and weight.numel * 2 >= _FEWEST_BYTES
         and max(view.shape[0] * view.strides[0] for view in (x, weight)) < _MOST_ELEMENTS
         and _division(make, call) is not None
     )
@@ -96,6 +97,7 @@ def warpgroup_product(
         "width": found.width,
         "stages": found.stages,
         "slabs": _SLABS,
+        "shared": found.shared,
         "ahead": weight.buffer in make.constants,
     }
     made = make.kernel(
@@ -131,7 +133,7 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
             stage = _SLABS * _SLAB_BYTES * (held + columns)
             beyond = max(_PRODUCT_ROWS - held - columns, 0)
             rest = _SLAB_BYTES * (beyond + 1) + 4 * held
-            fitting = (shared_memory // resident - rest) // (stage + _BARRIER_BYTES)
+            fitting = (memory_of_each(shared_memory, resident) - rest) // (stage + _BARRIER_BYTES)
             stages = min(fitting, max(own, _FEWEST_STAGES), _MOST_STAGES)
             registers = resident * _THREADS * (columns // 2 + _OTHER_REGISTERS)
             if (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, with_norm
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -164,4 +164,7 @@ def divided(
             shared = stages * unit + (2 * warps + kept) * results + 4 * tile_m * (warps + 1)
             if own * tile_m // _FRAGMENT_ROWS <= most_held and shared <= shared_memory:
                 fitting.append(Division(tile_m, warps, splits, clusters, own, stages, shared))
-    return next((found for found in fitting if found.shared <= shared_memory // 2), fitting[0] if fitting else None)
+    return next(
+        (found for found in fitting if found.shared <= memory_of_each(shared_memory, 2)),
+        fitting[0] if fitting else None,
+    )

@@ -5,3 +5,9 @@ TURING, AMPERE, ADA = 75, 80, 89  # the first with products of int8, of bfloat16
 WARP = 32
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MULTIPROCESSORS = 132  # of a large GPU, for which work is divided; smaller ones run the same kernels
+RESERVED_SHARED_MEMORY = 1024  # bytes of each block's, which CUDA takes
+
+
+def memory_of_each(shared_memory: int, blocks: int) -> int:
+    """Bytes of shared memory of a block where so many fit a multiprocessor on which one may have `shared_memory`."""
+    return (shared_memory + RESERVED_SHARED_MEMORY) // blocks - RESERVED_SHARED_MEMORY

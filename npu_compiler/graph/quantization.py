@@ -279,8 +279,9 @@ def quantize_rows(rows: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]
     """Round each row to codes with a scale of its own, at run time: activations and KV caches.
 
     The scale is the largest magnitude divided by 127 (`int8`) or 448 (`float8_e4m3`); a code is the nearest to
-    element · (1 / scale). All of that is in float32. A scale below the least normal float32 becomes 0, with codes of 0.
-    A row with an element that is not finite has the scale NaN and codes of 0.
+    element · (1 / scale). All of that is in float32. A scale below the least normal float32 becomes 0, with codes of
+    zeros (of float8, with the elements' signs). A row with an element that is not finite has the scale NaN and codes
+    of 0.
 
     Args:
         rows: Floats [..., k].

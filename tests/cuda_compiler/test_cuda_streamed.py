@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.rules.linear_wgmma import suits_warpgroups
+from cuda_compiler.rules.matmul import operands
+from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.graph.quantization import QuantizedFormat, quantize
@@ -150,7 +153,7 @@ def kernels(plan: ExecutionPlan) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_one_kernel_in_bfloat16(name: str) -> None:
+def test_a_layer_is_one_kernel_in_bfloat16_or_two_with_a_norm_of_many_rows(name: str) -> None:
     assert kernels(plan_of(LAYERS[name], "bfloat16")) == LAYERS[name].launches
     assert kernels(plan_of(LAYERS[name], "bfloat16", TARGET)) == LAYERS[name].joined
 
@@ -185,6 +188,14 @@ def test_other_products_are_left_to_other_kernels(layer: Layer) -> None:
     assert {"streamed", "linear_wgmma"}.isdisjoint(kernels(plan_of(layer, "bfloat16", TARGET)))
 
 
+def test_rows_of_whole_packs_are_not_enough_where_the_terms_are_not() -> None:
+    call = plan_of(Layer(32, 2048, 1536), "bfloat16").calls[0]
+    assert suits_warpgroups(Specializer(), call, operands(call))
+    views = tuple(view.slice(1, 0, 1532) for view in call.inputs)
+    call = replace(call, inputs=views, params={**call.params, "k": 1532})
+    assert not suits_warpgroups(Specializer(), call, operands(call))
+
+
 def test_gpus_without_clusters_have_other_kernels() -> None:
     found = kernels(plan_of(LAYERS["norm, gate"], "bfloat16", CUDACodegenTarget(100 * 1024, 86)))
     assert found[0] == "rmsnorm_kernel" and {"streamed", "linear_wgmma"}.isdisjoint(found)
@@ -211,6 +222,7 @@ def test_it_compiles(dtype: str) -> None:
     sources: dict[str, str] = {}
     for layer in LAYERS.values():
         sources |= plan_of(layer, dtype, TARGET).sources
+        sources |= plan_of(layer, dtype, CUDACodegenTarget(TARGET.shared_memory, 100)).sources
     cuda_toolchain.compile_in_turn(sources.values(), start=DTYPES.index(dtype))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rounding_ties import row_beside_ties
 
 from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.graph.quantization import ROW_FORMATS, quantize_rows
@@ -31,7 +32,6 @@ static inline float __frcp_rn(float a) { return 1.0f / a; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline int __float2int_rn(float a) { return int(std::nearbyintf(a)); }
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned which) {
     const unsigned long long both = (unsigned long long)(b) << 32 | a;
     unsigned found = 0;
@@ -115,19 +115,7 @@ def test_rows_of_any_magnitude(rounded: tuple[str, ctypes.CDLL], exponent: int, 
 @given(largest=st.floats(2.0**-60, 2.0**60, width=32), seed=st.integers(0, 2**32 - 1))
 def test_multiples_of_the_scale_at_and_beside_ties(rounded: tuple[str, ctypes.CDLL], largest: float, seed: int) -> None:
     codes, library = rounded
-    random = np.random.default_rng(seed)
-    if codes == "int8":
-        ties = random.integers(-127, 127, 1016) + 0.5
-    else:
-        ties = (
-            random.choice([-1, 1], 1016) * (16.5 + random.integers(0, 16, 1016)) * 2.0 ** random.integers(-9, 4, 1016)
-        )
-    scale = np.float32(largest) / np.float32(127 if codes == "int8" else 448)
-    values = (ties * np.float64(scale)).astype(np.float32)
-    for _ in range(2):  # up to two units in the last place aside
-        values = np.nextafter(values, random.choice(np.array([-np.inf, np.inf, 0], np.float32), 1016))
-    values = np.concatenate([np.clip(values, -largest, largest), np.full(8, largest, np.float32)])
-    check(codes, library, values)
+    check(codes, library, row_beside_ties(codes, largest, np.random.default_rng(seed)))
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])

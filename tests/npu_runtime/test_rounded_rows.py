@@ -23,6 +23,7 @@ from quantized_products import (
     strided,
     whole_numbers,
 )
+from rounding_ties import row_beside_ties
 
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import (
@@ -228,6 +229,20 @@ def test_every_float16_is_rounded_alike(kind: str) -> None:
     expected = np.rint(every) if kind == "int8" else every.astype(np.float32)
     np.testing.assert_array_equal(codes[0, 0, :, 1], expected.astype(dtype).view(np.uint8))
     assert (scales == 1).all()
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ROW_FORMATS)
+def test_elements_beside_ties_are_rounded_alike(kind: str) -> None:
+    random = np.random.default_rng(0)
+    source = np.stack([row_beside_ties(kind, 2.0 ** random.uniform(-60, 60), random) for _ in range(200)])[None, None]
+    codes, scales = np.empty(source.shape, np.uint8), np.empty(source.shape[:3], np.float32)
+    launch = native.quantized_index_copy(codes, scales, np.arange(200, dtype=np.int32), source, kind)
+    assert launch is not None
+    launch()
+    wanted_codes, wanted_scales = quantize_rows(source, kind)
+    np.testing.assert_array_equal(codes, wanted_codes)
+    np.testing.assert_array_equal(scales, wanted_scales)
 
 
 def masks(kind: str, batch: int, heads: int, queries: int, keys: int) -> np.ndarray | None:

@@ -33,7 +33,7 @@ struct RowRounding {
         factor = scale >= least_normal ? __frcp_rn(scale) : 0.0f;
     }
 
-    // An element as a multiple of the scale: a rounding error above the largest code at most, which is rounded to that.
+    // An element as a multiple of the scale. It may exceed the largest code by a rounding error, which rounding it removes.
     __device__ __forceinline__ float in_scale(float value) const { return finite ? __fmul_rn(value, factor) : 0.0f; }
 
     // The number that a code stands for, as a multiple of the scale.

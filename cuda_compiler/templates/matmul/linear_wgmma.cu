@@ -3,11 +3,19 @@
 //
 // The `splits` blocks of a cluster share the terms. Clusters divide the columns of the result, `width` each, so that all
 // multiprocessors read equally much; of a gated product, `width` gates and as many of what they multiply. A block goes through
-// its terms in steps of `slabs` times 64. A ring in shared memory has `stages` of them, of x and of the weight, which some
-// warps each copy. The first warpgroup multiplies all rows with all columns. In the end the blocks of a cluster add up what each
-// found. Where `ahead` says that the weight is constant, its copies begin while the kernel before still runs.
+// its terms in steps of `slabs` times 64. Two warps copy the weight and two copy x to a ring of `stages` steps in shared memory.
+// The first warpgroup multiplies all rows with all columns. In the end the blocks of a cluster add up what each found.
 //
-// With a norm, who copies x multiplies it with the gains in shared memory; a row's sum of squares scales the finished sums.
+// With a norm, the warps that copy x multiply it with the gains in shared memory; a row's sum of squares scales the finished sums.
+//
+// Invariants
+// W1. A place of the ring is filled when all threads that copy have arrived: after their copies, or, with a norm, after they have
+//     multiplied what they copied. So products read nothing that is on its way.
+// W2. A place is free when the products that read it are done, for all four warps of the warpgroup.
+// W3. x is multiplied with the gains `behind` steps after its copy begins. That is less than `stages`: the place for the step after
+//     the last one that is handed over is free at some time.
+// W4. Rows of the left side beyond those of x are whatever lies behind it, and copies may be changing it. Their sums are not stored.
+// W5. Before the kernel in front has ended, only constants are read: weights, where `ahead` says that they are some.
 
 using Half = X::type;
 
@@ -30,6 +38,7 @@ constexpr int beyond = larger(warpgroup_rows - held_rows - columns, 0);  // rows
 static_assert(sizeof(Half) == 2 && (!normed || IsBrain<Half>::value), "");
 static_assert(THREADS == warpgroup_threads + 2 * copying_threads && copying_threads == 8 * pieces, "");
 static_assert(columns % 8 == 0 && held_rows <= warpgroup_rows, "");
+static_assert(behind >= 1 && behind < stages, "");  // W3
 static_assert(width % 4 == 0 && param::n % 4 == 0 && param::k % 8 == 0, "");
 
 struct alignas(1024) Stage {
@@ -46,6 +55,7 @@ struct Memory {
 };
 
 static_assert(sizeof(float) * int(param::m) * sums_stride <= sizeof(Memory::ring), "");
+static_assert(sizeof(Memory) <= (shared + 1023) / 1024 * 1024, "");  // with what aligns its end
 
 using Turn = RingTurn<stages>;
 
@@ -94,7 +104,7 @@ struct Copier {
         for (int step = 0; step < steps; step++) {
             memory.free[turn.stage].wait(turn.parity ^ 1);
             copy(memory.ring[turn.stage], step);
-            memory.filled[turn.stage].arrive_after_copies();
+            memory.filled[turn.stage].arrive_after_copies();  // W1
             turn.advance();
         }
     }
@@ -128,7 +138,7 @@ struct Copier {
                 weigh(memory.ring[weighed.stage], gains, squares);
                 load_gains(gains, step - behind + 1);
                 show_to_products();
-                memory.filled[weighed.stage].arrive();
+                memory.filled[weighed.stage].arrive();  // W1
                 weighed.advance();
             }
         }
@@ -226,14 +236,14 @@ __device__ __forceinline__ void sum_up(float (&sums)[columns / 8][4], Memory &me
         wait_for_products<0>();
         pin(sums);
         if (threadIdx.x % WARP == 0) {
-            memory.free[turn.stage].arrive();
+            memory.free[turn.stage].arrive();  // W2
         }
         turn.advance();
     }
 }
 
-// Puts the sums where the ring was, which nobody needs any more.
-__device__ __forceinline__ void show(float *target, const float (&sums)[columns / 8][4]) {
+// Puts the sums where the ring was, which nobody needs any more, but for those of rows that there are not (W4).
+__device__ __forceinline__ void store_sums(float *target, const float (&sums)[columns / 8][4]) {
     const int lane = int(threadIdx.x) % WARP;
     const int first = int(threadIdx.x) / WARP * 16 + lane / 4;
 #pragma unroll
@@ -311,7 +321,7 @@ __device__ __forceinline__ void finish_results(
 WAITING_KERNEL(linear_wgmma) {
     extern __shared__ __align__(1024) unsigned char shared_memory[];
     Memory &memory = *reinterpret_cast<Memory *>(shared_memory);
-    float *const shown = reinterpret_cast<float *>(memory.ring);
+    float *const stored = reinterpret_cast<float *>(memory.ring);
     if (threadIdx.x < stages) {
         memory.filled[threadIdx.x].start(2 * copying_threads);
         memory.free[threadIdx.x].start(warpgroup_threads / WARP);
@@ -324,7 +334,7 @@ WAITING_KERNEL(linear_wgmma) {
         const int thread = int(threadIdx.x) - warpgroup_threads;
         if (thread < copying_threads) {
             if (!ahead) {
-                wait_for_inputs();
+                wait_for_inputs();  // W5
             }
             copy_weight(memory, weight, thread, first_step, steps);
         } else {
@@ -337,7 +347,7 @@ WAITING_KERNEL(linear_wgmma) {
         float sums[columns / 8][4] = {};
         sum_up(sums, memory, steps);
         sync_some<1, warpgroup_threads>();
-        show(shown, sums);
+        store_sums(stored, sums);
     }
     wait_for_inputs();  // of which a residual may be one
     if constexpr (splits > 1) {
@@ -345,7 +355,7 @@ WAITING_KERNEL(linear_wgmma) {
     } else {
         __syncthreads();
     }
-    finish_results(memory, shown, bias, residual, out);
+    finish_results(memory, stored, bias, residual, out);
     if constexpr (splits > 1) {
         cluster_barrier();  // none may end, and take its sums along, while others read them
     }

@@ -7,8 +7,8 @@ namespace npu {
 
 enum class RowFormat : int64_t { none = 0, int8 = 1, float8_e4m3 = 2 };
 
-// What the elements of a row are multiplied with before they are rounded, and what their codes are: NaN for a row with an
-// element that is not finite, whose codes are 0.
+// What the elements of a row are multiplied with before they are rounded, and the scale, which turns codes into numbers again:
+// NaN for a row with an element that is not finite, whose codes are 0.
 struct RowScale {
   float factor, scale;
   bool finite;
@@ -29,11 +29,11 @@ RowScale row_scale(const T* x, int64_t k, RowFormat format) {
   return {1.0f / scale, scale, true};
 }
 
-// Elements [i, i + kLanes) of a row as multiples of its scale; zeros beyond k. A rounding error above the format's largest
-// number at most, they are rounded to that.
+// Elements [i, i + kLanes) of a row as multiples of its scale; zeros beyond k. They may exceed the format's largest number by a
+// rounding error, which rounding them to it removes. In a register, they are not multiplied and added to in one step.
 template <class T>
 NPU_INLINE Vec in_scale(const T* x, int64_t i, int64_t k, const RowScale& row) {
-  return i < k && row.finite ? load_n(x + i, k - i) * row.factor : Vec{};
+  return i < k && row.finite ? in_register(load_n(x + i, k - i) * row.factor) : Vec{};
 }
 
 // The nearest float8 e4m3 numbers, ties to even, of floats between -464 and 464.
