@@ -36,11 +36,11 @@ def join_products(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
         index += 1
         inputs = operands(call) if call.kernel in GATED else {}
         x = inputs.get("x")
-        found = next((kernel for kernel in _KERNELS if x is not None and kernel[0](make, call, inputs)), None)
-        if x is None or found is None:
+        kernel = next((each for each in _KERNELS if x is not None and each[0](make, call, inputs)), None)
+        if x is None or kernel is None:
             result.append(call)
             continue
-        suits, product = found
+        suits, product = kernel
         gate = None
         if index < len(plan.calls) and call.outputs[0].buffer in inner:
             gate = with_gate(call, plan.calls[index], readers)

@@ -48,7 +48,7 @@ def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> K
     return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
 
 
-def with_norm(
+def template_operands(
     call: KernelCall, inputs: Mapping[str, View | None], norm: KernelCall | None
 ) -> tuple[dict[str, View | None], dict[str, bool | int | float]]:
     """The inputs of a product's template and the constants that say what it takes along.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cuda_compiler.rules.gates import GATED, with_norm
+from cuda_compiler.rules.gates import GATED, template_operands
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
@@ -91,7 +91,7 @@ def warpgroup_product(
     """
     found, weight = _division(make, call), inputs["weight"]
     assert found is not None and weight is not None
-    inputs, constants = with_norm(call, inputs, norm)
+    inputs, constants = template_operands(call, inputs, norm)
     constants |= {
         "splits": found.splits,
         "width": found.width,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cuda_compiler.rules.gates import GATED, with_norm
+from cuda_compiler.rules.gates import GATED, template_operands
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
@@ -100,7 +100,7 @@ def streamed_product(
     """
     found = _division(make, call, inputs)
     assert found is not None
-    inputs, constants = with_norm(call, inputs, norm)
+    inputs, constants = template_operands(call, inputs, norm)
     constants |= {
         "tile_m": found.tile_m,
         "splits": found.splits,

@@ -47,7 +47,8 @@ class Layer:
     @property
     def joined(self) -> list[str]:
         """What is left of its launches in bfloat16 on a GPU of compute capability 9.0."""
-        product = "streamed" if self.m <= 8 or self.format else "linear_wgmma"
+        has_many_columns = self.n > 40_000  # for a warpgroup to hold the sums of a multiprocessor's share
+        product = "streamed" if self.m <= 8 or self.format or has_many_columns else "linear_wgmma"
         return [*["rmsnorm_kernel"] * (self.normed and self.m > 32), product]
 
     @property
@@ -72,7 +73,7 @@ LAYERS = {
     "gate alone, other activation": Layer(16, 2064, 320, gate="gelu_tanh_mul"),
     "long rows": Layer(9, 320, 8960, residual=True),
     "activation": Layer(5, 1000, 768, bias=True, activation="relu"),
-    "many columns": Layer(8, 40_008, 64, normed=True),
+    "many columns": Layer(16, 40_008, 64, normed=True),
     "terms that fill no step": Layer(3, 3080, 376, normed=True, bias=True),
     "two rows": Layer(2, 1024, 1024),
     "codes with minimums, norm, gate": Layer(

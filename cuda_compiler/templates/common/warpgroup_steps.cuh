@@ -50,8 +50,6 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 #define NAMES_80 \
     NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 
-#define LIST(...) __VA_ARGS__
-
 // Registers that were written before are ready for products from here on.
 __device__ __forceinline__ void begin_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -12,8 +12,8 @@
 // W1. A place of the ring is filled when all threads that copy have arrived: after their copies, or, with a norm, after they have
 //     multiplied what they copied. So products read nothing that is on its way.
 // W2. A place is free when the products that read it are done, for all four warps of the warpgroup.
-// W3. x is multiplied with the gains `behind` steps after its copy begins. That is less than `stages`: the place for the step after
-//     the last one that is handed over is free at some time.
+// W3. x is multiplied with the gains, and handed over, `behind` steps after its copy begins. That is less than `stages`, so a copy
+//     never waits for a place with a step that its own threads have yet to hand over.
 // W4. Rows of the left side beyond those of x are whatever lies behind it, and copies may be changing it. Their sums are not stored.
 // W5. Before the kernel in front has ended, only constants are read: weights, where `ahead` says that they are some.
 
@@ -124,22 +124,22 @@ struct Copier {
         };
         Words gains[slabs];
         load_gains(gains, 0);
-        Turn turn;
-        Turn weighed;
+        Turn copied;
+        Turn ready;
         for (int step = 0; step < steps + behind; step++) {
             if (step < steps) {
-                memory.free[turn.stage].wait(turn.parity ^ 1);
-                copy(memory.ring[turn.stage].x, x, first_step + step);
-                turn.advance();
+                memory.free[copied.stage].wait(copied.parity ^ 1);
+                copy(memory.ring[copied.stage].x, x, first_step + step);
+                copied.advance();
             }
             end_of_copies();
             if (step >= behind) {
                 wait_for_copies<behind>();
-                weigh(memory.ring[weighed.stage], gains, squares);
+                multiply_by_gains(memory.ring[ready.stage], gains, squares);
                 load_gains(gains, step - behind + 1);
                 show_to_products();
-                memory.filled[weighed.stage].arrive();  // W1
-                weighed.advance();
+                memory.filled[ready.stage].arrive();  // W1
+                ready.advance();
             }
         }
 #pragma unroll
@@ -154,7 +154,9 @@ struct Copier {
         }
     }
 
-    __device__ __forceinline__ void weigh(Stage &stage, const Words (&gains)[slabs], float (&squares)[count]) const {
+    __device__ __forceinline__ void multiply_by_gains(
+        Stage &stage, const Words (&gains)[slabs], float (&squares)[count]
+    ) const {
 #pragma unroll
         for (int i = 0; i < count; i++) {
 #pragma unroll
