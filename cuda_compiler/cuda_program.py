@@ -11,14 +11,16 @@ read by `launch_of`, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 from cuda_compiler.specialization.sizes import Size3
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import ProgramFormatError
+from npu_compiler.graph.dtypes import itemsize
 from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.views import View
 
 CUDAProgram: TypeAlias = CompiledProgram
 
@@ -47,6 +49,33 @@ class LaunchKind(StrEnum):
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """What the copy engine is to know of a matrix, of which it copies boxes of 128 bytes of some rows.
+
+    Attributes:
+        rows, width: Size of the matrix, its width in bytes.
+        stride: Bytes from one row to the next, a multiple of 16.
+        box_rows: Rows of a box, at most 256.
+        operand: The number of the operand that it lies in, from whose beginning it starts.
+    """
+
+    rows: int
+    width: int
+    stride: int
+    box_rows: int
+    operand: int = -1
+
+    @classmethod
+    def of(cls, matrix: View, box_rows: int) -> TensorMap:
+        """Of a matrix whose rows have their elements side by side."""
+        (rows, columns), size = matrix.shape, itemsize(matrix.dtype)
+        return cls(rows, columns * size, matrix.strides[0] * size, box_rows)
+
+    def params(self) -> list[int]:
+        return list(asdict(self).values())
+
+
+@dataclass(frozen=True)
 class KernelLaunch:
     """The launch of a kernel in the program.
 
@@ -54,15 +83,19 @@ class KernelLaunch:
         grid, block: In blocks and threads. A resident kernel's grid depends on the GPU.
         shared: Bytes of dynamic shared memory; of a resident kernel the minimum.
         kind: One of the five kinds of kernels.
+        maps: What the kernel has as parameters behind its operands.
     """
 
     grid: Size3
     block: Size3
     shared: int
     kind: LaunchKind = LaunchKind.OVERLAPPING
+    maps: tuple[TensorMap, ...] = ()
 
     def params(self) -> dict[str, Any]:
-        return {_KIND: self.kind.value, "grid": list(self.grid), "block": list(self.block), "shared": self.shared}
+        maps = {"maps": [each.params() for each in self.maps]} if self.maps else {}
+        sizes = {"grid": list(self.grid), "block": list(self.block), "shared": self.shared}
+        return {_KIND: self.kind.value, **sizes, **maps}
 
 
 @dataclass(frozen=True)
@@ -219,7 +252,8 @@ def launch_of(call: KernelCall) -> Launch:
         if kind is LaunchKind.COLLECTIVE:
             return CollectiveLaunch(str(params["operation"]), int(params["elements"]), int(params["ranks"]))
         if kind is not LaunchKind.CONVOLUTION:
-            return _kernel_launch(params["grid"], params["block"], params["shared"], kind)
+            launch = _kernel_launch(params["grid"], params["block"], params["shared"], kind)
+            return replace(launch, maps=tuple(TensorMap(*map(int, each)) for each in params.get("maps", ())))
         described: dict[str, Any] = {
             name: tuple(value) if isinstance(value, (list, tuple)) else value
             for name, value in params["convolution"].items()

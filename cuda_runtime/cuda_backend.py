@@ -36,6 +36,7 @@ from cuda_runtime.launches import CUDALaunch, GraphSequence, MovingLaunch
 from cuda_runtime.nccl import NCCLCollectives
 from cuda_runtime.overlapping import overlapping_launch
 from cuda_runtime.tensor_copies import MOST, SOURCE, THREADS, Copy, TensorCopies
+from cuda_runtime.tensor_maps import encoded
 from cuda_runtime.tuned_convolutions import TunedConvolutions
 from cuda_runtime.tuned_products import TunedProducts
 from npu_compiler.errors import DeviceError, InputError
@@ -333,14 +334,16 @@ class CUDABackend(Backend):
         grid, block, shared = made.grid, made.block, made.shared
         function = self._function(call, numel(block), shared)
         arguments = np.array(addresses, np.uint64)
-        places = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
+        maps = [encoded(each, addresses[each.operand]) for each in made.maps]
+        pointers_at = arguments.ctypes.data + 8 * np.arange(len(addresses), dtype=np.uint64)
+        places = np.array([*pointers_at.tolist(), *(each.ctypes.data for each in maps)], np.uint64)
         handle, pointers = (stream or self._device.stream).ptr, places.ctypes.data
         if made.kind is LaunchKind.OVERLAPPING and self._device.arch >= 90:
             launch: Callable[[], object] = overlapping_launch(function.ptr, grid, block, shared, handle, pointers)
         else:
             launch = partial(self._device.driver.launchKernel, function.ptr, *grid, *block, shared, handle, pointers, 0)
 
-        def start(keep: object = (function, arguments, places)) -> None:
+        def start(keep: object = (function, arguments, places, maps)) -> None:
             launch()
 
         return start

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -204,9 +204,11 @@ def kernel_signature(
     block: Size3,
     min_blocks: int,
     cluster: int,
+    maps: Sequence[str],
 ) -> str:
     """The macros with which a template starts its kernel: `KERNEL` waits for the preceding kernel at once;
-    under `WAITING_KERNEL` the template itself calls `begin_in_turn` when it needs that kernel's results."""
+    under `WAITING_KERNEL` the template itself calls `begin_in_turn` when it needs that kernel's results, and it has the
+    maps of operands."""
     arguments: dict[str, str] = {}
     for side, const in ((inputs, "const "), (outputs, "")):
         for name, view in side.items():
@@ -218,9 +220,10 @@ def kernel_signature(
     attributes = f"CLUSTER({cluster}) " if cluster > 1 else ""
     attributes += f"__launch_bounds__({bounds})"
     declared = ", ".join(arguments.values())
+    mapped = "".join(f", const __grid_constant__ TensorMap {name}_map" for name in maps)
     body = f"__device__ __forceinline__ void name##_body({declared})"
     return f"""constexpr int THREADS = {threads};
-#define WAITING_KERNEL(name) extern "C" __global__ void {attributes} name({declared})
+#define WAITING_KERNEL(name) extern "C" __global__ void {attributes} name({declared}{mapped})
 #define KERNEL(name) {body}; \\
     WAITING_KERNEL(name) {{ begin_in_turn(); name##_body({", ".join(arguments)}); }} \\
     {body}

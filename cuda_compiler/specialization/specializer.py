@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from cuda_compiler.cuda_program import KernelLaunch
+from cuda_compiler.cuda_program import KernelLaunch, TensorMap
 from cuda_compiler.specialization.c_text import index_type, kernel_signature, shared_buffers, specialized
 from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
 from cuda_compiler.specialization.sizes import Size3, check_grid, vector_width
@@ -87,6 +88,7 @@ class Specializer:
         definitions: str = "",
         min_blocks: int = 1,
         cluster: int = 1,
+        maps: Mapping[str, TensorMap] = MappingProxyType({}),
     ) -> KernelCall:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
@@ -101,6 +103,7 @@ class Specializer:
             min_blocks: Minimum of resident blocks per multiprocessor, which limits the registers per thread. At 1 the
                 compiler prefers more threads to more loads in flight.
             cluster: Size of the thread block cluster along z (distributed shared memory), on GPUs that have clusters.
+            maps: Operand name → how the kernel copies boxes of it: its parameter `<name>_map`, behind all operands.
         """
         function = function or call.kernel
         decl = KERNELS.get(call.kernel)
@@ -111,9 +114,11 @@ class Specializer:
             views = dict(zip(declared, bound, strict=True))
             inputs = {operand.name: views[operand.name] for operand in decl.inputs} if inputs is None else inputs
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
-        shape = (block, min_blocks, cluster)
+        shape = (block, min_blocks, cluster, tuple(maps))
         source = self._source(call, decl, file, function, shape, inputs, outputs, constants or {}, definitions)
-        launch = KernelLaunch(check_grid(grid, call), block, shared)
+        names = [name for name, view in (*inputs.items(), *outputs.items()) if view is not None]
+        numbered = tuple(replace(each, operand=names.index(name)) for name, each in maps.items())
+        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=numbered)
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(
             call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()
@@ -131,7 +136,7 @@ class Specializer:
         decl: KernelDecl | None,
         file: str,
         function: str,
-        shape: tuple[Size3, int, int],
+        shape: tuple[Size3, int, int, tuple[str, ...]],
         inputs: Mapping[str, View | None],
         outputs: Mapping[str, View | None],
         constants: Mapping[str, bool | int | float],
