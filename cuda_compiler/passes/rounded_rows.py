@@ -11,9 +11,11 @@ from cuda_compiler.rules.rounded import (
     RoundedRows,
     UnscaledProduct,
     can_hold,
+    joined_product,
     keep_rounded,
     product_of_codes,
     round_rows,
+    scales_itself,
     scales_products,
     unscaled_product,
     wanted_form,
@@ -53,9 +55,10 @@ class _Joining:
 
     Attributes:
         joined: Index of a call → the rows that it makes, and how all their readers want them.
-        scaling: Index of a product of codes → that of the joined call that scales it.
+        scaling: Index of a product of codes → that of the joined call that scales it, or that becomes a part of it.
         rounded: Rows that are rounded already.
         unscaled: Buffer → the product that takes its place.
+        applied: Buffer of a product → the result of the element-wise call that became a part of it.
     """
 
     plan: ExecutionPlan
@@ -65,6 +68,7 @@ class _Joining:
     scaling: dict[int, int] = field(default_factory=dict)
     rounded: dict[tuple[View, RoundedForm], RoundedRows] = field(default_factory=dict)
     unscaled: dict[str, tuple[KernelCall, UnscaledProduct]] = field(default_factory=dict)
+    applied: dict[str, View] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         writers: dict[str, int] = {}
@@ -112,10 +116,15 @@ class _Joining:
         rounded = self.rounded[x, form]
         if index not in self.scaling:
             return [*before, *product_of_codes(self.make, call, rounded)]
+        reader, out = self.plan.calls[self.scaling[index]], call.outputs[0]
+        if scales_itself(self.make, call):
+            applied = self.make.temporary(call.node, (out.shape[0], out.shape[1] // 2), out.dtype)
+            self.applied[out.buffer] = applied
+            return [*before, joined_product(self.make, call, rounded, _function(reader), applied)]
         # A gate reads both halves of a long row, so their bytes count; bfloat16 holds any sum of codes.
-        narrow = self.plan.calls[self.scaling[index]].kernel != _NORM and call.outputs[0].dtype == "bfloat16"
+        narrow = reader.kernel != _NORM and out.dtype == "bfloat16"
         product, found = unscaled_product(self.make, call, rounded, "bfloat16" if narrow else "float32")
-        self.unscaled[call.outputs[0].buffer] = call, found
+        self.unscaled[out.buffer] = call, found
         return [*before, product]
 
     def _joins(self, call: KernelCall) -> tuple[View, RoundedForm] | None:
@@ -147,7 +156,7 @@ class _Joining:
         return len(found) == len(call.inputs) and bool(found) and None not in found
 
     def _scaling_reader(self, index: int, call: KernelCall) -> int | None:
-        """The joined call that can scale a product of codes, because it is the first that reads it."""
+        """The joined call that can scale a product of codes, as the first that reads it, or be part of it."""
         form = wanted_form(call, self.make.capability)
         if form is None or form.dtype != "uint8" or call.params["activation"] != "none":
             return None
@@ -156,6 +165,8 @@ class _Joining:
         if out.buffer not in self.inner or not readers or readers[0] not in self.joined or inputs["bias"] is not None:
             return None
         reader = self.plan.calls[readers[0]]
+        if scales_itself(self.make, call):
+            return readers[0] if len(readers) == 1 and self._reads_halves(reader, call) else None
         if reader.kernel == _NORM:
             residual = inputs["residual"]
             fits = residual is None or residual.dtype == out.dtype and _is_aligned(residual, out)
@@ -166,6 +177,16 @@ class _Joining:
         slices = [_as_rows(view, self.joined[readers[0]][0]) for view in reader.inputs]
         alike = all(view is not None and view.strides[0] == out.strides[0] for view in slices)
         return readers[0] if whole and alike and inputs["residual"] is None else None
+
+    def _reads_halves(self, reader: KernelCall, product: KernelCall) -> bool:
+        """Whether an element-wise call reads the first and the second half of a product's columns, and nothing else."""
+        out = product.outputs[0]
+        half = out.shape[1] // 2
+        if reader.kernel == _NORM or out.shape[1] % 16 or operands(product)["residual"] is not None:
+            return False
+        halves = [out.slice(1, first, first + half) for first in (0, half)]
+        rows = self.joined[self.readers[out.buffer][0]][0]
+        return rows.shape == (out.shape[0], half) and [_as_rows(view, rows) for view in reader.inputs] == halves
 
     def _origin(self, call: KernelCall, rows: View) -> Origin:
         """What makes the rows of a joined call."""
@@ -189,6 +210,8 @@ class _Joining:
             )
         found_rows = [_as_rows(view, rows) for view in call.inputs]
         x, *others = (view for view in found_rows if view is not None)
+        if x.buffer in self.applied:
+            return Origin(self.applied[x.buffer], rows.dtype)
         origin = Origin(x, rows.dtype, function=_function(call), other=others[0] if others else None)
         if x.buffer not in self.unscaled:
             return origin

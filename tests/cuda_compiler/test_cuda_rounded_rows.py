@@ -15,6 +15,8 @@ from ir_builder import IRBuilder
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
+from cuda_compiler.cuda_program import kernel_launch_of
+from cuda_compiler.rules import linear_codes
 from cuda_compiler.rules.rounded import Origin, RoundedForm, round_rows
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import numpy_dtype
@@ -119,6 +121,26 @@ def test_gates_scale_the_product_before_them_where_cublas_cannot(
     assert row_scales == rounding.outputs[1]
 
 
+@pytest.mark.parametrize("format", BYTES, ids=str)
+def test_large_products_scale_and_gate_themselves(format: QuantizedFormat) -> None:
+    program = compiled(None, block(4096, 256, 448, biased=False), format)
+    rounding, product, gated, last = program.kernels
+    assert [call.kernel for call in program.kernels] == ["rounded_rows", "linear_codes"] * 2
+    assert product.outputs[0].shape == (4096, 448) and gated.inputs == product.outputs
+    assert rounding.outputs[0] == product.inputs[0] and product.flops == 2 * 4096 * 256 * 896
+    x, weight, out, residual = kernel_launch_of(last).maps
+    assert (x.rows, x.width, x.stride, x.box_rows, x.operand) == (4096, 448, 448, 128, 0)
+    assert (weight.rows, weight.width, weight.operand) == (256, 448, 1)
+    assert (out.width, out.operand, residual.operand) == (512, len(last.inputs), len(last.inputs) - 1)
+    assert kernel_launch_of(gated).maps == ()
+
+
+def test_products_with_few_tiles_or_little_shared_memory_are_those_of_cublas() -> None:
+    for rows, target in ((512, CUDACodegenTarget()), (4096, CUDACodegenTarget(48 * 1024))):
+        program = compiled(target, linear(rows, 256, 448), BYTES[1])
+        assert [call.kernel for call in program.kernels] == ["rounded_rows", "cublas_gemm"]
+
+
 def test_rows_that_others_read_too_are_stored() -> None:
     g = IRBuilder()
     x = g.input("x", 40, 64)
@@ -158,7 +180,7 @@ def test_a_library_without_scales_by_row_leaves_them_to_a_kernel() -> None:
 @pytest.mark.parametrize(("turn", "format"), list(enumerate(FORMATS)))
 def test_the_sources_compile(turn: int, format: QuantizedFormat) -> None:
     sources: dict[str, str] = {}
-    for rows, dtype in ((1, "float32"), (3, "float16"), (40, "bfloat16")):
+    for rows, dtype in ((1, "float32"), (3, "float16"), (40, "bfloat16"), (4096, "bfloat16")):
         sources |= compiled(None, block(rows, 64, 192), format, dtype).plan.sources
     cuda_toolchain.compile_in_turn(sources.values(), turn)
 
@@ -207,8 +229,8 @@ def test_the_gpu_rounds_rows_bit_for_bit(
     np.testing.assert_array_equal(found[call.outputs[0].buffer].astype(np.float32), floats)
 
 
-def run(backend: Backend, program: npu_compiler.CompiledProgram, state: dict[str, np.ndarray], x: np.ndarray) -> Any:
-    (out,) = Executor(program, backend).run({"x": x}, load_weights(state, program, backend)).values()
+def run(backend: Backend, program: npu_compiler.CompiledProgram, state: dict[str, np.ndarray], **inputs: Any) -> Any:
+    (out,) = Executor(program, backend).run(inputs, load_weights(state, program, backend)).values()
     return out.to_numpy().astype(np.float32)
 
 
@@ -233,8 +255,8 @@ def relative_error(
     shape = next(tensor["shape"] for tensor in ir["graph_inputs"] if tensor["name"] == "x")
     x = rng.standard_normal(shape).astype(numpy_dtype(dtype))
     gpu, host = cuda_gpu.cuda_backends()[0], CPUBackend()
-    found = run(gpu, compiled(CUDACodegenTarget(capability=capability), ir, format, dtype), state, x)
-    expected = run(host, compiled(host.target, ir, format, dtype), state, x)
+    found = run(gpu, compiled(CUDACodegenTarget(capability=capability), ir, format, dtype), state, x=x)
+    expected = run(host, compiled(host.target, ir, format, dtype), state, x=x)
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
@@ -257,6 +279,67 @@ def test_layers_are_what_the_cpu_computes(
     ir = block(rows, WIDTH, HIDDEN, layers=2, biased=rows % 2 == 0)
     # Norms and gates differ in their last bits, so a code may be the neighbour of the other one: in float8, 1/16 of it.
     assert relative_error(ir, format, dtype, capability, rng) < (5e-3 if dtype == "float32" else 3e-2)
+
+
+LARGE = [  # rows, columns, terms: parts of tiles, one tile for each cluster, several
+    (17, 64, 128),
+    (33, 64, 128),
+    (129, 64, 128),
+    (300, 272, 208),
+    (256, 448, 2000),
+    (1000, 1536, 512),
+    (2048, 4096, 384),
+]
+
+
+@pytest.mark.gpu
+@NO_GPU
+@pytest.mark.parametrize("format", BYTES, ids=str)
+@pytest.mark.parametrize(("rows", "n", "k"), LARGE, ids=str)
+@pytest.mark.parametrize("behind", ["bias", "residual", "gate"])
+def test_each_result_of_a_large_product_is_what_the_cpu_computes(
+    format: QuantizedFormat,
+    rows: int,
+    n: int,
+    k: int,
+    behind: str,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_codes, "_FEWEST_TILES", 1)
+    ir = large(rows, n, k, behind)
+    state = state_of(ir, rng)
+    inputs = {
+        tensor["name"]: rng.standard_normal(tensor["shape"]).astype(numpy_dtype("bfloat16"))
+        for tensor in ir["graph_inputs"]
+        if tensor["name"] in ("x", "other")
+    }
+    gpu, host = cuda_gpu.cuda_backends()[0], CPUBackend()
+    program = compiled(CUDACodegenTarget(), ir, format)
+    assert "linear_codes" in [call.kernel for call in program.kernels]
+    found = run(gpu, program, state, **inputs)
+    expected = run(host, compiled(host.target, ir, format), state, **inputs)
+    np.testing.assert_allclose(
+        found,
+        expected,
+        rtol=0.05 if behind == "gate" else 0.02,
+        atol=(0.2 if behind == "gate" else 0.05) * expected.std(),
+    )
+
+
+def large(rows: int, n: int, k: int, behind: str) -> dict[str, Any]:
+    """A product of many rows; behind it a bias and an activation, an addition, or a gate and a product."""
+    g = IRBuilder()
+    x = g.input("x", rows, k)
+    if behind == "bias":
+        g.output(g("aten.relu.default", g("aten.linear.default", x, g.weight("up", n, k), g.weight("bias", n))))
+    elif behind == "residual":
+        g.output(g("aten.add.Tensor", g("aten.linear.default", x, g.weight("up", n, k)), g.input("other", rows, n)))
+    else:
+        opened = g("aten.silu.default", g("aten.linear.default", x, g.weight("gate", n, k)))
+        inner = g("aten.mul.Tensor", opened, g("aten.linear.default", x, g.weight("up", n, k)))
+        g.output(g("aten.linear.default", inner, g.weight("down", 64, n)))
+    return g.ir()
 
 
 def test_every_name_of_a_format_compiles() -> None:

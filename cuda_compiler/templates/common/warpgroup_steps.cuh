@@ -29,6 +29,7 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 // Operands of sums; who includes this says by `FOUR` what type the registers of a fragment have.
 #define EIGHT(x, i) FOUR(x, i), FOUR(x, i + 1)
 #define SIXTEEN(x, i) EIGHT(x, i), EIGHT(x, i + 2)
+#define SIXTY_FOUR(x, i) SIXTEEN(x, i), SIXTEEN(x, i + 4), SIXTEEN(x, i + 8), SIXTEEN(x, i + 12)
 
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
@@ -49,6 +50,13 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 
 #define NAMES_80 \
     NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+
+#define NAMES_96 \
+    NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+
+#define NAMES_128 \
+    NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Registers that were written before are ready for products from here on.
 __device__ __forceinline__ void begin_products() {
@@ -93,7 +101,23 @@ __device__ __forceinline__ void sync_some() {
     asm volatile("bar.sync %0, %1;" :: "n"(barrier), "n"(threads) : "memory");
 }
 
+// The same by the barrier with a number that is not known before.
+template <int threads>
+__device__ __forceinline__ void sync_some(int barrier) {
+    asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(threads) : "memory");
+}
+
 // What threads have written to shared memory, before this, can be read by products after it.
 __device__ __forceinline__ void show_to_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Stores two neighbouring fragments of 16 × 8 in 16 bits, a word of their first and of their last 8 rows each. Lanes give the
+// addresses of rows: the first 16 of those of the first fragment, the others of the second one. The compiler may move other accesses
+// across.
+__device__ __forceinline__ void store_fragments(
+    void *row, unsigned upper, unsigned lower, unsigned next_upper, unsigned next_lower
+) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(shared_address(row)), "r"(upper), "r"(lower), "r"(next_upper), "r"(next_lower));
 }

@@ -1,0 +1,135 @@
+"""Products of many rows and a weight in bytes by warpgroups, bound by the tensor cores; with what follows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cuda_compiler.cuda_program import TensorMap
+from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
+from cuda_compiler.specialization.sizes import groups, vector_width
+from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.graph.dtypes import HALF_DTYPES
+from npu_compiler.program.kernels import KernelCall, distinct_bytes
+from npu_compiler.program.views import View
+
+_FEWEST_ROWS = 17
+_FEWEST_TILES = 64  # with fewer, cuBLASLt finds more work that can be done at a time
+_THREADS = 384  # two warpgroups that multiply, one that copies
+_TILE_ROWS = 128  # of x
+_STEP_TERMS = 128
+_WEIGHT_ROWS = (256, 192, 128)  # of a tile
+_TILE_COST = 60_000  # of a tile besides its products, in elements of the weight
+_FEWEST_STAGES, _MOST_STAGES = 2, 7
+_BARRIER_BYTES, _OTHER_BARRIERS = 16, 16  # of a stage, and of the residual
+_STORED_ROWS, _STORED_WIDTH = 64, 64  # of the result, by one instruction
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How a product is divided into tiles.
+
+    Attributes:
+        weight_rows: Rows of the weight in a tile.
+        stages: Steps that the ring has room for.
+        shared: Bytes of shared memory.
+        blocks: How many blocks go through all tiles.
+    """
+
+    weight_rows: int
+    stages: int
+    shared: int
+    blocks: int
+
+
+def suits_codes(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None], out: View) -> bool:
+    """Whether a product of bytes is one that this kernel makes."""
+    # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
+    dtypes = HALF_DTYPES if call.params["codes"] == "int8" else ("bfloat16",)
+    if make.capability != HOPPER or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
+        return False
+    tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.shared_memory)
+    if tiling is None or tiling.blocks < _FEWEST_TILES:
+        return False
+    addends = [view for view in (inputs["bias"], inputs["residual"]) if view is not None]
+    return all(view.dtype == out.dtype and vector_width(view) >= 8 for view in (out, *addends))
+
+
+def product_by_warpgroups(
+    make: Specializer,
+    call: KernelCall,
+    rows: View,
+    scales: tuple[View, View],
+    inputs: Mapping[str, View | None],
+    out: View,
+    function: str = "",
+) -> KernelCall:
+    """A product for which `suits_codes` holds.
+
+    Args:
+        rows: Codes [m, k].
+        scales: Of rows [m], of columns.
+        inputs: The weight's codes (`data`), bias, residual.
+        function: C of `float made(float a, float b)` of the halves of the product's columns; empty where there is none.
+    """
+    data, residual = inputs["data"], inputs["residual"]
+    (m, k), n = rows.shape, out.shape[1]
+    tiling = _tiling(m, n, k, bool(function), make.shared_memory)
+    assert data is not None and tiling is not None
+    maps = {
+        "x": TensorMap.of(rows, _TILE_ROWS),
+        "weight": TensorMap.of(data, tiling.weight_rows // 2),
+        "out": TensorMap.of(out, _STORED_ROWS),
+    }
+    if residual is not None:
+        maps["residual"] = TensorMap.of(residual, _STORED_ROWS)
+    definitions = (
+        function or "__device__ __forceinline__ float made(float a, float) { return a; }",
+        f"#define RESIDUAL_MAP {'0' if residual is None else 'residual_map'}",
+        "",
+    )
+    made = make.kernel(
+        replace(call, params={**call.params, "n": n}),
+        "matmul/linear_codes.cu",
+        function="linear_codes",
+        inputs={
+            "x": rows,
+            "weight": data,
+            "rows": scales[0],
+            "columns": scales[1],
+            "bias": inputs["bias"],
+            "residual": residual,
+        },
+        outputs={"out": out},
+        grid=(tiling.blocks, 1, 1),
+        block=(_THREADS, 1, 1),
+        shared=tiling.shared,
+        constants={
+            "to_int8": call.params["codes"] == "int8",
+            "is_made": bool(function),
+            "weight_rows": tiling.weight_rows,
+            "stages": tiling.stages,
+            "shared": tiling.shared,
+        },
+        definitions="\n".join(definitions),
+        maps=maps,
+    )
+    return replace(made, bytes_moved=sum(map(distinct_bytes, (*made.inputs, *made.outputs))))
+
+
+@cache
+def _tiling(m: int, n: int, k: int, is_made: bool, shared_memory: int) -> _Tiling | None:
+    """The tiling with which the busiest block is done first, if there is one that fits."""
+    best, least = None, math.inf
+    for weight_rows in _WEIGHT_ROWS:
+        width = weight_rows // 2 if is_made else weight_rows
+        rest = _TILE_ROWS * width * 2 + _OTHER_BARRIERS
+        stage = _STEP_TERMS * (_TILE_ROWS + weight_rows) + _BARRIER_BYTES
+        stages = min(_MOST_STAGES, (shared_memory - rest) // stage)
+        tiles = groups(m, _TILE_ROWS) * groups(n, width)
+        busiest = groups(tiles, MULTIPROCESSORS) * (weight_rows * k + _TILE_COST)
+        if width % _STORED_WIDTH == 0 and stages >= _FEWEST_STAGES and busiest < least:
+            best, least = _Tiling(weight_rows, stages, stages * stage + rest, min(tiles, MULTIPROCESSORS)), busiest
+    return best
