@@ -107,8 +107,8 @@ def _matvec_along_terms(
     splits = 1
     while splits < MATVEC_WARPS and n // columns * splits < FILLING_WARPS and packs // (WARP * splits) >= 4:
         splits *= 2
-    unrolled = _unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
-    constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": unrolled}
+    steps_at_once = unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
+    constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": steps_at_once}
     return make.kernel(
         call,
         "matmul/matvec.cu",
@@ -122,7 +122,7 @@ def _matvec_along_terms(
     )
 
 
-def _unrolled(steps: int, most: int) -> int:
+def unrolled(steps: int, most: int) -> int:
     """The unrolling factor of a loop: the largest divisor in the upper half of the range, or else its maximum."""
     return max((count for count in range(most // 2 + 1, most + 1) if steps % count == 0), default=most)
 

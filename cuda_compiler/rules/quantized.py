@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from cuda_compiler.rules.matmul import FILLING_WARPS, MATVEC_WARPS, VECTOR_ROWS, many_rows, operands
+from cuda_compiler.rules.matmul import FILLING_WARPS, MATVEC_WARPS, VECTOR_ROWS, many_rows, operands, unrolled
 from cuda_compiler.specialization.gpu import AMPERE, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -18,6 +18,8 @@ from npu_compiler.program.views import View
 _FILE = "matmul/quantized.cu"
 _BLOCK = 256
 _PARTS = ("data", "scales", "offset")
+_LOADS = 6  # of 16 bytes of codes in flight per thread
+_SHARED_LOADS = 4  # for each warp from which on two rows of the weight share what a warp reads of x
 # Fewest and most rows of products that read codes on tensor cores, by the bits of a code. With fewer, the units for
 # floats are as fast; with more it pays to widen the weight and to leave the product to cuBLASLt.
 _TILED_ROWS = {4: (4, 64), 8: (8, 32)}
@@ -47,21 +49,30 @@ def linear(make: Specializer, call: KernelCall, inputs: dict[str, View | None], 
 
 
 def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None], gated: bool) -> KernelCall:
-    """One warp per result, or several where that would not saturate memory bandwidth."""
+    """One warp per result or two, or several where that would not saturate memory bandwidth."""
     n, k = call.params["n"], call.params["k"]
     pack = _pack(call)
+    loads = n * groups(k, pack * WARP)  # of a warp, in all
+    columns = 2 if not gated and call.params["m"] == 1 and loads >= _SHARED_LOADS * FILLING_WARPS else 1
     splits = 1
-    while splits < MATVEC_WARPS and n * splits < FILLING_WARPS and k // (pack * WARP * splits) >= 4:
+    while splits < MATVEC_WARPS and n // columns * splits < FILLING_WARPS and k // (pack * WARP * splits) >= 4:
         splits *= 2
+    steps = max(1, k // (pack * WARP * splits))
     return make.kernel(
         call,
         _FILE,
         function="quantized_matvec",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(groups(n, MATVEC_WARPS // splits), 1, 1),
+        grid=(groups(n, MATVEC_WARPS // splits * columns), 1, 1),
         block=(MATVEC_WARPS * WARP, 1, 1),
-        constants={"gated": gated, "pack": pack, "splits": splits, "unrolled": 1 if gated else 2},
+        constants={
+            "gated": gated,
+            "pack": pack,
+            "columns": columns,
+            "splits": splits,
+            "unrolled": 1 if gated else unrolled(steps, _LOADS // columns),
+        },
     )
 
 

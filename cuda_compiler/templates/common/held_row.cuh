@@ -3,24 +3,34 @@
 
 #include "common/reduction.cuh"
 
-// `Values` tells what is reduced: `count` elements, and `get<N>` for N of them from one on.
-template <typename Values>
+// `Values` tells what is reduced: `count` elements, and `get<N>` for N of them from one on. They are held as `Type`, in which all of
+// them can be stored.
+template <typename Values, typename Type = float>
 struct Held {
     static constexpr index_t packs = Values::count / pack;
-    float values[held_packs][pack];
+    Pack<Type, pack> held[held_packs];
 
     // Calls visit(values, first) for every element of this thread, in packs and one by one. `again` is set where the
-    // held values are there already.
-    template <bool again, typename Visit>
+    // held values are there already, and `changes` where those that it makes of them are to be held.
+    template <bool again, bool changes = false, typename Visit>
     __device__ __forceinline__ void each(const Values &source, Place place, Visit visit) {
 #pragma unroll
         for (int turn = 0; turn < held_packs; turn++) {
             const index_t i = turn * Place::threads() + place.thread();
             if (i < packs) {
-                if constexpr (!again) {
-                    source.get(values[turn], i * pack);
+                float values[pack];
+                if constexpr (again) {
+                    to_floats(values, held[turn]);
+                } else {
+                    source.get(values, i * pack);
                 }
-                visit(values[turn], i * pack);
+                if constexpr (!again && !changes) {
+                    from_floats(held[turn], values);
+                }
+                visit(values, i * pack);
+                if constexpr (changes) {
+                    from_floats(held[turn], values);
+                }
             }
         }
         for (index_t i = held_packs * Place::threads() + place.thread(); i < packs; i += Place::threads()) {

@@ -46,11 +46,62 @@ struct Group {
 
 using Codes = Pack<unsigned char, pack_bytes>;
 
-__device__ __forceinline__ Codes load_codes(const unsigned char *data, index_t row, index_t column) {
-    return load_pack<pack_bytes>(data + row * Data::stride(0) + (is_int4 ? column / 2 : column));
+__device__ __forceinline__ const unsigned char *codes_at(const unsigned char *data, index_t row, index_t column) {
+    return data + row * Data::stride(0) + (is_int4 ? column / 2 : column);
+}
+
+// Four bytes between 0 and 255 as floats.
+__device__ __forceinline__ void bytes_to_floats(float (&values)[4], unsigned bytes, float zero) {
+    constexpr unsigned integral = 0x4b000000u;  // of 2^23, behind whose last bit there is no other
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        values[i] = __uint_as_float(__byte_perm(bytes, integral, 0x7440 + i)) - (8388608.0f + zero);
+    }
+}
+
+// Two codes of float8.
+__device__ __forceinline__ void float8_values(float (&values)[2], unsigned codes) {
+#if __CUDA_ARCH__ >= 890
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(codes)));
+    values[0] = to_float(f16{(unsigned short)(halves)});
+    values[1] = to_float(f16{(unsigned short)(halves >> 16)});
+#else
+    values[0] = float8_value(codes & 0xffu);
+    values[1] = float8_value(codes >> 8 & 0xffu);
+#endif
 }
 
 __device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &codes) {
+    if constexpr (pack_bytes % 4 == 0) {
+        const unsigned *words = reinterpret_cast<const unsigned *>(&codes);
+#pragma unroll
+        for (int word = 0; word < pack_bytes / 4; word++) {
+            float found[4];
+            if constexpr (is_int4) {
+                float odd[4];
+                bytes_to_floats(found, words[word] & 0x0f0f0f0fu, 0.0f);
+                bytes_to_floats(odd, words[word] >> 4 & 0x0f0f0f0fu, 0.0f);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    values[8 * word + 2 * i] = found[i];
+                    values[8 * word + 2 * i + 1] = odd[i];
+                }
+                continue;
+            }
+            if constexpr (is_int8) {
+                bytes_to_floats(found, words[word] ^ 0x80808080u, 128.0f);
+            } else {
+                float8_values(reinterpret_cast<float(&)[2]>(found[0]), words[word]);
+                float8_values(reinterpret_cast<float(&)[2]>(found[2]), words[word] >> 16);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                values[smaller(4 * word + i, pack - 1)] = found[i];
+            }
+        }
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < pack; i++) {
         const unsigned byte = codes.item[is_int4 ? i / 2 : i];
@@ -64,14 +115,20 @@ __device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &cod
     }
 }
 
-// The elements themselves.
-__device__ __forceinline__ void load_elements(
-    float (&values)[pack], const unsigned char *data, const Scales::type *scales, const Offset::type *offset, index_t row,
-    index_t column
+// Codes from one column of a row on → the elements themselves.
+__device__ __forceinline__ void to_elements(
+    float (&values)[pack], const Scales::type *scales, const Offset::type *offset, index_t row, index_t column
 ) {
-    to_codes(values, load_codes(data, row, column));
 #pragma unroll
     for (int i = 0; i < pack; i++) {
         values[i] = Group(scales, offset, row, in_one_group ? column : column + i)(values[i]);
     }
+}
+
+__device__ __forceinline__ void load_elements(
+    float (&values)[pack], const unsigned char *data, const Scales::type *scales, const Offset::type *offset, index_t row,
+    index_t column
+) {
+    to_codes(values, load_pack<pack_bytes>(codes_at(data, row, column)));
+    to_elements(values, scales, offset, row, column);
 }

@@ -4,31 +4,51 @@
 #include "common/stored_codes.cuh"
 
 #kernel quantized_matvec
-// A warp takes one row of the weight (with a gate, also its partner), or, where `splits` > 1, a part of its terms.
+// A warp takes `columns` rows of the weight (with a gate, also their partners), or, where `splits` > 1, a part of their terms.
 constexpr int rows = param::m;
-constexpr int terms = gated ? 2 : 1;
+constexpr int terms = gated ? 2 * columns : columns;
 constexpr int warps = THREADS / WARP;
 constexpr int teams = warps / splits;
+constexpr index_t step = index_t(splits) * WARP * pack;
+constexpr index_t steps = param::k / step;
+constexpr bool is_shifted = is_int4 || has_minimum || has_zero_point;  // codes stand for multiples of a scale and more
 
+#include "common/stream_pack.cuh"
 #include "matmul/linear_result.cuh"
 
-KERNEL(quantized_matvec) {
-    __shared__ float partial[warps][terms][rows];
-    const int lane = threadIdx.x % WARP;
-    const int warp = threadIdx.x / WARP;
-    const index_t wanted = index_t(blockIdx.x) * teams + warp / splits;
-    const index_t weight_row = wanted < param::n ? wanted : param::n - 1;
-    float sums[terms][rows] = {};
-#pragma unroll unrolled
-    for (index_t at = index_t(warp % splits * WARP + lane) * pack; at < param::k; at += splits * WARP * pack) {
+struct Sums {
+    float of[terms][rows];
+
+    // The products of `count` packs of each weight row, a step apart, with the others on their way before the first is used.
+    template <int count>
+    __device__ __forceinline__ void add(
+        const X::type *x, const Data::type *data, const Scales::type *scales, const Offset::type *offset,
+        const index_t (&weight_rows)[terms], index_t first
+    ) {
+        Codes read[count][terms];
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+#pragma unroll
+            for (int term = 0; term < terms; term++) {
+                read[i][term] = stream_pack<pack_bytes>(codes_at(data, weight_rows[term], first + i * step));
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+            add_pack(x, scales, offset, weight_rows, first + i * step, read[i]);
+        }
+    }
+
+    __device__ __forceinline__ void add_pack(
+        const X::type *x, const Scales::type *scales, const Offset::type *offset, const index_t (&weight_rows)[terms],
+        index_t at, const Codes (&read)[terms]
+    ) {
         float codes[terms][pack];
 #pragma unroll
         for (int term = 0; term < terms; term++) {
-            const index_t weight_at = weight_row + term * param::n;
-            if constexpr (in_one_group) {
-                to_codes(codes[term], load_codes(data, weight_at, at));
-            } else {
-                load_elements(codes[term], data, scales, offset, weight_at, at);
+            to_codes(codes[term], read[term]);
+            if constexpr (!in_one_group) {
+                to_elements(codes[term], scales, offset, weight_rows[term], at);
             }
         }
 #pragma unroll
@@ -51,38 +71,69 @@ KERNEL(quantized_matvec) {
             }
 #pragma unroll
             for (int term = 0; term < terms; term++) {
-                const Group whole(scales, offset, weight_row + term * param::n, at);
-                float product = in_one_group ? -whole.zero * total : 0.0f;
+                const Group whole(scales, offset, weight_rows[term], at);
+                float product = in_one_group && is_shifted ? -whole.zero * total : 0.0f;
 #pragma unroll
                 for (int i = 0; i < pack; i++) {
                     product = fmaf(values[i], codes[term][i], product);
                 }
-                sums[term][row] += in_one_group ? fmaf(whole.scale, product, whole.minimum * total) : product;
+                const float shift = is_shifted ? whole.minimum * total : 0.0f;
+                of[term][row] += in_one_group ? fmaf(whole.scale, product, shift) : product;
             }
         }
+    }
+};
+
+KERNEL(quantized_matvec) {
+    __shared__ float partial[warps][terms][rows];
+    const int lane = threadIdx.x % WARP;
+    const int warp = threadIdx.x / WARP;
+    const index_t first_column = (index_t(blockIdx.x) * teams + warp / splits) * columns;
+    index_t weight_rows[terms];
+#pragma unroll
+    for (int i = 0; i < columns; i++) {
+        weight_rows[i] = first_column + i < param::n ? first_column + i : param::n - 1;
+        if constexpr (gated) {
+            weight_rows[columns + i] = weight_rows[i] + param::n;
+        }
+    }
+    Sums sums{};
+    index_t at = index_t(warp % splits * WARP + lane) * pack;
+#pragma unroll 1
+    for (index_t turn = 0; turn < steps / unrolled; turn++) {
+        sums.add<unrolled>(x, data, scales, offset, weight_rows, at);
+        at += unrolled * step;
+    }
+    if constexpr (steps % unrolled != 0) {
+        sums.add<steps % unrolled>(x, data, scales, offset, weight_rows, at);
+        at += steps % unrolled * step;
+    }
+    if (param::k % step != 0 && at < param::k) {
+        sums.add<1>(x, data, scales, offset, weight_rows, at);
     }
 #pragma unroll
     for (int term = 0; term < terms; term++) {
 #pragma unroll
         for (int row = 0; row < rows; row++) {
-            const float sum = warp_sum(sums[term][row]);
+            const float sum = warp_sum(sums.of[term][row]);
             if (lane == 0) {
                 partial[warp][term][row] = sum;
             }
         }
     }
     __syncthreads();
-    for (int result = threadIdx.x; result < teams * rows; result += THREADS) {
-        const int team = result / rows;
+    for (int result = threadIdx.x; result < teams * columns * rows; result += THREADS) {
+        const int team = result / (columns * rows);
+        const int term = result / rows % columns;
         const int row = result % rows;
-        const index_t column = index_t(blockIdx.x) * teams + team;
+        const index_t column = (index_t(blockIdx.x) * teams + team) * columns + term;
         if (column < param::n) {
             float sum = 0.0f;
             float up = 0.0f;
             for (int part = 0; part < splits; part++) {
-                sum += partial[team * splits + part][0][row];
+                sum += partial[team * splits + part][term][row];
                 if constexpr (gated) {
-                    up += partial[team * splits + part][terms - 1][row];
+                    up += partial[team * splits + part][columns + term][row];
                 }
             }
             finish(sum, up, Addends(bias, residual, row, column), out, row, column);

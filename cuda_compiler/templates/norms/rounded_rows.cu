@@ -154,6 +154,17 @@ struct PutRounded {
 __device__ __forceinline__ void put_scale(float *scales, index_t row, float scale) { scales[row] = scale; }
 __device__ __forceinline__ void put_scale(const float *, index_t, float) {}  // there are none
 
+template <bool>
+struct HeldType {
+    using type = Stored;
+};
+template <>
+struct HeldType<false> {
+    using type = float;
+};
+// Of long rows, threads hold what takes few registers, so that more rows are under way; of others, what takes no conversion.
+using Kept = HeldType<(held_packs > 3)>::type;
+
 // A norm changes what threads hold, so they must hold all of the row.
 static_assert(!is_normed || X::size(1) % pack == 0 && X::size(1) / pack <= index_t(held_packs) * Place::threads(), "");
 
@@ -169,13 +180,13 @@ KERNEL(rounded_rows) {
     const Row row{
         x + place.row * X::stride(0), other + place.row * Other::stride(0), residual + place.row * Residual::stride(0),
         columns, beside, of_row};
-    Held<Row> held;
+    Held<Row, Kept> held;
     if constexpr (is_normed) {
         float squares = 0.0f;
         held.template each<false>(row, place, AddSquares{squares, 0.0f});
         held.template each<true>(row, place, StoreTotal{total + place.row * Total::stride(0)});
         const float scale = rsqrtf(reduce_sum(squares, place) / float(Row::count) + eps);
-        held.template each<true>(row, place, Normalize{weight, scale});
+        held.template each<true, true>(row, place, Normalize{weight, scale});
     }
     float largest = 0.0f;
     held.template each<is_normed>(row, place, FindLargest{largest});
