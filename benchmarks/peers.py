@@ -84,6 +84,10 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 ATTENTION: dict[str, Attend] = {"grouped": attend_grouped, "expanded": attend_expanded, "prompt": attend_prompt}
 
 
+# The tensors of a layer; some are None.
+_LAYER = ("qkv", "qkv_bias", "q_norm", "k_norm", "out", "gate_up", "down", "norm_in", "norm_mid", "k", "v")
+
+
 class StaticLanguageModel(nn.Module):
     """A Llama-like model written for `torch.compile`: fused QKV and gate+up projections, SDPA, a static KV cache.
 
@@ -134,24 +138,30 @@ class StaticLanguageModel(nn.Module):
         rows = torch.arange(self.layers[0].k.shape[2], device=positions.device)
         mask = (rows <= positions[:, None])[None, None]
         for layer in self.layers:
-            x = x + self._attention(layer, self._normed(x, layer.norm_in), positions, rotation, mask)
-            gate, up = F.linear(self._normed(x, layer.norm_mid), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = self.block({name: getattr(layer, name) for name in _LAYER}, x, positions, rotation, mask)
         return F.linear(self._normed(x[:, -1], self.norm), self.lm_head).float().squeeze(0)
 
+    def block(
+        self, layer: Mapping[str, Any], x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+    ) -> Tensor:
+        """What a layer, given by its tensors, makes of x [B, T, hidden]."""
+        x = x + self._attention(layer, self._normed(x, layer["norm_in"]), positions, rotation, mask)
+        gate, up = F.linear(self._normed(x, layer["norm_mid"]), layer["gate_up"]).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, layer["down"])
+
     def _attention(
-        self, layer: Any, x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
+        self, layer: Mapping[str, Any], x: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
         heads = [self.heads, self.kv_heads, self.kv_heads]
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(*x.shape[:2], sum(heads), self.head_dim).transpose(1, 2)
-        q, k, v = qkv.split(heads, dim=1)
-        if layer.q_norm is not None:
-            q, k = self._normed(q, layer.q_norm), self._normed(k, layer.k_norm)
+        qkv = F.linear(x, layer["qkv"], layer["qkv_bias"])
+        q, k, v = qkv.view(*x.shape[:2], sum(heads), self.head_dim).transpose(1, 2).split(heads, dim=1)
+        if layer["q_norm"] is not None:
+            q, k = self._normed(q, layer["q_norm"]), self._normed(k, layer["k_norm"])
         q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-        layer.k.index_copy_(2, positions, k)
-        layer.v.index_copy_(2, positions, v)
-        attended = self.attend(q, layer.k, layer.v, mask)
-        return F.linear(attended.transpose(1, 2).flatten(2), layer.out)
+        layer["k"].index_copy_(2, positions, k)
+        layer["v"].index_copy_(2, positions, v)
+        attended = self.attend(q, layer["k"], layer["v"], mask)
+        return F.linear(attended.transpose(1, 2).flatten(2), layer["out"])
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -218,3 +228,25 @@ def compiled(module: nn.Module, inputs: Sequence[Tensor], mode: str, freezing: b
     with torch._inductor.config.patch(coordinate_descent_tuning=True, freezing=freezing):
         made(*inputs)
     return made
+
+
+@torch.no_grad()
+def compiled_by_layer(model: StaticLanguageModel, inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """The model with its layers compiled as one function, for models that take too long to compile as a whole.
+
+    Returns:
+        A function that replays a CUDA graph of the model on the inputs.
+    """
+    setattr(model, "block", torch.compile(model.block, fullgraph=True, dynamic=False))  # noqa: B010 - it is a method
+    with torch._inductor.config.patch(coordinate_descent_tuning=True):
+        model(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result: Tensor = model(*inputs)
+
+    def run() -> Tensor:
+        graph.replay()
+        return result
+
+    return run
