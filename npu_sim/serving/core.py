@@ -34,6 +34,7 @@ class _Launched:
     step: Step
     result: StepResult
     time: float
+    idle_since: float | None  # when the device had nothing to do, if planning needed results
 
 
 class Core:
@@ -134,9 +135,7 @@ class Core:
         step = self.scheduler.plan()
         self._observe_admitted()
         if step is not None:
-            self._launch(step)
-            if stops:
-                self.scheduler.stopped(time.perf_counter() - self._read_time)
+            self._launch(step, self._read_time if stops else None)
         elif not self._launched and self.sequences:
             raise NPUError("no request can go on")
         self._tell_news()
@@ -157,13 +156,13 @@ class Core:
                 seconds = sequence.handle.request.timeout
                 self.end(sequence, "error", f"the request took longer than its {seconds} seconds")
 
-    def _launch(self, step: Step) -> None:
+    def _launch(self, step: Step, idle_since: float | None) -> None:
         """Launch a step; if that fails, end its sequences."""
         try:
             if step.copies:
                 self._model.copy_blocks(step.copies)
             now = time.perf_counter()
-            self._launched.append(_Launched(step, self._model.step(step.batch), now))
+            self._launched.append(_Launched(step, self._model.step(step.batch), now, idle_since))
         except Exception as error:
             self._fail(error, [step])
             return
@@ -189,7 +188,8 @@ class Core:
             seconds = now - max(launched.time, self._read_time)
             self._read_time = now
             self._steps.add(seconds)
-            self.scheduler.times.learn(len(step.batch.tokens), seconds, step.prompt_tokens)
+            since = launched.idle_since
+            self.scheduler.took(step, seconds, None if since is None else now - since)
             self._learn(step, chosen, logits)
 
     def _learn(self, step: Step, chosen: list[int], logits: Logits | None) -> None:

@@ -9,12 +9,14 @@ from itertools import accumulate
 
 MAX_DRAFT = 7  # tokens: with the token before them eight rows, which some devices compute in the time of one
 LEAST_GAIN = 1.05  # times as many tokens a second, below which drafts are not worth it
-_FIRST_DRAFT = 2
+_FIRST_DRAFT = 4
 _FIRST_PAUSE = 16
 _LONGEST_PAUSE = 512
 _LONGEST_WAIT = 32  # tokens
-_FIRST_CREDIT, _MOST_CREDIT = 1.5, 8.0  # tokens
-_ALLOWANCE = 0.0125  # tokens of credit for each that the sequence has more
+_FIRST_CREDIT, _MOST_CREDIT = 0.6, 8.0  # tokens
+_ALLOWANCE = 0.0075  # tokens of credit for each that the sequence has more
+SURE = 0.95  # the probability that a token is right of a draft for which there is evidence
+_FIRST_EVIDENCE, _MOST_EVIDENCE = 8, 64  # tokens
 _FIRST_RIGHT, _FIRST_WRONG = 1.6, 0.4  # as if two tokens had been drafted: four in five are right until more is known
 
 
@@ -23,7 +25,8 @@ class DraftControl:
 
     A sequence has credit for the time that its drafts take, counted in tokens that could be computed in it: a little at
     first, a little for each of its tokens, and one for each that was drafted and right. Without credit it drafts
-    nothing. So however drafts fail, a long text takes hardly longer than without.
+    nothing but where there is evidence that a draft is right. So however drafts fail, a long text takes hardly longer
+    than without.
 
     Args:
         start: Number of tokens of the sequence at its beginning.
@@ -38,6 +41,8 @@ class DraftControl:
         self._pause = _FIRST_PAUSE
         self._wait = 1
         self._resume = 0
+        self._evidence = _FIRST_EVIDENCE
+        self._resume_sure = 0
 
     @property
     def probability(self) -> float:
@@ -47,6 +52,13 @@ class DraftControl:
     def length(self, tokens: int) -> int:
         """How many tokens to draft for a sequence of that many tokens."""
         return self._length if tokens >= self._resume and self._credit_at(tokens) > 0 else 0
+
+    def evidence(self, tokens: int) -> int | None:
+        """How many tokens before a place in the text must be the same as the last ones for a draft out of it that lack
+        of credit does not prevent: twice as many after each that was not right at all or not found. None while even
+        such drafts are not worth it.
+        """
+        return self._evidence if tokens >= self._resume_sure else None
 
     def spend(self, tokens: int, cost: float) -> None:
         """Take the time of looking for a draft and of computing it, in tokens, at this length of the sequence."""
@@ -61,22 +73,35 @@ class DraftControl:
         self._credit += accepted
         if accepted:
             self._wait = 1
+        else:
+            self._ask_for_more()
         self._right = 0.5 * self._right + accepted
         self._wrong = 0.5 * self._wrong + (not all_right)
         if all_right:
             self._length = min(2 * self._length, self._longest)
             self._pause = _FIRST_PAUSE
+            self._evidence = max(_FIRST_EVIDENCE, self._evidence // 2)
         else:
             self._length = min(max(_FIRST_DRAFT, accepted + 1), self._longest)
+
+    def _ask_for_more(self) -> None:
+        self._evidence = min(2 * self._evidence, _MOST_EVIDENCE)
 
     def wait(self, tokens: int) -> None:
         """Ask for no draft for some tokens, each time for more: at this length of the sequence, there was none."""
         self._resume = tokens + self._wait
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
+        self._ask_for_more()
 
-    def pause(self, tokens: int) -> None:
-        """Draft nothing for a while, each time longer: at this length of the sequence, a draft was not worth it."""
+    def pause(self, tokens: int, sure: bool = False) -> None:
+        """Draft nothing for a while, each time longer: at this length of the sequence, a draft was not worth it.
+
+        Args:
+            sure: There was evidence that it was right.
+        """
         self._resume = tokens + self._pause
+        if sure:
+            self._resume_sure = self._resume
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         self._length = min(_FIRST_DRAFT, self._longest)
         self._right, self._wrong = _FIRST_RIGHT, _FIRST_WRONG

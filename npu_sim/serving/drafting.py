@@ -92,6 +92,9 @@ class ModelDrafter:
     def may_draft(self, sequence: Sequence) -> bool:
         return not self._broken
 
+    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
+        return False
+
     def forget(self, sequence: Sequence) -> None:
         if drafted := self._drafted.pop(sequence, None):
             self._pool.release(drafted.table)

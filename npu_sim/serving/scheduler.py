@@ -20,13 +20,12 @@ import bisect
 import heapq
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.draft_control import worthwhile
+from npu_sim.serving.draft_control import MAX_DRAFT, SURE, worthwhile
 from npu_sim.serving.pace import StepTimes
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter
@@ -68,6 +67,7 @@ class Scheduler:
         self.waiting = 0
         self.admitted: list[Sequence] = []
         self.preemptions = 0
+        self._drafted: list[Sequence] = []  # with a draft in the latest launched step
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for admission."""
@@ -95,10 +95,27 @@ class Scheduler:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
         return any(self._must_know(sequence) for sequence in self.running)
 
-    def stopped(self, seconds: float) -> None:
-        """Take how long a device that runs ahead had nothing to do, since planning needed results."""
-        if not self._stops_anyway:
-            self.times.learn_stop(seconds)
+    def took(self, step: Step, seconds: float, whole: float | None) -> None:
+        """Learn how long a step took, and charge those that it took longer for.
+
+        Args:
+            seconds: From its launch, or from the end of the one before, to its end.
+            whole: The same from when a device that runs ahead had nothing to do, if planning needed results before it.
+        """
+        if self._stops_anyway:
+            whole = None
+        times, tokens, rows = self.times, len(step.batch.tokens), len(step.sequences)
+        if whole is None or step.drafted or not step.payers:  # else nothing else is known of steps of that many tokens
+            times.learn(tokens, seconds, step.prompt_tokens)
+        if whole is not None:
+            times.learn_stop(whole - seconds)
+        plain = times.seconds(rows)
+        longer = (times.seconds(tokens) + step.drafting if whole is None else whole) - plain
+        if plain and longer > 0 and not step.prompt_tokens:
+            shares = sum(step.payers.values())
+            for sequence, share in step.payers.items():
+                if sequence.control is not None:
+                    sequence.control.spend(len(sequence.tokens), rows * longer / plain * share / shares)
 
     @property
     def _stops_anyway(self) -> bool:
@@ -108,6 +125,8 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
         step = StepBuilder()
+        if self._runs_ahead:  # which it could not do before the results of drafts were known
+            step.payers = dict.fromkeys(self._drafted, 1)
         self._plan_decodes(step)
         self._plan_prompts(step)
         self.pool.release([source for source, _ in step.copies])
@@ -115,6 +134,7 @@ class Scheduler:
 
     def launched(self, step: Step) -> None:
         """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
+        self._drafted = step.drafted
         for sequence in step.others:
             self.register(sequence)
 
@@ -160,12 +180,12 @@ class Scheduler:
             if sequence.slot < 0 or not self._make_room(sequence, step):
                 ready = [other for other in ready if other is not sequence and other.slot >= 0]
         ready = [sequence for sequence in ready if sequence.slot >= 0]
-        drafts = self._drafts(ready)
+        drafts = self._drafts(ready, step)
         step.add_singles([sequence for sequence in ready if sequence not in drafts] if drafts else ready)
         for sequence, draft in drafts.items():
             step.add(sequence, [sequence.tokens[-1], *draft], 1 + len(draft), tuple(draft))
 
-    def _drafts(self, ready: list[Sequence]) -> dict[Sequence, list[int]]:
+    def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
         """A draft for sequences that want one, no longer than what they may still say before their last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
         if self._drafter is None:
@@ -179,7 +199,7 @@ class Scheduler:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
         spare = min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
-        for sequence, draft in self._worthwhile(wanted, len(ready)).items():
+        for sequence, draft in self._worthwhile(wanted, len(ready), step).items():
             own = sequence.computed + 1
             draft = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
             if draft:
@@ -187,7 +207,7 @@ class Scheduler:
                 spare -= len(draft)
         return drafts
 
-    def _worthwhile(self, wanted: dict[Sequence, int], rows: int) -> dict[Sequence, list[int]]:
+    def _worthwhile(self, wanted: dict[Sequence, int], rows: int, step: StepBuilder) -> dict[Sequence, list[int]]:
         """The drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens.
 
         Where no draft is, none is made for a while. Where the time of a step without drafts is not known, this one has
@@ -198,32 +218,23 @@ class Scheduler:
             return {}
         begun = time.perf_counter()
         found = self._drafter.drafts(wanted)
-        self.times.learn_drafting(time.perf_counter() - begun)
+        step.drafting = time.perf_counter() - begun
+        self.times.learn_drafting(step.drafting)
         if self._runs_ahead:
             for sequence in wanted.keys() - found.keys():
                 if sequence.control is not None:
                     sequence.control.wait(len(sequence.tokens))
-        chances = [
-            (sequence.control.probability if sequence.control else 0.0, len(draft)) for sequence, draft in found.items()
-        ]
-        lengths = worthwhile(rows, chances, self.times.seconds, self.times.drafting)
+        chances = [(self._probability(sequence), len(draft)) for sequence, draft in found.items()]
+        before = max(self.times.drafting, self.times.stop)
+        lengths = worthwhile(rows, chances, self.times.seconds, before)
         drafted = dict(zip(found, lengths, strict=True))
-        self._charge(wanted, drafted, rows)
+        for sequence in wanted:
+            step.payers[sequence] = 1 + drafted.get(sequence, 0)
         if not any(lengths):
             for sequence in found:
                 if sequence.control is not None:
-                    sequence.control.pause(len(sequence.tokens))
+                    sequence.control.pause(len(sequence.tokens), self._is_sure(sequence))
         return {sequence: draft[: drafted[sequence]] for sequence, draft in found.items()}
-
-    def _charge(self, wanted: Collection[Sequence], drafted: Mapping[Sequence, int], rows: int) -> None:
-        """Charge each sequence for which a draft was looked for with its part of the time that this takes."""
-        plain, count = self.times.seconds(rows), sum(drafted.values())
-        looking = max(0.0 if self._stops_anyway else self.times.stop, self.times.drafting)
-        longer = self.times.seconds(rows + count) - plain
-        for sequence in wanted:
-            if sequence.control is not None:
-                seconds = looking / len(wanted) + (longer * drafted.get(sequence, 0) / count if count else 0)
-                sequence.control.spend(len(sequence.tokens), rows * seconds / plain)
 
     def _must_know(self, sequence: Sequence) -> bool:
         if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
@@ -231,14 +242,28 @@ class Scheduler:
         return (
             self._drafter is not None
             and sequence.pending == 1
-            and self._draft_length(sequence) > 0
+            and self.times.knows(len(self.running))
             and self._drafter.may_draft(sequence)
+            and self._draft_length(sequence) > 0
         )
 
     def _draft_length(self, sequence: Sequence) -> int:
         if sequence.control is None or self._drafter is None or sequence.handle.request.token_filter is not None:
             return 0
-        return sequence.control.length(len(sequence.tokens))
+        return sequence.control.length(len(sequence.tokens)) or MAX_DRAFT * self._is_sure(sequence)
+
+    def _probability(self, sequence: Sequence) -> float:
+        """How probable it is that a drafted token is right if those before it are."""
+        if sequence.control is None:
+            return 0.0
+        return max(sequence.control.probability, SURE * self._is_sure(sequence))
+
+    def _is_sure(self, sequence: Sequence) -> bool:
+        """Whether there is evidence that a draft is right."""
+        if self._drafter is None or sequence.control is None:
+            return False
+        evidence = sequence.control.evidence(len(sequence.tokens))
+        return evidence is not None and self._drafter.is_sure(sequence, evidence)
 
     def _plan_prompts(self, step: StepBuilder) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the

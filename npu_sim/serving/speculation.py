@@ -25,6 +25,13 @@ class Drafter(Protocol):
         A device that runs ahead must stop for that token, so this spares it the stop where there is none.
         """
 
+    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
+        """Whether a draft is so probably right that it does not matter how earlier ones were.
+
+        Args:
+            evidence: For a draft out of the text, how many tokens at its place must be the same as the last ones.
+        """
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that has ended."""
 
@@ -35,12 +42,12 @@ class _Index:
 
     Attributes:
         places: By each run of tokens, where the token after its last occurrence is.
-        beginnings: These runs without their last token.
+        beginnings: The same of these runs without their last token.
         end: All runs that end before that place are in.
     """
 
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    beginnings: set[tuple[int, ...]] = field(default_factory=set)
+    beginnings: dict[tuple[int, ...], int] = field(default_factory=dict)
     end: int = 0
 
 
@@ -62,6 +69,15 @@ class PromptLookup:
     def may_draft(self, sequence: Sequence) -> bool:
         return tuple(sequence.tokens[1 - self._match :]) in self._index(sequence).beginnings
 
+    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
+        tokens, index, match, unknown = sequence.tokens, self._index(sequence), self._match, sequence.pending
+        runs = index.beginnings if unknown else index.places
+        place = runs.get(tuple(tokens[unknown - match :]))
+        if place is None:
+            return False
+        length = evidence - unknown  # of the tokens that are known
+        return tokens[max(0, place - length) : place] == tokens[len(tokens) - length :]
+
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence, None)
 
@@ -71,7 +87,7 @@ class PromptLookup:
         for end in range(max(index.end, match), len(tokens)):
             run = tuple(tokens[end - match : end])
             index.places[run] = end
-            index.beginnings.add(run[:-1])
+            index.beginnings[run[:-1]] = end - 1
         index.end = len(tokens)
         return index
 

@@ -33,6 +33,8 @@ class Step:
         others: All other sequences of the step.
         choices: The outputs after those of `singles`.
         prompt_tokens: Tokens of the batch that belong to pieces of prompts.
+        payers: The sequences for whose drafts this step takes longer than it would without, and their shares of that.
+        drafting: Seconds that looking for drafts took.
     """
 
     batch: Batch
@@ -41,6 +43,13 @@ class Step:
     others: list[Sequence]
     choices: list[Choice]
     prompt_tokens: int
+    payers: dict[Sequence, int]
+    drafting: float
+
+    @property
+    def drafted(self) -> list[Sequence]:
+        """The sequences that have a draft in it."""
+        return [choice.sequence for choice in self.choices if choice.draft]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -55,7 +64,9 @@ class StepBuilder:
     singles: list[Sequence] = field(default_factory=list)
     others: list[Sequence] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
-    _drafting: int = 0
+    payers: dict[Sequence, int] = field(default_factory=dict)
+    drafting: float = 0.0
+    _drafted: int = 0
     _fed: list[int] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)
     _drawn: list[float] = field(default_factory=list)
@@ -90,7 +101,7 @@ class StepBuilder:
         self._positions += range(start, start + len(tokens))
         sequence.computed = start + len(tokens)
         if draft:
-            self._drafting += len(tokens)
+            self._drafted += len(tokens)
         if outputs:
             self.choices.append(Choice(sequence, before + len(self._outputs), draft))
             sequence.output = self.choices[-1].first
@@ -121,4 +132,5 @@ class StepBuilder:
             settings[slots + self._choosers],
             np.array(self._drawn + self._uniforms, np.float32),
         )
-        return Step(batch, self.copies, self.singles, self.others, self.choices, len(self._tokens) - self._drafting)
+        prompts = len(self._tokens) - self._drafted
+        return Step(batch, self.copies, self.singles, self.others, self.choices, prompts, self.payers, self.drafting)

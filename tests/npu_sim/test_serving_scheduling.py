@@ -473,7 +473,7 @@ def test_drafts_that_fail_cost_a_text_next_to_nothing(cost: float) -> None:
             control.spend(tokens, cost)
             spent += cost
         lost.append(spent / (tokens - 49))
-    assert spent > 20 and all(share < 0.0125 + (1.5 + cost) / tokens for tokens, share in enumerate(lost, 1))
+    assert spent > 12 and all(share < 0.0075 + (0.6 + cost) / tokens for tokens, share in enumerate(lost, 1))
 
 
 def test_drafts_that_are_right_are_not_held_back_by_what_they_cost() -> None:
@@ -489,7 +489,7 @@ def test_drafts_grow_while_they_are_right() -> None:
     for tokens in range(4):
         lengths.append(control.length(tokens))
         control.learn(lengths[-1], lengths[-1])
-    assert lengths == [2, 4, 7, 7]
+    assert lengths == [4, 7, 7, 7]
     assert control.probability > 0.95
 
 
@@ -554,6 +554,9 @@ class Clueless:
         self.asked += 1
         return {}
 
+    def is_sure(self, sequence: Sequence, evidence: int) -> bool:
+        return False
+
     def forget(self, sequence: Sequence) -> None: ...
 
 
@@ -573,18 +576,6 @@ def test_where_there_are_no_drafts_a_device_that_runs_ahead_keeps_its_lead(runs_
         assert 0 < drafter.asked <= 8 + made // 32
     else:
         assert drafter.asked == 0
-
-
-@pytest.mark.parametrize("stop", [0.0, 1000.0])
-def test_a_device_that_stops_for_long_is_stopped_once(stop: float) -> None:
-    drafter = Clueless(hopes=True)
-    bench = Bench(ToyModel(blocks=60, context_length=240, max_tokens=8, runs_ahead=True), drafter=drafter)
-    for _ in range(20):
-        bench.core.scheduler.times.learn_stop(stop)
-    arrival = bench.submit(greedy(1, 2, 3, new=230))
-    bench.finish()
-    bench.check(arrival)
-    assert drafter.asked == 1 if stop else drafter.asked > 5
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])

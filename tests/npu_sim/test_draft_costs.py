@@ -1,0 +1,107 @@
+"""What drafts bring, and what they cost at most, on a device that runs ahead: in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from recited_texts import Times, seconds
+
+from npu_sim.serving.draft_control import DraftControl
+from npu_sim.serving.sequence import Sequence
+from npu_sim.serving.speculation import PromptLookup
+
+PROMPT = 200
+TIMES = [Times(), Times(several=0.44), Times(host=0.05, begin=0.02, end=0.02), Times(several=0.9, host=0.2)]
+
+
+def noise(rng: np.random.Generator, words: int, count: int) -> list[int]:
+    """Tokens of which the same three often follow each other, and then others."""
+    tokens: list[int] = rng.integers(0, words, count).tolist()
+    return tokens
+
+
+def gain(text: list[int], monkeypatch: pytest.MonkeyPatch, times: Times) -> float:
+    plain = seconds(text, PROMPT, None, monkeypatch, times)
+    return plain / seconds(text, PROMPT, PromptLookup(), monkeypatch, times)
+
+
+@pytest.mark.parametrize("words", [3, 5, 8, 20])
+@pytest.mark.parametrize("times", TIMES, ids=str)
+def test_drafts_that_fail_cost_an_answer_three_percent_at_most(
+    words: int, times: Times, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gain(noise(rng, words, PROMPT + 400), monkeypatch, times) > 0.97
+
+
+@pytest.mark.parametrize("piece", [5, 9, 17])
+def test_pieces_that_seem_to_come_again_cost_hardly_more(
+    piece: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = noise(rng, 1000, PROMPT)
+    text = list(start)
+    while len(text) < PROMPT + 600:  # copies of pieces, each of which ends where a draft begins
+        place = int(rng.integers(PROMPT - piece))
+        text += [*start[place : place + piece], *noise(rng, 1000, 8)]
+    assert gain(text, monkeypatch, Times()) > 0.95
+
+
+@pytest.mark.parametrize("times", TIMES, ids=str)
+def test_repeated_text_is_faster(times: Times, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = noise(rng, 1000, PROMPT)
+    assert gain([*start, *start], monkeypatch, times) > 1.5
+
+
+def test_drafts_come_back_where_there_is_evidence(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing, copied = noise(rng, 4, PROMPT), noise(rng, 1000, 150)
+    text = [*copied, *failing, *failing[::-1], *copied]
+    length = len(copied) + len(failing)
+    plain = seconds(text, length, None, monkeypatch)
+    drafting = seconds(text, length, PromptLookup(), monkeypatch)
+    assert plain / drafting > 1.2
+
+
+class Hopeful(PromptLookup):
+    """Says that there may be drafts, and has none."""
+
+    asked = 0
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        return True
+
+    def drafts(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        self.asked += 1
+        return {}
+
+
+@pytest.mark.parametrize(("host", "fewest", "most"), [(0.01, 8, 60), (50.0, 1, 5)])
+def test_a_device_that_stops_for_long_is_stopped_rarely(
+    host: float, fewest: int, most: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Hopeful()
+    seconds(noise(rng, 1000, PROMPT + 300), PROMPT, drafter, monkeypatch, Times(one=0.4 + host, host=host))
+    assert fewest <= drafter.asked <= most
+
+
+def test_drafts_without_any_right_token_ask_for_more_evidence() -> None:
+    control = DraftControl()
+    first = control.evidence(0)
+    assert first is not None
+    control.learn(4, 0)
+    control.wait(0)
+    assert control.evidence(0) == 4 * first
+    control.learn(4, 1)
+    assert control.evidence(0) == 4 * first
+    for _ in range(5):
+        control.learn(7, 7)
+    assert control.evidence(0) == first
+
+
+def test_where_even_right_drafts_are_not_worth_it_evidence_does_not_count_for_a_while() -> None:
+    control = DraftControl()
+    control.pause(10)
+    assert control.evidence(10) is not None
+    control.pause(10, sure=True)
+    waiting = next(tokens for tokens in range(10, 100) if control.evidence(tokens) is not None)
+    assert waiting > 20

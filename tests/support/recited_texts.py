@@ -1,0 +1,109 @@
+"""A model that recites a text in virtual time, for tests of what drafts cost and bring on a device that runs ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from npu_sim.serving import core, scheduler
+from npu_sim.serving.batch import Batch
+from npu_sim.serving.core import Core
+from npu_sim.serving.draft_control import DraftControl
+from npu_sim.serving.handle import Handle
+from npu_sim.serving.request import Request
+from npu_sim.serving.sequence import Sequence
+from npu_sim.serving.speculation import Drafter
+from npu_sim.serving.text import TextOutput
+from npu_sim.serving.writer import News
+
+
+@dataclass
+class Clock:
+    """Stands for the module `time`."""
+
+    now: float = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds: of a step of one token, and of up to eight; of the host for each step; from the launch of a step to
+    its beginning, and from its end to when the host knows of it."""
+
+    one: float = 0.4
+    several: float = 0.64
+    host: float = 0.12
+    begin: float = 0.05
+    end: float = 0.07
+
+
+@dataclass
+class _Result:
+    model: RecitingModel
+    chosen: NDArray[np.int32]
+    done: float
+
+    def tokens(self) -> NDArray[np.int32]:
+        clock = self.model.clock
+        clock.now = max(clock.now, self.done + self.model.times.end / 1000)
+        return self.chosen
+
+    def logits(self) -> Any:
+        raise AssertionError("nobody asked for logits")
+
+
+class RecitingModel:
+    """A `BatchModel` for one sequence, whose every token is the next one of the text."""
+
+    block_size, blocks, context_length, vocab_size = 16, 128, 2048, 1 << 20
+    max_tokens, max_outputs, max_sequences, runs_ahead = 2048, 64, 8, True
+
+    def __init__(self, text: list[int], times: Times, clock: Clock) -> None:
+        self._text, self.times, self.clock = [*text, 0], times, clock
+        self._free = 0.0
+
+    def step(self, batch: Batch) -> _Result:
+        self.clock.now += self.times.host / 1000
+        taken = self.times.one if len(batch.tokens) == 1 else self.times.several
+        self._free = max(self._free, self.clock.now + self.times.begin / 1000) + taken / 1000
+        places = batch.positions[batch.outputs] + 1
+        return _Result(self, np.array([self._text[place] for place in places], np.int32), self._free)
+
+    def check(self) -> None: ...
+
+    def copy_blocks(self, pairs: Any) -> None: ...
+
+
+def seconds(
+    text: list[int], prompt: int, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch, times: Times | None = None
+) -> float:
+    """How long it takes to recite a text after its first `prompt` tokens, from the first of them on."""
+    clock = Clock()
+    monkeypatch.setattr(core, "time", clock)
+    monkeypatch.setattr(scheduler, "time", clock)
+    known: list[float] = []
+    told: list[int] = []
+
+    def tell(news: list[News]) -> None:
+        for entry in news:
+            told.extend(entry.tokens)
+            known.append(clock.now)
+
+    runner = Core(RecitingModel(text, times or Times(), clock), None, drafter, tell)
+    request = Request(tuple(text[:prompt]), len(text) - prompt)
+    control = None if drafter is None else DraftControl(prompt)
+    handle = Handle(request, lambda: None)
+    runner.add(Sequence(handle, 0, text[:prompt], len(text), frozenset(), None, TextOutput(None), control, clock.now))
+    while runner.busy:
+        runner.advance()
+    assert told == text[prompt:]
+    return known[-1] - known[0]
