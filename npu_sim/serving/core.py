@@ -189,7 +189,7 @@ class Core:
             self._read_time = now
             self._steps.add(seconds)
             since = launched.idle_since
-            self.scheduler.took(step, seconds, None if since is None else now - since)
+            self.scheduler.learn_duration(step, seconds, None if since is None else now - since)
             self._learn(step, chosen, logits)
 
     def _learn(self, step: Step, chosen: list[int], logits: Logits | None) -> None:

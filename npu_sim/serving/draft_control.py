@@ -13,9 +13,9 @@ _FIRST_DRAFT = 4
 _FIRST_PAUSE = 16
 _LONGEST_PAUSE = 512
 _LONGEST_WAIT = 32  # tokens
-_FIRST_CREDIT, _MOST_CREDIT = 0.6, 8.0  # tokens
+_FIRST_CREDIT, _LEAST_CREDIT, _MOST_CREDIT = 0.6, -2.0, 8.0  # tokens; one slow step is not held against a text for long
 _ALLOWANCE = 0.0075  # tokens of credit for each that the sequence has more
-SURE = 0.95  # the probability that a token is right of a draft for which there is evidence
+_SURE = 0.95  # the probability that a token is right of a draft for which there is evidence
 _FIRST_EVIDENCE, _MOST_EVIDENCE = 8, 64  # tokens
 _FIRST_RIGHT, _FIRST_WRONG = 1.6, 0.4  # as if two tokens had been drafted: four in five are right until more is known
 
@@ -30,13 +30,11 @@ class DraftControl:
 
     Args:
         start: Number of tokens of the sequence at its beginning.
-        longest: Maximum number of tokens of a draft.
     """
 
-    def __init__(self, start: int = 0, longest: int = MAX_DRAFT) -> None:
-        self._longest = longest
+    def __init__(self, start: int = 0) -> None:
         self._credit, self._counted = _FIRST_CREDIT, start  # when it had so many tokens
-        self._length = min(_FIRST_DRAFT, longest)
+        self._length = _FIRST_DRAFT
         self._right, self._wrong = _FIRST_RIGHT, _FIRST_WRONG
         self._pause = _FIRST_PAUSE
         self._wait = 1
@@ -44,13 +42,18 @@ class DraftControl:
         self._evidence = _FIRST_EVIDENCE
         self._resume_sure = 0
 
-    @property
-    def probability(self) -> float:
-        """How probable it is that a drafted token is right if those before it are."""
-        return self._right / (self._right + self._wrong)
+    def probability(self, sure: bool = False) -> float:
+        """How probable it is that a drafted token is right if those before it are.
 
-    def length(self, tokens: int) -> int:
+        Args:
+            sure: There is evidence that the draft is right.
+        """
+        return max(self._right / (self._right + self._wrong), _SURE * sure)
+
+    def length(self, tokens: int, sure: bool = False) -> int:
         """How many tokens to draft for a sequence of that many tokens."""
+        if sure:
+            return MAX_DRAFT
         return self._length if tokens >= self._resume and self._credit_at(tokens) > 0 else 0
 
     def evidence(self, tokens: int) -> int | None:
@@ -62,7 +65,7 @@ class DraftControl:
 
     def spend(self, tokens: int, cost: float) -> None:
         """Take the time of looking for a draft and of computing it, in tokens, at this length of the sequence."""
-        self._credit, self._counted = self._credit_at(tokens) - cost, tokens
+        self._credit, self._counted = max(self._credit_at(tokens) - cost, _LEAST_CREDIT), tokens
 
     def _credit_at(self, tokens: int) -> float:
         return min(_MOST_CREDIT, self._credit + _ALLOWANCE * (tokens - self._counted))
@@ -78,11 +81,11 @@ class DraftControl:
         self._right = 0.5 * self._right + accepted
         self._wrong = 0.5 * self._wrong + (not all_right)
         if all_right:
-            self._length = min(2 * self._length, self._longest)
+            self._length = min(2 * self._length, MAX_DRAFT)
             self._pause = _FIRST_PAUSE
             self._evidence = max(_FIRST_EVIDENCE, self._evidence // 2)
         else:
-            self._length = min(max(_FIRST_DRAFT, accepted + 1), self._longest)
+            self._length = min(max(_FIRST_DRAFT, accepted + 1), MAX_DRAFT)
 
     def _ask_for_more(self) -> None:
         self._evidence = min(2 * self._evidence, _MOST_EVIDENCE)
@@ -103,7 +106,7 @@ class DraftControl:
         if sure:
             self._resume_sure = self._resume
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._length = min(_FIRST_DRAFT, self._longest)
+        self._length = _FIRST_DRAFT
         self._right, self._wrong = _FIRST_RIGHT, _FIRST_WRONG
 
 
@@ -116,7 +119,7 @@ def worthwhile(
         rows: Tokens of the step without drafts, each of which brings one.
         drafts: Of each draft the probability that a token is right if those before it are, and the number of tokens.
         seconds: The time of a step of a number of tokens.
-        drafting: Seconds that it took to draft.
+        drafting: Seconds that drafting takes, stops for it included.
     """
     chances = [
         (probability**place, index)

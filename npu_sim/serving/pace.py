@@ -115,7 +115,8 @@ class StepTimes:
             chosen = max(sizes[0], (decoded + FIRST_TOKENS).bit_length() - 1)  # up to `FIRST_TOKENS` of prompts
         else:
             estimates = {size: _estimate(size, decoded, plain, known) for size in sizes}
-            limit = max(SLOWER * plain, _ALIKE * min(estimates.values()))
+            fastest = min(estimates.values())
+            limit = SLOWER * plain if fastest <= SLOWER * plain else _ALIKE * fastest
             rates = {
                 size: ((1 << size) - (1 << _size(decoded))) / max(seconds - plain, _LEAST_LONGER * plain)
                 for size, seconds in estimates.items()

@@ -25,7 +25,7 @@ import numpy as np
 
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.draft_control import MAX_DRAFT, SURE, worthwhile
+from npu_sim.serving.draft_control import worthwhile
 from npu_sim.serving.pace import StepTimes
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter
@@ -43,7 +43,7 @@ class Scheduler:
     Attributes:
         running: In order of arrival.
         waiting: Number of sequences that wait.
-        times: How long steps take; the caller lets it learn.
+        times: How long steps take.
         admitted: Those that were admitted for the first time; the caller empties it.
         preemptions: How often a sequence lost its blocks.
     """
@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting = 0
         self.admitted: list[Sequence] = []
         self.preemptions = 0
-        self._drafted: list[Sequence] = []  # with a draft in the latest launched step
+        self._last_drafted: list[Sequence] = []  # with a draft in the latest launched step
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for admission."""
@@ -90,32 +90,52 @@ class Scheduler:
                 del self._waiting[sequence.tenant]
         if self._drafter is not None:
             self._drafter.forget(sequence)
+            self._last_drafted = [other for other in self._last_drafted if other is not sequence]
 
     def must_know(self) -> bool:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
-        return any(self._must_know(sequence) for sequence in self.running)
+        drafts = self._drafter is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
+        return any(self._must_know(sequence, drafts) for sequence in self.running)
 
-    def took(self, step: Step, seconds: float, whole: float | None) -> None:
-        """Learn how long a step took, and charge those that it took longer for.
+    @property
+    def _decoding(self) -> int:
+        """How many sequences take one token in a step."""
+        return sum(sequence.computed + 1 >= len(sequence.tokens) + sequence.pending for sequence in self.running)
+
+    @property
+    def _spare_outputs(self) -> int:
+        """Outputs of a step that neither running nor waiting sequences need."""
+        return min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
+
+    def learn_duration(self, step: Step, seconds: float, since_idle: float | None) -> None:
+        """Learn how long a step took, and charge the sequences for whose drafts it took longer.
 
         Args:
             seconds: From its launch, or from the end of the one before, to its end.
-            whole: The same from when a device that runs ahead had nothing to do, if planning needed results before it.
+            since_idle: From when a device that runs ahead had nothing to do, if planning needed the results before it.
         """
         if self._stops_anyway:
-            whole = None
-        times, tokens, rows = self.times, len(step.batch.tokens), len(step.sequences)
-        if whole is None or step.drafted or not step.payers:  # else nothing else is known of steps of that many tokens
-            times.learn(tokens, seconds, step.prompt_tokens)
-        if whole is not None:
-            times.learn_stop(whole - seconds)
+            since_idle = None
+        times = self.times
+        # A step of one token each after a stop is longer than one that follows another at once.
+        if since_idle is None or step.drafts or not step.payers:
+            times.learn(len(step.batch.tokens), seconds, step.prompt_tokens)
+        if since_idle is not None:
+            times.learn_stop(since_idle - seconds)
+        rows = len(step.singles) + len(step.drafts)
         plain = times.seconds(rows)
-        longer = (times.seconds(tokens) + step.drafting if whole is None else whole) - plain
-        if plain and longer > 0 and not step.prompt_tokens:
-            shares = sum(step.payers.values())
-            for sequence, share in step.payers.items():
-                if sequence.control is not None:
-                    sequence.control.spend(len(sequence.tokens), rows * longer / plain * share / shares)
+        if not step.payers or not plain:
+            return
+        if since_idle is None or step.prompt_tokens:  # of which other tokens, or nothing but noise, may be a part
+            stop = times.stop if since_idle is not None else 0.0
+            drafted = sum(len(choice.draft) for choice in step.drafts)
+            longer = max(stop, step.drafting_seconds) + times.seconds(rows + drafted) - plain
+        else:
+            longer = since_idle - plain
+        shares = sum(step.payers.values())
+        for sequence, share in step.payers.items():
+            if sequence.control is not None and longer > 0:
+                sequence.control.spend(len(sequence.tokens), rows * longer / plain * share / shares)
 
     @property
     def _stops_anyway(self) -> bool:
@@ -126,7 +146,7 @@ class Scheduler:
         """The next step; None if nothing can be computed before the launched ones are read."""
         step = StepBuilder()
         if self._runs_ahead:  # which it could not do before the results of drafts were known
-            step.payers = dict.fromkeys(self._drafted, 1)
+            step.payers = {sequence: 1 for sequence in self._last_drafted if not sequence.ended}
         self._plan_decodes(step)
         self._plan_prompts(step)
         self.pool.release([source for source, _ in step.copies])
@@ -134,7 +154,7 @@ class Scheduler:
 
     def launched(self, step: Step) -> None:
         """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
-        self._drafted = step.drafted
+        self._last_drafted = [choice.sequence for choice in step.drafts]
         for sequence in step.others:
             self.register(sequence)
 
@@ -188,7 +208,8 @@ class Scheduler:
     def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
         """A draft for sequences that want one, no longer than what they may still say before their last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
-        if self._drafter is None:
+        spare = self._spare_outputs
+        if self._drafter is None or spare <= 0:
             return {}
         wanted = {}
         for sequence in ready:
@@ -198,13 +219,14 @@ class Scheduler:
                 if length > 0:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
-        spare = min(self._max_outputs, self._max_tokens) - min(self.max_running, len(self.running) + self.waiting)
         for sequence, draft in self._worthwhile(wanted, len(ready), step).items():
             own = sequence.computed + 1
-            draft = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
-            if draft:
-                drafts[sequence] = draft
-                spare -= len(draft)
+            fitting = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
+            if fitting:
+                drafts[sequence] = fitting
+                spare -= len(fitting)
+            elif draft:  # there is no room for it
+                self._pause(sequence)
         return drafts
 
     def _worthwhile(self, wanted: dict[Sequence, int], rows: int, step: StepBuilder) -> dict[Sequence, list[int]]:
@@ -218,45 +240,48 @@ class Scheduler:
             return {}
         begun = time.perf_counter()
         found = self._drafter.drafts(wanted)
-        step.drafting = time.perf_counter() - begun
-        self.times.learn_drafting(step.drafting)
+        step.drafting_seconds = time.perf_counter() - begun
+        self.times.learn_drafting(step.drafting_seconds)
         if self._runs_ahead:
             for sequence in wanted.keys() - found.keys():
                 if sequence.control is not None:
                     sequence.control.wait(len(sequence.tokens))
         chances = [(self._probability(sequence), len(draft)) for sequence, draft in found.items()]
-        before = max(self.times.drafting, self.times.stop)
+        before = max(self.times.drafting, 0.0 if self._stops_anyway else self.times.stop)
         lengths = worthwhile(rows, chances, self.times.seconds, before)
         drafted = dict(zip(found, lengths, strict=True))
         for sequence in wanted:
             step.payers[sequence] = 1 + drafted.get(sequence, 0)
         if not any(lengths):
             for sequence in found:
-                if sequence.control is not None:
-                    sequence.control.pause(len(sequence.tokens), self._is_sure(sequence))
+                self._pause(sequence)
         return {sequence: draft[: drafted[sequence]] for sequence, draft in found.items()}
 
-    def _must_know(self, sequence: Sequence) -> bool:
+    def _pause(self, sequence: Sequence) -> None:
+        if sequence.control is not None:
+            sequence.control.pause(len(sequence.tokens), self._is_sure(sequence))
+
+    def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
+        """The same for one sequence, where steps may have drafts."""
         if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
             return True
         return (
-            self._drafter is not None
+            drafts
+            and self._drafter is not None
             and sequence.pending == 1
-            and self.times.knows(len(self.running))
             and self._drafter.may_draft(sequence)
             and self._draft_length(sequence) > 0
         )
 
     def _draft_length(self, sequence: Sequence) -> int:
-        if sequence.control is None or self._drafter is None or sequence.handle.request.token_filter is not None:
+        control, tokens = sequence.control, len(sequence.tokens)
+        if control is None or self._drafter is None or sequence.handle.request.token_filter is not None:
             return 0
-        return sequence.control.length(len(sequence.tokens)) or MAX_DRAFT * self._is_sure(sequence)
+        return control.length(tokens) or control.length(tokens, self._is_sure(sequence))
 
     def _probability(self, sequence: Sequence) -> float:
         """How probable it is that a drafted token is right if those before it are."""
-        if sequence.control is None:
-            return 0.0
-        return max(sequence.control.probability, SURE * self._is_sure(sequence))
+        return sequence.control.probability(self._is_sure(sequence)) if sequence.control is not None else 0.0
 
     def _is_sure(self, sequence: Sequence) -> bool:
         """Whether there is evidence that a draft is right."""

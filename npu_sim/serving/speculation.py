@@ -76,7 +76,7 @@ class PromptLookup:
         if place is None:
             return False
         length = evidence - unknown  # of the tokens that are known
-        return tokens[max(0, place - length) : place] == tokens[len(tokens) - length :]
+        return length <= place and tokens[place - length : place] == tokens[len(tokens) - length :]
 
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence, None)

@@ -34,7 +34,7 @@ class Step:
         choices: The outputs after those of `singles`.
         prompt_tokens: Tokens of the batch that belong to pieces of prompts.
         payers: The sequences for whose drafts this step takes longer than it would without, and their shares of that.
-        drafting: Seconds that looking for drafts took.
+        drafting_seconds: How long looking for drafts took.
     """
 
     batch: Batch
@@ -44,12 +44,12 @@ class Step:
     choices: list[Choice]
     prompt_tokens: int
     payers: dict[Sequence, int]
-    drafting: float
+    drafting_seconds: float
 
     @property
-    def drafted(self) -> list[Sequence]:
-        """The sequences that have a draft in it."""
-        return [choice.sequence for choice in self.choices if choice.draft]
+    def drafts(self) -> list[Choice]:
+        """The outputs of sequences that have a draft in it."""
+        return [choice for choice in self.choices if choice.draft]
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -65,8 +65,8 @@ class StepBuilder:
     others: list[Sequence] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
     payers: dict[Sequence, int] = field(default_factory=dict)
-    drafting: float = 0.0
-    _drafted: int = 0
+    drafting_seconds: float = 0.0
+    _draft_tokens: int = 0
     _fed: list[int] = field(default_factory=list)
     _starts: list[int] = field(default_factory=list)
     _drawn: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ class StepBuilder:
         self._positions += range(start, start + len(tokens))
         sequence.computed = start + len(tokens)
         if draft:
-            self._drafted += len(tokens)
+            self._draft_tokens += len(tokens)
         if outputs:
             self.choices.append(Choice(sequence, before + len(self._outputs), draft))
             sequence.output = self.choices[-1].first
@@ -132,5 +132,7 @@ class StepBuilder:
             settings[slots + self._choosers],
             np.array(self._drawn + self._uniforms, np.float32),
         )
-        prompts = len(self._tokens) - self._drafted
-        return Step(batch, self.copies, self.singles, self.others, self.choices, prompts, self.payers, self.drafting)
+        prompts = len(self._tokens) - self._draft_tokens
+        return Step(
+            batch, self.copies, self.singles, self.others, self.choices, prompts, self.payers, self.drafting_seconds
+        )

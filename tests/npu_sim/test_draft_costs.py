@@ -9,15 +9,18 @@ import pytest
 from recited_texts import Times, seconds
 
 from npu_sim.serving.draft_control import DraftControl
+from npu_sim.serving.handle import Handle
+from npu_sim.serving.request import Request
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import PromptLookup
+from npu_sim.serving.text import TextOutput
 
 PROMPT = 200
 TIMES = [Times(), Times(several=0.44), Times(host=0.05, begin=0.02, end=0.02), Times(several=0.9, host=0.2)]
 
 
 def noise(rng: np.random.Generator, words: int, count: int) -> list[int]:
-    """Tokens of which the same three often follow each other, and then others."""
+    """Random tokens; of few words, the same three often follow each other, and then others."""
     tokens: list[int] = rng.integers(0, words, count).tolist()
     return tokens
 
@@ -54,12 +57,40 @@ def test_repeated_text_is_faster(times: Times, rng: np.random.Generator, monkeyp
 
 
 def test_drafts_come_back_where_there_is_evidence(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing, copied = noise(rng, 4, PROMPT), noise(rng, 1000, 150)
+    failing, copied = noise(rng, 4, PROMPT), noise(rng, 1000, 300)
     text = [*copied, *failing, *failing[::-1], *copied]
     length = len(copied) + len(failing)
     plain = seconds(text, length, None, monkeypatch)
     drafting = seconds(text, length, PromptLookup(), monkeypatch)
     assert plain / drafting > 1.2
+
+
+def test_a_model_without_outputs_for_drafts_never_stops_for_them(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = noise(rng, 1000, PROMPT)
+    text = [*start, *start]
+    plain = seconds(text, PROMPT, None, monkeypatch, max_outputs=1)
+    assert seconds(text, PROMPT, PromptLookup(), monkeypatch, max_outputs=1) == pytest.approx(plain, rel=1e-6)
+
+
+def test_a_slow_step_does_not_end_drafts_for_good(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [noise(rng, 1000, 6) for _ in range(30)]  # too short to be evidence
+    text = noise(rng, 1000, PROMPT)
+    for _ in range(250):
+        text += pieces[int(rng.integers(len(pieces)))]
+    slow = seconds(text, PROMPT, PromptLookup(), monkeypatch, Times(slow_steps=1)) - 2
+    assert seconds(text, PROMPT, None, monkeypatch) / slow > 1.05
+
+
+@pytest.mark.parametrize(("known", "evidence", "sure"), [(13, 8, True), (13, 9, True), (13, 10, False), (5, 8, False)])
+def test_evidence_counts_only_tokens_that_there_are(known: int, evidence: int, sure: bool) -> None:
+    tokens = [*range(10, 19), 1, *range(10, 19)][-known - 6 :] if known == 13 else [1, 2, 9, 1, 2]
+    request = Request(tuple(tokens))
+    sequence = Sequence(
+        Handle(request, lambda: None), 0, tokens, 100, frozenset(), None, TextOutput(None), DraftControl(), 0.0
+    )
+    assert PromptLookup().is_sure(sequence, evidence) == sure
 
 
 class Hopeful(PromptLookup):

@@ -455,7 +455,7 @@ def test_drafting_pauses_longer_each_time_that_it_is_not_worth_it() -> None:
     control, tokens, drafted = DraftControl(), 0, []
     while tokens < 2000:
         if length := control.length(tokens):
-            if any(worthwhile(1, [(control.probability, length)], lambda rows: 1 + 0.1 * rows, 0.0)):
+            if any(worthwhile(1, [(control.probability(), length)], lambda rows: 1 + 0.1 * rows, 0.0)):
                 drafted.append(tokens)
                 control.learn(length, 0)
             else:
@@ -490,7 +490,7 @@ def test_drafts_grow_while_they_are_right() -> None:
         lengths.append(control.length(tokens))
         control.learn(lengths[-1], lengths[-1])
     assert lengths == [4, 7, 7, 7]
-    assert control.probability > 0.95
+    assert control.probability() > 0.95
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,15 @@ class Clock:
 @dataclass(frozen=True)
 class Times:
     """Milliseconds: of a step of one token, and of up to eight; of the host for each step; from the launch of a step to
-    its beginning, and from its end to when the host knows of it."""
+    its beginning, and from its end to when the host knows of it. So many steps of several tokens take two seconds more.
+    """
 
     one: float = 0.4
     several: float = 0.64
     host: float = 0.12
     begin: float = 0.05
     end: float = 0.07
+    slow_steps: int = 0
 
 
 @dataclass
@@ -65,15 +67,19 @@ class RecitingModel:
     """A `BatchModel` for one sequence, whose every token is the next one of the text."""
 
     block_size, blocks, context_length, vocab_size = 16, 128, 2048, 1 << 20
-    max_tokens, max_outputs, max_sequences, runs_ahead = 2048, 64, 8, True
+    max_tokens, max_sequences, runs_ahead = 2048, 8, True
 
-    def __init__(self, text: list[int], times: Times, clock: Clock) -> None:
-        self._text, self.times, self.clock = [*text, 0], times, clock
+    def __init__(self, text: list[int], times: Times, clock: Clock, max_outputs: int = 64) -> None:
+        self._text, self.times, self.clock, self.max_outputs = [*text, 0], times, clock, max_outputs
+        self.slow_steps = times.slow_steps
         self._free = 0.0
 
     def step(self, batch: Batch) -> _Result:
         self.clock.now += self.times.host / 1000
         taken = self.times.one if len(batch.tokens) == 1 else self.times.several
+        if 1 < len(batch.tokens) <= 8 and self.slow_steps:
+            self.slow_steps -= 1
+            taken += 2000
         self._free = max(self._free, self.clock.now + self.times.begin / 1000) + taken / 1000
         places = batch.positions[batch.outputs] + 1
         return _Result(self, np.array([self._text[place] for place in places], np.int32), self._free)
@@ -84,7 +90,12 @@ class RecitingModel:
 
 
 def seconds(
-    text: list[int], prompt: int, drafter: Drafter | None, monkeypatch: pytest.MonkeyPatch, times: Times | None = None
+    text: list[int],
+    prompt: int,
+    drafter: Drafter | None,
+    monkeypatch: pytest.MonkeyPatch,
+    times: Times | None = None,
+    max_outputs: int = 64,
 ) -> float:
     """How long it takes to recite a text after its first `prompt` tokens, from the first of them on."""
     clock = Clock()
@@ -98,7 +109,7 @@ def seconds(
             told.extend(entry.tokens)
             known.append(clock.now)
 
-    runner = Core(RecitingModel(text, times or Times(), clock), None, drafter, tell)
+    runner = Core(RecitingModel(text, times or Times(), clock, max_outputs), None, drafter, tell)
     request = Request(tuple(text[:prompt]), len(text) - prompt)
     control = None if drafter is None else DraftControl(prompt)
     handle = Handle(request, lambda: None)
