@@ -65,7 +65,7 @@ def measure_rounded_prefill(
     ids, positions = last.random_ids(tokens), torch.arange(tokens, device="cuda")
     if budget.may_compile():
         last.peer.prepare(cache_length, _ATTENTION)
-        whole = compiled(last.peer, [ids, positions], "reduce-overhead")
+        whole = torch.no_grad()(compiled(last.peer, [ids, positions], "reduce-overhead"))
         errors[COMPILED] = _error(whole(ids, positions), last, ids, positions, cache_length)
         contenders[COMPILED] = torch_contender(lambda: whole(ids, positions))
         yield figure()

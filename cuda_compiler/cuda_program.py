@@ -53,23 +53,23 @@ class TensorMap:
     """What the copy engine is to know of a matrix, of which it copies boxes of 128 bytes of some rows.
 
     Attributes:
+        operand: The number of the operand that it is.
         rows, width: Size of the matrix, its width in bytes.
         stride: Bytes from one row to the next, a multiple of 16.
         box_rows: Rows of a box, at most 256.
-        operand: The number of the operand that it lies in, from whose beginning it starts.
     """
 
+    operand: int
     rows: int
     width: int
     stride: int
     box_rows: int
-    operand: int = -1
 
     @classmethod
-    def of(cls, matrix: View, box_rows: int) -> TensorMap:
-        """Of a matrix whose rows have their elements side by side."""
-        (rows, columns), size = matrix.shape, itemsize(matrix.dtype)
-        return cls(rows, columns * size, matrix.strides[0] * size, box_rows)
+    def of(cls, operand: int, matrix: View, box_rows: int) -> TensorMap:
+        (rows, columns), (step, inner), size = matrix.shape, matrix.strides, itemsize(matrix.dtype)
+        assert inner == 1 and step >= columns and step * size % 16 == 0, "no matrix that the copy engine takes"
+        return cls(operand, rows, columns * size, step * size, box_rows)
 
     def params(self) -> list[int]:
         return list(asdict(self).values())
@@ -253,7 +253,10 @@ def launch_of(call: KernelCall) -> Launch:
             return CollectiveLaunch(str(params["operation"]), int(params["elements"]), int(params["ranks"]))
         if kind is not LaunchKind.CONVOLUTION:
             launch = _kernel_launch(params["grid"], params["block"], params["shared"], kind)
-            return replace(launch, maps=tuple(TensorMap(*map(int, each)) for each in params.get("maps", ())))
+            maps = tuple(TensorMap(*map(int, each)) for each in params.get("maps", ()))
+            if any(not 0 <= each.operand < len(call.inputs) + len(call.outputs) for each in maps):
+                raise ValueError("maps of operands that it does not have")
+            return replace(launch, maps=maps)
         described: dict[str, Any] = {
             name: tuple(value) if isinstance(value, (list, tuple)) else value
             for name, value in params["convolution"].items()

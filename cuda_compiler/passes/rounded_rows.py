@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from cuda_compiler.rules.linear_codes import suits_linear_codes
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.rules.rounded import (
     Origin,
@@ -15,7 +16,6 @@ from cuda_compiler.rules.rounded import (
     keep_rounded,
     product_of_codes,
     round_rows,
-    scales_itself,
     scales_products,
     unscaled_product,
     wanted_form,
@@ -39,6 +39,8 @@ def join_rounding(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
             b = silu_mul(a1, a2);  c = dynamic_quantized_matmul(b, u)
     Result: rounded_rows(x);  p = gemm;  rounded_rows(p, its scales, r) → h, codes of y;  a = gemm
             rounded_rows(a1, a2, their scales) → codes of b;  c = gemm
+            or, by `linear_codes`: rounded_rows(x);  h = linear_codes(…, r);  rounded_rows(h) → codes of y
+            b = linear_codes(…, silu_mul);  rounded_rows(b) → its codes;  c = linear_codes
 
     So rows in 16 bits that only products of codes read are never stored, and a product is stored without its scales,
     for which cuBLASLt has faster algorithms, where such a call reads it next.
@@ -117,7 +119,7 @@ class _Joining:
         if index not in self.scaling:
             return [*before, *product_of_codes(self.make, call, rounded)]
         reader, out = self.plan.calls[self.scaling[index]], call.outputs[0]
-        if scales_itself(self.make, call):
+        if suits_linear_codes(self.make, call):
             applied = self.make.temporary(call.node, (out.shape[0], out.shape[1] // 2), out.dtype)
             self.applied[out.buffer] = applied
             return [*before, joined_product(self.make, call, rounded, _function(reader), applied)]
@@ -165,7 +167,7 @@ class _Joining:
         if out.buffer not in self.inner or not readers or readers[0] not in self.joined or inputs["bias"] is not None:
             return None
         reader = self.plan.calls[readers[0]]
-        if scales_itself(self.make, call):
+        if suits_linear_codes(self.make, call):
             return readers[0] if len(readers) == 1 and self._reads_halves(reader, call) else None
         if reader.kernel == _NORM:
             residual = inputs["residual"]

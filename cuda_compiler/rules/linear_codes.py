@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cuda_compiler.cuda_program import TensorMap
+from cuda_compiler.rules.matmul import operands
 from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
+from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
@@ -44,8 +45,9 @@ class _Tiling:
     blocks: int
 
 
-def suits_codes(make: Specializer, call: KernelCall, inputs: Mapping[str, View | None], out: View) -> bool:
-    """Whether a product of bytes is one that this kernel makes."""
+def suits_linear_codes(make: Specializer, call: KernelCall) -> bool:
+    """Whether a product of bytes is one that this kernel makes, with its scales and all that follows it."""
+    inputs, out = operands(call), call.outputs[0]
     # The sums of float8 are the tensor cores' own, which are not exact enough for a result in float16.
     dtypes = HALF_DTYPES if call.params["codes"] == "int8" else ("bfloat16",)
     if make.capability != HOPPER or call.params["m"] < _FEWEST_ROWS or out.dtype not in dtypes:
@@ -53,11 +55,15 @@ def suits_codes(make: Specializer, call: KernelCall, inputs: Mapping[str, View |
     tiling = _tiling(*(call.params[name] for name in "mnk"), False, make.shared_memory)
     if tiling is None or tiling.blocks < _FEWEST_TILES:
         return False
-    addends = [view for view in (inputs["bias"], inputs["residual"]) if view is not None]
-    return all(view.dtype == out.dtype and vector_width(view) >= 8 for view in (out, *addends))
+    bias, residual = inputs["bias"], inputs["residual"]
+    addends = [view for view in (bias, residual) if view is not None]
+    matrices = [view for view in (residual, out) if view is not None]
+    return all(view.dtype == out.dtype and vector_width(view) >= 8 for view in (out, *addends)) and all(
+        view.strides[0] >= view.shape[1] for view in matrices
+    )
 
 
-def product_by_warpgroups(
+def linear_codes(
     make: Specializer,
     call: KernelCall,
     rows: View,
@@ -66,7 +72,7 @@ def product_by_warpgroups(
     out: View,
     function: str = "",
 ) -> KernelCall:
-    """A product for which `suits_codes` holds.
+    """A product for which `suits_linear_codes` holds.
 
     Args:
         rows: Codes [m, k].
@@ -78,14 +84,11 @@ def product_by_warpgroups(
     (m, k), n = rows.shape, out.shape[1]
     tiling = _tiling(m, n, k, bool(function), make.shared_memory)
     assert data is not None and tiling is not None
-    maps = {
-        "x": TensorMap.of(rows, _TILE_ROWS),
-        "weight": TensorMap.of(data, tiling.weight_rows // 2),
-        "out": TensorMap.of(out, _STORED_ROWS),
-    }
+    maps = {"x": _TILE_ROWS, "weight": tiling.weight_rows // 2, "out": _STORED_ROWS}
     if residual is not None:
-        maps["residual"] = TensorMap.of(residual, _STORED_ROWS)
+        maps["residual"] = _STORED_ROWS
     definitions = (
+        template_text("elementwise/elementwise.cuh") if function else "",
         function or "__device__ __forceinline__ float made(float a, float) { return a; }",
         f"#define RESIDUAL_MAP {'0' if residual is None else 'residual_map'}",
         "",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from cuda_compiler.cuda_program import GemmLaunch
-from cuda_compiler.rules.linear_codes import product_by_warpgroups, suits_codes
+from cuda_compiler.rules.linear_codes import linear_codes, suits_linear_codes
 from cuda_compiler.rules.matmul import CUBLAS_GEMM, VECTOR_ROWS, cublas_activates, epilogue, operands
 from cuda_compiler.rules.quantized import linear
 from cuda_compiler.rules.rows import held_packs, shared_pack, small_teams_for
@@ -90,7 +90,7 @@ def wanted_form(call: KernelCall, capability: int) -> RoundedForm | None:
 
 
 def _multiplies_bytes(call: KernelCall, capability: int) -> bool:
-    """Whether cuBLASLt multiplies the codes as they are: those of the weight have one scale for each row."""
+    """Whether the codes are multiplied as they are: those of the weight have one scale for each row."""
     params, inputs, out = call.params, operands(call), call.outputs[0]
     data, scales = inputs["data"], inputs["scales"]
     assert data is not None and scales is not None
@@ -188,11 +188,11 @@ def _linear(make: Specializer, call: KernelCall, gated: bool = False) -> list[Ke
 
 
 def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) -> list[KernelCall]:
-    """act((rows · weightᵀ) · scales + bias) + residual, with an epilogue kernel for what cuBLASLt lacks."""
+    """act((rows · weightᵀ) · scales + bias) + residual: our kernel, or cuBLASLt and an epilogue for what it lacks."""
     inputs, out, activation = operands(call), call.outputs[0], call.params["activation"]
     bias, residual = inputs["bias"], inputs["residual"]
-    if scales_itself(make, call):
-        return [product_by_warpgroups(make, call, rounded.rows, _scales(call, rounded), inputs, out)]
+    if suits_linear_codes(make, call):
+        return [linear_codes(make, call, rounded.rows, _scales(call, rounded), inputs, out)]
     if not scales_products(make, call):
         product, (sums, *scales) = unscaled_product(make, call, rounded, "float32")
         return [product, epilogue(make, call, sums, bias, residual, out, (scales[0], scales[1]))]
@@ -205,19 +205,14 @@ def product_of_codes(make: Specializer, call: KernelCall, rounded: RoundedRows) 
     return [product, epilogue(make, call, between, bias, residual, out)]
 
 
-def scales_itself(make: Specializer, call: KernelCall) -> bool:
-    """Whether a product of codes is one kernel that scales it, and does what follows it."""
-    return suits_codes(make, call, operands(call), call.outputs[0])
-
-
 def joined_product(make: Specializer, call: KernelCall, rounded: RoundedRows, function: str, out: View) -> KernelCall:
-    """A product of codes, for which `scales_itself` holds, of whose columns `function` makes half as many.
+    """A product of codes, for which `suits_linear_codes` holds, of whose columns `function` makes half as many.
 
     Args:
         function: C of `float made(float a, float b)`.
         out: The result, in the product's dtype.
     """
-    return product_by_warpgroups(make, call, rounded.rows, _scales(call, rounded), operands(call), out, function)
+    return linear_codes(make, call, rounded.rows, _scales(call, rounded), operands(call), out, function)
 
 
 def unscaled_product(

@@ -88,7 +88,7 @@ class Specializer:
         definitions: str = "",
         min_blocks: int = 1,
         cluster: int = 1,
-        maps: Mapping[str, TensorMap] = MappingProxyType({}),
+        maps: Mapping[str, int] = MappingProxyType({}),
     ) -> KernelCall:
         """A call of a template's kernel, specialized for its operands and the call's parameters.
 
@@ -103,7 +103,8 @@ class Specializer:
             min_blocks: Minimum of resident blocks per multiprocessor, which limits the registers per thread. At 1 the
                 compiler prefers more threads to more loads in flight.
             cluster: Size of the thread block cluster along z (distributed shared memory), on GPUs that have clusters.
-            maps: Operand name → how the kernel copies boxes of it: its parameter `<name>_map`, behind all operands.
+            maps: Operand name → rows of the boxes of it that the kernel copies, for which it has a parameter
+                `<name>_map` behind all operands.
         """
         function = function or call.kernel
         decl = KERNELS.get(call.kernel)
@@ -116,9 +117,11 @@ class Specializer:
             outputs = {operand.name: views[operand.name] for operand in decl.outputs} if outputs is None else outputs
         shape = (block, min_blocks, cluster, tuple(maps))
         source = self._source(call, decl, file, function, shape, inputs, outputs, constants or {}, definitions)
-        names = [name for name, view in (*inputs.items(), *outputs.items()) if view is not None]
-        numbered = tuple(replace(each, operand=names.index(name)) for name, each in maps.items())
-        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=numbered)
+        operands = [(name, view) for name, view in (*inputs.items(), *outputs.items()) if view is not None]
+        made = {
+            name: TensorMap.of(index, view, maps[name]) for index, (name, view) in enumerate(operands) if name in maps
+        }
+        launch = KernelLaunch(check_grid(grid, call), block, shared, maps=tuple(made[name] for name in maps))
         present = [tuple(view for view in side.values() if view is not None) for side in (inputs, outputs)]
         return replace(
             call, kernel=function, source=source, inputs=present[0], outputs=present[1], params=launch.params()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cuda_gpu
@@ -15,10 +16,11 @@ from ir_builder import IRBuilder
 
 import npu_compiler
 from cuda_compiler import CUDACodegenTarget
-from cuda_compiler.cuda_program import kernel_launch_of
+from cuda_compiler.cuda_program import kernel_launch_of, launch_of
 from cuda_compiler.rules import linear_codes
 from cuda_compiler.rules.rounded import Origin, RoundedForm, round_rows
 from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.errors import ProgramFormatError
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import (
     NAMED_FORMATS,
@@ -133,6 +135,36 @@ def test_large_products_scale_and_gate_themselves(format: QuantizedFormat) -> No
     assert (weight.rows, weight.width, weight.operand) == (256, 448, 1)
     assert (out.width, out.operand, residual.operand) == (512, len(last.inputs), len(last.inputs) - 1)
     assert kernel_launch_of(gated).maps == ()
+
+
+@pytest.mark.parametrize("op", ["aten.remainder.Tensor", "aten.sub.Tensor"])
+def test_gates_of_any_kind_compile(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    g = IRBuilder()
+    x = g.input("x", 4096, 64)
+    halves = [g("aten.linear.default", x, g.weight(name, 128, 64)) for name in ("gate", "up")]
+    g.output(g("aten.linear.default", g(op, *halves), g.weight("down", 64, 128)))
+    program = compiled(None, g.ir(), BYTES[1])
+    gated = next(call for call in program.kernels if call.kernel == "linear_codes")
+    assert gated.outputs[0].shape == (4096, 128)
+    cuda_toolchain.compile_in_turn([program.plan.sources[gated.source]], 0)
+
+
+def test_a_residual_of_one_row_for_all_is_left_to_others() -> None:
+    g = IRBuilder()
+    row = g("aten.expand.default", g.input("row", 1, 256), size=[4096, 256])
+    g.output(g("aten.add.Tensor", g("aten.linear.default", g.input("x", 4096, 64), g.weight("up", 256, 64)), row))
+    program = compiled(None, g.ir(), BYTES[0])
+    for call in program.kernels:
+        launch = kernel_launch_of(call) if call.kernel == "linear_codes" else None
+        assert launch is None or all(each.stride >= each.width for each in launch.maps)
+
+
+def test_maps_of_operands_that_a_call_does_not_have_are_refused() -> None:
+    program = compiled(None, block(4096, 256, 448, biased=False), BYTES[1])
+    call = program.kernels[1]
+    wrong = replace(call, params={**call.params, "maps": [[9, 1, 1, 16, 1]]})
+    with pytest.raises(ProgramFormatError, match="does not say how it is launched"):
+        launch_of(wrong)
 
 
 def test_products_with_few_tiles_or_little_shared_memory_are_those_of_cublas() -> None:
@@ -281,7 +313,7 @@ def test_layers_are_what_the_cpu_computes(
     assert relative_error(ir, format, dtype, capability, rng) < (5e-3 if dtype == "float32" else 3e-2)
 
 
-LARGE = [  # rows, columns, terms: parts of tiles, one tile for each cluster, several
+LARGE = [  # rows, columns, terms: parts of tiles, one tile for each block, several
     (17, 64, 128),
     (33, 64, 128),
     (129, 64, 128),

@@ -189,6 +189,16 @@ __device__ __forceinline__ void store_floats(T *data, const float (&values)[N]) 
     store_pack<N>(data, pack);
 }
 
+// The first type, or else the second.
+template <bool first, typename A, typename B>
+struct Either {
+    using type = A;
+};
+template <typename A, typename B>
+struct Either<false, A, B> {
+    using type = B;
+};
+
 __device__ __forceinline__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 

@@ -21,13 +21,8 @@ struct SpanScale {
     int sum;
 };
 
-template <bool whole>
-struct NumberType { using type = int; };
-template <>
-struct NumberType<false> { using type = float; };
-
 // An offset as it is used: a minimum, or a zero point.
-using OffsetValue = NumberType<has_zero_point>::type;
+using OffsetValue = Either<has_zero_point, int, float>::type;
 template <typename T>
 __device__ __forceinline__ OffsetValue offset_value(T minimum) { return to_float(minimum); }
 __device__ __forceinline__ OffsetValue offset_value(unsigned char zero) { return is_int8 ? (signed char)(zero) : zero; }
@@ -189,7 +184,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const unsigned (&a)[4
 
 // The sums of a lane's span with two rows, in two planes each.
 struct SpanSums {
-    NumberType<integers>::type of[4] = {};
+    Either<integers, int, float>::type of[4] = {};
 
     __device__ __forceinline__ SpanSums(const SpanScale &own) {
         if constexpr (integers && symmetric_zero != 0) {

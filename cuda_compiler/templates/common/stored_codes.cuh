@@ -77,27 +77,20 @@ __device__ __forceinline__ void to_codes(float (&values)[pack], const Codes &cod
         const unsigned *words = reinterpret_cast<const unsigned *>(&codes);
 #pragma unroll
         for (int word = 0; word < pack_bytes / 4; word++) {
-            float found[4];
+            constexpr int codes_of_word = is_int4 ? 8 : 4;
+            float found[2][4];
             if constexpr (is_int4) {
-                float odd[4];
-                bytes_to_floats(found, words[word] & 0x0f0f0f0fu, 0.0f);
-                bytes_to_floats(odd, words[word] >> 4 & 0x0f0f0f0fu, 0.0f);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    values[8 * word + 2 * i] = found[i];
-                    values[8 * word + 2 * i + 1] = odd[i];
-                }
-                continue;
-            }
-            if constexpr (is_int8) {
-                bytes_to_floats(found, words[word] ^ 0x80808080u, 128.0f);
+                bytes_to_floats(found[0], words[word] & 0x0f0f0f0fu, 0.0f);
+                bytes_to_floats(found[1], words[word] >> 4 & 0x0f0f0f0fu, 0.0f);
+            } else if constexpr (is_int8) {
+                bytes_to_floats(found[0], words[word] ^ 0x80808080u, 128.0f);
             } else {
-                float8_values(reinterpret_cast<float(&)[2]>(found[0]), words[word]);
-                float8_values(reinterpret_cast<float(&)[2]>(found[2]), words[word] >> 16);
+                float8_values(reinterpret_cast<float(&)[2]>(found[0][0]), words[word]);
+                float8_values(reinterpret_cast<float(&)[2]>(found[0][2]), words[word] >> 16);
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                values[smaller(4 * word + i, pack - 1)] = found[i];
+            for (int i = 0; i < codes_of_word; i++) {
+                values[codes_of_word * word + i] = is_int4 ? found[i % 2][i / 2] : found[0][i % 4];
             }
         }
         return;

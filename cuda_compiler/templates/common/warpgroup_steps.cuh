@@ -107,7 +107,7 @@ __device__ __forceinline__ void sync_some(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(threads) : "memory");
 }
 
-// What threads have written to shared memory, before this, can be read by products after it.
+// What threads have written to shared memory, before this, can be read by products after it, and by the copy engine.
 __device__ __forceinline__ void show_to_products() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

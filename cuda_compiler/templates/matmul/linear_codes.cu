@@ -79,15 +79,7 @@ __device__ __forceinline__ void copy_tiles(Memory &memory, const TensorMap &x, c
     }
 }
 
-template <bool>
-struct SumOf {
-    using type = int;
-};
-template <>
-struct SumOf<false> {
-    using type = float;
-};
-using Sum = SumOf<to_int8>::type;
+using Sum = Either<to_int8, int, float>::type;
 
 // Those of the rows and columns of which a thread has sums.
 struct Scales {

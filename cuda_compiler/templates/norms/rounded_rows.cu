@@ -154,16 +154,8 @@ struct PutRounded {
 __device__ __forceinline__ void put_scale(float *scales, index_t row, float scale) { scales[row] = scale; }
 __device__ __forceinline__ void put_scale(const float *, index_t, float) {}  // there are none
 
-template <bool>
-struct HeldType {
-    using type = Stored;
-};
-template <>
-struct HeldType<false> {
-    using type = float;
-};
 // Of long rows, threads hold what takes few registers, so that more rows are under way; of others, what takes no conversion.
-using Kept = HeldType<(held_packs > 3)>::type;
+using Kept = Either<(held_packs > 3), Stored, float>::type;
 
 // A norm changes what threads hold, so they must hold all of the row.
 static_assert(!is_normed || X::size(1) % pack == 0 && X::size(1) / pack <= index_t(held_packs) * Place::threads(), "");
