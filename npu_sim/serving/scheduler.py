@@ -18,14 +18,13 @@ Invariants:
 
 import bisect
 import heapq
-import time
 from collections import Counter
 
 import numpy as np
 
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.blocks import BlockPool
-from npu_sim.serving.draft_control import worthwhile
+from npu_sim.serving.draft_planner import DraftPlanner
 from npu_sim.serving.pace import StepTimes
 from npu_sim.serving.sequence import Sequence
 from npu_sim.serving.speculation import Drafter
@@ -51,10 +50,9 @@ class Scheduler:
     def __init__(self, model: BatchModel, prefill_tokens: int | None = None, drafter: Drafter | None = None) -> None:
         self._block_size = model.block_size
         self._max_tokens, self._max_outputs = model.max_tokens, model.max_outputs
-        self._runs_ahead = model.runs_ahead
         self._prefill_tokens = prefill_tokens
         self.times = StepTimes()
-        self._drafter = drafter
+        self._planner = None if drafter is None else DraftPlanner(drafter, model.runs_ahead)
         self.max_running = min(model.max_sequences, model.max_outputs, model.max_tokens)
         self.max_rows = min(model.context_length, model.blocks * model.block_size)
         self.pool = BlockPool(model.blocks)
@@ -67,7 +65,6 @@ class Scheduler:
         self.waiting = 0
         self.admitted: list[Sequence] = []
         self.preemptions = 0
-        self._last_drafted: list[Sequence] = []  # with a draft in the latest launched step
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for admission."""
@@ -88,13 +85,12 @@ class Scheduler:
             heapq.heapify(heap)
             if not heap:
                 del self._waiting[sequence.tenant]
-        if self._drafter is not None:
-            self._drafter.forget(sequence)
-            self._last_drafted = [other for other in self._last_drafted if other is not sequence]
+        if self._planner is not None:
+            self._planner.forget(sequence)
 
     def must_know(self) -> bool:
         """Whether planning needs the results of all launched steps: for a grammar, log probabilities or a draft."""
-        drafts = self._drafter is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
+        drafts = self._planner is not None and self._spare_outputs > 0 and self.times.knows(self._decoding)
         return any(self._must_know(sequence, drafts) for sequence in self.running)
 
     @property
@@ -122,20 +118,8 @@ class Scheduler:
             times.learn(len(step.batch.tokens), seconds, step.prompt_tokens)
         if since_idle is not None:
             times.learn_stop(since_idle - seconds)
-        rows = len(step.singles) + len(step.drafts)
-        plain = times.seconds(rows)
-        if not step.payers or not plain:
-            return
-        if since_idle is None or step.prompt_tokens:  # of which other tokens, or nothing but noise, may be a part
-            stop = times.stop if since_idle is not None else 0.0
-            drafted = sum(len(choice.draft) for choice in step.drafts)
-            longer = max(stop, step.drafting_seconds) + times.seconds(rows + drafted) - plain
-        else:
-            longer = since_idle - plain
-        shares = sum(step.payers.values())
-        for sequence, share in step.payers.items():
-            if sequence.control is not None and longer > 0:
-                sequence.control.spend(len(sequence.tokens), rows * longer / plain * share / shares)
+        if self._planner is not None:
+            self._planner.charge(step, times, since_idle)
 
     @property
     def _stops_anyway(self) -> bool:
@@ -145,8 +129,8 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step; None if nothing can be computed before the launched ones are read."""
         step = StepBuilder()
-        if self._runs_ahead:  # which it could not do before the results of drafts were known
-            step.payers = {sequence: 1 for sequence in self._last_drafted if not sequence.ended}
+        if self._planner is not None:
+            self._planner.begin(step)
         self._plan_decodes(step)
         self._plan_prompts(step)
         self.pool.release([source for source, _ in step.copies])
@@ -154,7 +138,8 @@ class Scheduler:
 
     def launched(self, step: Step) -> None:
         """The step has been launched: blocks that it fills with known tokens can be shared from now on."""
-        self._last_drafted = [choice.sequence for choice in step.drafts]
+        if self._planner is not None:
+            self._planner.launched(step)
         for sequence in step.others:
             self.register(sequence)
 
@@ -208,87 +193,33 @@ class Scheduler:
     def _drafts(self, ready: list[Sequence], step: StepBuilder) -> dict[Sequence, list[int]]:
         """A draft for sequences that want one, no longer than what they may still say before their last token.
         Drafts take only outputs of the step that neither running nor waiting sequences need."""
-        spare = self._spare_outputs
-        if self._drafter is None or spare <= 0:
+        spare, planner = self._spare_outputs, self._planner
+        if planner is None or spare <= 0:
             return {}
         wanted = {}
         for sequence in ready:
             if not sequence.pending:  # invariant 3
                 room = min(sequence.limit, self.max_rows) - len(sequence.tokens)
-                length = min(self._draft_length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
+                length = min(planner.length(sequence), sequence.limit - len(sequence.tokens) - 1, room)
                 if length > 0:
                     wanted[sequence] = length
         drafts: dict[Sequence, list[int]] = {}
-        for sequence, draft in self._worthwhile(wanted, len(ready), step).items():
+        found = planner.drafts(wanted, len(ready), self.times, self._stops_anyway, step)
+        for sequence, draft in found.items():
             own = sequence.computed + 1
             fitting = draft[: self._extend(sequence, own + min(len(draft), spare)) - own]
             if fitting:
                 drafts[sequence] = fitting
                 spare -= len(fitting)
-            elif draft:  # there is no room for it
-                self._pause(sequence)
+            elif draft:
+                planner.pause(sequence)
         return drafts
-
-    def _worthwhile(self, wanted: dict[Sequence, int], rows: int, step: StepBuilder) -> dict[Sequence, list[int]]:
-        """The drafts of up to that many tokens, as far as they are worth their time in a step of `rows` tokens.
-
-        Where no draft is, none is made for a while. Where the time of a step without drafts is not known, this one has
-        none. A device that runs ahead must stop while a draft is looked for, so a sequence for which there is none is
-        left out for some tokens.
-        """
-        if not wanted or self._drafter is None or not self.times.knows(rows):
-            return {}
-        begun = time.perf_counter()
-        found = self._drafter.drafts(wanted)
-        step.drafting_seconds = time.perf_counter() - begun
-        self.times.learn_drafting(step.drafting_seconds)
-        if self._runs_ahead:
-            for sequence in wanted.keys() - found.keys():
-                if sequence.control is not None:
-                    sequence.control.wait(len(sequence.tokens))
-        chances = [(self._probability(sequence), len(draft)) for sequence, draft in found.items()]
-        before = max(self.times.drafting, 0.0 if self._stops_anyway else self.times.stop)
-        lengths = worthwhile(rows, chances, self.times.seconds, before)
-        drafted = dict(zip(found, lengths, strict=True))
-        for sequence in wanted:
-            step.payers[sequence] = 1 + drafted.get(sequence, 0)
-        if not any(lengths):
-            for sequence in found:
-                self._pause(sequence)
-        return {sequence: draft[: drafted[sequence]] for sequence, draft in found.items()}
-
-    def _pause(self, sequence: Sequence) -> None:
-        if sequence.control is not None:
-            sequence.control.pause(len(sequence.tokens), self._is_sure(sequence))
 
     def _must_know(self, sequence: Sequence, drafts: bool) -> bool:
         """The same for one sequence, where steps may have drafts."""
         if sequence.reads_logits or sequence.pending > 1:  # how much of a draft is right decides what comes next
             return True
-        return (
-            drafts
-            and self._drafter is not None
-            and sequence.pending == 1
-            and self._drafter.may_draft(sequence)
-            and self._draft_length(sequence) > 0
-        )
-
-    def _draft_length(self, sequence: Sequence) -> int:
-        control, tokens = sequence.control, len(sequence.tokens)
-        if control is None or self._drafter is None or sequence.handle.request.token_filter is not None:
-            return 0
-        return control.length(tokens) or control.length(tokens, self._is_sure(sequence))
-
-    def _probability(self, sequence: Sequence) -> float:
-        """How probable it is that a drafted token is right if those before it are."""
-        return sequence.control.probability(self._is_sure(sequence)) if sequence.control is not None else 0.0
-
-    def _is_sure(self, sequence: Sequence) -> bool:
-        """Whether there is evidence that a draft is right."""
-        if self._drafter is None or sequence.control is None:
-            return False
-        evidence = sequence.control.evidence(len(sequence.tokens))
-        return evidence is not None and self._drafter.is_sure(sequence, evidence)
+        return drafts and self._planner is not None and self._planner.may_draft(sequence)
 
     def _plan_prompts(self, step: StepBuilder) -> None:
         """Add pieces of prompts: half of the tokens go to the shortest rests, which are soon done, the others to the

@@ -101,7 +101,8 @@ def test_the_command_serves_a_shorthand_by_its_own_name(
     service = served[0].service
     assert service.model.name == called
     with service.engine as engine:
-        assert isinstance(engine._core.scheduler._drafter, ModelDrafter) == ("--draft" in options)
+        planner = engine._core.scheduler._planner
+        assert isinstance(planner and planner._drafter, ModelDrafter) == ("--draft" in options)
         assert len(engine.generate([Request((5, 6, 7) * 5, 20, stop_ids=frozenset())])[0].tokens) == 20
 
 

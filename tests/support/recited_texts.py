@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from npu_sim.serving import core, scheduler
+from npu_sim.serving import core, draft_planner
 from npu_sim.serving.batch import Batch
 from npu_sim.serving.core import Core
 from npu_sim.serving.draft_control import DraftControl
@@ -100,7 +100,7 @@ def seconds(
     """How long it takes to recite a text after its first `prompt` tokens, from the first of them on."""
     clock = Clock()
     monkeypatch.setattr(core, "time", clock)
-    monkeypatch.setattr(scheduler, "time", clock)
+    monkeypatch.setattr(draft_planner, "time", clock)
     known: list[float] = []
     told: list[int] = []
 
