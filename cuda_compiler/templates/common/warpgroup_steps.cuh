@@ -26,10 +26,12 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
     return matrix + (bytes >> 4);
 }
 
-// Operands of sums; who includes this says by `FOUR` what type the registers of a fragment have.
-#define EIGHT(x, i) FOUR(x, i), FOUR(x, i + 1)
-#define SIXTEEN(x, i) EIGHT(x, i), EIGHT(x, i + 2)
-#define SIXTY_FOUR(x, i) SIXTEEN(x, i), SIXTEEN(x, i + 4), SIXTEEN(x, i + 8), SIXTEEN(x, i + 12)
+// Fragments from number i on as operands that are read and written, whose kind is "+f" or "+r".
+#define FOUR(kind, x, i) kind(x[i][0]), kind(x[i][1]), kind(x[i][2]), kind(x[i][3])
+#define EIGHT(kind, x, i) FOUR(kind, x, i), FOUR(kind, x, i + 1)
+#define SIXTEEN(kind, x, i) EIGHT(kind, x, i), EIGHT(kind, x, i + 2)
+#define SIXTY_FOUR(kind, x, i) \
+    SIXTEEN(kind, x, i), SIXTEEN(kind, x, i + 4), SIXTEEN(kind, x, i + 8), SIXTEEN(kind, x, i + 12)
 
 #define NAMES_4 "%0, %1, %2, %3"
 #define NAMES_8 NAMES_4 ", %4, %5, %6, %7"
@@ -57,6 +59,57 @@ __device__ __forceinline__ unsigned long long further(unsigned long long matrix,
 #define NAMES_128 \
     NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// sums[64 × width] (+)= left · right, both in shared memory, by one of two instructions, whose names say number and types of terms;
+// some have signs as further operands.
+#define MULTIPLY_SHARED(types, signs, width, names, a, b, adds_at, ...)                                             \
+    asm volatile("{.reg .pred adds; setp.ne.b32 adds, " adds_at ", 0; wgmma.mma_async.sync.aligned.m64n" width types \
+                 " {" names "}, " a ", " b ", adds" signs ";}"                                                      \
+                 : __VA_ARGS__ : "l"(left), "l"(right), "r"(int(adds)))
+
+#define SHARED_PRODUCT(sum, is_first, first_types, second_types, signs, groups, ...)                                \
+    __device__ __forceinline__ void multiply_shared(                                                               \
+        sum (&sums)[groups][4], unsigned long long left, unsigned long long right, bool adds                       \
+    ) {                                                                                                            \
+        if constexpr (is_first) {                                                                                  \
+            MULTIPLY_SHARED(first_types, signs, __VA_ARGS__);                                                      \
+        } else {                                                                                                   \
+            MULTIPLY_SHARED(second_types, signs, __VA_ARGS__);                                                     \
+        }                                                                                                          \
+    }
+
+// Products by their width. `product` is a macro that takes fragments, width, operands by number, and the sums as operands.
+#define WIDE_8(product, kind) product(1, "8", NAMES_4, "%4", "%5", "%6", FOUR(kind, sums, 0))
+#define WIDE_16(product, kind) product(2, "16", NAMES_8, "%8", "%9", "%10", EIGHT(kind, sums, 0))
+#define WIDE_32(product, kind) product(4, "32", NAMES_16, "%16", "%17", "%18", SIXTEEN(kind, sums, 0))
+#define WIDE_64(product, kind) \
+    product(8, "64", NAMES_32, "%32", "%33", "%34", SIXTEEN(kind, sums, 0), SIXTEEN(kind, sums, 4))
+#define WIDE_96(product, kind)                                                                                     \
+    product(                                                                                                       \
+        12, "96", NAMES_48, "%48", "%49", "%50", SIXTEEN(kind, sums, 0), SIXTEEN(kind, sums, 4), SIXTEEN(kind, sums, 8) \
+    )
+#define WIDE_128(product, kind) product(16, "128", NAMES_64, "%64", "%65", "%66", SIXTY_FOUR(kind, sums, 0))
+#define WIDE_160(product, kind) \
+    product(20, "160", NAMES_80, "%80", "%81", "%82", SIXTY_FOUR(kind, sums, 0), SIXTEEN(kind, sums, 16))
+#define WIDE_192(product, kind)                                                                                    \
+    product(                                                                                                       \
+        24, "192", NAMES_96, "%96", "%97", "%98", SIXTY_FOUR(kind, sums, 0), SIXTEEN(kind, sums, 16),              \
+        SIXTEEN(kind, sums, 20)                                                                                    \
+    )
+#define WIDE_256(product, kind) \
+    product(32, "256", NAMES_128, "%128", "%129", "%130", SIXTY_FOUR(kind, sums, 0), SIXTY_FOUR(kind, sums, 16))
+
+__device__ __forceinline__ void hold(float (&fragment)[4]) { asm volatile("" : FOUR("+f", (&fragment), 0) :: "memory"); }
+__device__ __forceinline__ void hold(int (&fragment)[4]) { asm volatile("" : FOUR("+r", (&fragment), 0) :: "memory"); }
+
+// Keeps the compiler from using registers earlier or later than here, which it does not know to be on their way.
+template <typename Sum, int count>
+__device__ __forceinline__ void pin(Sum (&sums)[count][4]) {
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        hold(sums[i]);
+    }
+}
 
 // Registers that were written before are ready for products from here on.
 __device__ __forceinline__ void begin_products() {
