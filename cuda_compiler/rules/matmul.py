@@ -104,9 +104,7 @@ def _matvec_along_terms(
     packs = groups(k, pack)
     terms = 2 if gated else 1
     columns = 2 if not gated and n >= 8 * FILLING_WARPS else 1
-    splits = 1
-    while splits < MATVEC_WARPS and n // columns * splits < FILLING_WARPS and packs // (WARP * splits) >= 4:
-        splits *= 2
+    splits = matvec_splits(n // columns, packs)
     steps_at_once = unrolled(max(1, k // (splits * WARP * pack)), max(1, _LOADS // (terms * columns)))
     constants = {"gated": gated, "pack": pack, "columns": columns, "splits": splits, "unrolled": steps_at_once}
     return make.kernel(
@@ -120,6 +118,19 @@ def _matvec_along_terms(
         constants=constants,
         min_blocks=8 if call.params["m"] == 1 else 4,
     )
+
+
+def matvec_splits(teams: int, packs: int) -> int:
+    """How many warps share the terms of a result, so that there are enough warps to saturate memory bandwidth.
+
+    Args:
+        teams: How many groups of such warps there are.
+        packs: Vector accesses that the terms of a result take.
+    """
+    splits = 1
+    while splits < MATVEC_WARPS and teams * splits < FILLING_WARPS and packs // (WARP * splits) >= 4:
+        splits *= 2
+    return splits
 
 
 def unrolled(steps: int, most: int) -> int:

@@ -6,7 +6,15 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from cuda_compiler.rules.matmul import FILLING_WARPS, MATVEC_WARPS, VECTOR_ROWS, many_rows, operands, unrolled
+from cuda_compiler.rules.matmul import (
+    FILLING_WARPS,
+    MATVEC_WARPS,
+    VECTOR_ROWS,
+    many_rows,
+    matvec_splits,
+    operands,
+    unrolled,
+)
 from cuda_compiler.specialization.gpu import AMPERE, MULTIPROCESSORS, WARP
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
@@ -54,9 +62,7 @@ def _matvec(make: Specializer, call: KernelCall, inputs: dict[str, View | None],
     pack = _pack(call)
     loads = n * groups(k, pack * WARP)  # of a warp, in all
     columns = 2 if not gated and call.params["m"] == 1 and loads >= _SHARED_LOADS * FILLING_WARPS else 1
-    splits = 1
-    while splits < MATVEC_WARPS and n // columns * splits < FILLING_WARPS and k // (pack * WARP * splits) >= 4:
-        splits *= 2
+    splits = matvec_splits(n // columns, k // pack)
     steps = max(1, k // (pack * WARP * splits))
     return make.kernel(
         call,

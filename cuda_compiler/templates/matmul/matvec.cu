@@ -4,17 +4,9 @@
 constexpr int rows = param::m;
 constexpr index_t depth = param::k;
 
-#include "common/stream_pack.cuh"
-#include "matmul/linear_result.cuh"
-
 #kernel matvec
-// The weight is [N, K] with unit stride along K. A warp takes `columns` of its rows, or, where `splits` > 1, a part of
-// their terms.
-constexpr int terms = gated ? 2 * columns : columns;
-constexpr int warps = THREADS / WARP;
-constexpr int teams = warps / splits;
-constexpr index_t step = index_t(splits) * WARP * pack;
-constexpr index_t steps = depth / step;
+// The weight is [N, K] with unit stride along K.
+#include "matmul/matvec_warps.cuh"
 
 struct Sums {
     float of[terms][rows];
@@ -51,7 +43,6 @@ struct Sums {
 };
 
 KERNEL(matvec) {
-    __shared__ float partial[warps][terms][rows];
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
     const int split = warp % splits;
@@ -92,37 +83,13 @@ KERNEL(matvec) {
             }
         }
     }
-#pragma unroll
-    for (int term = 0; term < terms; term++) {
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            const float sum = warp_sum(sums.of[term][row]);
-            if (lane == 0) {
-                partial[warp][term][row] = sum;
-            }
-        }
-    }
-    __syncthreads();
-    for (int result = threadIdx.x; result < teams * columns * rows; result += THREADS) {
-        const int team = result / (columns * rows);
-        const int term = result / rows % columns;
-        const int row = result % rows;
-        const index_t column = (index_t(blockIdx.x) * teams + team) * columns + term;
-        if (column < param::n) {
-            float sum = 0.0f;
-            float up = 0.0f;
-            for (int part = 0; part < splits; part++) {
-                sum += partial[team * splits + part][term][row];
-                if constexpr (gated) {
-                    up += partial[team * splits + part][columns + term][row];
-                }
-            }
-            finish(sum, up, Addends(bias, residual, row, column), out, row, column);
-        }
-    }
+    finish_columns(sums.of, warp, lane, bias, residual, out);
 }
 
 #kernel matvec_notrans
+#include "common/stream_pack.cuh"
+#include "matmul/linear_result.cuh"
+
 // The weight is [K, N] with unit stride along N: `column_lanes` threads side by side read `pack` columns each, the
 // others follow other terms.
 constexpr int term_lanes = THREADS / column_lanes;

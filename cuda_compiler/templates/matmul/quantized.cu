@@ -4,17 +4,10 @@
 #include "common/stored_codes.cuh"
 
 #kernel quantized_matvec
-// A warp takes `columns` rows of the weight (with a gate, also their partners), or, where `splits` > 1, a part of their terms.
 constexpr int rows = param::m;
-constexpr int terms = gated ? 2 * columns : columns;
-constexpr int warps = THREADS / WARP;
-constexpr int teams = warps / splits;
-constexpr index_t step = index_t(splits) * WARP * pack;
-constexpr index_t steps = param::k / step;
 constexpr bool is_shifted = is_int4 || has_minimum || has_zero_point;  // codes stand for multiples of a scale and more
 
-#include "common/stream_pack.cuh"
-#include "matmul/linear_result.cuh"
+#include "matmul/matvec_warps.cuh"
 
 struct Sums {
     float of[terms][rows];
@@ -85,7 +78,6 @@ struct Sums {
 };
 
 KERNEL(quantized_matvec) {
-    __shared__ float partial[warps][terms][rows];
     const int lane = threadIdx.x % WARP;
     const int warp = threadIdx.x / WARP;
     const index_t first_column = (index_t(blockIdx.x) * teams + warp / splits) * columns;
@@ -111,34 +103,7 @@ KERNEL(quantized_matvec) {
     if (param::k % step != 0 && at < param::k) {
         sums.add<1>(x, data, scales, offset, weight_rows, at);
     }
-#pragma unroll
-    for (int term = 0; term < terms; term++) {
-#pragma unroll
-        for (int row = 0; row < rows; row++) {
-            const float sum = warp_sum(sums.of[term][row]);
-            if (lane == 0) {
-                partial[warp][term][row] = sum;
-            }
-        }
-    }
-    __syncthreads();
-    for (int result = threadIdx.x; result < teams * columns * rows; result += THREADS) {
-        const int team = result / (columns * rows);
-        const int term = result / rows % columns;
-        const int row = result % rows;
-        const index_t column = (index_t(blockIdx.x) * teams + team) * columns + term;
-        if (column < param::n) {
-            float sum = 0.0f;
-            float up = 0.0f;
-            for (int part = 0; part < splits; part++) {
-                sum += partial[team * splits + part][term][row];
-                if constexpr (gated) {
-                    up += partial[team * splits + part][columns + term][row];
-                }
-            }
-            finish(sum, up, Addends(bias, residual, row, column), out, row, column);
-        }
-    }
+    finish_columns(sums.of, warp, lane, bias, residual, out);
 }
 
 #kernel dequantize
