@@ -11,7 +11,6 @@ took, so the prompt does not count; of the rounds the median is taken.
 from __future__ import annotations
 
 import argparse
-import gc
 import inspect
 import json
 import statistics
@@ -184,25 +183,18 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     from npu_compiler.files import write_atomically
     from npu_sim.llm import load_checkpoint
+    from npu_sim.serving.opening import prepare_steps
     from npu_sim.serving.paged_model import PagedModel
 
     arguments, console = make_parser().parse_args(), Console()
     checkpoint = load_checkpoint(arguments.model, arguments.dtype, arguments.quantization)
     model = PagedModel(checkpoint, device=arguments.device, context_length=1024, blocks=64)
-    # All that is ever run, since a larger program that came later would have those before it prepared again.
-    for sampling in (False, True):
-        for power in range(10):
-            model.prepare(1 << power, 1, sampling=sampling)
-        for power in range(4):
-            model.prepare(1 << power, 1 << power, sampling=sampling)
-    model.warm_up()
-    gc.collect()
-    gc.freeze()  # as `npu-sim serve` does: a collection of all that is there would stop a step
+    prepare_steps(model, lambda done, total: None)
     chosen: list[Task] = []
     for task in tasks():
         if arguments.prompts is None or sum(each.kind == task.kind for each in chosen) < arguments.prompts:
             chosen.append(task)
-    measure(chosen[0], model, checkpoint, 32, 1, lambda _: None)  # which compiles what prompts need
+    measure(chosen[0], model, checkpoint, 32, 1, lambda _: None)  # what runs for the first time, runs slowly
     found = [
         measure(
             task, model, checkpoint, arguments.tokens, arguments.rounds, lambda line: console.print(line, style="dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from cuda_compiler.rules.gates import reads_halves
 from cuda_compiler.rules.linear_codes import suits_linear_codes
 from cuda_compiler.rules.matmul import operands
 from cuda_compiler.rules.rounded import (
@@ -168,7 +169,8 @@ class _Joining:
             return None
         reader = self.plan.calls[readers[0]]
         if suits_linear_codes(self.make, call):
-            return readers[0] if len(readers) == 1 and self._reads_halves(reader, call) else None
+            alone = len(readers) == 1 and self._takes_along(call, reader, self.joined[readers[0]][0])
+            return readers[0] if alone else None
         if reader.kernel == _NORM:
             residual = inputs["residual"]
             fits = residual is None or residual.dtype == out.dtype and _is_aligned(residual, out)
@@ -180,15 +182,16 @@ class _Joining:
         alike = all(view is not None and view.strides[0] == out.strides[0] for view in slices)
         return readers[0] if whole and alike and inputs["residual"] is None else None
 
-    def _reads_halves(self, reader: KernelCall, product: KernelCall) -> bool:
-        """Whether an element-wise call reads the first and the second half of a product's columns, and nothing else."""
+    def _takes_along(self, product: KernelCall, reader: KernelCall, rows: View) -> bool:
+        """Whether a product that scales itself can apply the element-wise call that makes rows of it."""
         out = product.outputs[0]
-        half = out.shape[1] // 2
-        if reader.kernel == _NORM or out.shape[1] % 16 or operands(product)["residual"] is not None:
-            return False
-        halves = [out.slice(1, first, first + half) for first in (0, half)]
-        rows = self.joined[self.readers[out.buffer][0]][0]
-        return rows.shape == (out.shape[0], half) and [_as_rows(view, rows) for view in reader.inputs] == halves
+        return (
+            reader.kernel != _NORM
+            and out.shape[1] % 16 == 0
+            and operands(product)["residual"] is None
+            and rows.shape == (out.shape[0], out.shape[1] // 2)
+            and reads_halves(reader, out)
+        )
 
     def _origin(self, call: KernelCall, rows: View) -> Origin:
         """What makes the rows of a joined call."""

@@ -33,19 +33,23 @@ def with_gate(product: KernelCall, call: KernelCall, readers: Counter[str]) -> K
         or len(call.inputs) != 2
         or out.shape[1] % 2
         or readers[out.buffer] != len(call.inputs)
+        or not reads_halves(call, out)
     ):
         return None
     half = out.shape[1] // 2
-    halves = [out.slice(1, first, first + half) for first in (0, half)]
-    shape = halves[0].shape
-    if [view.reshape(shape) if view.numel == halves[0].numel else None for view in call.inputs] != halves:
-        return None
-    made = call.outputs[0].reshape(shape) if call.outputs[0].numel == halves[0].numel else None
+    made = call.outputs[0].reshape((out.shape[0], half)) if call.outputs[0].numel == out.shape[0] * half else None
     if made is None or made.dtype != out.dtype or made.buffer == product.inputs[0].buffer:
         return None
     params = {**product.params, "n": half, "activation": activation}
     kernel = GATED[product.kernel]
     return replace(call, kernel=kernel, inputs=product.inputs, outputs=(made,), params=params, flops=product.flops)
+
+
+def reads_halves(call: KernelCall, product: View) -> bool:
+    """Whether the inputs of a call are the first and the second half of a product's columns."""
+    half = product.shape[1] // 2
+    halves = [product.slice(1, first, first + half) for first in (0, half)]
+    return [view.reshape(halves[0].shape) if view.numel == halves[0].numel else None for view in call.inputs] == halves
 
 
 def template_operands(

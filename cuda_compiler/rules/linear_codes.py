@@ -16,7 +16,7 @@ from npu_compiler.graph.dtypes import HALF_DTYPES
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
-_FEWEST_ROWS = 17
+_FEWEST_ROWS = 17  # of x; with fewer, too much of a tile is in vain
 _FEWEST_TILES = 64  # with fewer, cuBLASLt finds more work that can be done at a time
 _THREADS = 384  # two warpgroups that multiply, one that copies
 _TILE_ROWS = 128  # of x

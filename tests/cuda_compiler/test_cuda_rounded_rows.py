@@ -138,7 +138,7 @@ def test_large_products_scale_and_gate_themselves(format: QuantizedFormat) -> No
 
 
 @pytest.mark.parametrize("op", ["aten.remainder.Tensor", "aten.sub.Tensor"])
-def test_gates_of_any_kind_compile(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_of_any_kind_compile(op: str) -> None:
     g = IRBuilder()
     x = g.input("x", 4096, 64)
     halves = [g("aten.linear.default", x, g.weight(name, 128, 64)) for name in ("gate", "up")]

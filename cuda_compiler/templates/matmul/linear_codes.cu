@@ -98,6 +98,17 @@ struct Consumer {
 
     __device__ __forceinline__ void sync() const { sync_some<warpgroup_threads>(1 + number); }
 
+    // Where its part of a tile is, and in it the slabs of its results.
+    __device__ __forceinline__ int first_row(const Tile &tile) const { return tile.row() + number * warpgroup_rows; }
+    __device__ __forceinline__ static int first_byte(const Tile &tile, int i) {
+        return (tile.column() + i * slab_width) * int(sizeof(Out::type));
+    }
+
+    // The row of this thread's first sums in each fragment, or 8 further on.
+    __device__ __forceinline__ int own_row(int second) const {
+        return thread / WARP * 16 + thread % WARP / 4 + 8 * second;
+    }
+
     __device__ __forceinline__ void release(int stage) const {
         if (thread % WARP == 0) {
             memory.free[stage].arrive();  // C2
@@ -139,10 +150,7 @@ struct Consumer {
             if constexpr (Residual::present) {
                 expect_copies(memory.residual[number], sizeof(memory.results[number]));
                 for (int i = 0; i < width / slab_width; i++) {
-                    copy_box(
-                        slab(i), residuals, tile.row() + number * warpgroup_rows,
-                        (tile.column() + i * slab_width) * int(sizeof(Out::type)), memory.residual[number]
-                    );
+                    copy_box(slab(i), residuals, first_row(tile), first_byte(tile, i), memory.residual[number]);
                 }
             }
         }
@@ -153,10 +161,7 @@ struct Consumer {
         sync();
         if (thread == 0) {
             for (int i = 0; i < width / slab_width; i++) {
-                store_box(
-                    results, tile.row() + number * warpgroup_rows, (tile.column() + i * slab_width) * int(sizeof(Out::type)),
-                    slab(i)
-                );
+                store_box(results, first_row(tile), first_byte(tile, i), slab(i));
             }
             end_of_stores();
         }
@@ -164,7 +169,7 @@ struct Consumer {
 
     // What lies where a word of a fragment's results will: two columns of the thread's first row, or of the one 8 further on.
     __device__ __forceinline__ unsigned load_word(int fragment, int second) const {
-        const int row = thread / WARP * 16 + thread % WARP / 4 + 8 * second;
+        const int row = own_row(second);
         const int piece = (fragment ^ row) % 8;
         unsigned word;  // before the store behind it, which is volatile too
         asm volatile("ld.shared.b32 %0, [%1];"
@@ -191,8 +196,7 @@ struct Consumer {
         Scales scales;
 #pragma unroll
         for (int second = 0; second < 2; second++) {
-            const int row = tile.row() + number * warpgroup_rows + thread / WARP * 16 + thread % WARP / 4 + 8 * second;
-            scales.rows[second] = rows[smaller(row, int(param::m) - 1)];
+            scales.rows[second] = rows[smaller(first_row(tile) + own_row(second), int(param::m) - 1)];
         }
 #pragma unroll
         for (int i = 0; i < fragments; i++) {
