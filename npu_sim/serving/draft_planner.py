@@ -57,7 +57,8 @@ class DraftPlanner:
 
         Where no draft is, none is made for a while. Where the time of a step without drafts is not known, this one has
         none. A device that runs ahead must stop while a draft is looked for, so a sequence for which there is none is
-        left out for some tokens.
+        left out for some tokens. Reading a text, which takes a drafter that is a model its time once, is charged to
+        nobody.
 
         Args:
             stops_anyway: Each step needs the results before it, drafts or not.
@@ -66,21 +67,26 @@ class DraftPlanner:
             return {}
         begun = time.perf_counter()
         found = self._drafter.drafts(wanted)
-        step.drafting_seconds = time.perf_counter() - begun
-        times.learn_drafting(step.drafting_seconds)
+        drafts = {sequence: draft for sequence, draft in found.items() if draft}
+        reads = len(drafts) < len(found)
+        if not reads:
+            step.drafting_seconds = time.perf_counter() - begun
+            times.learn_drafting(step.drafting_seconds)
         if self._runs_ahead:
             for sequence in wanted.keys() - found.keys():
                 if sequence.control is not None:
                     sequence.control.wait(len(sequence.tokens))
-        chances = [(self._probability(sequence), len(draft)) for sequence, draft in found.items()]
+        chances = [(self._probability(sequence), len(draft)) for sequence, draft in drafts.items()]
         lengths = worthwhile(rows, chances, times.seconds, max(times.drafting, 0.0 if stops_anyway else times.stop))
-        drafted = dict(zip(found, lengths, strict=True))
+        drafted = dict(zip(drafts, lengths, strict=True))
         for sequence in wanted:
             step.payers[sequence] = 1 + drafted.get(sequence, 0)
+        if reads:
+            step.payers = dict.fromkeys(step.payers, 0)
         if not any(lengths):
-            for sequence in found:
+            for sequence in drafts:
                 self.pause(sequence)
-        return {sequence: draft[: drafted[sequence]] for sequence, draft in found.items()}
+        return {sequence: draft[: drafted[sequence]] for sequence, draft in drafts.items()}
 
     def pause(self, sequence: Sequence) -> None:
         """Make no draft for a while: one was not worth its time, or there was no room for it."""
@@ -95,7 +101,8 @@ class DraftPlanner:
         """
         rows = len(step.singles) + len(step.drafts)
         plain = times.seconds(rows)
-        if not step.payers or not plain:
+        shares = sum(step.payers.values())
+        if not shares or not plain:
             return
         if since_idle is None or step.prompt_tokens:  # of which other tokens, or nothing but noise, may be a part
             stop = times.stop if since_idle is not None else 0.0
@@ -103,7 +110,6 @@ class DraftPlanner:
             longer = max(stop, step.drafting_seconds) + times.seconds(rows + drafted) - plain
         else:
             longer = since_idle - plain
-        shares = sum(step.payers.values())
         for sequence, share in step.payers.items():
             if sequence.control is not None and longer > 0:
                 sequence.control.spend(len(sequence.tokens), rows * longer / plain * share / shares)

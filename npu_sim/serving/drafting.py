@@ -66,8 +66,9 @@ class _Drafted:
 class ModelDrafter:
     """Drafts tokens with a model whose token ids mean the same as the large one's.
 
-    A prompt is computed a step at a time, one before each step of the large model; drafts begin when it is done. A
-    sequence for which the pool has no room gets no drafts. If the model fails, there are no drafts any more.
+    A prompt is computed a step at a time, one before each step of the large model; drafts begin when it is done, and
+    are empty before. A sequence for which the pool has no room gets none. If the model fails, there are no drafts any
+    more.
 
     Args:
         model: Nobody else may use it meanwhile.
@@ -100,7 +101,7 @@ class ModelDrafter:
             self._pool.release(drafted.table)
 
     def _draft_all(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        pieces = self._pieces(wanted)
+        pieces, reading = self._pieces(wanted)
         if not pieces:
             return {}
         held = {sequence: self._drafted[sequence] for sequence in pieces}
@@ -108,6 +109,7 @@ class ModelDrafter:
             sequence for sequence in pieces if held[sequence].known + len(pieces[sequence]) == len(sequence.tokens)
         ]
         drafts: dict[Sequence, list[int]] = {sequence: [] for sequence in going}
+        reading += [sequence for sequence in pieces if sequence not in drafts]
         results: list[tuple[list[Sequence], StepResult]] = []
         for index in range(max((wanted[sequence] for sequence in going), default=1)):
             result = self._model.step(self._batch(pieces, going, index))
@@ -130,22 +132,27 @@ class ModelDrafter:
         for sequence, draft in drafts.items():
             del draft[next((place for place, token in enumerate(draft) if token < 0), len(draft)) :]
             held[sequence].guesses = draft[:-1]
-        return drafts
+        return {sequence: draft for sequence, draft in drafts.items() if draft} | {sequence: [] for sequence in reading}
 
-    def _pieces(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Of each sequence the tokens that are not in the pool yet, as many as fit into a step and into the pool."""
+    def _pieces(self, wanted: Mapping[Sequence, int]) -> tuple[dict[Sequence, list[int]], list[Sequence]]:
+        """Of each sequence the tokens that are not in the pool yet, as many as fit into a step and into the pool; and
+        the sequences for which no token is left in the step."""
         model, pieces, budget = self._model, dict[Sequence, list[int]](), self._model.max_tokens
+        left_out = []
         for sequence, count in wanted.items():
             tokens, drafted = sequence.tokens, self._drafted.setdefault(sequence, _Drafted())
             drafted.catch_up(tokens)
             piece = tokens[drafted.known : drafted.known + budget]
-            if len(pieces) == min(model.max_sequences, model.max_outputs) or not piece:
+            if len(pieces) == min(model.max_sequences, model.max_outputs):
+                continue
+            if not piece:
+                left_out.append(sequence)
                 continue
             end = len(tokens) + count - 1
             if end <= model.context_length and max(piece) < model.vocab_size and self._make_room(drafted, end):
                 pieces[sequence] = piece
                 budget -= len(piece)
-        return pieces
+        return pieces, left_out
 
     def _make_room(self, drafted: _Drafted, tokens: int) -> bool:
         while len(drafted.table) * self._model.block_size < tokens:

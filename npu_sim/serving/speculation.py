@@ -17,7 +17,11 @@ class Drafter(Protocol):
     """Guesses tokens."""
 
     def drafts(self, wanted: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
-        """For each sequence up to that many tokens that may follow its own; those that get none may be left out."""
+        """For each sequence up to that many tokens that may follow its own.
+
+        A sequence for which there are none is left out. One whose tokens have not all been read yet has an empty draft:
+        they are read further with the next call.
+        """
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether there may be a draft once the token after the sequence's own is known.

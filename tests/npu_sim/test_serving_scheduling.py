@@ -441,6 +441,16 @@ def test_a_draft_model_that_equals_the_large_one_is_always_right() -> None:
     assert drafter._pool.available == 60 and not drafter._drafted
 
 
+def test_a_draft_model_reads_prompts_in_several_steps_before_it_drafts() -> None:
+    small = ToyModel(blocks=60, context_length=64, max_tokens=4)
+    bench = Bench(ToyModel(blocks=60, context_length=64, max_tokens=40, runs_ahead=True), drafter=ModelDrafter(small))
+    arrivals = [bench.submit(greedy(first, *[3] * 17, new=24)) for first in (1, 3)]
+    bench.finish()
+    for arrival in arrivals:
+        bench.check(arrival)
+    assert bench.core.stats().accepted_tokens > 8
+
+
 def test_a_draft_model_that_fails_only_ends_the_drafts(caplog: pytest.LogCaptureFixture) -> None:
     small = ToyModel(blocks=60, context_length=64)
     small.fail_launching.add(2)
