@@ -1,56 +1,106 @@
-// Integer convolution with 3 x 3 or 5 x 5 taps whose groups have one input and one output channel each, on bytes.
+// Integer convolution with 3 x 3 or 5 x 5 taps whose groups have one input and one output channel each, by columns of taps.
 //
-// The bytes of a column of taps are one or two quads of a channel; those that are no tap have the weight 0. Neighbouring
-// pixels share columns, which are interleaved once. Bytes count from 0, int8 with 128 added; the padding is x's zero
-// point, and sums begin with what that takes off again.
+// Neighbouring pixels share columns, which are interleaved once: as quads of bytes, of which a column is one or two for
+// each channel, or else as pairs of int16. What is no tap has the weight 0. The padding is x's zero point, and sums begin
+// with what that takes off again.
 //
-// A task is a line of a block of kWide channels; the last block begins early enough to end with the channels. Weights,
-// scales, biases and offsets are stored by blocks, in the order of channels that interleave_quads() makes.
+// A task is a line of a block of channels; the last block begins early enough to end with the channels. Weights, scales,
+// biases and offsets are stored by blocks, in the order of the columns' channels.
+#include "gemm.h"
 #include "integer_args.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace npu::integer {
 namespace {
 
-constexpr int64_t kWide = 4 * kLanes;
-
-template <int kTaps>
-struct Column {
-  static constexpr int kQuads = (kTaps + 3) / 4;
-  ByteVec quads[kQuads][4];
-};
-
-// The columns of taps of a line.
+// The taps of a line, one column after the other.
 template <int kTaps, class X>
 struct Line {
-  const X* rows[kTaps];  // null in the padding
-  int64_t channels, width, count;
-  ByteVec padding;
+  const X *rows[kTaps], *padding;
+  int64_t x, width, channels, count, offset = 0;
 
-  Line(const Args& a, const X* image, int64_t y, int64_t channel, int64_t block)
-      : channels(a.groups), width(a.in_w), count(block), padding(ByteVec{} + int8_t(a.zero_point)) {
+  // `all` is a row of padding.
+  Line(const Args& a, const X* image, const X* all, int64_t y, int64_t channel, int64_t block)
+      : padding(all), x(-a.pad_left), width(a.in_w), channels(a.groups), count(block) {
     for (int64_t r = 0; r < kTaps; ++r) {
       const int64_t in_y = y * a.stride_h - a.pad_top + r;
-      rows[r] = in_y >= 0 && in_y < a.in_h ? image + in_y * width * channels + channel : nullptr;
+      rows[r] = in_y >= 0 && in_y < a.in_h ? image + in_y * width * channels + channel : padding;
     }
   }
-  NPU_INLINE Column<kTaps> column(int64_t x) const {
-    ByteVec bytes[kTaps];
+  // Calls read with a function that tells where each tap of the next column is.
+  template <class Read>
+  NPU_INLINE void next(const Read& read) {
     const bool inside = x >= 0 && x < width;
-#pragma GCC unroll 5
-    for (int r = 0; r < kTaps; ++r) {
-      bytes[r] = inside && rows[r] ? load_first(rows[r] + x * channels, count) : padding;
-      if constexpr (std::is_same_v<X, int8_t>) bytes[r] ^= -128;
-    }
-    Column<kTaps> made;
-#pragma GCC unroll 2
-    for (int q = 0; q < made.kQuads; ++q) {
-      const auto tap = [&](int r) { return bytes[std::min(4 * q + r, kTaps - 1)]; };
-      interleave_quads(tap(0), tap(1), tap(2), tap(3), made.quads[q]);
-    }
-    return made;
+    read([&](int r) { return inside ? rows[r] + offset : padding; });
+    if (inside) offset += channels;
+    ++x;
   }
 };
+
+// A column in bytes from 0 to 255, int8 with 128 added. Channels are in the order that interleave_quads() makes, and may
+// be fewer than kWide.
+template <int kTaps>
+struct QuadColumn {
+  static constexpr int64_t kWide = 4 * kLanes;
+  static constexpr int kVecs = 4, kParts = (kTaps + 3) / 4;
+  ByteVec parts[kParts][kVecs];
+
+  template <class X, class Tap>
+  NPU_INLINE void read(const Tap& at, int64_t count) {
+    ByteVec bytes[kTaps];
+#pragma GCC unroll 5
+    for (int r = 0; r < kTaps; ++r) {
+      bytes[r] = load_first(at(r), count);
+      if constexpr (std::is_same_v<X, int8_t>) bytes[r] ^= -128;
+    }
+#pragma GCC unroll 2
+    for (int q = 0; q < kParts; ++q) {
+      const auto tap = [&](int r) { return bytes[std::min(4 * q + r, kTaps - 1)]; };
+      interleave_quads(tap(0), tap(1), tap(2), tap(3), parts[q]);
+    }
+  }
+  // A copy in which g++ sees registers.
+  NPU_INLINE void take(const QuadColumn& other) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts * kVecs; ++i) parts[i / kVecs][i % kVecs] = other.parts[i / kVecs][i % kVecs];
+  }
+  NPU_INLINE static IVec add(IVec sum, ByteVec part, ByteVec weights) { return add_byte_quads(sum, part, weights); }
+  template <class Out>
+  NPU_INLINE static void store(Out* out, const IVec* codes, int64_t count) {
+    store_interleaved(out, codes, count);
+  }
+};
+
+// A column in int16, of a vector of channels.
+template <int kTaps>
+struct PairColumn {
+  static constexpr int64_t kWide = kLanes;
+  static constexpr int kVecs = 1, kParts = (kTaps + 1) / 2;
+  ShortVec parts[kParts][kVecs];
+
+  template <class X, class Tap>
+  NPU_INLINE void read(const Tap& at, int64_t) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kTaps / 2; ++p) parts[p][0] = pair_bytes(at(2 * p), at(2 * p + 1));
+    parts[kTaps / 2][0] = bit_cast<ShortVec>(load_bytes(at(kTaps - 1)));  // beside its sign
+  }
+  // A copy in which g++ sees registers.
+  NPU_INLINE void take(const PairColumn& other) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts * kVecs; ++i) parts[i / kVecs][i % kVecs] = other.parts[i / kVecs][i % kVecs];
+  }
+  NPU_INLINE static IVec add(IVec sum, ShortVec part, ByteVec weights) {
+    return add_integer_pairs(sum, part, bit_cast<ShortVec>(weights));
+  }
+  template <class Out>
+  NPU_INLINE static void store(Out* out, const IVec* codes, int64_t) {
+    store_bytes(out, codes[0], kLanes);
+  }
+};
+
+template <int kTaps>
+using Column = std::conditional_t<kHasByteQuads, QuadColumn<kTaps>, PairColumn<kTaps>>;
 
 // The columns of a pixel. Three stay in registers and move on from pixel to pixel; more are a ring in memory.
 template <int kTaps, int kStride>
@@ -63,63 +113,69 @@ struct Window {
 
   NPU_INLINE Column<kTaps>& operator[](int i) { return columns[kMoves ? i : (first + i) % kPlaces]; }
 
-  // The first columns; `next` makes one after the other.
+  // The first columns; `next` reads one after the other.
   template <class Next>
   NPU_INLINE explicit Window(const Next& next) {
 #pragma GCC unroll 5
-    for (int i = kStride; i < kTaps; ++i) (*this)[i] = next();
+    for (int i = kStride; i < kTaps; ++i) next((*this)[i]);
   }
   template <class Next>
   NPU_INLINE void advance(const Next& next) {
 #pragma GCC unroll 5
     for (int i = 0; i < kTaps; ++i)
-      if (i + kStride >= kTaps) (*this)[kMoves ? i : i + kStride] = next();
-      else if (kMoves) (*this)[i] = (*this)[i + kStride];
+      if (i + kStride >= kTaps) next((*this)[kMoves ? i : i + kStride]);
+      else if (kMoves) columns[i].take(columns[i + kStride]);
     first += kStride;
   }
 };
 
 template <int kTaps, int kStride, class X, class Out>
-void convolve_line(const Args& a, int64_t line, int64_t block) {
-  constexpr int kQuads = Column<kTaps>::kQuads;
+void convolve_line(const Args& a, const X* padding, int64_t line, int64_t block) {
+  using Of = Column<kTaps>;
+  constexpr int kParts = Of::kParts, kVecs = Of::kVecs;
+  constexpr int64_t kWide = Of::kWide, kBytes = sizeof(ByteVec);
   const int64_t channels = a.groups, channel = std::clamp<int64_t>(block * kWide, 0, std::max<int64_t>(0, channels - kWide));
   const int64_t y = line % a.out_h, count = std::min(kWide, channels);
   const X* image = reinterpret_cast<const X*>(a.x) + line / a.out_h * a.in_h * a.in_w * channels;
-  const Line<kTaps, X> taps(a, image, y, channel, count);
-  const int8_t* weights = static_cast<const int8_t*>(a.weight) + block * kTaps * kQuads * 4 * kWide;
+  Line<kTaps, X> taps(a, image, padding, y, channel, count);
+  const char* weights = static_cast<const char*>(a.weight) + block * kTaps * kParts * kVecs * kBytes;
   const int32_t* offsets = a.offsets + block * kWide;
   const float *scales = a.scales + block * kWide, *biases = a.bias + block * kWide;
   const Rounding round = Rounding::limited(a);
   Out* out = reinterpret_cast<Out*>(a.out) + line * a.out_w * channels + channel;
-  int64_t x_next = -a.pad_left;
-  const auto next = [&]() __attribute__((always_inline)) { return taps.column(x_next++); };
+  const auto next = [&](Of& column) __attribute__((always_inline)) {
+    taps.next([&](const auto& at) __attribute__((always_inline)) { column.template read<X>(at, count); });
+  };
   Window<kTaps, kStride> window(next);
   for (int64_t x = 0; x < a.out_w; ++x, out += channels) {
     // What follows is at fixed distances from these, whose sums g++ would otherwise hold in registers.
-    weights = not_known(weights), offsets = not_known(offsets), scales = not_known(scales), biases = not_known(biases);
+    weights = not_known(weights);
+    if constexpr (kVecs > 1) offsets = not_known(offsets), scales = not_known(scales), biases = not_known(biases);
     window.advance(next);
-    IVec codes[4];
+    IVec codes[kVecs];
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) {
+    for (int v = 0; v < kVecs; ++v) {
       IVec sum = load_bits<IVec>(offsets + v * kLanes);
 #pragma GCC unroll 5
       for (int i = 0; i < kTaps; ++i)
-#pragma GCC unroll 2
-        for (int q = 0; q < kQuads; ++q)
-          sum = add_byte_quads(sum, window[i].quads[q][v], load_bits<ByteVec>(weights + ((i * kQuads + q) * 4 + v) * kWide));
+#pragma GCC unroll 3
+        for (int p = 0; p < kParts; ++p)
+          sum = Of::add(sum, window[i].parts[p][v], load_bits<ByteVec>(weights + ((i * kParts + p) * kVecs + v) * kBytes));
       codes[v] = round(to_floats(sum) * load(scales + v * kLanes) + load(biases + v * kLanes));
     }
-    store_interleaved(out, codes, count);
+    Of::store(out, codes, count);
   }
 }
 
 template <class X, class Out>
 void convolve_columns(const Args& a) {
-  const int64_t blocks = (a.groups + kWide - 1) / kWide, tasks = a.batch * a.out_h * blocks;
+  const int64_t blocks = divide_up(a.groups, Column<3>::kWide), tasks = a.batch * a.out_h * blocks;
   parallel_for(tasks, std::max<int64_t>(1, tasks / (8 * num_threads())), [&](int64_t begin, int64_t end, int) {
     const auto run = a.kernel_w == 3 ? (a.stride_w == 1 ? convolve_line<3, 1, X, Out> : convolve_line<3, 2, X, Out>)
                                      : (a.stride_w == 1 ? convolve_line<5, 1, X, Out> : convolve_line<5, 2, X, Out>);
-    for (int64_t task = begin; task < end; ++task) run(a, task / blocks, task % blocks);
+    X* padding = thread_scratch().get<X>(a.in_w * a.groups);
+    std::fill(padding, padding + a.in_w * a.groups, X(a.zero_point));
+    for (int64_t task = begin; task < end; ++task) run(a, padding, task / blocks, task % blocks);
   });
 }
 

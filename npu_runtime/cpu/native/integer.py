@@ -164,15 +164,19 @@ def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
     return _stored(flat.reshape(len(wide), -1, 2).transpose(1, 0, 2).reshape(1, -1), wide)
 
 
-def pack_columns(weight: np.ndarray) -> _Packed:
-    """A weight [o, 1, k, k] as quads of taps for each column and channel (conv_integer_columns.cpp)."""
-    wide, taps = 4 * layout().lanes, weight.shape[-1]
-    starts = np.minimum(np.arange(0, len(weight), wide), max(0, len(weight) - wide))
-    within = np.arange(wide).reshape(-1, 4, 4).transpose(1, 0, 2).reshape(-1)  # interleave_quads
+def pack_columns(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
+    """A weight [o, 1, k, k] as quads or pairs of taps for each column and channel (conv_integer_columns.cpp)."""
+    quads, lanes, taps = layout().has_byte_quads, layout().lanes, weight.shape[-1]
+    block, step = (4 * lanes, 4) if quads else (lanes, 2)
+    within = np.arange(block)
+    if quads:
+        within = within.reshape(-1, 4, 4).transpose(1, 0, 2).reshape(-1)  # interleave_quads
+    starts = np.minimum(np.arange(0, len(weight), block), max(0, len(weight) - block))
     order = (starts[:, None] + within) % len(weight)  # of which there may be less than a block
-    columns = weight.reshape(-1, taps, taps).transpose(0, 2, 1)
-    quads = np.pad(columns, ((0, 0), (0, 0), (0, -taps % 4))).reshape(len(weight), taps, -1, 4)[order]
-    packed = _stored(quads.transpose(0, 2, 3, 1, 4).reshape(1, -1), weight)
+    wide = _centred(weight, zeros)
+    columns = wide.astype(np.int8 if quads else np.int16).reshape(-1, taps, taps).transpose(0, 2, 1)
+    parts = np.pad(columns, ((0, 0), (0, 0), (0, -taps % step))).reshape(len(weight), taps, -1, step)[order]
+    packed = _stored(parts.transpose(0, 2, 3, 1, 4).reshape(1, -1), wide)
     return replace(packed, order=order.reshape(-1))
 
 
@@ -189,7 +193,7 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     elif algorithm == "winograd":
         weight = call.prepared(1, "integer points", lambda w: pack_points(w, known), baked)
     elif algorithm == "columns":
-        weight = call.prepared(1, "integer columns", pack_columns)
+        weight = call.prepared(1, "integer columns", lambda w: pack_columns(w, known), baked)
     elif algorithm in ("bytes", "tiles"):
         multiple = _TILE_STEPS if algorithm == "tiles" else 1
         name = f"integer byte panels {groups} {multiple}"
@@ -198,7 +202,8 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
         weight = call.prepared(1, f"integer panels {groups}", lambda w: pack_panels(w, known, groups), baked)
     added, spare = call.at(bias), (0, layout().panel)
     # The least code of x is 0 for the kernels on bytes.
-    moved = algorithm in ("bytes", "tiles", "columns") and call.inputs[0].dtype == np.int8
+    on_bytes = algorithm in ("bytes", "tiles") or algorithm == "columns" and layout().has_byte_quads
+    moved = on_bytes and call.inputs[0].dtype == np.int8
     zero_point = params["zero_point"] + (128 if moved else 0)
     scales = np.pad(call.inputs[2].astype(np.float32)[weight.order] * np.float32(params["x_scale"]), spare)
     biases = np.zeros(len(scales), np.float32)
@@ -252,7 +257,8 @@ def _may_be_columns(call: ArrayCall) -> bool:
     params, strides = call.params, call.params["stride"]
     window = call.inputs[1].shape[2:] in ((3, 3), (5, 5)) and set(params["dilation"]) == {1} and strides[1] <= 2
     plain = not params["has_residual"] and params["activation"] in ("none", "relu", "relu6")
-    return window and plain and call.out.dtype.itemsize == 1 and _may_be_bytes(call)
+    fits = _may_be_bytes(call) or not layout().has_byte_quads  # then they are pairs, which hold any weight
+    return window and plain and call.out.dtype.itemsize == 1 and fits
 
 
 def _may_be_winograd(call: ArrayCall) -> bool:

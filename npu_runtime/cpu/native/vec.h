@@ -442,26 +442,45 @@ NPU_INLINE SmallSums add_small_quads(SmallSums sum, ByteVec a, ByteVec b) {
 NPU_INLINE IVec whole_sums(SmallSums sums) { return sums; }
 #endif
 
-template <class Whole, class Pairs, int... i>
-NPU_INLINE ShortVec pair_bytes(Whole first, Whole second, std::integer_sequence<int, i...>) {
-  const Pairs pairs =
-      __builtin_shufflevector(first, second, i / 2 + i % 2 * kLanes..., (kLanes + i) / 2 + i % 2 * kLanes...);
-  return __builtin_convertvector(pairs, ShortVec);
+template <class T, int kCount>
+struct BytesOf {
+  typedef T Type __attribute__((vector_size(kCount)));
+};
+template <class T, int kCount>
+using Bytes = typename BytesOf<T, kCount>::Type;
+
+// Bytes as int16. g++ would make two halves of a vector and join them.
+template <class T>
+NPU_INLINE ShortVec widen(Bytes<T, 2 * kLanes> bytes) {
+#if defined(NPU_AVX512)
+  const __m256i narrow = bit_cast<__m256i>(bytes);
+#elif defined(NPU_AVX2)
+  const __m128i narrow = bit_cast<__m128i>(bytes);
+#endif
+#if defined(NPU_AVX512) || defined(NPU_AVX2)
+  return bit_cast<ShortVec>(std::is_signed_v<T> ? NPU_X86(cvtepi8_epi16)(narrow) : NPU_X86(cvtepu8_epi16)(narrow));
+#else
+  return __builtin_convertvector(bytes, ShortVec);
+#endif
+}
+
+template <class T, int... i>
+NPU_INLINE ShortVec pair_bytes(Bytes<T, kLanes> first, Bytes<T, kLanes> second, std::integer_sequence<int, i...>) {
+  return widen<T>(
+      __builtin_shufflevector(first, second, i / 2 + i % 2 * kLanes..., (kLanes + i) / 2 + i % 2 * kLanes...));
 }
 
 // The bytes of `first` and `second` in turns, kLanes of each, as pairs of int16.
 template <class T>
 NPU_INLINE ShortVec pair_bytes(const T* first, const T* second) {
-  typedef T Whole __attribute__((vector_size(kLanes)));
-  typedef T Pairs __attribute__((vector_size(2 * kLanes)));
-  return pair_bytes<Whole, Pairs>(load_bits<Whole>(first), load_bits<Whole>(second), LaneSequence());
+  using Whole = Bytes<T, kLanes>;
+  return pair_bytes<T>(load_bits<Whole>(first), load_bits<Whole>(second), LaneSequence());
 }
 
 // 2 * kLanes bytes as int16.
 template <class T>
 NPU_INLINE ShortVec widen_bytes(const T* p) {
-  typedef T Narrow __attribute__((vector_size(2 * kLanes)));
-  return __builtin_convertvector(load_bits<Narrow>(p), ShortVec);
+  return widen<T>(load_bits<Bytes<T, 2 * kLanes>>(p));
 }
 
 // The first `count` bytes, fewer than kLanes.
