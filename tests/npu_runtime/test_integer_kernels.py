@@ -361,3 +361,27 @@ def test_a_residual_that_is_not_a_number_stays_so_in_floats(activation: str) -> 
     residual[0, 5, 1, 2] = np.nan
     for name, got in net.run({"x": np.ones((1, 16, 3, 3), np.float32), "other": residual}).items():
         assert np.isnan(got[0, 5, 1, 2]) and np.isnan(got).sum() == 1, name
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "relu6"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+@pytest.mark.parametrize("groups", [1, 80])
+def test_results_beyond_all_integers_become_the_least_or_the_greatest_code(
+    groups: int, dtype: str, activation: str
+) -> None:
+    net, (low, high) = Network(), LIMITS[dtype]
+    zero, beyond = low + 20, [3e9, -3e9, 1e30, -1e30, np.inf, -np.inf, 2.0, -3.0]
+    x, b = net.g.input("x", 1, 80, 3, 3), net.g.weight("b", 80)
+    net.state["b"] = np.resize(np.array(beyond, np.float32), 80)
+    taps = 1 if groups == 1 else 3
+    w = net.weight("w", np.zeros((80, 80 // groups, taps, taps), np.int8), np.ones(80))
+    window = {"stride": [1, 1], "padding": [taps // 2] * 2, "groups": groups}
+    value = net.g("aten.conv2d.default", net.rounded(x, 1.0, zero, dtype), w, b, **window)
+    if activation != "none":
+        value = net.g(f"aten.{activation}.default", value)
+    net.g.output(net.rounded(value, 0.5, zero, dtype))
+    limits = {"none": (-np.inf, np.inf), "relu": (0, np.inf), "relu6": (0, 6)}[activation]
+    codes = np.clip(np.rint(np.clip(net.state["b"], *limits) / 0.5) + zero, low, high)
+    want = np.broadcast_to(((codes - zero) * 0.5).reshape(1, 80, 1, 1), (1, 80, 3, 3))
+    for name, got in net.run({"x": np.ones((1, 80, 3, 3), np.float32)}).items():
+        np.testing.assert_array_equal(got, want, err_msg=name)

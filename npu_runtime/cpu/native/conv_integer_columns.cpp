@@ -67,8 +67,11 @@ struct QuadColumn {
   }
   NPU_INLINE static IVec add(IVec sum, ByteVec part, ByteVec weights) { return add_byte_quads(sum, part, weights); }
   template <class Out>
-  NPU_INLINE static void store(Out* out, const IVec* codes, int64_t count) {
-    store_interleaved(out, codes, count);
+  NPU_INLINE static void store(Out* out, const Vec* results, int64_t count, const Rounding& round) {
+    IVec numbers[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) numbers[v] = round.numbers(results[v]);
+    store_interleaved(out, numbers, count, round.codes);
   }
 };
 
@@ -94,8 +97,8 @@ struct PairColumn {
     return add_integer_pairs(sum, part, bit_cast<ShortVec>(weights));
   }
   template <class Out>
-  NPU_INLINE static void store(Out* out, const IVec* codes, int64_t) {
-    store_bytes(out, codes[0], kLanes);
+  NPU_INLINE static void store(Out* out, const Vec* results, int64_t, const Rounding& round) {
+    store_bytes(out, round(results[0]), kLanes);
   }
 };
 
@@ -152,7 +155,7 @@ void convolve_line(const Args& a, const X* padding, int64_t line, int64_t block)
     weights = not_known(weights);
     if constexpr (kVecs > 1) offsets = not_known(offsets), scales = not_known(scales), biases = not_known(biases);
     window.advance(next);
-    IVec codes[kVecs];
+    Vec results[kVecs];
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       IVec sum = load_bits<IVec>(offsets + v * kLanes);
@@ -161,9 +164,9 @@ void convolve_line(const Args& a, const X* padding, int64_t line, int64_t block)
 #pragma GCC unroll 3
         for (int p = 0; p < kParts; ++p)
           sum = Of::add(sum, window[i].parts[p][v], load_bits<ByteVec>(weights + ((i * kParts + p) * kVecs + v) * kBytes));
-      codes[v] = round(to_floats(sum) * load(scales + v * kLanes) + load(biases + v * kLanes));
+      results[v] = to_floats(sum) * load(scales + v * kLanes) + load(biases + v * kLanes);
     }
-    Of::store(out, codes, count);
+    Of::store(out, results, count, round);
   }
 }
 

@@ -50,20 +50,29 @@ NPU_INLINE Vec load_stored(const char* data, Stored stored, int64_t index, int64
 // Limits of a result before it is rounded, in steps from the zero point.
 struct Rounding {
   Vec inverse, low, high;
-  IVec zero;
-  explicit Rounding(const Args& a)
-      : inverse(splat(a.inverse_out_scale)),
-        low(splat(float(a.low - a.out_zero_point))),
-        high(splat(float(a.high - a.out_zero_point))),
-        zero(splat_bits(a.out_zero_point)) {}
+  ToCodes codes;
+  Rounding(const Args& a, float least, float most)
+      : inverse(splat(a.inverse_out_scale)), low(splat(least)), high(splat(most)),
+        codes{a.out_zero_point, a.out_zero_point + int32_t(least)} {}
+  explicit Rounding(const Args& a) : Rounding(a, a.low - a.out_zero_point, a.high - a.out_zero_point) {}
   // With the limits of relu and relu6, if the activation is one of them.
   static Rounding limited(const Args& a) {
-    Rounding made(a);
-    if (a.activation == Activation::relu || a.activation == Activation::relu6) made.low = max(made.low, Vec{});
-    if (a.activation == Activation::relu6) made.high = min(made.high, splat(6.0f * a.inverse_out_scale));
-    return made;
+    const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
+    const float least = a.low - a.out_zero_point, most = a.high - a.out_zero_point;
+    return Rounding(a, limits ? std::max(least, 0.0f) : least,
+                    a.activation == Activation::relu6 ? std::min(most, 6.0f * a.inverse_out_scale) : most);
   }
-  NPU_INLINE IVec operator()(Vec y) const { return to_nearest(min(high, max(y * inverse, low))) + zero; }
+  // Codes.
+  NPU_INLINE IVec operator()(Vec y) const { return to_nearest(min(high, max(y * inverse, low))) + codes.zero; }
+  // Numbers from the zero point on, of which `codes` makes codes. On x86, conversion makes the least integer of what is
+  // below all integers and of a NaN.
+  NPU_INLINE IVec numbers(Vec y) const {
+#if defined(NPU_X86)
+    return to_nearest(min(high, y * inverse));
+#else
+    return to_nearest(min(high, max(y * inverse, low)));
+#endif
+  }
 };
 
 // Stores a vector of results, `count` elements at most, at element `index`.

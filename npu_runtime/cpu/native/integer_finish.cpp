@@ -22,16 +22,9 @@ template <class Out, Residual residual, bool kLimits>
 void finish(const Args& a, const Block& b) {
   constexpr bool kBytes = !std::is_same_v<Out, float>;
   const int64_t total = a.groups * a.out_channels, stride = b.row_stride, pixels = b.pixels;
-  const bool limits = a.activation == Activation::relu || a.activation == Activation::relu6;
-  float least = kLimits && limits ? 0.0f : -kInfinity;
-  float most = kLimits && a.activation == Activation::relu6 ? 6.0f : kInfinity;
-  if constexpr (kBytes) {
-    least = std::max(least * a.inverse_out_scale, float(a.low - a.out_zero_point));
-    most = std::min(most * a.inverse_out_scale, float(a.high - a.out_zero_point));
-  }
-  const Vec low = splat(least), high = splat(most), inverse = splat(a.inverse_out_scale);
+  const Rounding round = kLimits ? Rounding::limited(a) : Rounding(a);
   const Vec residual_scale = splat(a.residual_scale);
-  const IVec residual_zero = splat_bits(a.residual_zero_point), zero = splat_bits(a.out_zero_point);
+  const IVec residual_zero = splat_bits(a.residual_zero_point);
   const char* added = a.residual;
   const Stored added_type = a.residual_type, out_type = a.out_type;
   const Activation activation = a.activation;
@@ -41,10 +34,8 @@ void finish(const Args& a, const Block& b) {
     Vec y = to_floats(load_bits<IVec>(sums)) * scale + bias;
     if constexpr (residual != Residual::none)
       y += load_residual<residual>(added, added_type, index, count, residual_scale, residual_zero);
-    if constexpr (!kLimits) y = apply(activation, y);
-    if constexpr (kBytes) y = y * inverse;
-    if constexpr (kBytes) return min(high, max(y, low));
-    else return min(high, max(low, y));  // which keeps a NaN
+    if constexpr (!kLimits || !kBytes) y = apply(activation, y);
+    return y;
   };
   int64_t c = 0;
   for (; kBytes && c + 2 * kLanes <= b.channels; c += 2 * kLanes) {
@@ -54,9 +45,9 @@ void finish(const Args& a, const Block& b) {
     const int32_t* sums = b.sums + c;
     int64_t index = b.pixel * total + b.channel + c;
     for (int64_t p = 0; p < pixels; ++p, sums += stride, index += total) {
-      const IVec first = to_nearest(result(sums, scale, bias, index, kLanes)) + zero;
-      const IVec second = to_nearest(result(sums + kLanes, other_scale, other_bias, index + kLanes, kLanes)) + zero;
-      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, first, second);
+      const IVec first = round.numbers(result(sums, scale, bias, index, kLanes));
+      const IVec second = round.numbers(result(sums + kLanes, other_scale, other_bias, index + kLanes, kLanes));
+      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, first, second, round.codes);
     }
   }
   for (; c < b.channels; c += kLanes) {
@@ -66,7 +57,7 @@ void finish(const Args& a, const Block& b) {
     int64_t index = b.pixel * total + channel;
     for (int64_t p = 0; p < pixels; ++p, sums += stride, index += total) {
       const Vec y = result(sums, scale, bias, index, count);
-      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, to_nearest(y) + zero, count);
+      if constexpr (kBytes) store_bytes(reinterpret_cast<Out*>(out) + index, round(y), count);
       else store_any(out, static_cast<Dtype>(out_type), index, y, count);
     }
   }

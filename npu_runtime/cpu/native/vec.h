@@ -488,24 +488,45 @@ NPU_INLINE void copy_bytes(const void* from, void* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) static_cast<char*>(to)[i] = static_cast<const char*>(from)[i];
 }
 
-// The lanes of two vectors of integers, one after the other, as bytes, of which they are.
+// How numbers counted from a zero point become codes that bytes hold.
+struct ToCodes {
+  int32_t zero, least;
+#if defined(NPU_X86)
+  // As int16, which takes numbers that are too small for it as the least.
+  NPU_INLINE Bits operator()(IVec first, IVec second) const {
+    const Bits pairs = NPU_X86(packs_epi32)(bit_cast<Bits>(first), bit_cast<Bits>(second));
+    const Bits zeros = bit_cast<Bits>(ShortVec{} + int16_t(zero)), low = bit_cast<Bits>(ShortVec{} + int16_t(least));
+    return NPU_X86(max_epi16)(NPU_X86(adds_epi16)(pairs, zeros), low);
+  }
+#else
+  NPU_INLINE IVec operator()(IVec numbers) const { return numbers + zero; }
+#endif
+};
+
+#if defined(NPU_X86)
 template <class T>
-NPU_INLINE void store_bytes(T* p, IVec first, IVec second) {
+NPU_INLINE Bits pack_bytes(Bits first, Bits second) {
+  return std::is_signed_v<T> ? NPU_X86(packs_epi16)(first, second) : NPU_X86(packus_epi16)(first, second);
+}
+#endif
+
+// The lanes of two vectors of numbers, one after the other, as codes.
+template <class T>
+NPU_INLINE void store_bytes(T* p, IVec first, IVec second, const ToCodes& codes) {
+#if defined(NPU_X86)
+  const Bits pairs = codes(first, second), packed = pack_bytes<T>(pairs, pairs);
 #if defined(NPU_AVX512)
-  const __m512i pairs = _mm512_packs_epi32(bit_cast<__m512i>(first), bit_cast<__m512i>(second));
-  const __m512i packed = std::is_signed_v<T> ? _mm512_packs_epi16(pairs, pairs) : _mm512_packus_epi16(pairs, pairs);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13);
-  const __m256i bytes = _mm512_castsi512_si256(_mm512_permutexvar_epi32(order, packed));
-  std::memcpy(p, &bytes, sizeof(bytes));
+  const Bits bytes = _mm512_permutexvar_epi32(order, packed);
 #elif defined(NPU_AVX2)
-  const __m256i pairs = _mm256_packs_epi32(bit_cast<__m256i>(first), bit_cast<__m256i>(second));
-  const __m256i packed = std::is_signed_v<T> ? _mm256_packs_epi16(pairs, pairs) : _mm256_packus_epi16(pairs, pairs);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
-  const __m128i bytes = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(packed, order));
-  std::memcpy(p, &bytes, sizeof(bytes));
+  const Bits bytes = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+#else
+  const Bits bytes = packed;
+#endif
+  std::memcpy(p, &bytes, 2 * kLanes);
 #else
   typedef T Narrow __attribute__((vector_size(kLanes)));
-  const Narrow low = __builtin_convertvector(first, Narrow), high = __builtin_convertvector(second, Narrow);
+  const Narrow low = __builtin_convertvector(codes(first), Narrow), high = __builtin_convertvector(codes(second), Narrow);
   std::memcpy(p, &low, kLanes);
   std::memcpy(p + kLanes, &high, kLanes);
 #endif
@@ -557,16 +578,14 @@ NPU_INLINE void interleave_quads(ByteVec a, ByteVec b, ByteVec c, ByteVec d, Byt
 #endif
 }
 
-// Four vectors of integers in that order as bytes, of which they are; the first `count` of them.
+// Four vectors of numbers in that order as codes; the first `count` of them.
 template <class T>
-NPU_INLINE void store_interleaved(T* p, const IVec* v, int64_t count) {
+NPU_INLINE void store_interleaved(T* p, const IVec* v, int64_t count, const ToCodes& codes) {
 #if defined(NPU_X86)
-  const Bits low = NPU_X86(packs_epi32)(bit_cast<Bits>(v[0]), bit_cast<Bits>(v[1]));
-  const Bits high = NPU_X86(packs_epi32)(bit_cast<Bits>(v[2]), bit_cast<Bits>(v[3]));
-  const Bits bytes = std::is_signed_v<T> ? NPU_X86(packs_epi16)(low, high) : NPU_X86(packus_epi16)(low, high);
+  const Bits bytes = pack_bytes<T>(codes(v[0], v[1]), codes(v[2], v[3]));
 #else
   T bytes[4 * kLanes];
-  for (int n = 0; n < 4 * kLanes; ++n) bytes[n] = T(v[n / 4 % 4][n / 16 * 4 + n % 4]);
+  for (int n = 0; n < 4 * kLanes; ++n) bytes[n] = T(codes(v[n / 4 % 4])[n / 16 * 4 + n % 4]);
 #endif
   if (count >= 4 * kLanes) std::memcpy(p, &bytes, sizeof(bytes));
   else if (count == 2 * kLanes) std::memcpy(p, &bytes, 2 * kLanes);
