@@ -48,7 +48,8 @@ NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = int16_t(from[i]) - zero;
 }
 
-// How a format stores elements of windows.
+// How a format stores elements of windows. put_few() may read and write a vector of 2 * kLanes elements more, or kFew.
+constexpr int64_t kFew = 16;
 template <class Format>
 struct Packer {
   uint8_t zero;
@@ -70,6 +71,10 @@ struct Packer {
       for (int64_t i = 0; i < n; ++i) to[i] = uint8_t(from[i]) ^ kMove;
     }
   }
+  template <class X>
+  NPU_INLINE void put_few(const X* from, int64_t n, uint8_t* to) const {
+    for (int64_t i = 0; i < n; i += kFew) put<kFew>(from + i, kFew, to + i);
+  }
   void pad(uint8_t* to, int64_t n) const { std::memset(to, zero, n); }
 };
 
@@ -80,6 +85,10 @@ struct Packer<Pairs> {
   template <class X>
   void put(const X* from, int64_t n, int16_t* to) const {
     widen(from, n, zero, to);
+  }
+  template <class X>
+  NPU_INLINE void put_few(const X* from, int64_t n, int16_t* to) const {
+    for (int64_t i = 0; i < n; i += 2 * kLanes) widen(from + i, 2 * kLanes, zero, to + i);
   }
   void pad(int16_t* to, int64_t n) const { std::memset(to, 0, n * sizeof(int16_t)); }
 };
@@ -142,6 +151,29 @@ void pack_window(const Args& a, const X* image, int64_t group, int64_t y, int64_
   }
 }
 
+// Fills rows for pixels from x on, `count` at most, if their windows lie inside of the image and have few elements in a
+// row. Returns how many.
+template <class Format, class X>
+int64_t pack_narrow(const Args& a, const Row<Format>& row, const X* image, int64_t y, int64_t x, int64_t count,
+                    typename Format::Row* to) {
+  const int64_t channels = a.in_channels, size = a.kernel_w * channels, beyond = std::max<int64_t>(kFew, 2 * kLanes);
+  const int64_t left = x * a.stride_w - a.pad_left, top = y * a.stride_h - a.pad_top, spare = a.in_w - a.kernel_w - left;
+  const int64_t advance = a.stride_w * channels, step = a.dilation_h * a.in_w * channels, rows = (a.kernel_h - 1) * step;
+  if (a.groups > 1 || a.dilation_w > 1 || size > 2 * kFew || left < 0 || top < 0 || spare < 0 ||
+      top + (a.kernel_h - 1) * a.dilation_h >= a.in_h)
+    return 0;
+  const X* line = image + (top * a.in_w + left) * channels;
+  const int64_t behind = reinterpret_cast<const X*>(a.x) + a.batch * a.in_h * a.in_w * channels - line - rows - size - beyond;
+  if (behind < 0) return 0;
+  count = std::min({count, spare / a.stride_w + 1, behind / advance + 1});
+  const Packer<Format> packer(a);
+  for (int64_t i = 0; i < count; ++i, line += advance, to += row.stride) {
+    for (int64_t ky = 0; ky < a.kernel_h; ++ky) packer.put_few(line + ky * step, size, to + ky * size);
+    fill(row, to);
+  }
+  return count;
+}
+
 // Rows for pixels [begin, end) of all images.
 template <class Format, class X>
 void pack_rows(const Args& a, const Row<Format>& row, int64_t group, int64_t begin, int64_t end,
@@ -157,10 +189,15 @@ void pack_rows(const Args& a, const Row<Format>& row, int64_t group, int64_t beg
     return;
   }
   int64_t item = begin / plane, y = begin % plane / a.out_w, x = begin % a.out_w;
-  for (int64_t pixel = begin; pixel < end; ++pixel, to += row.stride) {
-    pack_window<Format>(a, data + item * image, group, y, x, to);
-    fill(row, to);
-    if (++x < a.out_w) continue;
+  for (int64_t pixel = begin, count; pixel < end; pixel += count, to += count * row.stride) {
+    count = pack_narrow<Format>(a, row, data + item * image, y, x, std::min(end - pixel, a.out_w - x), to);
+    if (!count) {
+      pack_window<Format>(a, data + item * image, group, y, x, to);
+      fill(row, to);
+      count = 1;
+    }
+    x += count;
+    if (x < a.out_w) continue;
     x = 0;
     if (++y < a.out_h) continue;
     y = 0;
@@ -254,7 +291,7 @@ void convolve_bytes(const Args& a) {
   parallel_for(a.groups * tasks.count * tasks.parts, 1, [&](int64_t first, int64_t last, int) {
     [[maybe_unused]] const std::conditional_t<kTiled, TileState, int> state{};
     const int64_t room = std::max<int64_t>(tasks.rows, kTiled ? kTileRows : 1) + 1;
-    Element* memory = thread_scratch().get<Element>(room * row.stride * sizeof(Element));
+    Element* memory = thread_scratch().get<Element>((room * row.stride + kFew) * sizeof(Element));
     Results<Format> results(a);
     int64_t packed = -1;
     for (int64_t task = first; task < last; ++task) {
