@@ -225,17 +225,31 @@ class Results {
   static constexpr bool kLater = std::is_same_v<Format, TiledQuads>;
   const Args& args_;
   const Finish finish_;
+  Codes codes_;
   alignas(64) int32_t sums_[kLater ? 2 : 1][kTogether<Format> * kPanel];
   int next_ = 0;
   Block waiting_{};
 
  public:
-  explicit Results(const Args& a) : args_(a), finish_(finish_of(a)) {}
+  explicit Results(const Args& a)
+      : args_(a),
+        finish_(finish_of(a)),
+        codes_{nullptr, nullptr, Rounding::limited(a), nullptr, a.groups * a.out_channels, a.out_type == Stored::i8} {}
   ~Results() {
     if (waiting_.pixels) finish_(args_, waiting_);
   }
   // Where the next block's sums go, until it is put.
   int32_t* sums() { return sums_[next_]; }
+  // Whether sums of whole panels can become results before they are stored.
+  bool at_once() const {
+    return kMakesCodes && !kLater && is_bytes(args_.out_type) && !args_.residual && args_.activation <= Activation::relu6;
+  }
+  const Codes& codes(int64_t pixel, int64_t channel) {
+    codes_.scales = args_.scales + channel;
+    codes_.biases = args_.bias + channel;
+    codes_.out = args_.out + pixel * codes_.stride + channel;
+    return codes_;
+  }
   void put(const Block& block) {
     if constexpr (kLater) {
       if (waiting_.pixels) finish_(args_, waiting_);
@@ -260,6 +274,15 @@ void multiply_rows(int64_t rows, const typename Format::Row* x, int64_t stride, 
       results.put({results.sums() + (done - first) * kPanel, kPanel, pixel + done, count, channel, channels});
     }
   } else {
+    if constexpr (kMakesCodes) {
+      if (results.at_once() && channels == kPanel) {
+        const RowBlocks blocks(rows);
+        for (int64_t i = 0; i < blocks.count; ++i)
+          multiply(blocks.size(i), x + blocks.begin(i) * stride, stride, panel, row.steps, start,
+                   results.codes(pixel + blocks.begin(i), channel));
+        return;
+      }
+    }
     const RowBlocks finished(rows, kTogether<Format>);
     for (int64_t f = 0; f < finished.count; ++f) {
       const int64_t done = finished.begin(f);

@@ -13,13 +13,38 @@ NPU_INLINE IVec multiply_add(Quads, IVec sum, IVec x, IVec w) {
   return add_byte_quads(sum, bit_cast<ByteVec>(x), bit_cast<ByteVec>(w));
 }
 
-template <class Format>
-using Multiply = void (*)(const typename Format::Row*, int64_t, const typename Format::Weight*, int64_t, const int32_t*,
-                          int32_t*);
+struct PutSums {
+  int32_t* sums;
+  NPU_INLINE void operator()(int r, IVec first, IVec second) const {
+    std::memcpy(sums + r * kPanel, &first, sizeof(IVec));
+    std::memcpy(sums + r * kPanel + kLanes, &second, sizeof(IVec));
+  }
+};
 
-template <class Format, int kRows>
+// Stored bytes may alias anything, so what rows share is in local variables.
+struct PutCodes {
+  const Codes to;
+  Vec scales[2], biases[2];
+  NPU_INLINE explicit PutCodes(const Codes& codes)
+      : to(codes), scales{load(to.scales), load(to.scales + kLanes)}, biases{load(to.biases), load(to.biases + kLanes)} {}
+  NPU_INLINE void operator()(int r, IVec first, IVec second) const {
+    const IVec low = to.round.numbers(to_floats(first) * scales[0] + biases[0]);
+    const IVec high = to.round.numbers(to_floats(second) * scales[1] + biases[1]);
+    char* out = to.out + r * to.stride;
+    if (to.is_signed) store_bytes(reinterpret_cast<int8_t*>(out), low, high, to.round.codes);
+    else store_bytes(reinterpret_cast<uint8_t*>(out), low, high, to.round.codes);
+  }
+};
+NPU_INLINE PutSums putter(int32_t* sums) { return {sums}; }
+NPU_INLINE PutCodes putter(const Codes& codes) { return PutCodes(codes); }
+
+template <class Format, class To>
+using Multiply = void (*)(const typename Format::Row*, int64_t, const typename Format::Weight*, int64_t, const int32_t*,
+                          To);
+
+template <class Format, class To, int kRows>
 void multiply_rows(const typename Format::Row* x, int64_t row_stride, const typename Format::Weight* panel,
-                   int64_t steps, const int32_t* start, int32_t* sums) {
+                   int64_t steps, const int32_t* start, To to) {
   constexpr int64_t kStep = Format::kStep;
   IVec sum[kRows][2] = {};
   if (start) {
@@ -47,30 +72,40 @@ void multiply_rows(const typename Format::Row* x, int64_t row_stride, const type
     step(x + kStep, panel + kStep * kPanel);
   }
   if (i < steps) step(x, panel);
+  const auto put = putter(to);
 #pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r) {
-    std::memcpy(sums + r * kPanel, &sum[r][0], sizeof(IVec));
-    std::memcpy(sums + r * kPanel + kLanes, &sum[r][1], sizeof(IVec));
-  }
+  for (int r = 0; r < kRows; ++r) put(r, sum[r][0], sum[r][1]);
 }
 
-template <class Format, int... i>
-constexpr std::array<Multiply<Format>, sizeof...(i)> table(std::integer_sequence<int, i...>) {
-  return {multiply_rows<Format, i + 1>...};
+template <class Format, class To, int... i>
+constexpr std::array<Multiply<Format, To>, sizeof...(i)> table(std::integer_sequence<int, i...>) {
+  return {multiply_rows<Format, To, i + 1>...};
 }
-template <class Format>
-constexpr auto kTable = table<Format>(std::make_integer_sequence<int, kMaxRows>());
+template <class Format, class To>
+constexpr auto kTable = table<Format, To>(std::make_integer_sequence<int, kMaxRows>());
 
 }  // namespace
 
 void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums) {
-  kTable<Pairs>[rows - 1](x, row_stride, panel, steps, start, sums);
+  kTable<Pairs, int32_t*>[rows - 1](x, row_stride, panel, steps, start, sums);
 }
 
 void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums) {
-  kTable<Quads>[rows - 1](x, row_stride, panel, steps, start, sums);
+  kTable<Quads, int32_t*>[rows - 1](x, row_stride, panel, steps, start, sums);
 }
+
+#if defined(NPU_AVX512)
+void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+              const int32_t* start, const Codes& codes) {
+  kTable<Pairs, const Codes&>[rows - 1](x, row_stride, panel, steps, start, codes);
+}
+
+void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
+              const int32_t* start, const Codes& codes) {
+  kTable<Quads, const Codes&>[rows - 1](x, row_stride, panel, steps, start, codes);
+}
+#endif
 
 }  // namespace npu::integer

@@ -1,10 +1,12 @@
-// The products that integer convolutions share: rows times one panel of packed columns, with sums in int32.
+// The products that integer convolutions share: rows times one panel of packed columns, with sums in int32, which may
+// become bytes while they are in registers.
 //
 // A panel holds kPanel output channels: for one step of a row's elements after the other, each channel's elements. A
 // step is two int16 or four bytes.
 #pragma once
 
 #include "gemm.h"
+#include "integer_args.h"
 
 namespace npu::integer {
 
@@ -26,11 +28,31 @@ struct Quads {
 // row's elements does not count.
 struct TiledQuads : Quads {};
 
+// Where sums become bytes: those of row r and channels [0, kPanel) at out + r * stride.
+struct Codes {
+  const float *scales, *biases;
+  Rounding round;
+  char* out;
+  int64_t stride;
+  bool is_signed;
+};
+
 // sums[r][0..kPanel) = start + x[r] . panel, for 1 to kMaxRows rows of `steps` steps, `row_stride` elements apart. Where
 // `start` is null, sums begin with 0.
 void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums);
 void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums);
+// The same, and then codes of sums * scale + bias, where kMakesCodes. It spares storing sums, which costs as much as two
+// steps where vectors are long. With 16 registers there is no room for what rows share.
+#if defined(NPU_AVX512)
+inline constexpr bool kMakesCodes = true;
+#else
+inline constexpr bool kMakesCodes = false;
+#endif
+void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+              const int32_t* start, const Codes& codes);
+void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
+              const int32_t* start, const Codes& codes);
 
 }  // namespace npu::integer
