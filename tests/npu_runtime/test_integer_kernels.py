@@ -151,7 +151,9 @@ def test_rows_of_bytes_are_multiplied_exactly(
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("taps", [3, 5])
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("channels", "height", "width"), [(16, 1, 1), (32, 5, 2), (64, 7, 7), (80, 2, 9), (144, 4, 5)])
+@pytest.mark.parametrize(
+    ("channels", "height", "width"), [(16, 1, 1), (32, 5, 2), (32, 3, 7), (64, 7, 7), (80, 2, 9), (144, 4, 5)]
+)
 def test_depthwise_results_in_bytes_are_exact(
     channels: int,
     height: int,

@@ -14,27 +14,38 @@
 namespace npu::integer {
 namespace {
 
-// The taps of a line, one column after the other.
-template <int kTaps, class X>
+// The taps of a line, kPixels columns at once, which begin one column after the other.
+template <int kTaps, int kPixels, class X>
 struct Line {
   const X *rows[kTaps], *padding;
-  int64_t x, width, channels, count, offset = 0;
+  int64_t x, width, channels, offset;
+  X edge[kTaps][kPixels > 1 ? 4 * kLanes : 1];
 
   // `all` is a row of padding.
-  Line(const Args& a, const X* image, const X* all, int64_t y, int64_t channel, int64_t block)
-      : padding(all), x(-a.pad_left), width(a.in_w), channels(a.groups), count(block) {
+  Line(const Args& a, const X* image, const X* all, int64_t y, int64_t channel)
+      : padding(all), x(-a.pad_left), width(a.in_w), channels(a.groups), offset(x * channels) {
     for (int64_t r = 0; r < kTaps; ++r) {
       const int64_t in_y = y * a.stride_h - a.pad_top + r;
       rows[r] = in_y >= 0 && in_y < a.in_h ? image + in_y * width * channels + channel : padding;
     }
   }
-  // Calls read with a function that tells where each tap of the next column is.
+  // Calls read with a function that tells where each tap of what comes next is.
   template <class Read>
   NPU_INLINE void next(const Read& read) {
-    const bool inside = x >= 0 && x < width;
-    read([&](int r) { return inside ? rows[r] + offset : padding; });
-    if (inside) offset += channels;
+    const bool inside = x >= 0 && x + kPixels <= width;
+    if constexpr (kPixels > 1)
+      if (!inside) fill_edge();
+    read([&](int r) { return inside ? rows[r] + offset : kPixels > 1 ? edge[r] : padding; });
+    offset += channels;
     ++x;
+  }
+  // Columns of which some are in the padding.
+  __attribute__((noinline)) void fill_edge() {
+    for (int64_t r = 0; r < kTaps; ++r)
+      for (int64_t i = 0; i < kPixels; ++i) {
+        const bool inside = x + i >= 0 && x + i < width;
+        std::memcpy(edge[r] + i * channels, inside ? rows[r] + offset + i * channels : padding, channels);
+      }
   }
 };
 
@@ -132,15 +143,16 @@ struct Window {
   }
 };
 
-template <int kTaps, int kStride, class X, class Out>
+// Two pixels whose channels make a block are convolved together. As with a stride of 2, the next two share one column.
+template <int kTaps, int kStride, int kPixels, class X, class Out>
 void convolve_line(const Args& a, const X* padding, int64_t line, int64_t block) {
   using Of = Column<kTaps>;
   constexpr int kParts = Of::kParts, kVecs = Of::kVecs;
   constexpr int64_t kWide = Of::kWide, kBytes = sizeof(ByteVec);
   const int64_t channels = a.groups, channel = std::clamp<int64_t>(block * kWide, 0, std::max<int64_t>(0, channels - kWide));
-  const int64_t y = line % a.out_h, count = std::min(kWide, channels);
+  const int64_t y = line % a.out_h, count = std::min(kWide, kPixels * channels);
   const X* image = reinterpret_cast<const X*>(a.x) + line / a.out_h * a.in_h * a.in_w * channels;
-  Line<kTaps, X> taps(a, image, padding, y, channel, count);
+  Line<kTaps, kPixels, X> taps(a, image, padding, y, channel);
   const char* weights = static_cast<const char*>(a.weight) + block * kTaps * kParts * kVecs * kBytes;
   const int32_t* offsets = a.offsets + block * kWide;
   const float *scales = a.scales + block * kWide, *biases = a.bias + block * kWide;
@@ -149,8 +161,8 @@ void convolve_line(const Args& a, const X* padding, int64_t line, int64_t block)
   const auto next = [&](Of& column) __attribute__((always_inline)) {
     taps.next([&](const auto& at) __attribute__((always_inline)) { column.template read<X>(at, count); });
   };
-  Window<kTaps, kStride> window(next);
-  for (int64_t x = 0; x < a.out_w; ++x, out += channels) {
+  Window<kTaps, kStride * kPixels> window(next);
+  for (int64_t x = 0; x < a.out_w; x += kPixels, out += kPixels * channels) {
     // What follows is at fixed distances from these, whose sums g++ would otherwise hold in registers.
     weights = not_known(weights);
     if constexpr (kVecs > 1) offsets = not_known(offsets), scales = not_known(scales), biases = not_known(biases);
@@ -166,16 +178,23 @@ void convolve_line(const Args& a, const X* padding, int64_t line, int64_t block)
           sum = Of::add(sum, window[i].parts[p][v], load_bits<ByteVec>(weights + ((i * kParts + p) * kVecs + v) * kBytes));
       results[v] = to_floats(sum) * load(scales + v * kLanes) + load(biases + v * kLanes);
     }
-    Of::store(out, results, count, round);
+    Of::store(out, results, kPixels == 1 ? count : std::min(count, (a.out_w - x) * channels), round);
   }
+}
+
+template <int kTaps, class X, class Out>
+auto line_of(const Args& a) {
+  if (a.stride_w == 2) return convolve_line<kTaps, 2, 1, X, Out>;
+  if constexpr (kHasByteQuads)
+    if (2 * a.groups == Column<kTaps>::kWide) return convolve_line<kTaps, 1, 2, X, Out>;
+  return convolve_line<kTaps, 1, 1, X, Out>;
 }
 
 template <class X, class Out>
 void convolve_columns(const Args& a) {
   const int64_t blocks = divide_up(a.groups, Column<3>::kWide), tasks = a.batch * a.out_h * blocks;
   parallel_for(tasks, std::max<int64_t>(1, tasks / (8 * num_threads())), [&](int64_t begin, int64_t end, int) {
-    const auto run = a.kernel_w == 3 ? (a.stride_w == 1 ? convolve_line<3, 1, X, Out> : convolve_line<3, 2, X, Out>)
-                                     : (a.stride_w == 1 ? convolve_line<5, 1, X, Out> : convolve_line<5, 2, X, Out>);
+    const auto run = a.kernel_w == 3 ? line_of<3, X, Out>(a) : line_of<5, X, Out>(a);
     X* padding = thread_scratch().get<X>(a.in_w * a.groups);
     std::fill(padding, padding + a.in_w * a.groups, X(a.zero_point));
     for (int64_t task = begin; task < end; ++task) run(a, padding, task / blocks, task % blocks);
