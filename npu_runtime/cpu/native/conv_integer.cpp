@@ -275,10 +275,10 @@ void multiply_rows(int64_t rows, const typename Format::Row* x, int64_t stride, 
     }
   } else {
     if constexpr (kMakesCodes) {
-      if (results.at_once() && channels == kPanel) {
+      if (results.at_once() && channels % kLanes == 0) {
         const RowBlocks blocks(rows);
         for (int64_t i = 0; i < blocks.count; ++i)
-          multiply(blocks.size(i), x + blocks.begin(i) * stride, stride, panel, row.steps, start,
+          multiply(blocks.size(i), channels, x + blocks.begin(i) * stride, stride, panel, row.steps, start,
                    results.codes(pixel + blocks.begin(i), channel));
         return;
       }
@@ -288,7 +288,7 @@ void multiply_rows(int64_t rows, const typename Format::Row* x, int64_t stride, 
       const int64_t done = finished.begin(f);
       const RowBlocks blocks(finished.size(f));
       for (int64_t i = 0; i < blocks.count; ++i)
-        multiply(blocks.size(i), x + (done + blocks.begin(i)) * stride, stride, panel, row.steps, start,
+        multiply(blocks.size(i), channels, x + (done + blocks.begin(i)) * stride, stride, panel, row.steps, start,
                  results.sums() + blocks.begin(i) * kPanel);
       results.put({results.sums(), kPanel, pixel + done, blocks.rows, channel, channels});
     }

@@ -113,8 +113,8 @@ void convolve_bytes(const Args& a) {
         for (int64_t point = 0; point < kPoints; ++point) {
           const int16_t* panel = weights + (p * kPoints + point) * channels * kPanel;
           for (int64_t t = 0; t < end - begin; t += kMaxRows)
-            multiply(std::min<int64_t>(kMaxRows, end - begin - t), inputs + point * point_stride + t * channels, channels,
-                     panel, pairs, nullptr, sums + point * sum_stride + t * kPanel);
+            multiply(std::min<int64_t>(kMaxRows, end - begin - t), kPanel, inputs + point * point_stride + t * channels,
+                     channels, panel, pairs, nullptr, sums + point * sum_stride + t * kPanel);
         }
         const int64_t channel = p * kPanel, count = std::min(kPanel, a.out_channels - channel);
         for (int64_t t = begin; t < end;) {

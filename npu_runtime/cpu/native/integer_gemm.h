@@ -28,7 +28,7 @@ struct Quads {
 // row's elements does not count.
 struct TiledQuads : Quads {};
 
-// Where sums become bytes: those of row r and channels [0, kPanel) at out + r * stride.
+// Where sums become bytes: those of row r at out + r * stride.
 struct Codes {
   const float *scales, *biases;
   Rounding round;
@@ -38,21 +38,21 @@ struct Codes {
 };
 
 // sums[r][0..kPanel) = start + x[r] . panel, for 1 to kMaxRows rows of `steps` steps, `row_stride` elements apart. Where
-// `start` is null, sums begin with 0.
-void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+// `start` is null, sums begin with 0. With at most kLanes channels, only the first vector of a row's sums is made.
+void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums);
-void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
+void multiply(int64_t rows, int64_t channels, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums);
-// The same, and then codes of sums * scale + bias, where kMakesCodes. It spares storing sums, which costs as much as two
+// The same, and then codes of sums * scale + bias, where kMakesCodes; `channels` is kLanes or kPanel. It spares storing sums, which costs as much as two
 // steps where vectors are long. With 16 registers there is no room for what rows share.
 #if defined(NPU_AVX512)
 inline constexpr bool kMakesCodes = true;
 #else
 inline constexpr bool kMakesCodes = false;
 #endif
-void multiply(int64_t rows, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, const Codes& codes);
-void multiply(int64_t rows, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
+void multiply(int64_t rows, int64_t channels, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
               const int32_t* start, const Codes& codes);
 
 }  // namespace npu::integer
