@@ -83,27 +83,43 @@ def test_sums_of_a_convolution_are_those_of_exact_integers(case: dict[str, Any])
         np.testing.assert_array_equal(got, want, err_msg=name)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "winograd"])
+@pytest.mark.parametrize("algorithm", ["direct", "winograd2", "winograd4"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 3), (7, 7), (14, 13), (31, 6)])
-@pytest.mark.parametrize(("channels", "out", "zeros"), [(16, 5, False), (64, 40, True), (912, 17, True)])
-def test_both_algorithms_for_three_by_three_taps_are_exact(
-    channels: int, out: int, zeros: bool, height: int, width: int, algorithm: str, seed: int, monkeypatch: Any
+@pytest.mark.parametrize(("channels", "out"), [(32, 5), (64, 40), (448, 17), (1824, 17)])
+def test_all_algorithms_for_three_by_three_taps_are_exact(
+    channels: int, out: int, height: int, width: int, dtype: str, algorithm: str, seed: int, monkeypatch: Any
 ) -> None:
+    """With transformed inputs and weights, and for many channels results, as large as they can be."""
     if not native_available():
         pytest.skip("there is no C++ compiler")
-    may_be = integer._may_be_winograd  # for whole vectors of channels only
-    monkeypatch.setattr(integer, "_choose", lambda call: algorithm if may_be(call) else "direct")
-    rng, net = np.random.default_rng(seed), Network()
-    codes, weight = rng.choice([0, 255], (2, channels, height, width)), rng.choice([-128, 127], (out, channels, 3, 3))
-    if channels == 912:  # sums are as large as they can be
-        codes[0], weight[0] = 255, -128
+    rng, net, (low, high) = np.random.default_rng(seed), Network(), LIMITS[dtype]
+    codes, weight = (
+        rng.choice([low, high], (2, channels, height, width)),
+        rng.choice([-128, 127], (out, channels, 3, 3)),
+    )
+    if channels == 448:
+        codes[0], weight[0], weight[1:] = high, 127, rng.integers(-50, 50, (out - 1, channels, 3, 3))
+    if channels == 1824:
+        codes[0], weight[0] = high, -128
+    rows = weight.astype(np.int64).reshape(out, -1)
+    largest = 255 * int(np.maximum(np.maximum(rows, 0).sum(1), -np.minimum(rows, 0).sum(1)).max())
+    exact = {"direct": True, "winograd2": 4 * largest < 2**31, "winograd4": 64 * largest < 2**31}[algorithm]
+    chosen: list[str] = []
+
+    def choose(call: Any) -> str:
+        assert exact == (algorithm in ("direct", *integer._winograd(call)))
+        chosen.append(algorithm if exact else "direct")
+        return chosen[-1]
+
+    monkeypatch.setattr(integer, "_choose", choose)
     x = net.g.input("x", *codes.shape)
-    points = np.full(out, 127) if zeros else None
-    w = net.weight("w", weight.astype(np.int8), np.ones(out), points)
-    net.g.output(net.g("aten.conv2d.default", net.rounded(x, 1.0, 0), w, None, [1, 1], [1, 1]))
-    exact = torch.from_numpy(weight - (127 if zeros else 0)).double()
-    want = F.conv2d(torch.from_numpy(codes).double(), exact, padding=1).float().numpy()
-    np.testing.assert_array_equal(net.run({"x": codes.astype(np.float32)}, only="native")["native"], want)
+    w = net.weight("w", weight.astype(np.int8), np.ones(out))
+    net.g.output(net.g("aten.conv2d.default", net.rounded(x, 1.0, low, dtype), w, None, [1, 1], [1, 1]))
+    want = F.conv2d(torch.from_numpy(codes - low).double(), torch.from_numpy(weight).double(), padding=1)
+    got = net.run({"x": (codes - low).astype(np.float32)}, only="native")["native"]
+    np.testing.assert_array_equal(got, want.float().numpy())
+    assert chosen
 
 
 @pytest.mark.parametrize("algorithm", ["tiles", "bytes"])

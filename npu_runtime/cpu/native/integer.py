@@ -26,9 +26,12 @@ _KERNELS = {
     "direct": "integer_conv2d",
     "columns": "integer_conv2d_columns",
     "depthwise": "integer_conv2d_depthwise",
-    "winograd": "integer_conv2d_winograd",
+    "winograd2": "integer_conv2d_winograd2",
+    "winograd4": "integer_conv2d_winograd4",
 }
-_MOST_WINOGRAD_CHANNELS = 2**31 // (4 * 9 * 255**2)  # four times a sum fits in int32
+# Winograd's algorithms (conv_integer_winograd.cpp), the faster one first; as many times a result must fit in int32.
+_WINOGRAD = {"winograd4": 64, "winograd2": 4}
+_FEWEST_WINOGRAD_TILES = 12  # of 4 x 4 results; with fewer, products of bytes are faster than transforming weights
 
 
 class _Args(ctypes.Structure):
@@ -144,16 +147,18 @@ def _panels(weight: np.ndarray, groups: int, step: int, multiple: int = 1) -> np
     return steps.reshape(groups, -1)
 
 
-_TRANSFORM = np.array([[2, 0, 0], [1, 1, 1], [1, -1, 1], [0, 0, 2]], np.int32)  # twice that of F(2, 3)
+def pack_windows(weight: np.ndarray) -> _Packed:
+    """A weight [o, i, 3, 3] without zero points in panels: taps of pairs of inputs (conv_integer_winograd.cpp)."""
+    panel, (out, channels) = layout().panel, weight.shape[:2]
+    padded = np.pad(weight, ((0, -out % panel), (0, 0), (0, 0), (0, 0)))
+    pairs = padded.reshape(-1, panel, channels // 2, 2, 9).transpose(0, 2, 4, 1, 3)
+    return _stored(pairs.reshape(1, -1), weight)
 
 
-def pack_points(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
-    """A weight [o, i, 3, 3], transformed: panels, each with 16 points of pairs (conv_integer_winograd.cpp)."""
-    wide, panel = _centred(weight, zeros), layout().panel
-    points = np.einsum("yk,oikl,xl->yxoi", _TRANSFORM, wide.astype(np.int32), _TRANSFORM).astype(np.int16)
-    points = np.pad(points.reshape(16, *wide.shape[:2]), ((0, 0), (0, -len(wide) % panel), (0, 0)))
-    pairs = points.reshape(16, -1, panel, wide.shape[1] // 2, 2).transpose(1, 0, 3, 2, 4)
-    return _stored(pairs.reshape(1, -1), wide)
+def _signed_sums(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each output channel of a weight [o, ...] the sum of its positive elements and that of its negative ones."""
+    rows = weight.reshape(len(weight), -1)
+    return np.maximum(rows, 0).sum(axis=1, dtype=np.int64), np.minimum(rows, 0).sum(axis=1, dtype=np.int64)
 
 
 def pack_taps(weight: np.ndarray, zeros: np.ndarray | None) -> _Packed:
@@ -190,8 +195,8 @@ def _product(call: ArrayCall, algorithm: str, groups: int) -> tuple[_Args, tuple
     known, baked = call.at(zeros), [] if zeros is None else [zeros]  # zero points become part of the packed weight
     if algorithm == "depthwise":
         weight = call.prepared(1, "integer taps", lambda w: pack_taps(w, known), baked)
-    elif algorithm == "winograd":
-        weight = call.prepared(1, "integer points", lambda w: pack_points(w, known), baked)
+    elif algorithm in _WINOGRAD:
+        weight = call.prepared(1, "integer windows", pack_windows)
     elif algorithm == "columns":
         weight = call.prepared(1, "integer columns", lambda w: pack_columns(w, known), baked)
     elif algorithm in ("bytes", "tiles"):
@@ -243,14 +248,23 @@ def _choose(call: ArrayCall) -> str:
     weight = call.inputs[1]
     if weight.shape[1] == 1 and call.params["groups"] == len(weight) and len(weight) % layout().lanes == 0:
         return "columns" if _may_be_columns(call) else "depthwise"
-    if _may_be_bytes(call):
-        return "tiles" if layout().has_tiles and weight[0].size >= _FEWEST_TILE_TERMS else "bytes"
-    return "winograd" if _may_be_winograd(call) else "direct"
+    if not _may_be_bytes(call):
+        return next(iter(_winograd(call)), "direct")
+    if layout().has_tiles and weight[0].size >= _FEWEST_TILE_TERMS:
+        return "tiles"
+    (height, width), batch = call.out.shape[2:], len(call.out)
+    many = batch * -(-height // 4) * -(-width // 4) >= _FEWEST_WINOGRAD_TILES
+    return "winograd4" if many and "winograd4" in _winograd(call) else "bytes"
 
 
 def _may_be_bytes(call: ArrayCall) -> bool:
+    return layout().has_byte_quads and not _has_zeros(call)
+
+
+def _has_zeros(call: ArrayCall) -> bool:
+    """Whether the weight has zero points that are not 0."""
     (zeros,) = call.optional(("has_weight_zeros",), 3)
-    return layout().has_byte_quads and (zeros is None or not call.inputs[zeros].any())
+    return zeros is not None and bool(call.inputs[zeros].any())
 
 
 def _may_be_columns(call: ArrayCall) -> bool:
@@ -261,17 +275,30 @@ def _may_be_columns(call: ArrayCall) -> bool:
     return window and plain and call.out.dtype.itemsize == 1 and fits
 
 
-def _may_be_winograd(call: ArrayCall) -> bool:
-    weight, params = call.inputs[1], call.params
+def _winograd(call: ArrayCall) -> list[str]:
+    """The algorithms of Winograd's kind that are exact for a convolution, the one that should be fastest first."""
+    x, weight, params = call.inputs[0], call.inputs[1], call.params
     steps = (*params["stride"], *params["dilation"], params["groups"])
-    fits = weight.shape[1] % (2 * layout().lanes) == 0 and weight.shape[1] <= _MOST_WINOGRAD_CHANNELS
-    return weight.shape[2:] == (3, 3) and set(steps) == {1} and fits
+    zero, limits = params["zero_point"], np.iinfo(x.dtype)
+    whole = weight.shape[1] % (2 * layout().lanes) == 0 and limits.min <= zero <= limits.max
+    if weight.shape[2:] != (3, 3) or set(steps) != {1} or not whole or not call.is_constant(1) or _has_zeros(call):
+        return []
+    above, below = call.prepared(1, "integer signed sums", _signed_sums)
+    low, high = limits.min - zero, limits.max - zero
+    largest = int(np.maximum(above * high + below * low, -above * low - below * high).max())
+    return [name for name, times in _WINOGRAD.items() if times * largest < 2**31]
 
 
 def alternatives(call: ArrayCall) -> list[str]:
     """The other values of `conv2d`'s `algorithm` for a call, besides the one that it chooses itself."""
-    others = {"winograd": ["direct"], "tiles": ["bytes"], "bytes": ["tiles"] if layout().has_tiles else []}
-    return others.get(_choose(call), [])
+    chosen = _choose(call)
+    if chosen in ("depthwise", "columns"):
+        return []
+    if _may_be_bytes(call) and layout().has_tiles:
+        others = ["tiles", "bytes"]
+    else:
+        others = ["bytes" if _may_be_bytes(call) else "direct", *_winograd(call)[:1]]
+    return [name for name in others if name != chosen]
 
 
 def linear(call: ArrayCall) -> NativeLaunch | None:

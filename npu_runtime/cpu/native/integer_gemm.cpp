@@ -24,6 +24,20 @@ struct PutSums {
   }
 };
 
+template <int kVecs>
+struct PutAdded {
+  int32_t* sums;
+  NPU_INLINE explicit PutAdded(Added to) : sums(to.sums) {}
+  NPU_INLINE void operator()(int r, const IVec* sum) const {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      int32_t* to = sums + r * kPanel + v * kLanes;
+      const UVec added = bit_cast<UVec>(sum[v]) + load_bits<UVec>(to);  // which may wrap
+      std::memcpy(to, &added, sizeof(added));
+    }
+  }
+};
+
 // Stored bytes may alias anything, so what rows share is in local variables.
 template <int kVecs>
 struct PutCodes {
@@ -48,7 +62,9 @@ struct PutCodes {
   }
 };
 template <class To, int kVecs>
-using Put = std::conditional_t<std::is_same_v<To, int32_t*>, PutSums<kVecs>, PutCodes<kVecs>>;
+using Put = std::conditional_t<
+    std::is_same_v<To, int32_t*>, PutSums<kVecs>,
+    std::conditional_t<std::is_same_v<To, Added>, PutAdded<kVecs>, PutCodes<kVecs>>>;
 
 template <class Format, class To>
 using Multiply = void (*)(const typename Format::Row*, int64_t, const typename Format::Weight*, int64_t, const int32_t*,
@@ -106,6 +122,11 @@ Multiply<Format, To> kernel_for(int64_t rows, int64_t channels) {
 void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, int32_t* sums) {
   kernel_for<Pairs, int32_t*>(rows, channels)(x, row_stride, panel, steps, start, sums);
+}
+
+void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
+              const int32_t* start, Added sums) {
+  kernel_for<Pairs, Added>(rows, channels)(x, row_stride, panel, steps, start, sums);
 }
 
 void multiply(int64_t rows, int64_t channels, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
