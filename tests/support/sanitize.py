@@ -17,8 +17,9 @@ from pathlib import Path
 from npu_runtime.cpu.native.build import find_compiler
 
 ROOT = Path(__file__).parents[2]
-KERNEL_TESTS = ("test_native*.py", "test_rounded_rows.py", "test_paged_attention.py")
-TESTS = sorted(str(path) for name in KERNEL_TESTS for path in (ROOT / "tests" / "npu_runtime").glob(name))
+# In this order: ThreadSanitizer cannot fork, as one of the first tests does, once many threads have come and gone.
+KERNEL_TESTS = ("test_native*.py", "test_rounded_rows.py", "test_paged_attention.py", "test_integer_kernels.py")
+TESTS = [str(path) for name in KERNEL_TESTS for path in sorted((ROOT / "tests" / "npu_runtime").glob(name))]
 # A kernel that gets no memory shall say so itself, under any allocator.
 _COMMON = "allocator_may_return_null=1"
 OPTIONS = {

@@ -4,8 +4,9 @@
 // each channel, or else as pairs of int16. What is no tap has the weight 0. The padding is x's zero point, and sums begin
 // with what that takes off again.
 //
-// A task is a line of a block of channels; the last block begins early enough to end with the channels. Weights, scales,
-// biases and offsets are stored by blocks, in the order of the columns' channels.
+// A task is a line of a block of channels. A last block begins early enough to end with the channels, and belongs to the
+// task of the one before, some of whose results it stores again. Weights, scales, biases and offsets are stored by blocks,
+// in the order of the columns' channels.
 #include "gemm.h"
 #include "integer_args.h"
 #include "pool.h"
@@ -192,12 +193,18 @@ auto line_of(const Args& a) {
 
 template <class X, class Out>
 void convolve_columns(const Args& a) {
-  const int64_t blocks = divide_up(a.groups, Column<3>::kWide), tasks = a.batch * a.out_h * blocks;
+  constexpr int64_t kWide = Column<3>::kWide;
+  const int64_t blocks = divide_up(a.groups, kWide);
+  const int64_t apart = a.groups > kWide ? a.groups / kWide : 1, tasks = a.batch * a.out_h * apart;
   parallel_for(tasks, std::max<int64_t>(1, tasks / (8 * num_threads())), [&](int64_t begin, int64_t end, int) {
     const auto run = a.kernel_w == 3 ? line_of<3, X, Out>(a) : line_of<5, X, Out>(a);
     X* padding = thread_scratch().get<X>(a.in_w * a.groups);
     std::fill(padding, padding + a.in_w * a.groups, X(a.zero_point));
-    for (int64_t task = begin; task < end; ++task) run(a, padding, task / blocks, task % blocks);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t line = task / apart, block = task % apart;
+      run(a, padding, line, block);
+      if (block == apart - 1 && apart < blocks) run(a, padding, line, apart);
+    }
   });
 }
 
