@@ -64,15 +64,8 @@ struct Rounding {
   }
   // Codes.
   NPU_INLINE IVec operator()(Vec y) const { return to_nearest(min(high, max(y * inverse, low))) + codes.zero; }
-  // Numbers from the zero point on, of which `codes` makes codes. On x86, conversion makes the least integer of what is
-  // below all integers and of a NaN.
-  NPU_INLINE IVec numbers(Vec y) const {
-#if defined(NPU_X86)
-    return to_nearest(min(high, y * inverse));
-#else
-    return to_nearest(min(high, max(y * inverse, low)));
-#endif
-  }
+  // Numbers from the zero point on, of which `codes` makes codes.
+  NPU_INLINE IVec numbers(Vec y) const { return to_numbers(y * inverse, low, high); }
 };
 
 // Stores a vector of results, `count` elements at most, at element `index`.

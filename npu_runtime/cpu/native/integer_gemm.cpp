@@ -134,16 +134,16 @@ void multiply(int64_t rows, int64_t channels, const uint8_t* x, int64_t row_stri
   kernel_for<Quads, int32_t*>(rows, channels)(x, row_stride, panel, steps, start, sums);
 }
 
-#if defined(NPU_AVX512)
 void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, const Codes& codes) {
-  kernel_for<Pairs, const Codes&>(rows, channels)(x, row_stride, panel, steps, start, codes);
+  if constexpr (kMakesCodes)
+    kernel_for<Pairs, const Codes&>(rows, channels)(x, row_stride, panel, steps, start, codes);
 }
 
 void multiply(int64_t rows, int64_t channels, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,
               const int32_t* start, const Codes& codes) {
-  kernel_for<Quads, const Codes&>(rows, channels)(x, row_stride, panel, steps, start, codes);
+  if constexpr (kMakesCodes)
+    kernel_for<Quads, const Codes&>(rows, channels)(x, row_stride, panel, steps, start, codes);
 }
-#endif
 
 }  // namespace npu::integer

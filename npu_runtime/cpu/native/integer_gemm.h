@@ -51,11 +51,7 @@ void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stri
               const int32_t* start, Added sums);
 // The same, and then codes of sums * scale + bias, where kMakesCodes; `channels` is kLanes or kPanel. It spares storing sums, which costs as much as two
 // steps where vectors are long. With 16 registers there is no room for what rows share.
-#if defined(NPU_AVX512)
-inline constexpr bool kMakesCodes = true;
-#else
-inline constexpr bool kMakesCodes = false;
-#endif
+inline constexpr bool kMakesCodes = kLanes == 16;
 void multiply(int64_t rows, int64_t channels, const int16_t* x, int64_t row_stride, const int16_t* panel, int64_t steps,
               const int32_t* start, const Codes& codes);
 void multiply(int64_t rows, int64_t channels, const uint8_t* x, int64_t row_stride, const int8_t* panel, int64_t steps,

@@ -642,6 +642,17 @@ NPU_INLINE IVec to_nearest(Vec v) {
 #endif
 }
 
+// The nearest integers of floats for ToCodes, limited from below only where that does not do it. On x86, what is below all
+// integers, or no number, becomes the least one.
+NPU_INLINE IVec to_numbers(Vec v, Vec low, Vec high) {
+#if defined(NPU_X86)
+  (void)low;
+  return to_nearest(min(high, v));
+#else
+  return to_nearest(min(high, max(v, low)));
+#endif
+}
+
 // Tiles: products of 32 rows by 32 columns of bfloat16 pairs, or of four bytes, in a matrix unit, where kHasTiles. A thread
 // may multiply while it has a TileState, and the process only if tiles_allowed().
 inline constexpr int64_t kTileRows = 32, kTileSteps = 16;
