@@ -1,10 +1,9 @@
 // Integer convolution with 3 x 3 taps by Winograd's F(2 x 2, 3 x 3), with 16 products instead of 36 for each four pixels,
 // or F(4 x 4, 3 x 3), with 36 instead of 144 for each 16. https://arxiv.org/abs/1509.09308
 //
-// All of it is exact. Transforms are taken so many times as large that all of their factors are integers, and so are the
-// results, until they are divided: kScale. Sums may wrap: what counts is the results before they are divided, modulo 2^32;
-// integer.py allows only weights with which results of kScale's power of two times as much fit in int32. Dividing by an odd
-// number is multiplying by its inverse.
+// All of it is exact. Transforms are taken so many times as large that all of their factors are integers, so 4 or 576 times
+// a result comes out, which is divided by shifting it and, for 9, by multiplying with its inverse modulo 2^32. Sums may wrap:
+// integer.py allows only weights with which 4 or 64 times a result fits in int32.
 #include "integer_args.h"
 #include "integer_gemm.h"
 #include "pool.h"
