@@ -254,7 +254,8 @@ def _choose(call: ArrayCall) -> str:
         return "tiles"
     (height, width), batch = call.out.shape[2:], len(call.out)
     many = batch * -(-height // 4) * -(-width // 4) >= _FEWEST_WINOGRAD_TILES
-    return "winograd4" if many and "winograd4" in _winograd(call) else "bytes"
+    measured = layout().lanes == 16  # on AVX-512 it is faster; elsewhere a trial finds out
+    return "winograd4" if many and measured and "winograd4" in _winograd(call) else "bytes"
 
 
 def _may_be_bytes(call: ArrayCall) -> bool:
