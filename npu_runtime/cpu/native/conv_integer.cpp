@@ -48,8 +48,10 @@ NPU_INLINE void widen(const X* from, int64_t n, int16_t zero, int16_t* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = int16_t(from[i]) - zero;
 }
 
-// How a format stores elements of windows. put_few() may read and write a vector of 2 * kLanes elements more, or kFew.
 constexpr int64_t kFew = 16;
+
+// How a format stores elements of windows. put_few() reads and writes whole vectors, kFew bytes or 2 * kLanes int16, so it
+// goes beyond its n elements.
 template <class Format>
 struct Packer {
   uint8_t zero;

@@ -72,11 +72,6 @@ struct QuadColumn {
       interleave_quads(tap(0), tap(1), tap(2), tap(3), parts[q]);
     }
   }
-  // A copy in which g++ sees registers.
-  NPU_INLINE void take(const QuadColumn& other) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts * kVecs; ++i) parts[i / kVecs][i % kVecs] = other.parts[i / kVecs][i % kVecs];
-  }
   NPU_INLINE static IVec add(IVec sum, ByteVec part, ByteVec weights) { return add_byte_quads(sum, part, weights); }
   template <class Out>
   NPU_INLINE static void store(Out* out, const Vec* results, int64_t count, const Rounding& round) {
@@ -100,11 +95,6 @@ struct PairColumn {
     for (int p = 0; p < kTaps / 2; ++p) parts[p][0] = pair_bytes(at(2 * p), at(2 * p + 1));
     parts[kTaps / 2][0] = bit_cast<ShortVec>(load_bytes(at(kTaps - 1)));  // beside its sign
   }
-  // A copy in which g++ sees registers.
-  NPU_INLINE void take(const PairColumn& other) {
-#pragma GCC unroll 4
-    for (int i = 0; i < kParts * kVecs; ++i) parts[i / kVecs][i % kVecs] = other.parts[i / kVecs][i % kVecs];
-  }
   NPU_INLINE static IVec add(IVec sum, ShortVec part, ByteVec weights) {
     return add_integer_pairs(sum, part, bit_cast<ShortVec>(weights));
   }
@@ -116,6 +106,14 @@ struct PairColumn {
 
 template <int kTaps>
 using Column = std::conditional_t<kHasByteQuads, QuadColumn<kTaps>, PairColumn<kTaps>>;
+
+// A copy in which g++ sees registers.
+template <class Of>
+NPU_INLINE void copy_parts(const Of& from, Of& to) {
+#pragma GCC unroll 4
+  for (int i = 0; i < Of::kParts * Of::kVecs; ++i)
+    to.parts[i / Of::kVecs][i % Of::kVecs] = from.parts[i / Of::kVecs][i % Of::kVecs];
+}
 
 // The columns of a pixel. Three stay in registers and move on from pixel to pixel; more are a ring in memory.
 template <int kTaps, int kStride>
@@ -139,7 +137,7 @@ struct Window {
 #pragma GCC unroll 5
     for (int i = 0; i < kTaps; ++i)
       if (i + kStride >= kTaps) next((*this)[kMoves ? i : i + kStride]);
-      else if (kMoves) columns[i].take(columns[i + kStride]);
+      else if (kMoves) copy_parts(columns[i + kStride], columns[i]);
     first += kStride;
   }
 };
@@ -195,15 +193,15 @@ template <class X, class Out>
 void convolve_columns(const Args& a) {
   constexpr int64_t kWide = Column<3>::kWide;
   const int64_t blocks = divide_up(a.groups, kWide);
-  const int64_t apart = a.groups > kWide ? a.groups / kWide : 1, tasks = a.batch * a.out_h * apart;
+  const int64_t line_tasks = a.groups > kWide ? a.groups / kWide : 1, tasks = a.batch * a.out_h * line_tasks;
   parallel_for(tasks, std::max<int64_t>(1, tasks / (8 * num_threads())), [&](int64_t begin, int64_t end, int) {
     const auto run = a.kernel_w == 3 ? line_of<3, X, Out>(a) : line_of<5, X, Out>(a);
     X* padding = thread_scratch().get<X>(a.in_w * a.groups);
     std::fill(padding, padding + a.in_w * a.groups, X(a.zero_point));
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t line = task / apart, block = task % apart;
+      const int64_t line = task / line_tasks, block = task % line_tasks;
       run(a, padding, line, block);
-      if (block == apart - 1 && apart < blocks) run(a, padding, line, apart);
+      if (block == line_tasks - 1 && line_tasks < blocks) run(a, padding, line, line_tasks);
     }
   });
 }

@@ -8,6 +8,7 @@
 #include "integer_gemm.h"
 #include "pool.h"
 #include "scratch.h"
+#include "winograd.h"
 
 namespace npu::integer {
 namespace {
@@ -18,20 +19,13 @@ constexpr int64_t kTileBytes = 320 << 10;
 constexpr int64_t kWeightBytes = kLanes == 16 ? 192 << 10 : 96 << 10;
 constexpr int64_t kMostTiles = 48;
 
-// Transforms of kOut results, the kOut + 2 inputs that they are made of, and three weights, which become as many.
+// Transforms of kOut results, and of three weights, which become kOut + 2.
 template <int kOut>
 struct Transform;
 
 // Transformed inputs are at most 4 * 255 and weights 9 * 128, which int16 holds.
 template <>
 struct Transform<2> {
-  static NPU_INLINE void inputs(ShortVec* d, int step) {
-    const ShortVec a = d[0], b = d[step], c = d[2 * step], e = d[3 * step];
-    d[0] = a - c;
-    d[step] = b + c;
-    d[2 * step] = c - b;
-    d[3 * step] = b - e;
-  }
   static NPU_INLINE void weights(const ShortVec* w, int step, ShortVec* to) {
     const ShortVec ends = w[0] + w[2 * step];
     to[0] = w[0] << 1;
@@ -49,16 +43,6 @@ struct Transform<2> {
 // Transformed inputs are at most 68 * 255 and weights 49 * 128.
 template <>
 struct Transform<4> {
-  static NPU_INLINE void inputs(ShortVec* d, int step) {
-    const ShortVec a = d[0], b = d[step], c = d[2 * step], e = d[3 * step], f = d[4 * step], g = d[5 * step];
-    const ShortVec even = f - (c << 2), odd = e - (b << 2), outer = f - c, inner = (e - b) << 1;
-    d[0] = ((a - c) << 2) + outer;
-    d[step] = even + odd;
-    d[2 * step] = even - odd;
-    d[3 * step] = outer + inner;
-    d[4 * step] = outer - inner;
-    d[5 * step] = ((b - e) << 2) + (g - e);
-  }
   static NPU_INLINE void weights(const ShortVec* w, int step, ShortVec* to) {
     const ShortVec ends = w[0] + w[2 * step], far = w[0] + (w[2 * step] << 2), twice = w[step] << 1;
     to[0] = w[0];
@@ -111,9 +95,9 @@ void transform_tile(const Args& a, const X* image, int64_t y, int64_t x, int64_t
 #pragma GCC unroll 36
     for (int i = 0; i < kPoints; ++i) d[i] = at[i] ? widen_bytes(at[i] + c) - zero : ShortVec{};
 #pragma GCC unroll 6
-    for (int i = 0; i < kIn; ++i) Transform<kOut>::inputs(d + i, kIn);
+    for (int i = 0; i < kIn; ++i) transform_inputs<kOut>(d + i, kIn);
 #pragma GCC unroll 6
-    for (int i = 0; i < kIn; ++i) Transform<kOut>::inputs(d + kIn * i, 1);
+    for (int i = 0; i < kIn; ++i) transform_inputs<kOut>(d + kIn * i, 1);
 #pragma GCC unroll 36
     for (int i = 0; i < kPoints; ++i) std::memcpy(to + i * point_stride + c, &d[i], sizeof(ShortVec));
   }

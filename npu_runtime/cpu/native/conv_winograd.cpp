@@ -5,24 +5,18 @@
 #include "gemm.h"
 #include "pool.h"
 #include "scratch.h"
+#include "winograd.h"
 
 namespace npu::conv {
 namespace {
 
-// The one-dimensional transforms; v[i * stride] are the points.
+// The one-dimensional transforms of results; v[i * s] are the points.
 template <int kTile>
 struct Winograd;
 
 template <>
 struct Winograd<2> {
   static constexpr int kPoints = 4;
-  static NPU_INLINE void input(Vec* v, int s) {
-    const Vec d0 = v[0], d1 = v[s], d2 = v[2 * s], d3 = v[3 * s];
-    v[0] = d0 - d2;
-    v[s] = d1 + d2;
-    v[2 * s] = d2 - d1;
-    v[3 * s] = d1 - d3;
-  }
   static NPU_INLINE void output(Vec* v, int s) {
     const Vec m0 = v[0], m1 = v[s], m2 = v[2 * s], m3 = v[3 * s];
     v[0] = m0 + m1 + m2;
@@ -33,17 +27,6 @@ struct Winograd<2> {
 template <>
 struct Winograd<4> {
   static constexpr int kPoints = 6;
-  static NPU_INLINE void input(Vec* v, int s) {
-    const Vec d0 = v[0], d1 = v[s], d2 = v[2 * s], d3 = v[3 * s], d4 = v[4 * s], d5 = v[5 * s];
-    const Vec even = d4 - 4.0f * d2, odd = d3 - 4.0f * d1;
-    const Vec even2 = d4 - d2, odd2 = 2.0f * (d3 - d1);
-    v[0] = 4.0f * d0 - 5.0f * d2 + d4;
-    v[s] = even + odd;
-    v[2 * s] = even - odd;
-    v[3 * s] = even2 + odd2;
-    v[4 * s] = even2 - odd2;
-    v[5 * s] = 4.0f * d1 - 5.0f * d3 + d5;
-  }
   static NPU_INLINE void output(Vec* v, int s) {
     const Vec m0 = v[0], m5 = v[5 * s];
     const Vec sum1 = v[s] + v[2 * s], difference1 = v[s] - v[2 * s];
@@ -163,11 +146,11 @@ class Convolution {
 #pragma GCC unroll 6
       for (int x = 0; x < kPoints; ++x)
         v[y * kPoints + x] = load(planes + (y % kTile * kPoints + x) * plane + y / kTile * columns);
-      Winograd<kTile>::input(v + y * kPoints, 1);
+      transform_inputs<kTile>(v + y * kPoints, 1);
     }
 #pragma GCC unroll 6
     for (int x = 0; x < kPoints; ++x) {
-      Winograd<kTile>::input(v + x, kPoints);
+      transform_inputs<kTile>(v + x, kPoints);
 #pragma GCC unroll 6
       for (int y = 0; y < kPoints; ++y) store(to + (y * kPoints + x) * a.in_channels * kPanel, v[y * kPoints + x]);
     }
