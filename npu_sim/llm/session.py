@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime.profile_trace import Span
@@ -250,32 +251,34 @@ class LanguageModel:
         Raises:
             InputError: there are no tokens, more than fit in the cache, or an id is outside the vocabulary.
         """
-        ids = list(map(int, token_ids))
-        self._check_prompt(ids, len(self.tokens))
+        ids = self._checked_prompt(token_ids, len(self.tokens))
         *_, logits = self._prefill_runs(ids)
         return logits
 
-    def _prefill_runs(self, ids: list[int]) -> Iterator[Logits]:
+    def _prefill_runs(self, ids: NDArray[np.int64]) -> Iterator[Logits]:
         """`prefill` one run at a time: the logits after each."""
         for size in self._sizes(len(ids)):
             piece, ids = ids[:size], ids[size:]
-            yield self.decode(piece[0]) if size == 1 else self._prefill_chunk(piece, size)
+            yield self.decode(int(piece[0])) if size == 1 else self._prefill_chunk(piece, size)
 
-    def _check_prompt(self, ids: Sequence[int], start: int) -> None:
-        if not ids:
+    def _checked_prompt(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
+        """The ids as an array: the device waits for the host until they are checked, which takes long one by one."""
+        ids = np.asarray(token_ids)
+        if not len(ids):
             raise InputError("the prompt is empty; give at least one token")
         if start + len(ids) > self.cache_length:
             room = f"only {self.cache_length - start} of the cache's {self.cache_length} tokens are free"
             raise InputError(f"the prompt has {len(ids)} tokens, but {room}")
-        self._check_ids(ids)
+        self._check_ids(ids.min(), ids.max())
+        return ids.astype(np.int64, copy=False)
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check_ids(self, *ids: int) -> None:
         size = self.vocab_size  # looked up once: transformers' configs take a microsecond each time
-        for token in (min(ids), max(ids)):
+        for token in ids:
             if not 0 <= token < size:
                 raise InputError(f"token id {token} is outside the vocabulary, 0 to {size - 1}")
 
-    def _prefill_chunk(self, piece: list[int], size: int) -> Logits:
+    def _prefill_chunk(self, piece: NDArray[np.int64], size: int) -> Logits:
         """Run the prefill program for `size` tokens on that many or fewer, padded.
 
         The padding writes keys and values beyond the end of the sequence. No query reads them: each attends to rows up
@@ -285,14 +288,14 @@ class LanguageModel:
         are already in the cache.
         """
         start = min(len(self.tokens), self.cache_length - size)
-        known = self.tokens[start:] + piece
+        known = np.concatenate((np.array(self.tokens[start:], np.int64), piece))
         step = self._prefill_step(size)
         self._user = None
-        step.fill("input_ids", np.array([known]))
+        step.fill("input_ids", known[None])
         step.fill("positions", np.arange(start, start + size))
         step.fill("last", np.array([len(known) - 1]))
         step.run()
-        self.tokens += piece
+        self.tokens += piece.tolist()
         return step.logits()
 
     def decode(self, token: int) -> Logits:
@@ -303,7 +306,7 @@ class LanguageModel:
         """
         if len(self.tokens) >= self.cache_length:
             raise InputError(f"the cache is full: it holds {self.cache_length} tokens")
-        self._check_ids([token])
+        self._check_ids(token)
         self._user = None
         self._decode_step.write(token=[token], position=[len(self.tokens)])
         self._decode_step.run()
@@ -320,7 +323,7 @@ class LanguageModel:
             InputError: the token is outside the vocabulary.
             NPUError: the logits are not finite.
         """
-        self._check_ids([token])
+        self._check_ids(token)
         step = self._self_feeding_step(sampler)
         if step is None:
             return self._follow(token, steps, sampler)
@@ -392,11 +395,10 @@ class LanguageModel:
             InputError: the prompt is empty, longer than the cache, or has an id outside the vocabulary; or
                 max_new_tokens is negative.
         """
-        ids = [int(token) for token in prompt_ids]
-        self._check_prompt(ids, 0)
+        ids = self._checked_prompt(prompt_ids, 0)
         if max_new_tokens is not None and max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
-        return Generation(self, ids, max_new_tokens, sampler, self.eos_ids() if stop is None else stop)
+        return Generation(self, ids.tolist(), max_new_tokens, sampler, self.eos_ids() if stop is None else stop)
 
     def rewind(self, ids: Sequence[int]) -> int:
         """Truncate the sequence to its longest common prefix with `ids` and return the length of that.
@@ -440,7 +442,7 @@ class Generation(Iterator[int]):
         stats, clock = self.stats, self._clock
         stats.reused_tokens = model.rewind(prompt)
         model._prepare_prefill(len(prompt) - stats.reused_tokens)
-        logits = self._prefill(model, prompt[stats.reused_tokens :])
+        logits = self._prefill(model, np.array(prompt[stats.reused_tokens :]))
         if limit == 0:
             stats.finish_reason = "length"
             return
@@ -466,7 +468,7 @@ class Generation(Iterator[int]):
                 self._took(f"token {stats.new_tokens + 1}", start, position=len(model.tokens))
         stats.finish_reason = "length"
 
-    def _prefill(self, model: LanguageModel, ids: list[int]) -> Logits:
+    def _prefill(self, model: LanguageModel, ids: NDArray[np.int64]) -> Logits:
         start = before = self._clock()
         known = len(model.tokens)
         for result in model._prefill_runs(ids):
