@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
+import select
 import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,16 +26,19 @@ class Rank:
     Attributes:
         rank: From 1; rank 0 is the process that started the group.
         size: The number of ranks.
+        receive: The next message of rank 0.
     """
 
     rank: int
     size: int
-    _shared: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
+    receive: Callable[[], tuple[Any, ...]] | None = None
 
     def share(self, value: bytes | None) -> bytes:
         """The next bytes that rank 0 shares (see `npu_runtime.collectives.Share`)."""
-        assert value is None, "rank 0 gives the value"
-        return self._shared.get()
+        assert value is None and self.receive is not None, "rank 0 gives the value"
+        kind, shared = self.receive()
+        assert kind == "share", "what a call waits for comes before the next call"
+        return bytes(shared)
 
 
 def named(text: str) -> Any:
@@ -43,65 +47,62 @@ def named(text: str) -> Any:
     return getattr(import_module(module), name)
 
 
-class _Worker:
-    def __init__(self, connection: Connection, rank: Rank) -> None:
-        self._connection, self._rank = connection, rank
-        self._sending = threading.Lock()
-        self._calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+def serve_rank(connection: Connection, rank: int, size: int) -> None:
+    """Do what rank 0 sends, until the connection closes, which ends this process."""
+    sending = threading.Lock()
 
-    def run(self) -> None:
-        threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._beat, daemon=True).start()
+    def receive() -> tuple[Any, ...]:
         try:
-            _, made, arguments = self._calls.get()
-            subject = named(made)(self._rank, **arguments)
-            self._send("done")
-            while True:
-                kind, name, args = self._calls.get()
-                getattr(subject, name)(*args)
-                if kind == "ask":
-                    self._send("done")
-        except Exception as error:
-            text = str(error) if isinstance(error, NPUError) else f"{type(error).__name__}: {error}"
-            kinds = (each for each in (InputError, WeightError) if isinstance(error, each))
-            self._send("failed", next(kinds, DeviceError), text)
-            time.sleep(_BEAT)  # rank 0 ends this process once it has read that
-            os._exit(1)
-
-    def _send(self, *message: Any) -> None:
-        try:
-            with self._sending:
-                self._connection.send(message)
-        except OSError:
-            os._exit(1)
-
-    def _beat(self) -> None:
-        while True:
-            time.sleep(_BEAT)
-            self._send("alive")
-
-    def _listen(self) -> None:
-        """Take messages at all times, so that the end of rank 0 is noticed whatever this process is doing."""
-        try:
-            while True:
-                kind, *content = self._connection.recv()
-                if kind == "share":
-                    self._rank._shared.put(content[0])
-                else:
-                    self._calls.put((kind, *content))
+            return tuple(connection.recv())
         except (EOFError, OSError):
             os._exit(1)
 
+    def send(*message: Any) -> None:
+        try:
+            with sending:
+                connection.send(message)
+        except OSError:
+            os._exit(1)
 
-def serve_rank(connection: Connection, rank: Rank) -> None:
-    """Do what rank 0 sends, until the connection closes, which ends this process."""
-    _Worker(connection, rank).run()
+    def beat() -> None:
+        while True:
+            time.sleep(_BEAT)
+            send("alive")
+
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        _, made, arguments = receive()
+        subject = named(made)(Rank(rank, size, receive), **arguments)
+        send("done")
+        while True:
+            kind, name, args = receive()
+            getattr(subject, name)(*args)
+            if kind == "ask":
+                send("done")
+    except Exception as error:
+        text = str(error) if isinstance(error, NPUError) else f"{type(error).__name__}: {error}"
+        kinds = (each for each in (InputError, WeightError) if isinstance(error, each))
+        send("failed", next(kinds, DeviceError), text)
+        time.sleep(_BEAT)  # rank 0 ends this process once it has read that
+        os._exit(1)
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process when rank 0 closes the connection, whatever it is doing.
+
+    Where the system does not report that while messages wait to be read, the next sign of life finds out.
+    """
+    closed = select.poll()
+    closed.register(connection.fileno(), getattr(select, "POLLRDHUP", 0))
+    closed.poll()
+    os._exit(1)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; rank 0 decides
     handle, rank, size = (int(text) for text in sys.argv[1:4])
-    serve_rank(Connection(handle), Rank(rank, size))
+    serve_rank(Connection(handle), rank, size)
 
 
 if __name__ == "__main__":

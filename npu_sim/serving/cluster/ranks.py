@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from npu_compiler.errors import DeviceError
 from npu_runtime.cpu.gloo import ADDRESS
 from npu_sim.parallel.group import Worker
-from npu_sim.parallel.worker import Rank, serve_rank
+from npu_sim.parallel.worker import serve_rank
 
 _START_SECONDS = 120.0  # for an actor to start in a bundle that is reserved for it
 
@@ -72,7 +72,7 @@ class _RankProcess:
     def run(self, rank: int, size: int) -> None:
         with self._listener:
             connection = self._listener.accept()
-        serve_rank(connection, Rank(rank, size))
+        serve_rank(connection, rank, size)
 
 
 def use_this_address() -> str:
