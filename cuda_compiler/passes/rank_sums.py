@@ -88,14 +88,17 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     if not make.reaches_peers:
         return plan.calls
     readers = plan.count_readers()
+    all_found = [find_rank_sum(plan.calls, index, None, readers) for index in range(len(plan.calls))]
+    sums = {index: found for index, found in enumerate(all_found) if found is not None and _suits(found, plan)}
     result: list[KernelCall] = []
+    previous: View | None = None
     index = 0
     while index < len(plan.calls):
-        found = find_rank_sum(plan.calls, index, None, readers)
-        if found is None or not _suits(found, plan):
+        if index not in sums:
             result.append(plan.calls[index])
             index += 1
             continue
+        found, is_last = sums[index], index == max(sums)
         index += 2
         norm = plan.calls[index] if index < len(plan.calls) else None
         if norm is not None and not _normalizes(norm, found.out):
@@ -107,7 +110,8 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
             copy = _peer_copy(found, first, make)
             copied = copy.outputs[0]
             result += [first, copy, second]
-        result.append(_rank_sum(found, norm, copied, make))
+        result.append(_rank_sum(found, norm, copied, previous, is_last, make))
+        previous = found.summand
     return result
 
 
@@ -198,11 +202,21 @@ def _normalizes(call: KernelCall, out: View) -> bool:
     return x == out and made.dtype == out.dtype and _is_packed(made) and (gain is None or gain.is_contiguous)
 
 
-def _rank_sum(found: RankSum, norm: KernelCall | None, copied: View | None, make: Specializer) -> KernelCall:
+def _rank_sum(
+    found: RankSum,
+    norm: KernelCall | None,
+    copied: View | None,
+    previous: View | None,
+    is_last: bool,
+    make: Specializer,
+) -> KernelCall:
     """The kernel.
 
     Args:
         copied: The first half of the other rank's rows, where it has been copied.
+        previous: The summands of the sum before. Other ranks may read them until this kernel has heard from these: as an
+            operand, they keep their memory.
+        is_last: Whether no sum follows, so that this kernel has to wait until all ranks have read its summands.
     """
     rows, width = found.out.shape
     threads = min(groups(groups(width // _PACK, _HELD), WARP) * WARP, _MOST_THREADS)
@@ -210,7 +224,14 @@ def _rank_sum(found: RankSum, norm: KernelCall | None, copied: View | None, make
     bound = KERNELS[norm.kernel].bind(norm) if norm is not None else ()
     peers, turns = _exchange_buffers(found, make)
     gain = bound[1] if bound else None
-    inputs = {"x": found.summand, "residual": found.residual, "gain": gain, "copied": copied, "peers": peers}
+    inputs = {
+        "x": found.summand,
+        "residual": found.residual,
+        "gain": gain,
+        "copied": copied,
+        "previous": previous,
+        "peers": peers,
+    }
     outputs = {"out": found.out, "normalized": norm.outputs[0] if norm is not None else None, "turns": turns}
     made = make.kernel(
         KernelCall("rank_sum", "", (), (), {}, found.node, found.out.numel * found.ranks),
@@ -222,6 +243,7 @@ def _rank_sum(found: RankSum, norm: KernelCall | None, copied: View | None, make
         outputs=outputs,
         constants={
             "ranks": found.ranks,
+            "is_last": is_last,
             "rows": rows,
             "width": width,
             "eps": float(norm.params["eps"]) if norm is not None else 0.0,

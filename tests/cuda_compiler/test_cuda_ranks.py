@@ -111,6 +111,28 @@ def test_large_sums_are_computed_in_two_halves(rows: int, divided: bool) -> None
     compile_sources(made.plan.sources[call.source] for call in (copy, total))
 
 
+@pytest.mark.parametrize("rows", [40, 2048])
+def test_summands_keep_their_memory_until_the_next_sum(rows: int) -> None:
+    """Other ranks may read them until then; behind the last sum, all have read them."""
+    made = program(reaches_peers=True, rows=rows, width=4096)
+    places = [at for at, call in enumerate(made.kernels) if call.kernel == "rank_sum"]
+    assert len(places) == 2
+    summand = made.kernels[places[0]].inputs[0]
+    assert summand in made.kernels[places[1]].inputs
+    taken = made.plan.buffers[summand.buffer]
+    for call in made.kernels[places[0] : places[1] + 1]:
+        for view in call.outputs:
+            written = made.plan.buffers[view.buffer]
+            if written.kind == "arena":
+                assert not (
+                    written.offset < taken.offset + taken.size_bytes
+                    and taken.offset < written.offset + written.size_bytes
+                )
+    flags = [f"constexpr bool is_last = {flag};" for flag in ("false", "true")]
+    sources = [made.plan.sources[made.kernels[at].source] for at in places]
+    assert all(flag in source for flag, source in zip(flags, sources, strict=True))
+
+
 def test_many_ranks_leave_large_sums_to_nccl() -> None:
     """Each GPU would read all of the others' summands, where NCCL reads each part of the sum once."""
     assert [len(rank_sums(program(True, 4, rows))) for rows in (40, 4000)] == [2, 0]

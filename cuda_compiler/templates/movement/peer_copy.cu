@@ -1,5 +1,6 @@
 // What comes before a copy of other ranks' operands: tells them that this one's is complete, and waits until theirs are
-// (`common/ranks.cuh`). `turns[0]` counts the turns. The copy itself needs no kernel. Whoever reads it last tells the others so (R3).
+// (`common/ranks.cuh`). `turns[0]` counts the turns. The copy itself needs no kernel; the sum that reads it waits for
+// it (R3).
 
 #include "common/ranks.cuh"
 

@@ -109,9 +109,11 @@ KERNEL(rank_sum) {
             turns[1] = 0;
         }
     }
-    __syncthreads();
-    if (last) {
-        all.notify(read, turn);  // R3
-        all.wait(read, turn);
+    if constexpr (is_last) {
+        __syncthreads();
+        if (last) {
+            all.notify(read, turn);  // R3
+            all.wait(read, turn);
+        }
     }
 }
