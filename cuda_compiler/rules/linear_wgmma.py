@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_IN_PAIRS, HOPPER, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -22,13 +22,6 @@ _THREADS = 256  # a warpgroup that multiplies, two warps that copy the weight, t
 _PRODUCT_ROWS = 64  # of a warpgroup's products, of which some may be in vain
 _SLABS = 2  # of 64 terms, in a step
 _SLAB_TERMS, _SLAB_BYTES = 64, 128  # of a row
-# Blocks of a cluster → clusters that a GPU has room for, where a multiprocessor takes one block and where it takes two.
-_CLUSTERS = {
-    1: (MULTIPROCESSORS, MULTIPROCESSORS),
-    2: (MULTIPROCESSORS // 2, MULTIPROCESSORS // 2),
-    4: (30, 32),
-    8: (15, 16),
-}
 _MOST_COLUMNS = 256  # whose sums a warpgroup holds
 _EXCHANGED = 3  # bytes of operands that could be read while a cluster exchanges a byte of its sums
 _EXCHANGE = 8192  # and while its blocks wait for each other
@@ -126,9 +119,9 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
     """All divisions that fit, and for each how many bytes a block could read while it lasts."""
     unit, parts = (4, 2) if gated else (8, 1)
     steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
-    for splits, room in _CLUSTERS.items():
-        for resident in (2, 1):
-            width = unit * groups(groups(n, room[resident - 1]), unit)
+    for splits in CLUSTERS:
+        for resident, room in ((2, CLUSTERS_IN_PAIRS), (1, CLUSTERS)):
+            width = unit * groups(groups(n, room[splits]), unit)
             columns, own = parts * width, groups(steps, splits)
             stage = _SLABS * _SLAB_BYTES * (held + columns)
             beyond = max(_PRODUCT_ROWS - held - columns, 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import HOPPER, MULTIPROCESSORS, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS_IN_PAIRS, HOPPER, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -23,9 +23,12 @@ _FRAGMENT_ROWS = 16
 _PIECE_TERMS = 32
 _UNIT_ROWS = 8
 _WARPS = (8, 16)
-# Blocks of a cluster → clusters that a GPU has room for; those of four and eight cannot use all multiprocessors. The
-# best first: none cost the least, and of large ones each warp has the fewest terms.
-_CLUSTERS = {1: MULTIPROCESSORS, 8: 16, 4: 32, 2: MULTIPROCESSORS // 2}
+_SPLITS = (
+    1,
+    8,
+    4,
+    2,
+)  # blocks of a cluster, the best first: one costs the least, and of many each has the fewest terms
 _MOST_HELD, _MOST_HELD_OF_CODES = 12, 8  # fragments of x in a thread, of eight registers each
 _SIDES = ("scales", "offset")
 _RING_BYTES = 72 * 1024  # of a block: leaves room for the next kernel's first copies
@@ -154,10 +157,10 @@ def divided(
     side_bytes = sum(16 * groups(_UNIT_ROWS * side, 16) for side in sides)
     most_held = _MOST_HELD if bits == 16 else _MOST_HELD_OF_CODES
     fitting = []
-    for splits, most in _CLUSTERS.items():
+    for splits in _SPLITS:
         for warps in _WARPS:
             own = groups(groups(pieces, splits), warps)
-            clusters = min(most, units)
+            clusters = min(CLUSTERS_IN_PAIRS[splits], units)
             kept = groups(units, clusters) * (2 if gated else 1) if splits > 1 else 1
             unit = _UNIT_ROWS * warps * own * _PIECE_TERMS * bits // 8 + side_bytes
             stages = min(_MOST_STAGES, max(_FEWEST_STAGES, _RING_BYTES // unit))
