@@ -214,8 +214,8 @@ def _rank_sum(
 
     Args:
         copied: The first half of the other rank's rows, where it has been copied.
-        previous: The summands of the sum before. Other ranks may read them until this kernel has heard from these: as an
-            operand, they keep their memory.
+        previous: The summands of the sum before. Other ranks may read them until this kernel has heard from those, so
+            they are an operand, which keeps their memory.
         is_last: Whether no sum follows, so that this kernel has to wait until all ranks have read its summands.
     """
     rows, width = found.out.shape

@@ -1,11 +1,15 @@
-"""Fuses the rotary embedding of keys with the update of the KV cache behind it: one launch instead of two."""
+"""What stands around the update of a KV cache: the rotary embedding of keys before it, attention behind it."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
+from cuda_compiler.rules.attention import paged_attention
 from cuda_compiler.rules.rotary import by_heads, rotary_kernel, shown_heads
 from cuda_compiler.specialization.specializer import Specializer
+from npu_compiler.program.elementwise import elementwise_kernel
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.views import View
@@ -20,23 +24,63 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
     Given:  rope; index_copy_pair; attention
     Result: rotary_update; attention
 
-    Nothing else may read the rotated keys, since only the cache receives them.
+    Nothing else may read the rotated keys, since only the cache receives them. Attention to a pool is told which rows
+    the update right before it writes, and reads others while the update runs.
     """
     readers: dict[str, list[View]] = {}
     for view in (*(view for call in plan.calls for view in call.inputs), *plan.output_views.values()):
         readers.setdefault(view.buffer, []).append(view)
     result: list[KernelCall] = []
-    for call in plan.calls:
-        joined = _join(result[-1], call, readers, make) if result else None
+    calls = deque(plan.calls)
+    while calls:
+        call = calls.popleft()
+        if call.kernel != "index_copy_pair_kernel":
+            result.append(call)
+            continue
+        attention = calls[0] if calls and _reads_pool_of(calls[0], call) else None
+        starts_next = attention is not None and _may_start(attention, call, result[-2:-1])
+        joined = _join(result[-1], call, readers, starts_next, make) if result else None
         if joined is None:
             result.append(call)
         else:
             result[-1] = joined
+        if attention is not None and not _old_operands(attention, call) & _written(result[-1]):
+            result += paged_attention(make, calls.popleft(), written=call.inputs[0])
     return result
 
 
-def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], make: Specializer) -> KernelCall | None:
-    """The fused call; None where the two do not fit together."""
+def _reads_pool_of(attention: KernelCall, update: KernelCall) -> bool:
+    if attention.kernel != "paged_attention_kernel":
+        return False
+    return [view.buffer for view in attention.inputs[1:3]] == [view.buffer for view in update.outputs]
+
+
+def _may_start(attention: KernelCall, update: KernelCall, before: Sequence[KernelCall]) -> bool:
+    """Whether attention may start while the call before the rotation still runs, and so before the update does.
+
+    An element-wise call may still become part of another kernel, so what runs then is not known.
+    """
+    read_early = _old_operands(attention, update) | _written(update)
+    return bool(before) and elementwise_kernel(before[0]) is None and not read_early & _written(before[0])
+
+
+def _old_operands(attention: KernelCall, update: KernelCall) -> set[str]:
+    """Buffers that attention to a pool reads early, but for the pool: tables and such, and the rows to be written."""
+    return {view.buffer for view in (*attention.inputs[3:], update.inputs[0])}
+
+
+def _written(call: KernelCall) -> set[str]:
+    return {view.buffer for view in call.outputs}
+
+
+def _join(
+    rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], starts_next: bool, make: Specializer
+) -> KernelCall | None:
+    """The fused call; None where the two do not fit together.
+
+    Args:
+        starts_next: Let the next kernel start while the one before still runs.
+    """
     if (rope.kernel, update.kernel) != ("rope_kernel", "index_copy_pair_kernel"):
         return None
     x, cos, sin = rope.inputs
@@ -65,4 +109,5 @@ def _join(rope: KernelCall, update: KernelCall, readers: dict[str, list[View]], 
         flops=rope.flops,
         bytes_moved=rope.bytes_moved + distinct_bytes(index) + 2 * distinct_bytes(source),
     )
-    return rotary_kernel(make, call, "rotary_update", inputs, outputs, {"first_key": stored.start})
+    constants = {"first_key": stored.start, "starts_next": starts_next}
+    return rotary_kernel(make, call, "rotary_update", inputs, outputs, constants)

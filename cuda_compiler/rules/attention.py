@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cuda_compiler.specialization.gpu import HOPPER, MAX_GRID, MULTIPROCESSORS, WARP
+from cuda_compiler.specialization.gpu import CLUSTERS, HOPPER, MAX_GRID, MULTIPROCESSORS, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Rule, Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -45,9 +45,10 @@ PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
 _MOST_SHARERS = 8  # blocks of a cluster
-_LONE_WARPS = 6  # of a block that is a cluster of its own: two fit a multiprocessor, and of blocks of `_WARPS` three
+# Warps of a block, and such blocks of a multiprocessor. If both are as good, the first leaves more to the next kernel.
+_PAGED_SHAPES = ((4, 2), (8, 1))
+_PAGED_STAGES = 3  # as `_STAGES`, where most tiles have one token
 _LONG = 2048  # keys, above which a sequence may be much longer than others
-_WAVE = 2 * MULTIPROCESSORS * 9 // 10  # blocks that leave few multiprocessors idle
 _SURVEY_THREADS = 256
 _SURVEY_MIN_BLOCKS = 4
 
@@ -282,11 +283,16 @@ def suits_tensor_cores(q: View, k: View, v: View) -> bool:
     return alike and pieces and k.numel > 0 and all(vector_width(view) >= 8 for view in (q, k, v))
 
 
-def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
-    """Tokens of one sequence in tiles of 16 rows or more; the keys split where that leaves multiprocessors idle."""
+def paged_attention(make: Specializer, call: KernelCall, written: View | None = None) -> list[KernelCall]:
+    """Tokens of one sequence in tiles of 16 rows or more; the keys split where that leaves multiprocessors idle.
+
+    Args:
+        written: The rows of the pool that the kernel right before this one writes. It must not write what this call
+            reads besides q, k and v. With this, the first keys may be read while it still runs.
+    """
     q, k, v, tables, _, _ = call.inputs
     (out,) = call.outputs
-    inputs = dict(zip(PAGED, call.inputs, strict=True))
+    inputs: dict[str, View | None] = {**dict(zip(PAGED, call.inputs, strict=True)), "written": None}
     (tokens, heads, width), value_width = q.shape, v.shape[2]
     if not suits_tensor_cores(q, k, v) or tokens > MAX_GRID[2]:
         slice_width = min(value_width, _SLICE)
@@ -313,9 +319,10 @@ def _paged_attention(make: Specializer, call: KernelCall) -> list[KernelCall]:
         "stages": _STAGES,
     }
     shared = split_memory(BLOCK_ROWS, width, value_width)
-    fits = not together or _sharing_memory(q, v, _WARPS, rows) <= make.shared_memory
-    if make.capability >= HOPPER and (splits > 1 or together) and fits:
-        return [_paged_by_clusters(make, call, inputs, constants, head_groups, together)]
+    if make.capability >= HOPPER and together and _sharing_memory(q, v, _WARPS, rows, _STAGES) <= make.shared_memory:
+        return [_paged_pieces(make, call, inputs, constants, head_groups)]
+    if make.capability >= HOPPER and not together:
+        return [_paged_tokens(make, call, {**inputs, "written": written}, constants, head_groups)]
     if together or splits == 1:
         return [
             make.kernel(
@@ -365,55 +372,84 @@ def heads_together(heads: int, kv_heads: int) -> int:
     return next(size for size in range(min(per_kv_head, BLOCK_ROWS), 0, -1) if per_kv_head % size == 0)
 
 
-def _paged_by_clusters(
+def _paged_tokens(
+    make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
+) -> KernelCall:
+    """A cluster of blocks for each tile, most of which have one token: its blocks share the tile's keys.
+
+    They are as many, and as large, as lets the most warps run at a time. In a long context, a sequence could keep the
+    others waiting, so at least two blocks share its keys.
+    """
+    q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
+    context, tiles = tables.shape[1] * call.params["block_size"], q.shape[0] * head_groups
+    least = 2 if context > _LONG else 1
+
+    def division(warps: int, resident: int) -> tuple[float, int, int, int]:
+        """How many warps a tile has, on average over the turns that all tiles take; splits, warps, resident blocks."""
+        splits, most = 1, min(_MOST_SHARERS, groups(context, warps * BLOCK_KEYS))
+        while 2 * splits <= most and (splits < least or tiles <= resident * CLUSTERS[2 * splits]):
+            splits *= 2
+        return warps * splits / groups(tiles, resident * CLUSTERS[splits]), splits, warps, resident
+
+    _, splits, warps, resident = max((division(*each) for each in _PAGED_SHAPES), key=lambda found: found[0])
+    while warps > 1 and _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES) > memory_of_each(
+        make.shared_memory, resident
+    ):
+        warps //= 2
+    shared = _sharing_memory(q, v, warps, BLOCK_ROWS, _PAGED_STAGES)
+    grid, constants = (head_groups, q.shape[0], splits), {**constants, "stages": _PAGED_STAGES}
+    return _paged_shared(make, call, inputs, constants, grid, warps, shared, resident)
+
+
+def _paged_pieces(
+    make: Specializer, call: KernelCall, inputs: dict[str, View | None], constants: Mapping[str, int], head_groups: int
+) -> KernelCall:
+    """A cluster of blocks for each tile with rows for all warps of a block, most of which are full."""
+    q, v, tables = call.inputs[0], call.inputs[2], call.inputs[3]
+    context, rows = tables.shape[1] * call.params["block_size"], _WARPS * BLOCK_ROWS
+    full = groups(q.shape[0], constants["tile_tokens"])
+    least = 2 if context > _LONG else 1
+    most = min(_MOST_SHARERS, groups(context, _WARPS * BLOCK_KEYS))
+    splits = 1
+    while 2 * splits <= most and (full * head_groups * splits < MULTIPROCESSORS or splits < least):
+        splits *= 2
+    grid = (head_groups, min(q.shape[0], full + tables.shape[0]), splits)
+    shared = _sharing_memory(q, v, _WARPS, rows, _STAGES)
+    return _paged_shared(make, call, inputs, constants, grid, _WARPS, shared, _MIN_BLOCKS)
+
+
+def _paged_shared(
     make: Specializer,
     call: KernelCall,
-    inputs: Mapping[str, View],
+    inputs: dict[str, View | None],
     constants: Mapping[str, int],
-    head_groups: int,
-    together: bool,
+    grid: tuple[int, int, int],
+    warps: int,
+    shared: int,
+    min_blocks: int,
 ) -> KernelCall:
-    """A cluster of blocks for each tile, which share its keys: as many as fill the GPU, and at least two where a long
-    sequence could keep the others waiting.
-
-    Args:
-        together: Tiles have rows for all warps of a block. Most are full then, of others most have one token.
-    """
-    q, v, tables = inputs["q"], inputs["v"], inputs["tables"]
-    context = tables.shape[1] * call.params["block_size"]
-    full = groups(q.shape[0], constants["tile_tokens"] if together else 1)
-    tiles = full * head_groups
-    turns = groups(context, _WARPS * BLOCK_KEYS)
-    splits = 1
-    least = 2 if context > _LONG else 1
-    enough = MULTIPROCESSORS if together else _WAVE
-    while splits < _MOST_SHARERS and 2 * splits <= turns and (tiles * splits < enough or splits < least):
-        splits *= 2
-    warps = _WARPS if splits > 1 or together else _LONE_WARPS
-    held = _WARPS * BLOCK_ROWS if together else BLOCK_ROWS
-    while warps > 1 and _sharing_memory(q, v, warps, held) > make.shared_memory:
-        warps //= 2
+    splits = grid[2]
     return make.kernel(
         call,
         "attention/paged.cu",
         function="paged_shared",
         inputs=inputs,
         outputs={"out": call.outputs[0]},
-        grid=(head_groups, min(q.shape[0], full + tables.shape[0]), splits),
+        grid=grid,
         block=(warps * WARP, 1, 1),
-        shared=_sharing_memory(q, v, warps, held),
+        shared=shared,
         constants={**constants, "splits": splits},
-        min_blocks=_MIN_BLOCKS if warps > _WARPS or together else _MIN_BLOCKS + 1,
+        min_blocks=min_blocks,
         cluster=splits,
     )
 
 
-def _sharing_memory(q: View, v: View, warps: int, rows: int) -> int:
+def _sharing_memory(q: View, v: View, warps: int, rows: int, stages: int) -> int:
     """Bytes of `SplitMemory` and, at the most, of `Part` in `paged.cu`."""
-    return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps) + 4 * rows * (2 + v.shape[2])
+    return split_memory(BLOCK_ROWS, q.shape[2], v.shape[2], warps, stages) + 4 * rows * (2 + v.shape[2])
 
 
 RULES: dict[str, Rule] = {
     "attention_kernel": _attention,
-    "paged_attention_kernel": _paged_attention,
+    "paged_attention_kernel": paged_attention,
 }

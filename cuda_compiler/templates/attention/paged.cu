@@ -45,32 +45,64 @@ __device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem,
     }
 }
 
-// Block `split` of `splits` attends to its part of the keys: each of its warps to every (splits · warps)-th tile of 16. The
-// block of the pool of the tile after the next is looked up while the tile is multiplied.
+// Whether the kernel before may be writing to the 16 rows of the pool from `row` on; known to all lanes.
+__device__ __forceinline__ bool is_being_written(const Written::type *written, int row) {
+    bool found = false;
+    for (int i = threadIdx.x % WARP; i < int(Written::size(0)); i += WARP) {
+        found |= to_int(written[i * Written::stride(0)]) / block_keys == row / block_keys;
+    }
+    return __any_sync(0xffffffffu, found);
+}
+
+// Block `split` of `splits` attends to its part of the keys: each of its warps to every (splits · warps)-th tile of 16. While a
+// tile is multiplied, the next `stages` - 1 are copied, and the block of the pool of the one behind them is looked up.
+//
+// Where the rows are known that the kernel before writes, the first tiles without any are copied while it still runs.
 template <int warps, int stages, typename Finish>
 __device__ __forceinline__ void attend_blocks(
-    const Problem &problem, int split, int splits, SplitMemory<stages> (&memory)[warps], Finish finish
+    const Problem &problem, const Written::type *written, int split, int splits, SplitMemory<stages> (&memory)[warps],
+    Finish finish
 ) {
     const int warp = threadIdx.x / WARP;
     const int step = splits * warps * block_keys;
     KeyTile(&tiles)[stages] = memory[warp].tiles;
     int key = (split * warps + warp) * block_keys;
-    int block_row = problem.block_row(key);
-    if (problem.has(key)) {
-        copy_tile(tiles[0], problem, key, block_row);
+    int first_rows[stages];  // of the pool's blocks with the first tiles
+    bool is_copied[stages] = {};
+#pragma unroll
+    for (int stage = 0; stage < stages; stage++) {
+        first_rows[stage] = problem.block_row(key + stage * step);
     }
-    end_of_copies();
-    block_row = problem.block_row(key + step);
+    if constexpr (Written::present) {
+#pragma unroll
+        for (int stage = 0; stage < stages - 1; stage++) {
+            const int tile_key = key + stage * step;
+            is_copied[stage] = whole_tiles && problem.has(tile_key)
+                && !is_being_written(written, first_rows[stage] + tile_key % block_size);
+            if (is_copied[stage]) {
+                copy_tile(tiles[stage], problem, tile_key, first_rows[stage]);
+            }
+        }
+        begin_in_turn();
+    }
+#pragma unroll
+    for (int stage = 0; stage < stages - 1; stage++) {
+        if (!is_copied[stage] && problem.has(key + stage * step)) {
+            copy_tile(tiles[stage], problem, key + stage * step, first_rows[stage]);
+        }
+        end_of_copies();
+    }
+    int block_row = first_rows[stages - 1];
     State state;
     state.start(problem, 0);
     int turn = 0;
     for (; problem.has(key); key += step) {
-        const bool more = problem.has(key + step);
-        if (stages > 1 && more) {
-            copy_tile(tiles[stages - 1 - turn], problem, key + step, block_row);
+        const int ahead = key + (stages - 1) * step;
+        if (problem.has(ahead)) {
+            copy_tile(tiles[turn == 0 ? stages - 1 : turn - 1], problem, ahead, block_row);
         }
         end_of_copies();
-        const int following = problem.block_row(key + 2 * step);
+        block_row = problem.block_row(ahead + step);
         wait_for_copies<stages - 1>();
         __syncwarp();
         KeyWords key_words;
@@ -80,11 +112,7 @@ __device__ __forceinline__ void attend_blocks(
         tiles[turn].read(values);
         state.add(weights, values);
         __syncwarp();
-        if (stages == 1 && more) {
-            copy_tile(tiles[0], problem, key + step, block_row);
-        }
-        block_row = following;
-        turn = stages - 1 - turn;
+        turn = turn == stages - 1 ? 0 : turn + 1;
     }
     combine_warps(problem, 0, state, memory, finish);
 }
@@ -174,11 +202,13 @@ KERNEL(paged_once) {
         return;
     }
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
-    if (rows > block_rows && problem.count * sharing > block_rows) {
-        attend_together(problem, 0, 1, memory, Finish{out});
-    } else {
-        attend_blocks(problem, 0, 1, memory, Finish{out});
+    if constexpr (rows > block_rows) {
+        if (problem.count * sharing > block_rows) {
+            attend_together(problem, 0, 1, memory, Finish{out});
+            return;
+        }
     }
+    attend_blocks(problem, written, 0, 1, memory, Finish{out});
 }
 
 #kernel paged_shared
@@ -208,13 +238,18 @@ struct Finish {
     }
 };
 
-__device__ __forceinline__ void share_tile(const Problem &problem, Out::type *out) {
+__device__ __forceinline__ void share_tile(const Problem &problem, const Written::type *written, Out::type *out) {
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     Part &part = *reinterpret_cast<Part *>(shared_memory + sizeof(memory));
-    if (rows > block_rows && problem.count * sharing > block_rows) {
-        attend_together(problem, blockIdx.z, splits, memory, Finish{part});
-    } else {
-        attend_blocks(problem, blockIdx.z, splits, memory, Finish{part});
+    bool together = false;
+    if constexpr (rows > block_rows) {
+        together = problem.count * sharing > block_rows;
+        if (together) {
+            attend_together(problem, blockIdx.z, splits, memory, Finish{part});
+        }
+    }
+    if (!together) {
+        attend_blocks(problem, written, blockIdx.z, splits, memory, Finish{part});
     }
     cluster_barrier();
     constexpr int pieces = value_width / 4;
@@ -254,11 +289,16 @@ __device__ __forceinline__ void share_tile(const Problem &problem, Out::type *ou
     cluster_barrier();  // none may end, and take along what it found, or replace it, while others read it
 }
 
-KERNEL(paged_shared) {
+// Where `written` is present, the kernel before may still be running at first; tables, sequences and positions are older.
+WAITING_KERNEL(paged_shared) {
+    static_assert(!Written::present || rows <= block_rows, "");
+    if constexpr (!Written::present) {
+        begin_in_turn();
+    }
     if (rows <= block_rows) {
         const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
         if (problem.count > 0) {  // for all blocks of the cluster
-            share_tile(problem, out);
+            share_tile(problem, written, out);
         }
         return;
     }
@@ -266,7 +306,7 @@ KERNEL(paged_shared) {
     const Tiles tiles(sequences, positions);
     int token = tiles.token(blockIdx.y);
     for (int number = blockIdx.y; token < tokens; token = tiles.token(number)) {
-        share_tile(Problem(q, k, v, tables, sequences, positions, token, blockIdx.x), out);
+        share_tile(Problem(q, k, v, tables, sequences, positions, token, blockIdx.x), written, out);
         number += gridDim.y;
     }
 }
@@ -298,7 +338,7 @@ KERNEL(paged_split) {
     const Problem problem(q, k, v, tables, sequences, positions, blockIdx.z, blockIdx.y);
     if (problem.count > 0) {
         auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
-        attend_blocks(problem, blockIdx.x, splits, memory, Finish{sums, stats});
+        attend_blocks(problem, written, blockIdx.x, splits, memory, Finish{sums, stats});
     }
 }
 

@@ -83,7 +83,13 @@ KERNEL(rope_kernel) {
 
 // Rotated keys replace rows of the cache `keys`, and whoever makes a pair of a key brings the value's elements at the
 // same places along; all other heads go to `out`.
-KERNEL(rotary_update) {
+//
+// Where `starts_next`, the kernel behind may start while the one before still runs.
+WAITING_KERNEL(rotary_update) {
+    if constexpr (starts_next) {
+        let_next_kernel_start();
+    }
+    begin_in_turn();
     const Place place = own_place();
     if (!place.exists) {
         return;

@@ -1,0 +1,150 @@
+"""Attention over a paged cache that begins while the update of the cache right before it still runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import cuda_gpu
+import cuda_toolchain
+import numpy as np
+import pytest
+import torch
+
+from cuda_compiler import CUDACodegenTarget
+from npu_compiler.graph.dtypes import numpy_dtype
+from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.memory_planner import plan_memory
+from npu_compiler.program.plan import BufferAllocation, ExecutionPlan
+from npu_compiler.program.views import View
+from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.torch_arrays import numpy_to_tensor
+
+HEADS, KV_HEADS, WIDTH = 12, 2, 128
+# Tokens of each sequence in the cache, and of this step.
+STEPS = {
+    "decode": [(1100, 1), (3, 1), (47, 1), (700, 1), (0, 1), (1500, 1), (16, 1), (31, 1), (1040, 1)],
+    "one token": [(900, 1)],
+    "drafts": [(1100, 4), (14, 7), (500, 1), (130, 9)],
+    "a prompt's piece": [(100, 150), (800, 1)],
+    "a long piece": [(100, 300)],
+    "many sequences": [(97 * number % 1000, 1) for number in range(90)],
+}
+DTYPES = ("bfloat16", "float16")
+
+
+def plan_of(name: str, dtype: str, block_size: int = 16) -> tuple[ExecutionPlan, dict[str, np.ndarray]]:
+    """An update and the attention behind it, and the integers that say where."""
+    lengths, rng = STEPS[name], np.random.default_rng(0)
+    counts = [-(-sum(each) // block_size) for each in lengths]
+    blocks = rng.permutation(sum(counts)).astype(np.int32)
+    tables = np.zeros((len(lengths), max(counts)), np.int32)
+    sequences, positions = [], []
+    for sequence, (known, new) in enumerate(lengths):
+        tables[sequence, : counts[sequence]], blocks = np.split(blocks, [counts[sequence]])
+        sequences += new * [sequence]
+        positions += range(known, known + new)
+    where = {"tables": tables, "sequences": np.array(sequences, np.int32), "positions": np.array(positions, np.int32)}
+    places = where["positions"]
+    where["index"] = tables[where["sequences"], places // block_size] * block_size + places % block_size
+
+    def view(name: str, *shape: int, kind: str = dtype) -> View:
+        strides = [int(np.prod(shape[dim + 1 :])) for dim in range(len(shape))]
+        return View(name, shape, tuple(strides), 0, kind)
+
+    tokens, rows = len(positions), sum(counts) * block_size
+    q, out = (view(name, tokens, HEADS, WIDTH) for name in ("q", "out"))
+    new = [view(name, tokens, KV_HEADS, WIDTH) for name in ("new_keys", "new_values")]
+    pools = [view(name, rows, KV_HEADS, WIDTH) for name in ("keys", "values")]
+    index, *rest = (
+        view(name, *where[name].shape, kind="int32") for name in ("index", "tables", "sequences", "positions")
+    )
+    update = KernelCall("index_copy_pair_kernel", "", (index, *new), (*pools,), {"dim": 0, "checked": 1}, "update")
+    params = {"scale": WIDTH**-0.5, "block_size": block_size}
+    attention = KernelCall("paged_attention_kernel", "", (q, *pools, *rest), (out,), params, "attention")
+    views = {view.buffer: view for call in (update, attention) for view in (*call.inputs, *call.outputs)}
+    buffers = {
+        name: BufferAllocation(name, "output" if name == "out" else "input", view.shape, view.dtype)
+        for name, view in views.items()
+    }
+    return ExecutionPlan([], [update, attention], buffers, [], [], {"out": out}, {}, {}, {}), where
+
+
+def finished(plan: ExecutionPlan, target: CUDACodegenTarget) -> ExecutionPlan:
+    return plan_memory(target.finish(plan), target.config.buffer_alignment)
+
+
+def reads_index(call: KernelCall) -> bool:
+    return "index" in [view.buffer for view in call.inputs]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attention_is_told_which_rows_the_update_writes(name: str) -> None:
+    """But for many tokens at a time, which are mostly of one prompt and attend to what is written."""
+    update, attention = finished(plan_of(name, "bfloat16")[0], CUDACodegenTarget()).calls
+    assert reads_index(update) and reads_index(attention) == (name != "a long piece")
+
+
+def test_older_gpus_wait_for_the_update() -> None:
+    made = finished(plan_of("decode", "bfloat16")[0], CUDACodegenTarget(capability=80)).calls
+    assert [reads_index(call) for call in made] == [True, False, False]
+
+
+def test_what_else_the_call_before_writes_is_waited_for() -> None:
+    plan, _ = plan_of("decode", "bfloat16")
+    update, attention = plan.calls
+    keys, tokens = update.outputs[0], attention.inputs[0].shape[0]
+    positions = View(keys.buffer, (tokens,), (1,), 0, "int32")
+    elsewhere = replace(update, outputs=(keys, update.inputs[2]))
+    for calls in (
+        [attention, update],
+        [elsewhere, attention],
+        [update, replace(attention, inputs=(*attention.inputs[:5], positions))],
+    ):
+        made = finished(replace(plan, calls=calls), CUDACodegenTarget()).calls
+        assert not any(reads_index(call) for call in made if call.kernel.startswith("paged"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_compiles(dtype: str) -> None:
+    sources: dict[str, str] = {}
+    for name in STEPS:
+        sources |= finished(plan_of(name, dtype)[0], CUDACodegenTarget()).sources
+    cuda_toolchain.compile_in_turn(sources.values(), start=DTYPES.index(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda_gpu.PROBLEM), reason=cuda_gpu.PROBLEM)
+@pytest.mark.parametrize("block_size", [16, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", STEPS)
+def test_it_reads_no_row_before_that_is_written(name: str, dtype: str, block_size: int, seed: int) -> None:
+    """Rows that the update writes are NaN before."""
+    rng, (backend,) = np.random.default_rng(seed), cuda_gpu.cuda_backends()
+    plan, where = plan_of(name, dtype, block_size)
+    data = {
+        buffer.name: rng.standard_normal(buffer.alloc_shape).astype(numpy_dtype(buffer.dtype))
+        for buffer in plan.buffers.values()
+    } | where
+    for pool in ("keys", "values"):
+        data[pool][where["index"]] = np.nan
+    expected = {key: numpy_to_tensor(array.copy()) for key, array in data.items()}
+
+    def windows(views: tuple[View, ...]) -> list[torch.Tensor]:
+        return [expected[view.buffer].as_strided(view.shape, view.strides, view.offset) for view in views]
+
+    for call in plan.calls:
+        reference_launch(call, windows(call.inputs), windows(call.outputs))()
+    made = finished(plan, backend.target)
+    memory = {key: backend.allocate_buffer(array) for key, array in data.items()}
+    launches = cuda_gpu.prepared(backend, made.calls, made.sources, memory)
+    results = []
+    for _ in range(20):
+        for pool in ("keys", "values"):
+            memory[pool].write(data[pool])
+        for launch in launches:
+            launch()
+        results.append(memory["out"].to_numpy().astype(np.float32))
+    epsilon = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+    np.testing.assert_allclose(results[0], expected["out"].float().numpy(), epsilon, epsilon)
+    for each in results[1:]:
+        np.testing.assert_array_equal(each, results[0])
