@@ -42,7 +42,7 @@ def test_a_product_means_what_its_calls_do(
 
 
 def attention_tolerance(dtype: str, normed: bool) -> float:
-    """With norms, the last bit of a query or key may differ by the order of a sum, and a score multiplies such numbers."""
+    """With norms, the order of a sum may change the last bit of a query or key, and a score multiplies such numbers."""
     return (4 if normed else 1) * TOLERANCE[dtype]
 
 
