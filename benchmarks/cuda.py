@@ -2,7 +2,7 @@
 
 Decode of Qwen3-8B, which needs 110 GB of the GPU's memory, is measured with `--only large-decode`; decode with weights
 in few bits with `--only quantized-decode,large-quantized-decode`, prefill with activations in 8 bits too with
-`rounded-prefill`, vision models in 8 bits with `quantized-vision`.
+`rounded-prefill` and, on a GPU with 100 GB, `large-rounded-prefill`, vision models in 8 bits with `quantized-vision`.
 
     python -m benchmarks.cuda [--only decode,prefill,…] [--quick] [--json docs/cuda.json] [--merge]
     python -m benchmarks.cuda --only none --merge --json docs/cuda.json --document docs/cuda.md --chart docs/cuda.svg
@@ -35,8 +35,16 @@ TASKS = ("decode", "prefill", "resnet18", "resnet50", "start")
 LARGE_DECODE = "large-decode"
 QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE = "quantized-decode", "large-quantized-decode"
 QUANTIZATIONS = ("int4", "int8", "fp8")
-QUANTIZED_VISION, ROUNDED_PREFILL = "quantized-vision", "rounded-prefill"
-EXTRA_TASKS = (LARGE_DECODE, QUANTIZED_DECODE, LARGE_QUANTIZED_DECODE, QUANTIZED_VISION, ROUNDED_PREFILL)
+ROUNDED_PREFILL, LARGE_ROUNDED_PREFILL = "rounded-prefill", "large-rounded-prefill"
+QUANTIZED_VISION = "quantized-vision"
+EXTRA_TASKS = (
+    LARGE_DECODE,
+    QUANTIZED_DECODE,
+    LARGE_QUANTIZED_DECODE,
+    QUANTIZED_VISION,
+    ROUNDED_PREFILL,
+    LARGE_ROUNDED_PREFILL,
+)
 
 
 def machine(ceilings: Ceilings) -> dict[str, Any]:
@@ -75,6 +83,9 @@ def measurements(
             del few
     if ROUNDED_PREFILL in only:
         yield cuda_rounded.measure_rounded_prefill(ROUNDED_PREFILL, cuda_llm.MODEL, qwen(), 2048, ceilings, budget)
+    if LARGE_ROUNDED_PREFILL in only:
+        name, config = cuda_quantized.LARGE_MODEL, cuda_quantized.llama()
+        yield cuda_rounded.measure_rounded_prefill(LARGE_ROUNDED_PREFILL, name, config, 2048, ceilings, budget)
     if only & {"decode", "prefill"}:
         models = cuda_llm.Models(cuda_llm.MODEL, qwen(), seed=0)
         if "decode" in only:

@@ -97,4 +97,5 @@ def _error(logits: Tensor, models: Models, ids: Tensor, positions: Tensor, cache
     """‖logits - reference‖ / ‖reference‖."""
     models.reference.prepare(cache_length, _ATTENTION)
     reference: Tensor = models.reference(ids, positions)
+    del models.reference  # whose memory the next ones may need
     return float((logits.reshape(-1) - reference).norm() / reference.norm())
