@@ -263,9 +263,11 @@ class LanguageModel:
 
     def _checked_prompt(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
         """The ids as an array: the device waits for the host until they are checked, which takes long one by one."""
-        ids = np.asarray(token_ids)
+        ids = np.asarray(token_ids if isinstance(token_ids, list) else list(map(int, token_ids)))
         if not len(ids):
             raise InputError("the prompt is empty; give at least one token")
+        if ids.ndim != 1:
+            raise InputError(f"the prompt has the shape {list(ids.shape)}, where a list of token ids is expected")
         if start + len(ids) > self.cache_length:
             room = f"only {self.cache_length - start} of the cache's {self.cache_length} tokens are free"
             raise InputError(f"the prompt has {len(ids)} tokens, but {room}")

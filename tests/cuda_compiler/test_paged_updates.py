@@ -104,6 +104,49 @@ def test_what_else_the_call_before_writes_is_waited_for() -> None:
         assert not any(reads_index(call) for call in made if call.kernel.startswith("paged"))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "written", "starts"),
+    [
+        ("index_copy_pair_kernel", ("a", "b"), True),
+        ("index_copy_pair_kernel", ("a", "tables"), False),
+        ("index_copy_pair_kernel", ("keys", "b"), False),
+        ("neg_kernel", ("a",), False),  # which could become part of another kernel
+        (None, (), False),
+    ],
+)
+def test_attention_starts_before_the_update_unless_it_may_read_what_runs_then(
+    kernel: str | None, written: tuple[str, ...], starts: bool
+) -> None:
+    """What runs then is the call before the rotation that is part of the update."""
+    plan, _ = plan_of("decode", "bfloat16")
+    update, attention = plan.calls
+    index, _, values = update.inputs
+    tokens, heads = index.shape[0], HEADS + KV_HEADS
+
+    def shown(first: int, count: int) -> View:
+        return View("turned", (tokens, count, WIDTH), (heads * WIDTH, WIDTH, 1), first * WIDTH, "bfloat16")
+
+    turned = View("turned", (1, heads, tokens, WIDTH), (0, WIDTH, heads * WIDTH, 1), 0, "bfloat16")
+    angles = [View(name, turned.shape, (0, 0, WIDTH, 1), 0, "bfloat16") for name in ("cos", "sin")]
+    x = replace(turned, buffer="x")
+    rope = KernelCall("rope_kernel", "", (x, *angles), (turned,), {"rotary_dim": WIDTH}, "rope")
+    update = replace(update, inputs=(index, shown(HEADS, KV_HEADS), values))
+    attention = replace(attention, inputs=(shown(0, HEADS), *attention.inputs[1:]))
+    calls = [rope, update, attention]
+    if kernel == "neg_kernel":
+        calls.insert(0, KernelCall(kernel, "", (values,), (replace(values, buffer="a"),), {"scalars": ()}, "before"))
+    elif kernel is not None:
+        targets = tuple(replace(update.outputs[0], buffer=name) for name in written)
+        calls.insert(0, replace(update, inputs=(index, values, values), outputs=targets))
+    sizes = {"x": x.numel, "turned": x.numel, "cos": tokens * WIDTH, "sin": tokens * WIDTH}
+    sizes |= dict.fromkeys("ab", update.outputs[0].numel)
+    buffers = {name: BufferAllocation(name, "input", (size,), "bfloat16") for name, size in sizes.items()}
+    made = finished(replace(plan, calls=calls, buffers={**plan.buffers, **buffers}), CUDACodegenTarget())
+    assert [call.kernel for call in made.calls[-2:]] == ["rotary_update", "paged_shared"]
+    assert reads_index(made.calls[-1])
+    assert f"constexpr bool starts_next = {str(starts).lower()};" in made.sources[made.calls[-2].source]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_compiles(dtype: str) -> None:
     sources: dict[str, str] = {}

@@ -491,6 +491,10 @@ def test_what_does_not_fit_is_refused(llama: Checkpoint, device: str) -> None:
     with pytest.raises(InputError, match=f"token id {VOCAB} is outside the vocabulary"):
         model.prefill([1, VOCAB])
     with pytest.raises(InputError, match="outside"):
+        model.prefill([1, 2**70])
+    with pytest.raises(InputError, match=r"has the shape \[1, 2\]"):
+        model.generate([[1, 2]])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="outside"):
         model.decode(-1)
     assert model.tokens == []
     model.prefill([1] * CACHE)
