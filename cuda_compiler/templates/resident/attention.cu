@@ -242,29 +242,10 @@ PHASE(attend_keys) {
             fragment_biases(problem, item.first_row, key, bias);
             load(values, problem, key);
         }
-        Pair pairs[(Pair::count + THREADS - 1) / THREADS];
-#pragma unroll
-        for (int i = 0; i < int(sizeof(pairs) / sizeof(Pair)); i++) {
-            pairs[i].find<Index>(
-                i * THREADS + threadIdx.x, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v
-            );
-        }
-        bool complete;  // before the barrier and the update of the caches (I8, I21)
-        do {
-            complete = true;
-#pragma unroll
-            for (Pair &pair : pairs) {
-                complete &= pair.load(grid, message);
-            }
-        } while (!complete);
-#pragma unroll
-        for (Pair &pair : pairs) {
-            if constexpr (normed) {
-                pair.normalize(prefetched.small);
-            }
-            pair.store(prefetched.small);
-        }
-        sync_block();
+        // Before the barrier and the update of the caches (I8, I21).
+        stage_rows<Index>(
+            grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
+        );
         insert_new_rows(key_words, values, prefetched, scratch, key);
         Turns turns(problem, item.first_row, warp * splits + item.split, splits * warps);
         turns.turn = first_tiles.turn;

@@ -216,6 +216,35 @@ struct Pair {
     }
 };
 
+// Does all of that for a block's queries and new rows, by all of its threads, which then see it in shared memory.
+template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value, typename Result>
+__device__ __forceinline__ void stage_rows(
+    const Grid &grid, const SmallOperands &small, Scratch &scratch, const Item &item, const Half *q, const NewKey *key_source,
+    const NewValue *value_source, Key *k, Value *v, const Result *message
+) {
+    Pair pairs[(Pair::count + THREADS - 1) / THREADS];
+#pragma unroll
+    for (int i = 0; i < int(sizeof(pairs) / sizeof(Pair)); i++) {
+        pairs[i].find<Indices>(i * THREADS + threadIdx.x, small, scratch, item, q, key_source, value_source, k, v);
+    }
+    bool complete;
+    do {
+        complete = true;
+#pragma unroll
+        for (Pair &pair : pairs) {
+            complete &= pair.load(grid, message);
+        }
+    } while (!complete);
+#pragma unroll
+    for (Pair &pair : pairs) {
+        if constexpr (normed) {
+            pair.normalize(small);
+        }
+        pair.store(small);
+    }
+    sync_block();
+}
+
 // Replaces a row of a tile that was loaded before it was there, or while it was written (I20).
 __device__ __forceinline__ void insert_new_row(
     KeyWords &key_words, ValueWords &values, const Scratch &scratch, int token, int place

@@ -212,29 +212,10 @@ PHASE(attend_pool) {
             load(key_words, problem, key, row);
             load(values, problem, key, row);
         }
-        Pair pairs[(Pair::count + THREADS - 1) / THREADS];
-#pragma unroll
-        for (int i = 0; i < int(sizeof(pairs) / sizeof(Pair)); i++) {
-            pairs[i].find<Index>(
-                i * THREADS + threadIdx.x, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v
-            );
-        }
-        bool complete;  // before the barrier and the update of the pool (I8, I21)
-        do {
-            complete = true;
-#pragma unroll
-            for (Pair &pair : pairs) {
-                complete &= pair.load(grid, message);
-            }
-        } while (!complete);
-#pragma unroll
-        for (Pair &pair : pairs) {
-            if constexpr (normed) {
-                pair.normalize(prefetched.small);
-            }
-            pair.store(prefetched.small);
-        }
-        sync_block();
+        // Before the barrier and the update of the pool (I8, I21).
+        stage_rows<Index>(
+            grid, prefetched.small, scratch, item, unrotated, key_source, value_source, k, v, message
+        );
         problem.q = &scratch.q[0][0];
         State state;
         state.start(problem, 0);
