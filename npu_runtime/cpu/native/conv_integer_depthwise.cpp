@@ -50,15 +50,14 @@ struct Taps {
   }
 };
 
-// Sums of kVecs vectors of channels from `channel` on. kPairs is the number of pairs of taps, or 0 where it is `pairs`.
-template <int kVecs, int kPairs, class At>
+// Sums of kVecs vectors of channels from `channel` on.
+template <int kVecs, class At>
 NPU_INLINE void sum_taps(const Args& a, const At& at, int64_t pairs, int64_t channel, int32_t* sums) {
   IVec sum[kVecs];
 #pragma GCC unroll 4
   for (int v = 0; v < kVecs; ++v) sum[v] = load_bits<IVec>(a.offsets + channel + v * kLanes);
   const int16_t* w = static_cast<const int16_t*>(a.weight) + 2 * channel;
-#pragma GCC unroll 8
-  for (int64_t p = 0; p < (kPairs ? kPairs : pairs); ++p, w += 2 * a.groups) {
+  for (int64_t p = 0; p < pairs; ++p, w += 2 * a.groups) {
     const auto *first = at(2 * p) + channel, *second = at(2 * p + 1) + channel;
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v)
@@ -68,15 +67,15 @@ NPU_INLINE void sum_taps(const Args& a, const At& at, int64_t pairs, int64_t cha
   std::memcpy(sums + channel, sum, sizeof(sum));
 }
 
-template <int kPairs, class At>
+template <class At>
 NPU_INLINE void sum_pixel(const Args& a, const At& at, int64_t pairs, int32_t* sums) {
   const int64_t channels = a.groups;
   int64_t c = 0;
-  for (; c + 2 * kLanes <= channels; c += 2 * kLanes) sum_taps<2, kPairs>(a, at, pairs, c, sums);
-  for (; c < channels; c += kLanes) sum_taps<1, kPairs>(a, at, pairs, c, sums);
+  for (; c + 2 * kLanes <= channels; c += 2 * kLanes) sum_taps<2>(a, at, pairs, c, sums);
+  for (; c < channels; c += kLanes) sum_taps<1>(a, at, pairs, c, sums);
 }
 
-template <int kPairs, class X>
+template <class X>
 void convolve_line(const Args& a, Finish finish, int64_t line, Taps<X>& taps, int32_t* sums, int64_t together) {
   const int64_t channels = a.groups, pairs = (taps.count + 1) / 2, y = line % a.out_h;
   const X* image = reinterpret_cast<const X*>(a.x) + line / a.out_h * a.in_h * a.in_w * channels;
@@ -85,8 +84,8 @@ void convolve_line(const Args& a, Finish finish, int64_t line, Taps<X>& taps, in
     for (int64_t x = begin; x < end; ++x) {
       int32_t* own = sums + (x - begin) * channels;
       const X* base = taps.find(image, y, x);
-      if (base) sum_pixel<kPairs>(a, [&](int64_t t) { return base + taps.offsets[t]; }, pairs, own);
-      else sum_pixel<kPairs>(a, [&](int64_t t) { return taps.taps[t]; }, pairs, own);
+      if (base) sum_pixel(a, [&](int64_t t) { return base + taps.offsets[t]; }, pairs, own);
+      else sum_pixel(a, [&](int64_t t) { return taps.taps[t]; }, pairs, own);
     }
     finish(a, {sums, channels, line * a.out_w + begin, end - begin, 0, channels});
   }
@@ -96,15 +95,13 @@ void convolve_depthwise(const Args& a) {
   with_bytes(a.x_type, [&](auto* type) {
     using X = std::remove_pointer_t<decltype(type)>;
     const Finish finish = finish_of(a);
-    const int64_t lines = a.batch * a.out_h, pairs = (a.kernel_h * a.kernel_w + 1) / 2;
+    const int64_t lines = a.batch * a.out_h;
     const int64_t pixel = a.groups * sizeof(int32_t), together = std::max<int64_t>(1, kSumBytes / pixel);
     parallel_for(lines, std::max<int64_t>(1, lines / (8 * num_threads())), [&](int64_t begin, int64_t end, int) {
       char* memory = thread_scratch().get<char>(together * pixel + Taps<X>::bytes(a));
       int32_t* sums = reinterpret_cast<int32_t*>(memory);
       Taps<X> taps(a, memory + together * pixel);
-      for (int64_t line = begin; line < end; ++line)
-        if (pairs == 5) convolve_line<5>(a, finish, line, taps, sums, together);
-        else convolve_line<0>(a, finish, line, taps, sums, together);
+      for (int64_t line = begin; line < end; ++line) convolve_line(a, finish, line, taps, sums, together);
     });
   });
 }
