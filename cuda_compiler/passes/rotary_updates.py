@@ -24,8 +24,12 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
     Given:  rope; index_copy_pair; attention
     Result: rotary_update; attention
 
-    Nothing else may read the rotated keys, since only the cache receives them. Attention to a pool is told which rows
-    the update right before it writes, and reads others while the update runs.
+    Nothing else may read the rotated keys, since only the cache receives them.
+
+    Given:  rope; index_copy_pair; paged attention
+    Result: rotary_update; paged_shared, with the rows that the update writes
+
+    With these, attention reads other rows while the update runs, or even the call before it.
     """
     readers: dict[str, list[View]] = {}
     for view in (*(view for call in plan.calls for view in call.inputs), *plan.output_views.values()):
@@ -38,33 +42,35 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
             result.append(call)
             continue
         attention = calls[0] if calls and _reads_pool_of(calls[0], call) else None
-        starts_next = attention is not None and _may_start(attention, call, result[-2:-1])
+        starts_next = attention is not None and _may_start_before(attention, call, result[-2:-1])
         joined = _join(result[-1], call, readers, starts_next, make) if result else None
         if joined is None:
             result.append(call)
         else:
             result[-1] = joined
-        if attention is not None and not _old_operands(attention, call) & _written(result[-1]):
+        if attention is not None and not _read_early(attention, call) & _written(result[-1]):
             result += paged_attention(make, calls.popleft(), written=call.inputs[0])
     return result
 
 
 def _reads_pool_of(attention: KernelCall, update: KernelCall) -> bool:
+    """Whether it attends to the pool that an update changes, with the same rows."""
     if attention.kernel != "paged_attention_kernel":
         return False
-    return [view.buffer for view in attention.inputs[1:3]] == [view.buffer for view in update.outputs]
+    return attention.inputs[1:3] == update.outputs and update.params["dim"] == 0
 
 
-def _may_start(attention: KernelCall, update: KernelCall, before: Sequence[KernelCall]) -> bool:
-    """Whether attention may start while the call before the rotation still runs, and so before the update does.
+def _may_start_before(attention: KernelCall, update: KernelCall, before: Sequence[KernelCall]) -> bool:
+    """Whether attention may start before the update does, while the call before the rotation still runs.
 
-    An element-wise call may still become part of another kernel, so what runs then is not known.
+    An element-wise call may still become part of another kernel, so what runs then is not known. Any other call is
+    followed by the update in the end, too: later passes replace it by kernels at its place.
     """
-    read_early = _old_operands(attention, update) | _written(update)
+    read_early = _read_early(attention, update) | _written(update)
     return bool(before) and elementwise_kernel(before[0]) is None and not read_early & _written(before[0])
 
 
-def _old_operands(attention: KernelCall, update: KernelCall) -> set[str]:
+def _read_early(attention: KernelCall, update: KernelCall) -> set[str]:
     """Buffers that attention to a pool reads early, but for the pool: tables and such, and the rows to be written."""
     return {view.buffer for view in (*attention.inputs[3:], update.inputs[0])}
 

@@ -45,7 +45,8 @@ PAGED = ("q", "k", "v", "tables", "sequences", "positions")
 _PAGED_BLOCKS = 4 * MULTIPROCESSORS  # sequences differ in length, so that some blocks end early
 _MANY_TOKENS = 256  # from here on most are of prompts, whose tiles of many rows share the keys that a block copies
 _MOST_SHARERS = 8  # blocks of a cluster
-# Warps of a block, and such blocks of a multiprocessor. If both are as good, the first leaves more to the next kernel.
+# Warps of a block, and such blocks of a multiprocessor. If both are as good, the first leaves the next kernel more
+# shared memory.
 _PAGED_SHAPES = ((4, 2), (8, 1))
 _PAGED_STAGES = 3  # as `_STAGES`, where most tiles have one token
 _LONG = 2048  # keys, above which a sequence may be much longer than others
@@ -287,8 +288,9 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
     """Tokens of one sequence in tiles of 16 rows or more; the keys split where that leaves multiprocessors idle.
 
     Args:
-        written: The rows of the pool that the kernel right before this one writes. It must not write what this call
-            reads besides q, k and v. With this, the first keys may be read while it still runs.
+        written: The rows of the pool that the kernel right before this one writes. That kernel must not write what this
+            call reads besides q, k and v. With this, the first keys may be read while it still runs; where most tokens
+            are of prompts, and before Hopper, this kernel waits all the same.
     """
     q, k, v, tables, _, _ = call.inputs
     (out,) = call.outputs
@@ -310,7 +312,6 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         ]
     sharing = heads_together(heads, k.shape[1])
     head_groups, context = heads // sharing, tables.shape[1] * call.params["block_size"]
-    splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
     together = tokens >= _MANY_TOKENS
     rows = _WARPS * BLOCK_ROWS if together else BLOCK_ROWS if sharing > _FEW_ROWS else _FEW_ROWS
     constants = {
@@ -318,11 +319,12 @@ def paged_attention(make: Specializer, call: KernelCall, written: View | None = 
         "tile_tokens": rows // sharing,
         "stages": _STAGES,
     }
-    shared = split_memory(BLOCK_ROWS, width, value_width)
     if make.capability >= HOPPER and together and _sharing_memory(q, v, _WARPS, rows, _STAGES) <= make.shared_memory:
         return [_paged_pieces(make, call, inputs, constants, head_groups)]
     if make.capability >= HOPPER and not together:
         return [_paged_tokens(make, call, {**inputs, "written": written}, constants, head_groups)]
+    splits = min(groups(context, _WARPS * BLOCK_KEYS), groups(_PAGED_BLOCKS, tokens * head_groups))
+    shared = split_memory(BLOCK_ROWS, width, value_width)
     if together or splits == 1:
         return [
             make.kernel(
@@ -428,6 +430,7 @@ def _paged_shared(
     shared: int,
     min_blocks: int,
 ) -> KernelCall:
+    """The kernel for clusters along the grid's third dimension."""
     splits = grid[2]
     return make.kernel(
         call,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_IN_PAIRS, HOPPER, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS, CLUSTERS_SHARING, HOPPER, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES
@@ -120,7 +120,7 @@ def _divisions(m: int, n: int, k: int, gated: bool, shared_memory: int) -> Itera
     unit, parts = (4, 2) if gated else (8, 1)
     steps, held = groups(k, _SLABS * _SLAB_TERMS), 8 * groups(m, 8)
     for splits in CLUSTERS:
-        for resident, room in ((2, CLUSTERS_IN_PAIRS), (1, CLUSTERS)):
+        for resident, room in ((2, CLUSTERS_SHARING), (1, CLUSTERS)):
             width = unit * groups(groups(n, room[splits]), unit)
             columns, own = parts * width, groups(steps, splits)
             stage = _SLABS * _SLAB_BYTES * (held + columns)

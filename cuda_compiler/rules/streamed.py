@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from cuda_compiler.rules.gates import GATED, template_operands
-from cuda_compiler.specialization.gpu import CLUSTERS_IN_PAIRS, HOPPER, WARP, memory_of_each
+from cuda_compiler.specialization.gpu import CLUSTERS_SHARING, HOPPER, WARP, memory_of_each
 from cuda_compiler.specialization.sizes import groups, vector_width
 from cuda_compiler.specialization.specializer import Specializer
 from npu_compiler.graph.dtypes import HALF_DTYPES, itemsize
@@ -23,12 +23,8 @@ _FRAGMENT_ROWS = 16
 _PIECE_TERMS = 32
 _UNIT_ROWS = 8
 _WARPS = (8, 16)
-_SPLITS = (
-    1,
-    8,
-    4,
-    2,
-)  # blocks of a cluster, the best first: one costs the least, and of many each has the fewest terms
+# Blocks of a cluster, the best first: one costs the least, and of large clusters each warp has the fewest terms.
+_SPLITS = (1, 8, 4, 2)
 _MOST_HELD, _MOST_HELD_OF_CODES = 12, 8  # fragments of x in a thread, of eight registers each
 _SIDES = ("scales", "offset")
 _RING_BYTES = 72 * 1024  # of a block: leaves room for the next kernel's first copies
@@ -160,7 +156,7 @@ def divided(
     for splits in _SPLITS:
         for warps in _WARPS:
             own = groups(groups(pieces, splits), warps)
-            clusters = min(CLUSTERS_IN_PAIRS[splits], units)
+            clusters = min(CLUSTERS_SHARING[splits], units)
             kept = groups(units, clusters) * (2 if gated else 1) if splits > 1 else 1
             unit = _UNIT_ROWS * warps * own * _PIECE_TERMS * bits // 8 + side_bytes
             stages = min(_MOST_STAGES, max(_FEWEST_STAGES, _RING_BYTES // unit))

@@ -5,10 +5,11 @@ TURING, AMPERE, ADA = 75, 80, 89  # the first with products of int8, of bfloat16
 WARP = 32
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MULTIPROCESSORS = 132  # of a large GPU, for which work is divided; smaller ones run the same kernels
-# Blocks of a cluster → clusters that run at a time, where a multiprocessor has room for one block: not all parts of the
-# chip have a multiple of four. Then, clusters of about a block for each, where it has room for two.
+# Blocks of a cluster → clusters that run at a time where a multiprocessor has room for one block: not all parts of the
+# chip have a multiple of four multiprocessors. And where two blocks fit, so that clusters may share a multiprocessor:
+# as many as leave about one block for each.
 CLUSTERS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 30, 8: 15}
-CLUSTERS_IN_PAIRS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32, 8: 16}
+CLUSTERS_SHARING = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS // 2, 4: 32, 8: 16}
 RESERVED_SHARED_MEMORY = 1024  # bytes of each block's, which CUDA takes
 
 

@@ -262,12 +262,15 @@ class LanguageModel:
             yield self.decode(int(piece[0])) if size == 1 else self._prefill_chunk(piece, size)
 
     def _checked_prompt(self, token_ids: Sequence[int], start: int) -> NDArray[np.int64]:
-        """The ids as an array: the device waits for the host until they are checked, which takes long one by one."""
-        ids = np.asarray(token_ids if isinstance(token_ids, list) else list(map(int, token_ids)))
+        """The ids as an array: to check them one by one in Python takes long, and the device idles meanwhile."""
+        try:
+            ids = np.asarray(token_ids if isinstance(token_ids, list) else list(map(int, token_ids)))
+        except (TypeError, ValueError) as error:
+            raise InputError("a prompt is a list of token ids, which are integers") from error
         if not len(ids):
             raise InputError("the prompt is empty; give at least one token")
-        if ids.ndim != 1:
-            raise InputError(f"the prompt has the shape {list(ids.shape)}, where a list of token ids is expected")
+        if ids.ndim != 1 or ids.dtype.kind not in "iuO":  # O: of numbers that no dtype holds
+            raise InputError(f"a prompt is a list of token ids, not {ids.dtype} of the shape {list(ids.shape)}")
         if start + len(ids) > self.cache_length:
             room = f"only {self.cache_length - start} of the cache's {self.cache_length} tokens are free"
             raise InputError(f"the prompt has {len(ids)} tokens, but {room}")
@@ -444,7 +447,7 @@ class Generation(Iterator[int]):
         stats, clock = self.stats, self._clock
         stats.reused_tokens = model.rewind(prompt)
         model._prepare_prefill(len(prompt) - stats.reused_tokens)
-        logits = self._prefill(model, np.array(prompt[stats.reused_tokens :]))
+        logits = self._prefill(model, np.array(prompt[stats.reused_tokens :], np.int64))
         if limit == 0:
             stats.finish_reason = "length"
             return

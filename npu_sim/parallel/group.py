@@ -7,7 +7,8 @@ they are. What holds:
 2. A worker that ends, reports an error or is silent for `PATIENCE` seconds ends the whole group: the watcher has the
    device abort what waits for it, and every use of the group raises that reason from then on.
 3. A worker says that it is alive from a thread of its own, so a long computation does not count as silence.
-4. Nothing interrupts rank 0 between sending a call and making it itself, so all ranks make the same calls.
+4. Calls wait in the connection while a worker is busy; where there is no more room, rank 0 waits too.
+5. Nothing interrupts rank 0 between sending a call and making it itself, so all ranks make the same calls.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from npu_compiler.errors import DeviceError, InputError, NPUError, WeightError
 _BEAT = 1.0  # seconds between signs of life
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rank:
     """A worker's place in its group.
 
@@ -31,13 +31,13 @@ class Rank:
 
     rank: int
     size: int
-    receive: Callable[[], tuple[Any, ...]] | None = None
+    receive: Callable[[], tuple[Any, ...]]
 
     def share(self, value: bytes | None) -> bytes:
         """The next bytes that rank 0 shares (see `npu_runtime.collectives.Share`)."""
-        assert value is None and self.receive is not None, "rank 0 gives the value"
+        assert value is None, "rank 0 gives the value"
         kind, shared = self.receive()
-        assert kind == "share", "what a call waits for comes before the next call"
+        assert kind == "share", "rank 0 sends what it shares before the next call"
         return bytes(shared)
 
 

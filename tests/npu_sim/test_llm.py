@@ -492,8 +492,9 @@ def test_what_does_not_fit_is_refused(llama: Checkpoint, device: str) -> None:
         model.prefill([1, VOCAB])
     with pytest.raises(InputError, match="outside"):
         model.prefill([1, 2**70])
-    with pytest.raises(InputError, match=r"has the shape \[1, 2\]"):
-        model.generate([[1, 2]])  # type: ignore[list-item]
+    for wrong in ([[1, 2]], [[1], [2, 3]], [1.5], ["1"], ([1], [2])):
+        with pytest.raises(InputError, match="a prompt is a list of token ids"):
+            model.generate(wrong)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="outside"):
         model.decode(-1)
     assert model.tokens == []

@@ -158,7 +158,7 @@ def test_a_rank_whose_device_takes_other_programs_is_refused(llama: Checkpoint) 
     """As a GPU would be that does not reach the others' memory: ranks with different programs never meet."""
     assert llama.opened_by is not None
     name = f"{LanguageModel.__module__}:{LanguageModel.__qualname__}"
-    ranked = RankedModel(Rank(1, 2), llama.opened_by, ["cpu", "cpu"], name, {"cache_length": 32, "chunk": 4})
+    ranked = RankedModel(Rank(1, 2, tuple), llama.opened_by, ["cpu", "cpu"], name, {"cache_length": 32, "chunk": 4})
     with pytest.raises(DeviceError, match="but rank 0 has them for 'another'"):
         ranked.build("another")
 

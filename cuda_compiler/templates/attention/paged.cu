@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_tile(KeyTile &tile, const Problem &problem,
     }
 }
 
-// Whether the kernel before may be writing to the 16 rows of the pool from `row` on; known to all lanes.
+// Whether the kernel before may be writing to the 16 rows of the pool from `row` on, a multiple of 16; known to all lanes.
 __device__ __forceinline__ bool is_being_written(const Written::type *written, int row) {
     bool found = false;
     for (int i = threadIdx.x % WARP; i < int(Written::size(0)); i += WARP) {
@@ -297,7 +297,7 @@ WAITING_KERNEL(paged_shared) {
     }
     if (rows <= block_rows) {
         const Problem problem(q, k, v, tables, sequences, positions, blockIdx.y, blockIdx.x);
-        if (problem.count > 0) {  // for all blocks of the cluster
+        if (problem.count > 0) {  // for all blocks of the cluster; those of token 0 always wait
             share_tile(problem, written, out);
         }
         return;

@@ -8,8 +8,8 @@
 // R2. Once a block of a rank runs, the kernel before has ended. So when one tells the other ranks that an operand is `complete`, it is.
 //     Nobody reads it earlier.
 // R3. A rank writes to the memory of an operand that others read only when all have read it. A rank makes its exchanges in turn, so
-//     it has read the operands of one when it says that those of the next are complete; that memory is free behind the next exchange. The
-//     last one of a program waits until all have said that they have `read`.
+//     it has read the operands of one when it says that those of the next are complete: that memory is free when the next sum has
+//     waited for that. The last sum of a program waits until all have said that they have `read`.
 // R4. A notice is the turn. Each has one writer, which may be one turn ahead of a reader: a later turn serves as well.
 
 enum Notice { complete, read };

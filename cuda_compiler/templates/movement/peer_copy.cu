@@ -1,6 +1,6 @@
 // What comes before a copy of other ranks' operands: tells them that this one's is complete, and waits until theirs are
-// (`common/ranks.cuh`). `turns[0]` counts the turns. The copy itself needs no kernel; the sum that reads it waits for
-// it (R3).
+// (`common/ranks.cuh`). `turns[0]` counts the turns. The copy itself needs no kernel, and the sum that reads it
+// waits for it.
 
 #include "common/ranks.cuh"
 

@@ -216,7 +216,8 @@ struct Pair {
     }
 };
 
-// Does all of that for a block's queries and new rows, by all of its threads, which then see it in shared memory.
+// Finds, reads, normalizes, rotates and stores the pairs of a block's queries and new rows, by all of its threads. Ends with a
+// barrier.
 template <typename Indices, typename NewKey, typename NewValue, typename Key, typename Value, typename Result>
 __device__ __forceinline__ void stage_rows(
     const Grid &grid, const SmallOperands &small, Scratch &scratch, const Item &item, const Half *q, const NewKey *key_source,
