@@ -41,9 +41,12 @@ def test_a_product_means_what_its_calls_do(
     phases.check(run_reference(phases), TOLERANCE[dtype])
 
 
-def attention_tolerance(dtype: str, normed: bool) -> float:
-    """With norms, the order of a sum may change the last bit of a query or key, and a score multiplies such numbers."""
-    return (4 if normed else 1) * TOLERANCE[dtype]
+def check_attention(phases: Phases, dtype: str, normed: bool) -> None:
+    """With norms, the order of a sum may change the last bit of a query or key, which their product makes larger."""
+    found = run_reference(phases)
+    attended = {"attended": found.pop("attended")}
+    phases.check(found, TOLERANCE[dtype])
+    phases.check(attended, (4 if normed else 1) * TOLERANCE[dtype])
 
 
 @given(
@@ -73,7 +76,7 @@ def test_attention_over_splits_means_what_its_calls_do(
     phases = Phases(dtype, np.random.default_rng(seed))
     start = data.draw(st.integers(0, keys - queries))
     phases.attention(sharing * kv_heads, kv_heads, queries, keys, 2 * half_width, start, splits, normed)
-    phases.check(run_reference(phases), attention_tolerance(dtype, normed))
+    check_attention(phases, dtype, normed)
 
 
 @given(
@@ -100,7 +103,7 @@ def test_attention_over_a_pool_means_what_its_calls_do(
 ) -> None:
     phases = Phases(dtype, np.random.default_rng(seed))
     phases.paged_attention(sharing * kv_heads, kv_heads, reached, 2 * half_width, splits, block_size, normed)
-    phases.check(run_reference(phases), attention_tolerance(dtype, normed))
+    check_attention(phases, dtype, normed)
 
 
 @given(seed=SEEDS, span=st.sampled_from([16, 32]), spread=st.integers(0, 60))
