@@ -90,6 +90,7 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
     readers = plan.count_readers()
     all_found = [find_rank_sum(plan.calls, index, None, readers) for index in range(len(plan.calls))]
     sums = {index: found for index, found in enumerate(all_found) if found is not None and _suits(found, plan)}
+    last = max(sums, default=-1)
     result: list[KernelCall] = []
     previous: View | None = None
     index = 0
@@ -98,7 +99,7 @@ def join_rank_sums(plan: ExecutionPlan, make: Specializer) -> list[KernelCall]:
             result.append(plan.calls[index])
             index += 1
             continue
-        found, is_last = sums[index], index == max(sums)
+        found, is_last = sums[index], index == last
         index += 2
         norm = plan.calls[index] if index < len(plan.calls) else None
         if norm is not None and not _normalizes(norm, found.out):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 
 from cuda_compiler.rules.attention import paged_attention
@@ -42,7 +41,9 @@ def join_rotary_updates(plan: ExecutionPlan, make: Specializer) -> list[KernelCa
             result.append(call)
             continue
         attention = calls[0] if calls and _reads_pool_of(calls[0], call) else None
-        starts_next = attention is not None and _may_start_before(attention, call, result[-2:-1])
+        starts_next = attention is not None and _may_start_before(
+            attention, call, result[-2] if len(result) > 1 else None
+        )
         joined = _join(result[-1], call, readers, starts_next, make) if result else None
         if joined is None:
             result.append(call)
@@ -60,14 +61,15 @@ def _reads_pool_of(attention: KernelCall, update: KernelCall) -> bool:
     return attention.inputs[1:3] == update.outputs and update.params["dim"] == 0
 
 
-def _may_start_before(attention: KernelCall, update: KernelCall, before: Sequence[KernelCall]) -> bool:
-    """Whether attention may start before the update does, while the call before the rotation still runs.
+def _may_start_before(attention: KernelCall, update: KernelCall, runs: KernelCall | None) -> bool:
+    """Whether attention may start before the update does, while `runs`, the call before the rotation, still does.
 
     An element-wise call may still become part of another kernel, so what runs then is not known. Any other call is
     followed by the update in the end, too: later passes replace it by kernels at its place.
     """
-    read_early = _read_early(attention, update) | _written(update)
-    return bool(before) and elementwise_kernel(before[0]) is None and not read_early & _written(before[0])
+    if runs is None or elementwise_kernel(runs) is not None:
+        return False
+    return not (_read_early(attention, update) | _written(update)) & _written(runs)
 
 
 def _read_early(attention: KernelCall, update: KernelCall) -> set[str]:

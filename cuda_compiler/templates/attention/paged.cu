@@ -180,6 +180,21 @@ __device__ __forceinline__ void attend_together(
     }
 }
 
+// The way that suits the tile's rows.
+template <int warps, int stages, typename Finish>
+__device__ __forceinline__ void attend_tile(
+    const Problem &problem, const Written::type *written, int split, int splits, SplitMemory<stages> (&memory)[warps],
+    Finish finish
+) {
+    if constexpr (rows > block_rows) {
+        if (problem.count * sharing > block_rows) {
+            attend_together(problem, split, splits, memory, finish);
+            return;
+        }
+    }
+    attend_blocks(problem, written, split, splits, memory, finish);
+}
+
 #kernel paged_once
 struct Finish {
     Out::type *out;
@@ -202,13 +217,7 @@ KERNEL(paged_once) {
         return;
     }
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
-    if constexpr (rows > block_rows) {
-        if (problem.count * sharing > block_rows) {
-            attend_together(problem, 0, 1, memory, Finish{out});
-            return;
-        }
-    }
-    attend_blocks(problem, written, 0, 1, memory, Finish{out});
+    attend_tile(problem, written, 0, 1, memory, Finish{out});
 }
 
 #kernel paged_shared
@@ -241,16 +250,7 @@ struct Finish {
 __device__ __forceinline__ void share_tile(const Problem &problem, const Written::type *written, Out::type *out) {
     auto &memory = *reinterpret_cast<SplitMemory<stages>(*)[THREADS / WARP]>(shared_memory);
     Part &part = *reinterpret_cast<Part *>(shared_memory + sizeof(memory));
-    bool together = false;
-    if constexpr (rows > block_rows) {
-        together = problem.count * sharing > block_rows;
-        if (together) {
-            attend_together(problem, blockIdx.z, splits, memory, Finish{part});
-        }
-    }
-    if (!together) {
-        attend_blocks(problem, written, blockIdx.z, splits, memory, Finish{part});
-    }
+    attend_tile(problem, written, blockIdx.z, splits, memory, Finish{part});
     cluster_barrier();
     constexpr int pieces = value_width / 4;
     const int items = rows > block_rows ? problem.count * sharing * pieces : held_rows * pieces;

@@ -2,8 +2,9 @@
 // that, these do nothing.
 
 // What comes before it runs while the kernel before may still be running, so it reads nothing that that kernel writes, and writes
-// nothing itself. All kernels before that one have ended, since a kernel lets the next one start only behind its own wait (blocks that
-// end without it are never all). The exception is `rotary_update`: `passes/rotary_updates.py` looks at what the kernel before it writes.
+// nothing itself. All kernels before that one have ended, since a kernel lets the next one start only behind its own wait: some of its
+// blocks may end without waiting, but never all. The exception is `rotary_update`; `passes/rotary_updates.py` looks at what the
+// kernel before that one writes.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
