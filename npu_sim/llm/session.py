@@ -269,7 +269,7 @@ class LanguageModel:
             raise InputError("a prompt is a list of token ids, which are integers") from error
         if not len(ids):
             raise InputError("the prompt is empty; give at least one token")
-        if ids.ndim != 1 or ids.dtype.kind not in "iuO":  # O: of numbers that no dtype holds
+        if ids.ndim != 1 or ids.dtype.kind not in "iuO":  # O: integers of more than 64 bits
             raise InputError(f"a prompt is a list of token ids, not {ids.dtype} of the shape {list(ids.shape)}")
         if start + len(ids) > self.cache_length:
             room = f"only {self.cache_length - start} of the cache's {self.cache_length} tokens are free"
@@ -403,7 +403,7 @@ class LanguageModel:
         ids = self._checked_prompt(prompt_ids, 0)
         if max_new_tokens is not None and max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
-        return Generation(self, ids.tolist(), max_new_tokens, sampler, self.eos_ids() if stop is None else stop)
+        return Generation(self, ids, max_new_tokens, sampler, self.eos_ids() if stop is None else stop)
 
     def rewind(self, ids: Sequence[int]) -> int:
         """Truncate the sequence to its longest common prefix with `ids` and return the length of that.
@@ -428,7 +428,7 @@ class Generation(Iterator[int]):
     def __init__(
         self,
         model: LanguageModel,
-        prompt: list[int],
+        prompt: NDArray[np.int64],
         max_new_tokens: int | None,
         sampler: Sampler,
         stop: frozenset[int],
@@ -442,12 +442,12 @@ class Generation(Iterator[int]):
         return next(self._tokens)
 
     def _run(
-        self, model: LanguageModel, prompt: list[int], limit: int | None, sampler: Sampler, stop: frozenset[int]
+        self, model: LanguageModel, prompt: NDArray[np.int64], limit: int | None, sampler: Sampler, stop: frozenset[int]
     ) -> Iterator[int]:
         stats, clock = self.stats, self._clock
-        stats.reused_tokens = model.rewind(prompt)
+        stats.reused_tokens = model.rewind(prompt.tolist())
         model._prepare_prefill(len(prompt) - stats.reused_tokens)
-        logits = self._prefill(model, np.array(prompt[stats.reused_tokens :], np.int64))
+        logits = self._prefill(model, prompt[stats.reused_tokens :])
         if limit == 0:
             stats.finish_reason = "length"
             return
