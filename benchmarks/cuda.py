@@ -72,20 +72,15 @@ def measurements(
         for cache_length, positions in cuda_llm.LARGE_POSITIONS.items():
             yield cuda_llm.measure_decode(LARGE_DECODE, models, cache_length, positions, ceilings, budget)
         del models  # whose memory the next ones may need
-    named = {
-        QUANTIZED_DECODE: (cuda_llm.MODEL, qwen()),
-        LARGE_QUANTIZED_DECODE: (cuda_quantized.LARGE_MODEL, cuda_quantized.llama()),
-    }
-    for task, (name, config) in named.items():
+    small, large = (cuda_llm.MODEL, qwen()), (cuda_quantized.LARGE_MODEL, cuda_quantized.llama())
+    for task, (name, config) in {QUANTIZED_DECODE: small, LARGE_QUANTIZED_DECODE: large}.items():
         for quantization in QUANTIZATIONS if task in only else ():
             few = cuda_quantized.QuantizedModels(name, config, quantization, seed=0)
             yield cuda_llm.measure_decode(task, few, 2048, cuda_llm.FEW_POSITIONS[2048], ceilings, budget)
             del few
-    if ROUNDED_PREFILL in only:
-        yield cuda_rounded.measure_rounded_prefill(ROUNDED_PREFILL, cuda_llm.MODEL, qwen(), 2048, ceilings, budget)
-    if LARGE_ROUNDED_PREFILL in only:
-        name, config = cuda_quantized.LARGE_MODEL, cuda_quantized.llama()
-        yield cuda_rounded.measure_rounded_prefill(LARGE_ROUNDED_PREFILL, name, config, 2048, ceilings, budget)
+    for task, (name, config) in {ROUNDED_PREFILL: small, LARGE_ROUNDED_PREFILL: large}.items():
+        if task in only:
+            yield cuda_rounded.measure_rounded_prefill(task, name, config, 2048, ceilings, budget)
     if only & {"decode", "prefill"}:
         models = cuda_llm.Models(cuda_llm.MODEL, qwen(), seed=0)
         if "decode" in only:
