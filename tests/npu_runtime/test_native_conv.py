@@ -180,6 +180,16 @@ def test_windows(
         check_conv(x, 18, kernel, stride=stride, padding=padding, dilation=dilation, algorithm=algorithm)
 
 
+@pytest.mark.parametrize("algorithm", [None, "pixels", "channels"])
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (1, 2)])
+@pytest.mark.parametrize("size", [(3, 3), (3, 8), (8, 3), (4, 4)])
+def test_strides_beyond_the_map(size: tuple[int, int], kernel: tuple[int, int], algorithm: str | None) -> None:
+    """Windows that have one position along an axis: the pixels that no window reads stay unread."""
+    for dtype, groups, stride in itertools.product(DTYPES, (1, 3, 6), [(8, 8), (9, 1), (1, 9)]):
+        x = maps(2, 6, *size, dtype=dtype)
+        check_conv(x, 18, kernel, stride=stride, groups=groups, algorithm=algorithm)
+
+
 # Pairs of bfloat16: odd depths have half a pair, and the second value of a pair may lie in the next row or channel.
 @pytest.mark.parametrize("algorithm", ["pixels", "channels", "tiles"])
 @pytest.mark.parametrize(("kernel", "stride"), [((1, 1), (1, 1)), ((1, 1), (2, 2)), ((3, 3), (2, 1)), ((2, 5), (3, 3))])

@@ -101,9 +101,10 @@ class _Window(NamedTuple):
         rows, columns = [(p - s) // step + 1 for p, s, step in zip(padded, spans, self.stride, strict=True)]
         return rows, columns
 
-    @property
-    def is_pointwise(self) -> bool:
-        return self.kernel == (1, 1) and self.stride == (1, 1) and not any(self.padding)
+    def is_pointwise(self, x: np.ndarray, out: np.ndarray) -> bool:
+        """Whether each output pixel reads the one input pixel at its own place, and every input pixel is read."""
+        unmoved = self.kernel == (1, 1) and self.stride == (1, 1) and not any(self.padding)
+        return unmoved and x.shape[2:] == out.shape[2:]  # a window with one position has a stride of 1 on any map
 
     @property
     def is_valid(self) -> bool:
@@ -205,7 +206,7 @@ def conv2d(
     args.groups, args.in_channels, args.out_channels = groups, weight.shape[1], weight.shape[0] // groups
     name, args.variant = _KERNELS[algorithm]
     args.weight_group_stride, args.pairs = packed_weight.shape[1], pairs
-    if window.is_pointwise:  # rows may then run together
+    if window.is_pointwise(x, out):  # rows may then run together
         args.in_h, args.in_w = args.out_h, args.out_w = 1, args.in_h * args.in_w
     return NativeLaunch(name, args, (x, packed_weight, bias, residual, out))
 
@@ -346,7 +347,7 @@ def alternatives(
     out: np.ndarray,
 ) -> list[str]:
     """The other values of `conv2d`'s `algorithm` for these operands, besides the one that it chooses itself."""
-    window = _Window((weight.shape[2], weight.shape[3]), stride, padding, dilation)
+    window = _Window((weight.shape[2], weight.shape[3]), stride, padding, dilation).simplified(out)
     pairs = _multiplies_pairs(x, weight)
     chosen = _choose(weight, window, groups, out, pairs)
     if chosen == "depthwise":  # a matrix product with one input channel wastes most of a tile
