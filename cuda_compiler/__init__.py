@@ -1,5 +1,6 @@
 """The CUDA target: op-level calls become generated kernels, fused where they are element-wise. Needs no GPU."""
 
-from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget, CudaCodegenTarget
+from cuda_compiler.target import CUDACodegenTarget, CudaCodegenTarget
+from npu_compiler.target_config import CUDA_GPU
 
 __all__ = ["CUDA_GPU", "CUDACodegenTarget", "CudaCodegenTarget"]

@@ -5,15 +5,7 @@ from __future__ import annotations
 from cuda_compiler.specialization.gpu import HOPPER, HOPPER_SHARED_MEMORY
 from npu_compiler.program.plan import ExecutionPlan
 from npu_compiler.program.target import OpLevelTarget
-from npu_compiler.target_config import TargetConfig
-
-CUDA_GPU = TargetConfig(
-    name="cuda_gpu",
-    channel_alignment_bytes=1,
-    programs_are_code=True,
-    integer_kernels=True,
-    rounds_activations=True,
-)
+from npu_compiler.target_config import CUDA_GPU
 
 
 class CUDACodegenTarget(OpLevelTarget):

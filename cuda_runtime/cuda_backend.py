@@ -24,7 +24,7 @@ from cuda_compiler.cuda_program import (
 )
 from cuda_compiler.resident.clocks import has_clocks, intervals
 from cuda_compiler.specialization.sizes import groups
-from cuda_compiler.target import CUDA_GPU, CUDACodegenTarget
+from cuda_compiler.target import CUDACodegenTarget
 from cuda_runtime.ceilings import gpu_ceilings
 from cuda_runtime.cublaslt import SCALES_BY_ROW
 from cuda_runtime.cuda_device import CUDADevice, load_nvrtc
@@ -45,7 +45,7 @@ from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.kernels import KernelCall
 from npu_compiler.program.target import CodegenTarget
 from npu_compiler.program.views import numel
-from npu_compiler.target_config import TargetConfig
+from npu_compiler.target_config import CUDA_GPU, TargetConfig
 from npu_runtime.backend import Backend, DeviceBuffer, Launch, Operand, Shape
 from npu_runtime.background import background_work
 from npu_runtime.buffer import StagedInputs

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cuda_compiler.cuda_program import CUDAProgram
-from cuda_compiler.target import CUDA_GPU
-from npu_compiler.target_config import TargetConfig
+from npu_compiler.target_config import CUDA_GPU, TargetConfig
 from npu_runtime.buffer import Opened
 from npu_runtime.executor import Executor
 from npu_runtime.hardware import Hardware

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.constraint_checker import check_constraints, check_target
-from npu_compiler.errors import IRError, ProgramFormatError
+from npu_compiler.errors import ConstraintError, IRError, ProgramFormatError
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.fusions.quantized_caches import quantize_caches
@@ -29,7 +29,7 @@ from npu_compiler.passes.noops import eliminate_noops
 from npu_compiler.passes.precision import assign_storage, choose_compute_dtype, native_dtype
 from npu_compiler.passes.quantize import Quantization, mark_quantized_weights, split_quantized_weights
 from npu_compiler.passes.shard import shard
-from npu_compiler.program.check import check_calls, check_program
+from npu_compiler.program.check import check_calls, check_program, undeclared_kernels
 from npu_compiler.program.memory_planner import plan_memory
 from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.trust import MADE_HERE
@@ -136,7 +136,8 @@ def compile(
 
     Raises:
         IRError: the IR is malformed.
-        ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it.
+        ConstraintError: the graph holds what the NPU cannot run; `partition()` can still run it. Or the target names
+            kernels that are not declared.
         InputError: the quantization is unknown, a weight cannot be stored so, there is no KV cache to quantize, or the
             graph does not divide evenly among the devices.
     """
@@ -153,6 +154,8 @@ def compile(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
     )
     is_code = target.config.programs_are_code
+    if not is_code and (undeclared := undeclared_kernels([*plan.prologue, *plan.calls], target)):
+        raise ConstraintError(undeclared)
     try:
         check_program(dtype, plan)
         if not is_code:

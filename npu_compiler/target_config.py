@@ -44,3 +44,10 @@ class TargetConfig:
 # The kernels of the op table, for any device that has them.
 OP_LEVEL = TargetConfig(name="op_level", integer_kernels=True, rounds_activations=True, rounds_caches=True)
 METAL_GPU = TargetConfig(name="metal_gpu")
+CUDA_GPU = TargetConfig(  # layouts are not padded: a kernel is specialized for its shapes anyway
+    name="cuda_gpu",
+    channel_alignment_bytes=1,
+    programs_are_code=True,
+    integer_kernels=True,
+    rounds_activations=True,
+)

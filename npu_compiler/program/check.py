@@ -6,15 +6,16 @@ and, where the kernels are declared ones, every call must fit its kernel's decla
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from npu_compiler.errors import ProgramFormatError
 from npu_compiler.graph.dtypes import COMPUTE_DTYPES, KNOWN_DTYPES, STORED_DTYPES, is_int, itemsize
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.graph.weight_recipe import recipe_shape
-from npu_compiler.program.elementwise import declaration
-from npu_compiler.program.kernels import KernelCall
+from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, declaration
+from npu_compiler.program.kernels import KERNELS, KernelCall, KernelDecl
 from npu_compiler.program.plan import BufferAllocation, ExecutionPlan, WeightSpec
+from npu_compiler.program.target import CodegenTarget, OpLevelTarget
 from npu_compiler.program.views import View, numel
 
 # Elements that a view may repeat for each byte that the program declares; of what a compiler makes, few repeat as much.
@@ -55,6 +56,31 @@ def check_calls(plan: ExecutionPlan) -> None:
     for call in calls:
         _check_call(call)
         _check_index(call, plan)
+
+
+def undeclared_kernels(calls: Iterable[KernelCall], target: CodegenTarget) -> list[str]:
+    """Return a sentence for each kernel that a target names and nobody has declared: how to declare it."""
+    op_level = {**{target.fused_kernel(name)[0]: decl for name, decl in KERNELS.items()}, **_products(target)}
+    op_level |= {target.elementwise_kernel(name)[0]: decl for name, decl in ELEMENTWISE_KERNELS.items()}
+    sentences: dict[str, str] = {}
+    for call in calls:
+        if call.kernel in sentences or call.kernel in KERNELS or call.kernel in ELEMENTWISE_KERNELS:
+            continue
+        replaced = op_level.get(call.kernel)
+        model = "" if replaced is None else f", such as those of the kernel that it replaces, {replaced}"
+        sentences[call.kernel] = (
+            f"node '{call.node}': target '{target.config.name}' names a kernel '{call.kernel}' "
+            f"(source '{call.source}') that is not declared: declare_kernel() of npu_compiler.codegen takes its "
+            f"operands and parameters{model}"
+        )
+    return list(sentences.values())
+
+
+def _products(target: CodegenTarget) -> dict[str, KernelDecl]:
+    """The target's names of matrix products, with the op-level declaration of each."""
+    plain = OpLevelTarget()
+    forms = [(is_vec, transposed) for is_vec in (False, True) for transposed in (False, True)]
+    return {target.matmul_kernel(*form)[0]: KERNELS[plain.matmul_kernel(*form)[0]] for form in forms}
 
 
 def _check_call(call: KernelCall) -> None:

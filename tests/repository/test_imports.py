@@ -59,6 +59,7 @@ RUNS_OPS = ["npu_runtime.metal.binding", "npu_runtime.metal.elementwise", "npu_r
 MENTIONS_CUDA = {
     "npu_compiler/ops/conv.py": "PyTorch's name of an op",
     "npu_compiler/ops/elementwise.py": "says who pastes the expressions",
+    "npu_compiler/target_config.py": "the numbers of the target, where the porting guide has them",
     "npu_sim/cache.py": "the sources whose change makes a cached program stale",
     "npu_sim/cli.py": "help",
     "npu_sim/commands/doctor.py": "the packages to look for",

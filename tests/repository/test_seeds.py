@@ -49,7 +49,7 @@ MODULES = {
     "npu_compiler.compiled_program": "CompiledProgram",
     "npu_compiler.op_support": "is_op_supported get_supported_ops",
     "npu_compiler.partitioner": "partition Partition TransferOp PartitionPlan",
-    "npu_compiler.target_config": "TargetConfig METAL_GPU",
+    "npu_compiler.target_config": "TargetConfig METAL_GPU CUDA_GPU",
     "npu_runtime": "Device Executor NPUBuffer load_weights DAGExecutor MetalBackend",
     "npu_runtime.backend": "Backend DeviceBuffer",
     "npu_runtime.metal_backend": "MetalBackend",
@@ -304,6 +304,19 @@ def test_a_port_is_written_and_wired_up_as_the_guide_shows(tmp_path: Path, monke
     assert isinstance(names["backend"], Backend) and names["outputs"] == ({}, {})
     assert names["executor"].made_of == (names["program"], "a GPU", names["CUDA_GPU"])
     assert [(call.kernel, call.source) for call in names["program"].kernels] == [("relu_kernel", "elementwise.cu")]
+
+
+def test_the_guides_target_compiles_as_far_as_its_kernels_are_declared() -> None:
+    """The guide names matrix products of its own; the error says what their author has to declare, and as what."""
+    names = run("from npu_compiler.codegen import CodegenTarget", snippets.CUDA_TARGET)
+    g = IRBuilder()
+    rows = g("aten.linear.default", g.input("x", 4, 8), g.weight("w", 16, 8))
+    ir = g.output(g("aten.softmax.int", g("aten.tanh.default", rows), -1)).ir()
+    with pytest.raises(npu_compiler.ConstraintError) as raised:
+        compile(ir, target=names["CudaCodegenTarget"]())
+    (violation,) = raised.value.violations
+    assert "names a kernel 'matmul_tiled' (source 'matmul.cu') that is not declared: declare_kernel()" in violation
+    assert "such as those of the kernel that it replaces, matmul_kernel: x:f[m,.k] weight:f[n,k]" in violation
 
 
 # the fusions
