@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import metal_emulator
@@ -27,10 +28,17 @@ from npu_compiler.program.target import CodegenTarget, MetalCodegenTarget
 from npu_compiler.program.views import View, contiguous_strides
 from npu_runtime import Backend, DeviceBuffer, MetalBackend, Operand
 from npu_runtime.cpu.kernels import reference_launch
+from npu_runtime.cpu.native.build import find_compiler
 from npu_runtime.torch_arrays import numpy_to_tensor
 
 ON_A_MAC = os.environ.get("TEST_METAL") == "metal"
 METAL_DEVICE = "metal" if ON_A_MAC else "metal-emulator-fast"  # for whole models
+CPU_AND_METAL = [
+    "cpu",
+    pytest.param(
+        METAL_DEVICE, marks=pytest.mark.skipif(find_compiler() is None, reason="the emulator needs a C++ compiler")
+    ),
+]
 DTYPES = ("float16", "bfloat16")
 THREAD_ORDERS = (1, 2, 3)
 GUARD = 9  # elements behind the last one that must stay untouched
