@@ -51,13 +51,13 @@ inputs = {spec.name: torch.randn(spec.shape).numpy() for spec in program.input_s
 """
 SET_UP = {"npu_model.md", "profiling.md", "report.md"}
 SLOW = {"engine.md", "from_pytorch.md", "language_models.md", "quantization.md"}
-TRANSLATED = [page for page in PAGES if page.with_suffix(".ko.md").exists()]
+TRANSLATED = [page for page in (*PAGES, DOCS.parent / "README.md") if page.with_suffix(".ko.md").exists()]
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def name_of(page: Path) -> str:
-    return page.relative_to(DOCS).as_posix()
+    return page.relative_to(DOCS.parent).as_posix()
 
 
 @pytest.fixture(scope="module")
