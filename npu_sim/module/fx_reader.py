@@ -19,6 +19,7 @@ from npu_compiler.graph.model import TENSOR_NAMES, unique_name
 from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
 from npu_runtime.torch_arrays import tensor_to_numpy
+from npu_sim.module.decompositions import Decompositions, operands
 
 UNBACKED = ("u", "zuf")  # how the names of sizes begin that depend on data
 _GETITEM = "<built-in function getitem>"
@@ -61,12 +62,14 @@ class Nodes:
     references: dict[str, Reference] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
     _names: set[str] = field(default_factory=set)
+    _decompositions: Decompositions = field(default_factory=Decompositions)
 
-    def read(self, graph_module: GraphModule, arguments: Sequence[Value]) -> Value:
+    def read(self, graph_module: GraphModule, arguments: Sequence[Value], prefix: str = "") -> Value:
         """Add a graph's nodes; returns what its output node returns.
 
         Args:
             arguments: What its placeholders stand for, in order.
+            prefix: What the names of its nodes begin with.
 
         Raises:
             IRError: it holds control flow that depends on data, or another op that IR has no form for.
@@ -81,7 +84,7 @@ class Nodes:
                 case "get_attr":
                     known[node] = _attribute(graph_module, str(node.target))
                 case "call_function":
-                    known[node] = self._call(node, known)
+                    known[node] = self._call(node, known, prefix)
                 case "output":
                     result = _resolve(node.args[0], known)
                 case _:
@@ -94,7 +97,7 @@ class Nodes:
         self._names.add(name)
         return name
 
-    def _call(self, node: Node, known: Mapping[Node, Value]) -> Value:
+    def _call(self, node: Node, known: Mapping[Node, Value], prefix: str) -> Value:
         value, target = node.meta.get("val"), node.target
         args, kwargs = _resolve(node.args, known), _resolve(node.kwargs, known)
         if target is operator.getitem and not _is_references(args[0]):
@@ -107,33 +110,36 @@ class Nodes:
         if value is None and any(part in str(target) for part in _ASSERTIONS):
             return None
         if target is operator.getitem:
-            return self._element(node, args[0], args[1])
+            return self._element(node, args[0], args[1], prefix)
         if not isinstance(target, torch._ops.OpOverload):
             raise IRError(f"node '{node.name}': {target} is not an op of PyTorch, and IR has no form for it")
-        return self._op(node, target, args, kwargs)
-
-    def _op(self, node: Node, target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> Value:
         if target is torch.ops.aten.as_strided.default and not _is_packed(args[0].value):
             raise IRError(f"node '{node.name}': as_strided of a tensor that is itself a view, whose strides IR drops")
         inputs, attrs = _bind(node.name, target._schema, args, kwargs)
-        name = self.take_name(node.name)
-        value = node.meta.get("val")
+        name = unique_name(prefix + node.name, self._names)
         outputs = _outputs(name, value)
         references = [x for x in outputs if x is not None]
-        self._append(name, str(target), inputs, references, attrs)
+        description = _description(name, str(target), inputs, references, attrs)
+        weights = frozenset(x.name for x in inputs if x.producer is None)
+        decomposition = self._decompositions.find(node, description, weights)
+        if decomposition is not None:
+            return self.read(decomposition, [known[x] for x in operands(node)], f"{prefix}{node.name}_")
+        self._names.add(name)
+        self._append(description, references)
         self._note_memory(target._schema, args, kwargs, outputs)
         if isinstance(value, torch.Tensor):
             return references[0]
         return outputs if outputs else None
 
-    def _element(self, node: Node, sources: Sequence[Reference | None], index: int) -> Reference | None:
+    def _element(self, node: Node, sources: Sequence[Reference | None], index: int, prefix: str) -> Reference | None:
         if sources[index] is None:
             return None
-        name = self.take_name(node.name)
+        name = self.take_name(prefix + node.name)
         out = Reference(name, node.meta["val"], name)
         source = sources[index]
         assert source is not None
-        self._append(name, _GETITEM, [x for x in sources if x is not None], [out], {"index": source.index})
+        inputs = [x for x in sources if x is not None]
+        self._append(_description(name, _GETITEM, inputs, [out], {"index": source.index}), [out])
         self._note_shared(out.name, source.name)
         return out
 
@@ -150,12 +156,8 @@ class Nodes:
         self.root[name] = self.root.get(source, source)
         self.parent[name] = (self.nodes[-1], source)
 
-    def _append(
-        self, name: str, op_type: str, inputs: Sequence[Reference], outputs: Sequence[Reference], attrs: dict[str, Any]
-    ) -> None:
-        described = [x.meta(as_input=False) for x in outputs]
-        made = {"name": name, "op_type": op_type, "inputs": [x.meta() for x in inputs], "outputs": described}
-        self.nodes.append({**made, "attrs": attrs})
+    def _append(self, description: dict[str, Any], outputs: Sequence[Reference]) -> None:
+        self.nodes.append(description)
         self.references.update({x.name: x for x in outputs})
 
     def _note_memory(
@@ -195,6 +197,43 @@ class Nodes:
             f"node '{node.name}': '{kind}' is control flow that depends on data, or another op that runs a function; "
             "a program is a fixed sequence of ops"
         )
+
+
+def describe_call(node: Node) -> dict[str, Any]:
+    """A call of an op as IR, by itself: its inputs are named after the nodes that make them.
+
+    Raises:
+        IRError: IR has no form for it.
+    """
+    known: dict[Node, Value] = {x: _value_of(x) for x in operands(node)}
+    target: Any = node.target
+    args, kwargs = _resolve(node.args, known), _resolve(node.kwargs, known)
+    inputs, attrs = _bind(node.name, target._schema, args, kwargs)
+    outputs = [x for x in _outputs(node.name, node.meta.get("val")) if x is not None]
+    return _description(node.name, str(target), inputs, outputs, attrs)
+
+
+def _value_of(node: Node) -> Value:
+    """A tensor or a number that a node makes, whatever makes it."""
+    value = node.meta.get("val")
+    if isinstance(value, (torch.Tensor, list, tuple)):
+        outputs = _outputs(node.name, value)
+        return outputs[0] if isinstance(value, torch.Tensor) else outputs
+    return plain_number(value, f"node '{node.name}'")
+
+
+def _description(
+    name: str, op_type: str, inputs: Sequence[Reference], outputs: Sequence[Reference], attrs: dict[str, Any]
+) -> dict[str, Any]:
+    """A node in the IR's form."""
+    described = [x.meta(as_input=False) for x in outputs]
+    return {
+        "name": name,
+        "op_type": op_type,
+        "inputs": [x.meta() for x in inputs],
+        "outputs": described,
+        "attrs": attrs,
+    }
 
 
 def _is_cast(schema: Any, source: Reference, out: Reference) -> bool:

@@ -1,0 +1,25 @@
+"""Decompositions of element-wise ops."""
+
+from __future__ import annotations
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+from npu_sim.module.own_decompositions.table import decomposes
+
+
+@decomposes("aten.hypot.default")
+def hypot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The larger times √(1 + ratio²), which does not overflow where the squares would."""
+    wide, result = elementwise_dtypes(x, y, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)
+    a, b = torch.abs(x.to(wide)), torch.abs(y.to(wide))
+    high, low = torch.maximum(a, b), torch.minimum(a, b)
+    ratio = torch.where(high == low, torch.ones_like(high), low / high)
+    ratio = torch.where(high == 0, torch.zeros_like(high), ratio)
+    return (high * torch.sqrt(1 + ratio * ratio)).to(result)
+
+
+@decomposes("aten.real.default aten.resolve_conj.default aten.resolve_neg.default")
+def itself(x: torch.Tensor) -> torch.Tensor:
+    """A real tensor as it is; a complex one has another dtype, or is more than the device runs."""
+    return x

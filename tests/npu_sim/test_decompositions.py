@@ -1,0 +1,146 @@
+"""Ops that the op table lacks, replaced by what they decompose into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim
+
+import npu_sim
+from npu_compiler.graph.symbolic import is_symbolic
+from npu_sim.module import decompositions
+from npu_sim.module.decompositions import LARGEST
+from npu_sim.module.own_decompositions import OWN, decomposes
+from npu_sim.module.trace import export, trace
+
+
+class Net(nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)
+
+
+def off_device(compiled: Any) -> list[str]:
+    return [x.op for program in compiled.report().programs for x in program.off_device]
+
+
+def op_types(module: nn.Module, *args: torch.Tensor) -> list[str]:
+    return [node["op_type"] for node in trace(export(module.eval(), args), "net").ir["nodes"]]
+
+
+def runs_on_device(module: nn.Module, *args: torch.Tensor) -> None:
+    """All of it is on the device, and the answers, the results and what becomes of the arguments, are PyTorch's."""
+    module.eval()
+    compiled = npu_sim.compile(module, args)
+    assert off_device(compiled) == []
+    ours, theirs = [x.clone() for x in args], [x.clone() for x in args]
+    with torch.no_grad():
+        expected = module(*theirs)
+    torch.testing.assert_close(compiled(*ours), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(ours, theirs)
+
+
+X, Y = torch.randn(3, 4), torch.randn(3, 4)
+LACKED = {
+    "table": (torch.addr, torch.randn(3, 4), torch.randn(3), torch.randn(4)),
+    "composite": (F.cross_entropy, X, torch.tensor([0, 3, 1])),
+    "own": (torch.hypot, X, Y),
+    "named tuple": (lambda x: torch.var_mean(x, 1), X),
+    "in decompositions": (torch.logaddexp, X, Y),
+    "in-place": (lambda x, y: x.hypot_(y) + 1, X, Y),
+    "in-place on a view": (lambda x, y: (x[1:].hypot_(y[1:]), x * 2)[1], X, Y),
+    "write through the result": (lambda x: (torch.atleast_3d(x).mul_(2), x + 1)[1], X),
+    "twice the same": (lambda x, y: torch.hypot(torch.hypot(x, y), torch.hypot(y, x)), X, Y),
+    "the same tensor twice": (lambda x: torch.hypot(x, x), X),
+    "bfloat16": (torch.hypot, X.bfloat16(), Y),
+}
+
+
+@pytest.mark.parametrize("name", LACKED)
+def test_ops_that_the_table_lacks_are_decomposed(name: str) -> None:
+    function, *args = LACKED[name]
+    runs_on_device(Net(function), *args)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_on_the_device(kind: type[nn.Module]) -> None:
+    runs_on_device(kind(4, 5, num_layers=2, bidirectional=True), torch.randn(3, 2, 4))
+
+
+def test_what_the_table_has_is_not_touched() -> None:
+    kept = op_types(Net(lambda x, y: F.gelu(F.layer_norm(x @ y.T, (3,))) + torch.hypot(x, y)[:, :3]), X, Y)
+    assert {"aten.gelu.default", "aten.layer_norm.default", "aten.matmul.default"} <= set(kept)
+    assert "aten.hypot.default" not in kept
+
+
+def test_ops_of_other_nodes_keep_their_names() -> None:
+    def named(function: Callable[..., Any]) -> list[str]:
+        nodes = trace(export(Net(function).eval(), (X, Y)), "net").ir["nodes"]
+        return [node["name"] for node in nodes if not node["name"].startswith("hypot")]
+
+    assert named(lambda x, y: (torch.hypot(x, y) * x).sqrt() * y) == ["mul", "sqrt", "mul_1"]
+
+
+@pytest.mark.parametrize("function", [lambda x: F.dropout(x, 0.5, True), torch.bernoulli, torch.rand_like])
+def test_random_ops_stay_as_they_are(function: Callable[..., Any]) -> None:
+    (op,) = op_types(Net(function), torch.rand(3))
+    assert op.split(".")[1] in ("dropout", "bernoulli", "rand_like")
+
+
+def test_an_op_whose_decomposition_the_device_lacks_stays_as_it_is() -> None:
+    assert op_types(Net(torch.linalg.det), torch.randn(3, 3)) == ["aten.linalg_det.default"]
+
+
+def test_a_decomposition_holds_for_all_sizes() -> None:
+    module = Net(lambda x: torch.addr(x, x[:, 0], x[0])).eval()
+    size = Dim("size", min=2, max=20)
+    compiled = npu_sim.compile(module, (torch.randn(4, 6),), dynamic_shapes={"args": ({0: size},)})
+    for rows in (2, 4, 9):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+    assert off_device(compiled) == []
+
+
+def test_a_decomposition_that_depends_on_the_examples_sizes_is_not_used() -> None:
+    hypot = torch.ops.aten.hypot.default
+    own = OWN[hypot]
+    size = Dim("size", min=2, max=20)
+    try:
+        OWN[hypot] = lambda x, y: own(x, y) if x.shape[0] == 4 else x.sin()
+        exported = export(Net(torch.hypot).eval(), (X.T, Y.T), dynamic_shapes={"args": ({0: size}, {0: size})})
+        ir = trace(exported, "net").ir
+    finally:
+        OWN[hypot] = own
+    assert [node["op_type"] for node in ir["nodes"]] == ["aten.hypot.default"]
+    assert [is_symbolic(size) for size in ir["graph_inputs"][0]["shape"]] == [True, False]
+
+
+def test_a_decomposition_of_too_many_ops_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decompositions, "LARGEST", 50)
+    layer = nn.LSTM(4, 5).eval()
+    x = torch.randn(20, 2, 4)
+    compiled = npu_sim.compile(layer, (x,))
+    assert off_device(compiled)[0] == "aten.lstm.input"
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert LARGEST > 50
+
+
+def test_torch_compile_decomposes_too() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, y: torch.hypot(x, y) * torch.logaddexp(x, y), backend="npu_sim")
+    torch.testing.assert_close(compiled(X, Y), torch.hypot(X, Y) * torch.logaddexp(X, Y), rtol=1e-4, atol=1e-5)
+
+
+def test_an_op_has_one_decomposition_of_our_own() -> None:
+    with pytest.raises(ValueError, match="has two decompositions"):
+        decomposes("aten.hypot.default")(torch.hypot)
