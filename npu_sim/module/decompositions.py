@@ -64,7 +64,7 @@ class Decompositions:
         if DECOMPOSITION in node.meta:
             replacement: GraphModule | None = node.meta[DECOMPOSITION]
             return replacement
-        if not _is_lacking(node, description, weights):
+        if not _is_dense(node) or not _is_lacking(node, description, weights):
             return None
         return self._decomposition(node, ())
 
@@ -152,6 +152,12 @@ def _is_lacking(node: Node, description: Mapping[str, Any], weights: frozenset[s
         return unsupported_reason(call_node, graph) is not None
     except IRError:
         return False  # whoever compiles the call says what is wrong with it
+
+
+def _is_dense(node: Node) -> bool:
+    """Whether all tensors that a call takes and makes have strides."""
+    values = pytree.tree_leaves([node.meta.get("val"), *(x.meta.get("val") for x in operands(node))])
+    return all(x.layout is torch.strided for x in values if isinstance(x, torch.Tensor))
 
 
 def _spec(described: Mapping[str, Any]) -> TensorSpec:

@@ -199,7 +199,6 @@ def _unary(draw: random.Random, values: Tensors, index: int, module: RandomModul
         "where": lambda x: torch.where(x > 0.1, x, x * 0.25),
         "masked_fill": lambda x: x.masked_fill(x < -0.3, -1.0),
         "gram": lambda x: torch.einsum("...ij,...kj->...ik", x, x) / x.shape[-1],
-        "half": lambda x: x.to(torch.float16).float(),
         "mish": F.mish,
         "hardshrink": F.hardshrink,
         "repeat": lambda x: x.repeat(*([1] * (x.dim() - 1)), 2),
