@@ -7,7 +7,7 @@ FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo screenshots test test-all test-levels test-aarch64 lint sanitize mutants fuzz cuda-sources cuda-sanitize \
+.PHONY: venv demo screenshots test test-all test-levels test-aarch64 test-operators lint sanitize mutants fuzz cuda-sources cuda-sanitize \
     bench docs clean
 
 venv: $(STAMP)
@@ -33,6 +33,11 @@ test: venv
 # With the slow tests, which repeat what others test for more compilers, instruction sets, models and mutated kernels.
 test-all: venv
 	$(BIN)/python -m pytest -q -n auto --maxprocesses=4 --dist=worksteal
+
+# All of PyTorch's operator database, for half an hour; goes on where it stopped, in build/operators.jsonl. Then the page of ops.
+test-operators: venv
+	PYTHONPATH=. $(BIN)/python tests/support/operator_database.py --jobs 2 --summary docs/operators.json; status=$$?; \
+	$(BIN)/python -m benchmarks.operators && exit $$status
 
 # The native CPU kernels at each level that this machine runs.
 test-levels: venv

@@ -115,6 +115,10 @@ class Nodes:
             raise IRError(f"node '{node.name}': {target} is not an op of PyTorch, and IR has no form for it")
         if target is torch.ops.aten.as_strided.default and not _is_packed(args[0].value):
             raise IRError(f"node '{node.name}': as_strided of a tensor that is itself a view, whose strides IR drops")
+        if torch.Tag.inplace_view in target.tags and args[0].name not in self.references:
+            raise IRError(
+                f"node '{node.name}': '{target}' gives argument '{args[0].name}' another shape; do so to a view"
+            )
         inputs, attrs = _bind(node.name, target._schema, args, kwargs)
         name = unique_name(prefix + node.name, self._names)
         outputs = _outputs(name, value)

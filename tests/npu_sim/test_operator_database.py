@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import operator_database as database
@@ -10,7 +11,9 @@ import torch
 from operator_database import HANG, RAW, REFUSED, RIGHT, WRONG, Problem
 from random_modules import random_module
 
+from benchmarks import operators
 from npu_compiler.errors import InputError
+from npu_compiler.ops.registry import OPS
 
 
 def faults_of_drawn_cases(seed: int, count: int) -> list[str]:
@@ -118,6 +121,19 @@ def test_special_values_are_put_into_floating_point_tensors_alone() -> None:
     special = database.with_special_values(sample, 0)
     assert not torch.equal(special.leaves[0], x) and bool(special.leaves[0].isnan().any())
     assert torch.equal(special.leaves[1], index)
+
+
+def test_the_page_of_ops_is_current() -> None:
+    page = operators.DOCS / "operators.md"
+    written = operators.document(json.loads(database.LAST.read_text()))
+    assert page.read_text() == written, "run `python -m benchmarks.operators`"
+
+
+def test_limits_are_read_from_the_rows() -> None:
+    assert operators.limits_of(OPS["aten.narrow"]) == ["narrow from a tensor"]
+    assert "prelu weight of shape …" in operators.limits_of(OPS["aten.prelu"])
+    assert operators.devices_of(OPS["aten.add"]) == ["CPU", "CUDA", "Metal"]
+    assert "Metal" not in operators.devices_of(OPS["npu.integer_add"])
 
 
 def test_a_summary_counts_outcomes_and_names_faults() -> None:

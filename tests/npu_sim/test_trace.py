@@ -148,6 +148,15 @@ def test_control_flow_that_depends_on_data_is_an_error_with_pytorchs_reason() ->
         traced(Net(branch), torch.randn(3))
 
 
+@pytest.mark.parametrize(
+    "change", [lambda x: x.t_(), lambda x: x.resize_(1, 2), lambda x: x.as_strided_((2,), (1,), 0)]
+)
+def test_an_argument_that_gets_another_shape_is_refused(change: Any) -> None:
+    with pytest.raises(IRError, match="gives argument 'args_0' another shape"):
+        traced(Net(change), torch.randn(2, 3))
+    answers(Net(lambda x: change(x * 1) + 1), torch.randn(2, 3))
+
+
 def test_a_size_that_depends_on_values_is_an_error() -> None:
     with pytest.raises(IRError, match="depends on the values of a tensor|PyTorch cannot export"):
         traced(Net(lambda x: x[x > 0] * 2), torch.randn(5))
