@@ -44,6 +44,15 @@ def address(array: np.ndarray) -> int:
     return where
 
 
+def memory_span(array: np.ndarray) -> tuple[int, int]:
+    """The addresses of the first byte that its elements take, and of the one behind the last."""
+    start = address(array)
+    if array.size == 0:
+        return start, start
+    reach = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
+    return start + sum(min(step, 0) for step in reach), start + sum(max(step, 0) for step in reach) + array.itemsize
+
+
 def strides_of(array: np.ndarray) -> tuple[int, ...]:
     size = array.itemsize
     return tuple(step // size for step in array.strides)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from npu_compiler.graph.dtypes import FLOAT_MAX
 from npu_runtime.cpu.arrays import address, expand, strides_of
-from npu_runtime.cpu.native.bindings import DTYPES, ROUNDING, NativeLaunch, View, available, launch, operand
+from npu_runtime.cpu.native.bindings import ROUNDING, NativeLaunch, available, launch, operand
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View, packed, strided
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 _NO_MASK, _BOOLEAN, _ADDITIVE = range(3)
 _MAX_WIDTH = 512
 
 
-class _AttentionArgs(ctypes.Structure):
+class _AttentionArgs(ArgumentBlock):
     _fields_ = [
         ("q", View),
         ("k", View),
@@ -31,6 +33,17 @@ class _AttentionArgs(ctypes.Structure):
         ("k_scales", View),
         ("v_scales", View),
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        (batch, heads, queries, width), (_, kv_heads, keys, _) = self.q.size, self.k.size
+        value_width = self.v.size[3]
+        yield self.q.extent("q")
+        yield self.k.extent("k", (batch, kv_heads, keys, width))
+        yield self.v.extent("v", (batch, kv_heads, keys, value_width))
+        yield self.mask.extent("mask", (batch, heads, queries, keys))
+        yield self.out.extent("out", (batch, heads, queries, value_width))
+        yield self.k_scales.extent("k_scales", (1, batch, kv_heads, keys))
+        yield self.v_scales.extent("v_scales", (1, batch, kv_heads, keys))
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,7 @@ def attention(
     return launch("attention", args, q, k, v, mask, out, rounded)
 
 
-class _PagedArgs(ctypes.Structure):
+class _PagedArgs(ArgumentBlock):
     _fields_ = [
         ("q", View),
         ("k", View),
@@ -127,6 +140,18 @@ class _PagedArgs(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("scale", ctypes.c_float),
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        (_, tokens, heads, width), (_, rows, kv_heads, _), value_width = self.q.size, self.k.size, self.v.size[3]
+        # A number of a block that there is not counts as the nearest one that there is: there must be one.
+        rows = max(rows // self.block_size, 1) * self.block_size
+        yield self.q.extent("q")
+        yield self.k.extent("k", (1, rows, kv_heads, width))
+        yield self.v.extent("v", (1, rows, kv_heads, value_width))
+        yield self.out.extent("out", (1, tokens, heads, value_width))
+        yield strided("tables", self.tables, 4, (self.sequence_count, self.table_size), (self.table_stride, 1))
+        yield packed("sequences", self.sequences, 4 * tokens)
+        yield packed("positions", self.positions, 4 * tokens)
 
 
 def paged_attention(
@@ -154,12 +179,17 @@ def paged_attention(
         return None
     if any(t.dtype != np.int32 or t.size == 0 or strides_of(t)[-1] != 1 for t in integers):
         return None
+    (tokens, heads, width), (rows, kv_heads, value_width) = q.shape, v.shape
+    if k.shape != (rows, kv_heads, width) or out.shape != (tokens, heads, value_width) or heads % kv_heads:
+        return None
+    if tables.ndim != 2 or not sequences.shape == positions.shape == (tokens,) or not 0 < block_size <= rows:
+        return None
     places = map(address, integers)
     args = _PagedArgs(*map(operand, floats), *places, *tables.shape, strides_of(tables)[0], block_size, scale)
     return launch("paged_attention", args, *floats, *integers)
 
 
-class _IndexCopyArgs(ctypes.Structure):
+class _IndexCopyArgs(ArgumentBlock):
     _fields_ = [
         ("source", View),
         ("codes", View),
@@ -168,6 +198,13 @@ class _IndexCopyArgs(ctypes.Structure):
         ("index_size", ctypes.c_int64),
         ("format", ctypes.c_int64),
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        (batch, heads, count, width), rows = self.source.size, self.codes.size[2]
+        yield self.source.extent("source")
+        yield self.codes.extent("codes", (batch, heads, rows, width))
+        yield self.scales.extent("scales", (1, batch, heads, rows))
+        yield packed("index", self.index, count * self.index_size)
 
 
 def quantized_index_copy(

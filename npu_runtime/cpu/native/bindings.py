@@ -12,23 +12,12 @@ import numpy as np
 
 from npu_compiler.errors import DeviceError
 from npu_compiler.graph.quantization import ROW_FORMATS
-from npu_runtime.cpu.arrays import BFLOAT16, address, strides_of
+from npu_runtime.cpu.arrays import address, strides_of
 from npu_runtime.cpu.native.build import library_path
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, View, check_extents
 from npu_runtime.cpu.native.threads import usable_threads
 
-DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
 ROUNDING = {name: number for number, name in enumerate(("none", *ROW_FORMATS))}  # RowFormat in row_rounding.h
-
-
-class View(ctypes.Structure):
-    """A strided operand as the kernels see it (`View` in kernel.h)."""
-
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int64),
-        ("size", ctypes.c_int64 * 4),
-        ("stride", ctypes.c_int64 * 4),
-    ]
 
 
 class _Launch(ctypes.Structure):
@@ -106,7 +95,7 @@ def available() -> bool:
 
 
 @functools.cache
-def _kernel(name: str, args_type: type[ctypes.Structure]) -> Any:
+def _kernel(name: str, args_type: type[ArgumentBlock]) -> Any:
     loaded = library()
     if loaded is None or _integer(loaded, f"npu_{name}_args_size") != ctypes.sizeof(args_type):
         raise TypeError(f"{args_type.__name__} does not match the argument block of kernel {name!r}")
@@ -140,11 +129,15 @@ class NativeLaunch:
 
     The block points into the arrays' storage, so the launch keeps them alive. Calling it raises `DeviceError` where
     there is no memory for the kernel's own work.
+
+    Raises:
+        DeviceError: the kernel would touch memory beyond an operand.
     """
 
     __slots__ = ("name", "args", "_keep", "_function", "_args_address")
 
-    def __init__(self, name: str, args: ctypes.Structure, keep: Sequence[object] = ()) -> None:
+    def __init__(self, name: str, args: ArgumentBlock, keep: Sequence[object] = ()) -> None:
+        check_extents(name, args.extents(name), keep)
         self.name = name
         self.args = args
         self._keep = tuple(keep)
@@ -196,6 +189,6 @@ class NativeSequence:
                 raise _failure(self.launches[failed - 1].name)
 
 
-def launch(name: str, args: ctypes.Structure, *keep: object) -> NativeLaunch:
+def launch(name: str, args: ArgumentBlock, *keep: object) -> NativeLaunch:
     """Prepares kernel `name` on `args`, which point into the arrays in `keep`."""
     return NativeLaunch(name, args, keep)

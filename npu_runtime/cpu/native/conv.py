@@ -8,7 +8,7 @@ read when a launch is prepared; the other operands whenever it runs. `out` may b
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +17,8 @@ import numpy as np
 
 from npu_compiler.program.views import numel
 from npu_runtime.cpu.arrays import BFLOAT16, address, host_memory, strides_of
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, available, layout
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, layout
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, floats, item_size, strided
 from npu_runtime.cpu.native.pointwise import widened
 from npu_runtime.cpu.window_lengths import window_lengths
 
@@ -49,7 +50,7 @@ _WINOGRAD_WEIGHTS = {  # the transform of a 3-tap filter, by output tile size
 }
 
 
-class _ConvArgs(ctypes.Structure):
+class _ConvArgs(ArgumentBlock):
     """ConvArgs in conv_args.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "out")] + [
@@ -84,6 +85,33 @@ class _ConvArgs(ctypes.Structure):
             "pairs",
         )
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        features = self.groups * self.out_channels
+        image, result = self.groups * self.in_channels * self.in_h * self.in_w, features * self.out_h * self.out_w
+        for name, size in (("x", image), ("residual", result), ("out", result)):
+            start, stride = getattr(self, name), getattr(self, f"{name}_batch_stride")
+            yield strided(name, start, item_size(getattr(self, f"{name}_type")), (self.batch, size), (stride, 1))
+        yield floats("bias", self.bias, features)
+        yield floats("weight", self.weight, self._weight_size(kernel))
+
+    def _weight_size(self, kernel: str) -> int:
+        """Elements of four bytes, pairs of bfloat16 among them."""
+        taps, outs = self.kernel_h * self.kernel_w, self.out_channels
+        if kernel == "avg_pool2d":  # divisors, and a vector behind them
+            return int(self.out_h * self.out_w + layout().lanes)
+        if kernel == "conv2d_depthwise":
+            return int(self.groups * outs * taps)
+        if kernel == "conv2d_winograd":
+            size = (self.variant + 2) ** 2 * outs * self.in_channels
+        else:
+            depth, multiple = -(-self.in_channels * taps // (2 if self.pairs else 1)), 1
+            if self.variant == _KERNELS["channels"][1]:
+                multiple = layout().panel
+            elif self.variant == _KERNELS["tiles"][1]:
+                multiple, depth = _TILE_ROWS, -(-depth // _TILE_PAIRS) * _TILE_PAIRS
+            size = -(-outs // multiple) * multiple * depth
+        return int((self.groups - 1) * self.weight_group_stride + size)
 
 
 class _Window(NamedTuple):

@@ -7,14 +7,16 @@ operands that are read when a launch is prepared (weights, scales, biases) and n
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from npu_runtime.cpu.arrays import address, host_memory, strides_of
 from npu_runtime.cpu.bound_call import ArrayCall, Params
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, layout
+from npu_runtime.cpu.native.bindings import NativeLaunch, layout
 from npu_runtime.cpu.native.conv import ACTIVATIONS
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, floats, item_size, packed
 
 _STORED = {**DTYPES, np.dtype(np.int8): 3, np.dtype(np.uint8): 4}
 _CHANNELS_LAST = (0, 2, 3, 1)
@@ -34,7 +36,7 @@ _WINOGRAD = {"winograd4": 64, "winograd2": 4}
 _FEWEST_WINOGRAD_TILES = 12  # of 4 x 4 results; with fewer, products of bytes are faster than transforming weights
 
 
-class _Args(ctypes.Structure):
+class _Args(ArgumentBlock):
     """Args in integer_args.h."""
 
     _fields_ = [
@@ -51,6 +53,44 @@ class _Args(ctypes.Structure):
             )
         ),
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        if kernel.startswith("integer_conv2d"):
+            yield from self._convolution(kernel.removeprefix("integer_conv2d").removeprefix("_"))
+            return
+        maps = self.batch * self.groups
+        size = maps * self.in_h * self.in_w
+        results = {"integer_max_pool2d": maps * self.out_h * self.out_w, "integer_mean": maps}.get(kernel, size)
+        yield packed("x", self.x, size * item_size(self.x_type))
+        yield packed("residual", self.residual, size * item_size(self.residual_type))
+        yield packed("out", self.out, results * item_size(self.out_type))
+
+    def _convolution(self, algorithm: str) -> Iterator[Extent]:
+        """Extents of a convolution, which reads whole vectors of scales, biases and offsets, and whole panels."""
+        features, pixels = self.groups * self.out_channels, self.batch * self.out_h * self.out_w
+        yield packed("x", self.x, self.batch * self.groups * self.in_channels * self.in_h * self.in_w)
+        yield packed("residual", self.residual, pixels * features * item_size(self.residual_type))
+        yield packed("out", self.out, pixels * features * item_size(self.out_type))
+        panel, lanes, taps = layout().panel, layout().lanes, self.kernel_h * self.kernel_w
+        if algorithm == "columns":
+            width, quads = (4 * lanes, True) if layout().has_byte_quads else (lanes, False)
+            read = -(-features // width) * width
+            steps = self.kernel_w * -(-self.kernel_h // (4 if quads else 2))
+            weight = read * steps * 4
+        elif algorithm == "depthwise":
+            read, weight = -(-features // lanes) * lanes, -(-taps // 2) * 2 * features * 2
+        else:
+            read = features - self.out_channels + -(-self.out_channels // panel) * panel
+            last = -(-self.out_channels // panel) * panel
+            if algorithm.startswith("winograd"):
+                weight = last * self.in_channels * taps
+            else:
+                step, multiple, size = {"bytes": (4, 1, 1), "tiles": (4, _TILE_STEPS, 1)}.get(algorithm, (2, 1, 2))
+                steps = -(-(taps * self.in_channels) // (step * multiple)) * step * multiple
+                weight = ((self.groups - 1) * self.weight_group_stride + last * steps) * size
+        yield packed("weight", self.weight, weight)
+        for name in ("scales", "bias", "offsets"):
+            yield floats(name, getattr(self, name), read)
 
 
 def _is_packed(array: np.ndarray) -> bool:
@@ -233,6 +273,8 @@ def conv2d(call: ArrayCall, algorithm: str | None = None) -> NativeLaunch | None
     if min(top, bottom, left, right) < 0:
         return None
     algorithm = _choose(call) if algorithm is None else algorithm
+    if algorithm == "tiles" and not layout().has_tiles:
+        return None
     found = _product(call, algorithm, groups)
     if found is None:
         return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from npu_runtime.cpu.arrays import BFLOAT16, address
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, layout, operand
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, layout, operand
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View, item_size, packed
 from npu_runtime.cpu.native.memory import weight_memory
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
@@ -37,11 +39,15 @@ class PackedWeight:
     dtype: np.dtype
 
 
-class _PackArgs(ctypes.Structure):
+class _PackArgs(ArgumentBlock):
     _fields_ = [("weight", View), ("packed", ctypes.c_void_p)]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield self.weight.extent("weight")
+        yield packed("packed", self.packed, packed_size(*self.weight.size[2:], self.weight.dtype))
 
-class LinearArgs(ctypes.Structure):
+
+class LinearArgs(ArgumentBlock):
     """Operands of a product with a packed weight (`LinearArgs` in linear_args.h)."""
 
     _fields_ = [
@@ -56,15 +62,32 @@ class LinearArgs(ctypes.Structure):
         ("row_scales", ctypes.c_void_p),  # the kernels' own
     ]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield from self.row_extents(kernel)
+        yield packed("weight", self.weight, packed_size(self.n, self.k, self.x.dtype))
+
+    def row_extents(self, kernel: str) -> Iterator[Extent]:
+        """All but the weight's."""
+        rows, is_gated = self.x.size[2], kernel.endswith("gated_linear")
+        results = (1, 1, rows, self.n // 2 if is_gated else self.n)
+        yield self.x.extent("x", (1, 1, rows, self.k))
+        yield packed("bias", self.bias.data, 4 * self.n)
+        yield self.residual.extent("residual", results)
+        yield self.out.extent("out", results)
+
+
+def packed_size(n: int, k: int, dtype: int) -> int:
+    """Bytes of a weight [n, k] in the kernels' layout; `dtype` is the number of its dtype."""
+    panel, step = layout().panel, 2 if dtype == DTYPES[BFLOAT16] and layout().has_pairs else 1
+    return -(-n // panel) * panel * -(-k // step) * step * item_size(dtype)
+
 
 def pack_linear_weight(weight: np.ndarray) -> PackedWeight | None:
     """Packs weight[N, K], of any strides, for `linear`; None when its dtype has no kernel."""
     if not available() or weight.ndim != 2 or weight.dtype not in DTYPES or weight.size == 0:
         return None
     n, k = weight.shape
-    panel, step = layout().panel, 2 if weight.dtype == BFLOAT16 and layout().has_pairs else 1
-    size = -(-n // panel) * panel * -(-k // step) * step * weight.itemsize
-    data = weight_memory(size)
+    data = weight_memory(packed_size(n, k, DTYPES[weight.dtype]))
     launch("pack_weight", _PackArgs(operand(weight), address(data)), weight, data)()
     return PackedWeight(data, n, k, weight.dtype)
 

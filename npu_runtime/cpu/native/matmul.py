@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 
 from npu_runtime.cpu.arrays import expand
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, operand
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 
-class _MatmulArgs(ctypes.Structure):
+class _MatmulArgs(ArgumentBlock):
     _fields_ = [("a", View), ("b", View), ("out", View)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        batch, (rows, inner), columns = self.out.size[:2], self.a.size[2:], self.b.size[3]
+        yield self.a.extent("a", (*batch, rows, inner))
+        yield self.b.extent("b", (*batch, inner, columns))
+        yield self.out.extent("out", (*batch, rows, columns))
 
 
 def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import address, expand, strides_of
 from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
+from npu_runtime.cpu.native.extents import ArgumentBlock, Extent, packed, prefixed, strided
 
 _MAX_DIMS = 8
 _INDEX_DTYPES = (np.int32, np.int64)
 
 
-class _CopyArgs(ctypes.Structure):
+class _CopyArgs(ArgumentBlock):
     _fields_ = [
         ("source", ctypes.c_void_p),
         ("target", ctypes.c_void_p),
@@ -25,8 +26,12 @@ class _CopyArgs(ctypes.Structure):
         ("target_stride", ctypes.c_int64 * _MAX_DIMS),
     ]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        for name in ("source", "target"):
+            yield _in_bytes(name, getattr(self, name), self.item_size, self.size, getattr(self, f"{name}_stride"))
 
-class _IndexedArgs(ctypes.Structure):
+
+class _IndexedArgs(ArgumentBlock):
     _fields_ = [
         ("rows", ctypes.c_void_p),
         ("indexed", ctypes.c_void_p),
@@ -40,9 +45,23 @@ class _IndexedArgs(ctypes.Structure):
         ("indexed_stride", ctypes.c_int64 * 3),
     ]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield _in_bytes("rows", self.rows, self.bytes, self.size, self.row_stride)
+        yield _in_bytes("indexed", self.indexed, self.bytes, (*self.size[:2], self.limit), self.indexed_stride)
+        yield packed("index", self.index, self.size[2] * self.index_size)
 
-class _IndexedPairArgs(ctypes.Structure):
+
+def _in_bytes(operand: str, start: int | None, last: int, sizes: Sequence[int], strides: Sequence[int]) -> Extent:
+    """The extent of runs of `last` bytes, whose strides are in bytes too."""
+    return strided(operand, start, 1, (*sizes, last), (*strides, 1))
+
+
+class _IndexedPairArgs(ArgumentBlock):
     _fields_ = [("first", _IndexedArgs), ("second", _IndexedArgs)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        for name in ("first", "second"):
+            yield from prefixed(name, getattr(self, name).extents(kernel))
 
 
 def copy(source: np.ndarray, target: np.ndarray) -> NativeLaunch | None:

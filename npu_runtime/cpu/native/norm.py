@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, operand
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View
 from npu_runtime.cpu.native.shapes import as_rows
 
 
-class _NormArgs(ctypes.Structure):
+class _NormArgs(ArgumentBlock):
     _fields_ = [
         ("x", View),
         ("weight", View),
@@ -21,9 +23,19 @@ class _NormArgs(ctypes.Structure):
         ("weight_offset", ctypes.c_float),
     ]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield self.x.extent("x")
+        yield self.out.extent("out", self.x.size)
+        for name in ("weight", "bias"):
+            yield getattr(self, name).extent(name, (1, 1, 1, self.x.size[3]))
 
-class _SoftmaxArgs(ctypes.Structure):
+
+class _SoftmaxArgs(ArgumentBlock):
     _fields_ = [("x", View), ("out", View), ("scale", ctypes.c_float)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield self.x.extent("x")
+        yield self.out.extent("out", self.x.size)
 
 
 def rms_norm(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 
 from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import address, expand, host_memory, strides_of
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View
 from npu_runtime.cpu.native.linear import ACTIVATIONS
 
 _ALONE, _ADD, _MULTIPLY = range(3)
 
 
-class _PointwiseArgs(ctypes.Structure):
+class _PointwiseArgs(ArgumentBlock):
     _fields_ = [
         ("a", View),
         ("b", View),
@@ -22,6 +24,10 @@ class _PointwiseArgs(ctypes.Structure):
         ("activation", ctypes.c_int64),
         ("combine", ctypes.c_int64),
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        for name in ("a", "b", "out"):
+            yield getattr(self, name).extent(name, self.out.size)
 
 
 def add(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> NativeLaunch | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -10,7 +11,8 @@ import numpy as np
 
 from npu_compiler.graph.quantization import CODES, OFFSETS, SYMMETRIC_ZERO, QuantizedArray, QuantizedFormat
 from npu_runtime.cpu.arrays import address
-from npu_runtime.cpu.native.bindings import DTYPES, ROUNDING, NativeLaunch, available, launch, layout
+from npu_runtime.cpu.native.bindings import ROUNDING, NativeLaunch, available, launch, layout
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, floats, item_size, packed, prefixed
 from npu_runtime.cpu.native.linear import LinearArgs, float_vector, gated_linear_args, linear_args
 from npu_runtime.cpu.native.memory import weight_memory
 
@@ -24,20 +26,51 @@ _INDEX_DTYPES = (np.int32, np.int64)
 class _Format(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("codes", "scales", "offsets", "group", "groups", "block")]
 
+    @property
+    def bits(self) -> int:
+        return 4 if self.codes == _CODES["int4"] else 8
+
+    @property
+    def offset_size(self) -> int:
+        """Bytes of a group's offset."""
+        sizes = {"none": 0, "minimum": item_size(self.scales)}
+        return sizes.get(next(name for name, number in _OFFSETS.items() if number == self.offsets), 1)
+
+    @property
+    def packed_row(self) -> int:
+        """Bytes of a row in the kernels' layout, its scales and offsets included."""
+        codes = -(-self.group // self.block) * self.block * self.bits // 8
+        size: int = self.groups * (item_size(self.scales) + self.offset_size + codes)
+        return size
+
 
 class _Rows(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("codes", "scales", "offsets")]
 
+    def extents(self, format: _Format, n: int) -> Iterator[Extent]:
+        """Those of `n` rows."""
+        yield packed("codes", self.codes, n * format.group * format.groups * format.bits // 8)
+        yield packed("scales", self.scales, n * format.groups * item_size(format.scales))
+        yield packed("offsets", self.offsets, n * format.groups * format.offset_size)
 
-class _PackArgs(ctypes.Structure):
+
+class _PackArgs(ArgumentBlock):
     _fields_ = [("rows", _Rows), ("format", _Format), ("n", ctypes.c_int64), ("packed", ctypes.c_void_p)]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield from prefixed("rows", self.rows.extents(self.format, self.n))
+        yield packed("packed", self.packed, _packed_size(self.format, self.n))
 
-class _LinearArgs(ctypes.Structure):
+
+class _LinearArgs(ArgumentBlock):
     _fields_ = [("linear", LinearArgs), ("format", _Format), ("activations", ctypes.c_int64)]
 
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield from self.linear.row_extents(kernel)
+        yield packed("weight", self.linear.weight, _packed_size(self.format, self.linear.n))
 
-class _EmbeddingArgs(ctypes.Structure):
+
+class _EmbeddingArgs(ArgumentBlock):
     _fields_ = [
         ("rows", _Rows),
         ("format", _Format),
@@ -50,6 +83,18 @@ class _EmbeddingArgs(ctypes.Structure):
         ("limit", ctypes.c_int64),
         ("checked", ctypes.c_int64),
     ]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield from prefixed("rows", self.rows.extents(self.format, self.limit))
+        yield floats("numbers", self.numbers, 256)
+        yield packed("ids", self.ids, self.count * self.id_size)
+        width = self.format.group * self.format.groups
+        yield packed("out", self.out, self.count * width * item_size(self.out_type))
+
+
+def _packed_size(format: _Format, n: int) -> int:
+    """Bytes of a weight of `n` rows in the kernels' layout."""
+    return -(-n // layout().panel) * layout().panel * format.packed_row
 
 
 @dataclass(frozen=True)
@@ -72,11 +117,7 @@ def pack_quantized(weight: QuantizedArray) -> PackedQuantized | None:
         return None
     n, k = weight.shape
     format = _native_format(weight)
-    group_blocks = -(-format.group // format.block)
-    offset_size = 0 if weight.offsets is None else weight.offsets.itemsize
-    group_bytes = weight.scales.itemsize + offset_size + group_blocks * format.block * weight.format.bits // 8
-    panel = layout().panel
-    data = weight_memory(-(-n // panel) * panel * format.groups * group_bytes)
+    data = weight_memory(_packed_size(format, n))
     parts = _contiguous(weight)
     launch("pack_quantized", _PackArgs(_rows(parts), format, n, address(data)), parts, data)()
     return PackedQuantized(data, n, k, format)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 
 from npu_runtime.cpu.arrays import expand
-from npu_runtime.cpu.native.bindings import DTYPES, NativeLaunch, View, available, launch, operand
+from npu_runtime.cpu.native.bindings import NativeLaunch, available, launch, operand
+from npu_runtime.cpu.native.extents import DTYPES, ArgumentBlock, Extent, View
 from npu_runtime.cpu.native.shapes import has_contiguous_rows
 
 
-class _RopeArgs(ctypes.Structure):
+class _RopeArgs(ArgumentBlock):
     _fields_ = [("x", View), ("cos", View), ("sin", View), ("out", View)]
+
+    def extents(self, kernel: str) -> Iterator[Extent]:
+        yield self.x.extent("x")
+        yield self.out.extent("out", self.x.size)
+        angles = (*self.x.size[:3], self.cos.size[3])
+        yield self.cos.extent("cos", angles)
+        yield self.sin.extent("sin", angles)
 
 
 def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, out: np.ndarray) -> NativeLaunch | None:

@@ -1,0 +1,130 @@
+"""What native kernels touch of their operands, checked when a launch is prepared: a kernel itself checks nothing.
+
+Every argument block tells, from its own fields and nothing else, which memory its kernel reads or writes. So a binding
+that changes sizes or strides (rows that run together, a stride that does not count) is held to what it says in the end,
+whatever it was derived from. The other side are the arrays that the launch keeps alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from npu_compiler.errors import DeviceError
+from npu_runtime.cpu.arrays import BFLOAT16, address, memory_span
+
+# The number of a dtype in the kernels (`Dtype` in kernel.h); those of integers stand for themselves only in integer.py.
+DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
+_ITEM_SIZES = {number: dtype.itemsize for dtype, number in DTYPES.items()}
+_BYTE = 1  # of any other dtype: masks, codes
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Memory that a kernel may touch through a field of its argument block.
+
+    Attributes:
+        operand: The field's name.
+        address: Where the field points; None where the operand is absent.
+        begin, end: The range, in bytes from there; empty where nothing is touched.
+    """
+
+    operand: str
+    address: int | None
+    begin: int
+    end: int
+
+
+def strided(operand: str, start: int | None, item: int, sizes: Iterable[int], strides: Iterable[int]) -> Extent:
+    """The extent of an operand of `item` bytes an element; strides are in elements."""
+    begin, end = 0, item
+    for size, stride in zip(sizes, strides, strict=True):
+        if size <= 0:
+            return Extent(operand, start, 0, 0)
+        reach = (size - 1) * stride * item
+        begin, end = begin + min(reach, 0), end + max(reach, 0)
+    return Extent(operand, start, begin, end)
+
+
+def packed(operand: str, start: int | None, size: int) -> Extent:
+    """The extent of `size` bytes that follow each other."""
+    return Extent(operand, start, 0, size)
+
+
+def item_size(dtype: int) -> int:
+    """Bytes of an element, by the dtype's number."""
+    return _ITEM_SIZES.get(dtype, _BYTE)
+
+
+class ArgumentBlock(ctypes.Structure):
+    """What a kernel gets, field by field as in its C++ declaration."""
+
+    def extents(self, kernel: str) -> Iterable[Extent]:
+        """All memory that `kernel` may touch, its own scratch memory apart."""
+        raise NotImplementedError
+
+
+class View(ctypes.Structure):
+    """A strided operand as the kernels see it (`View` in kernel.h)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int64),
+        ("size", ctypes.c_int64 * 4),
+        ("stride", ctypes.c_int64 * 4),
+    ]
+
+    def extent(self, operand: str, sizes: Sequence[int] | None = None) -> Extent:
+        """The extent of the view's strides under `sizes`, those that the kernel goes by; by default the view's own."""
+        return strided(operand, self.data, item_size(self.dtype), self.size if sizes is None else sizes, self.stride)
+
+
+def check_extents(kernel: str, extents: Iterable[Extent], kept: object) -> None:
+    """Hold what a kernel would touch against the arrays that its operands begin with.
+
+    Raises:
+        DeviceError: it would touch memory beyond one of them, or that of no array that the launch keeps.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    for array in arrays_in(kept):
+        begin, end = memory_span(array)
+        first, last = spans.get(address(array), (begin, end))
+        spans[address(array)] = min(begin, first), max(end, last)
+    for extent in extents:
+        start = extent.address
+        if not start or extent.begin == extent.end:
+            continue
+        if start not in spans:
+            raise DeviceError(f"kernel {kernel}: operand '{extent.operand}' is no array that its launch keeps alive")
+        begin, end = spans[start]
+        if start + extent.begin < begin or start + extent.end > end:
+            raise DeviceError(
+                f"kernel {kernel} does not fit its operand '{extent.operand}': it would touch bytes {extent.begin} to "
+                f"{extent.end}, and there are {begin - start} to {end - start}"
+            )
+
+
+def arrays_in(kept: object) -> Iterator[np.ndarray]:
+    """The arrays among what a launch keeps, and in dataclasses among it (packed weights)."""
+    if isinstance(kept, np.ndarray):
+        yield kept
+    elif isinstance(kept, (tuple, list)):
+        for item in kept:
+            yield from arrays_in(item)
+    elif is_dataclass(kept):
+        yield from arrays_in([getattr(kept, field.name) for field in fields(kept)])
+
+
+def prefixed(prefix: str, extents: Iterable[Extent]) -> Iterator[Extent]:
+    """Extents of a block within a block, named after both."""
+    for extent in extents:
+        yield Extent(f"{prefix}.{extent.operand}", extent.address, extent.begin, extent.end)
+
+
+def floats(operand: str, start: Any, count: int) -> Extent:
+    """The extent of `count` elements of four bytes."""
+    return packed(operand, start, 4 * count)
