@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,10 @@ from npu_compiler.graph.dtypes import BYTE_DTYPES, FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops.affine import check_parameters, limits
 from npu_compiler.ops.byte_storage import storable_in_bytes
+from npu_compiler.ops.conv import max_pool_window
 from npu_compiler.ops.integer import MOST_TERMS
 from npu_compiler.ops.registry import Args, find_op, well_formed
+from npu_compiler.ops.windows import reach_the_image
 
 _QUANTIZE, _DEQUANTIZE = "npu.quantize", "npu.dequantize"
 _WEIGHT_OPS = tuple(f"quantized_decomposed.dequantize_{kind}.default" for kind in ("per_channel", "per_tensor"))
@@ -94,9 +97,9 @@ def _move_through(graph: IRGraph) -> IRGraph:
             source = producers.get(node.inputs[0])
             if source is not None and _same_codes(source, node, graph):
                 return _replaced(graph, position, [], {node.outputs[0]: source.inputs[0]})
-            if source is not None and _moves(source) and _only_reader(source, node, graph, consumers):
+            if source is not None and _moves(source, graph) and _only_reader(source, node, graph, consumers):
                 return _swapped(graph, source, node)
-        source = producers.get(node.inputs[0]) if _moves(node) else None
+        source = producers.get(node.inputs[0]) if _moves(node, graph) else None
         if source is not None and source.op_type == _DEQUANTIZE and node.outputs[0] not in graph.outputs:
             return _swapped(graph, source, node, keep_first=True)
     return graph
@@ -111,11 +114,26 @@ def _same_codes(source: OpNode, node: OpNode, graph: IRGraph) -> bool:
     return source.op_type == _DEQUANTIZE and same_dtype and same and whole
 
 
-def _moves(node: OpNode) -> bool:
+def _moves(node: OpNode, graph: IRGraph) -> bool:
     """Whether the node's results are some of its input's elements, or of the largest of several."""
     op = find_op(node.op_type)
     is_view = op is not None and op.view is not None and op.moves and not op.is_cast
-    return (is_view or _is_max_pool(node)) and len(node.inputs) == len(node.outputs) == 1
+    is_pool = _is_max_pool(node) and _pools_images(node, graph)
+    return (is_view or is_pool) and len(node.inputs) == len(node.outputs) == 1
+
+
+def _pools_images(node: OpNode, graph: IRGraph) -> bool:
+    """Whether a max pooling is one of images in a batch, each of whose results is a pixel.
+
+    A window that holds none gives minus infinity, for which there is no code.
+    """
+    shape, result = graph.tensors[node.inputs[0]].shape, graph.tensors[node.outputs[0]].shape
+    if len(shape) != 4:
+        return False
+    with well_formed(node):
+        window = max_pool_window(node)
+    sizes = dict(zip("hwpq", (*shape[2:], *result[2:]), strict=True))
+    return reach_the_image(SimpleNamespace(**sizes, **window))
 
 
 def _is_max_pool(node: OpNode) -> bool:

@@ -17,7 +17,7 @@ from npu_compiler.graph.model import OpNode
 from npu_compiler.ops.conv import MAX_POOL, conv_window, max_pool_window
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import register_op
-from npu_compiler.ops.windows import convolution_products, fits_convolution, fits_pooling
+from npu_compiler.ops.windows import convolution_products, fits_convolution, fits_pooling, reach_the_image
 from npu_compiler.program.elementwise import ACTIVATION
 from npu_compiler.program.kernels import Family, declare_kernel
 from npu_compiler.program.products import Product
@@ -97,7 +97,7 @@ declare_kernel(
     Family.POOL,
     "x:cu[n,c,h,w] -> out:cu[n,c,p,q]",
     source="",
-    where=lambda call: call.x.dtype == call.out.dtype and fits_pooling(call),
+    where=lambda call: call.x.dtype == call.out.dtype and fits_pooling(call) and reach_the_image(call),
     **MAX_POOL,
 )
 declare_kernel(

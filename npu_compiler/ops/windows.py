@@ -55,6 +55,17 @@ def fits_pooling(call: SimpleNamespace) -> bool:
     return _slides((call.h, call.w), call.window, call.stride, pads, dilation, (call.p, call.q), bool(call.ceil_mode))
 
 
+def reach_the_image(call: SimpleNamespace) -> bool:
+    """Whether each window of a pooling that fits holds a pixel: with dilation, all of one may be in the padding."""
+    axes = zip((call.h, call.w), (call.p, call.q), call.window, call.stride, call.padding, call.dilation, strict=True)
+    return all(
+        any(0 <= stop * step - pad + tap * gap < size for tap in range(taps))
+        for size, stops, taps, step, pad, gap in axes
+        if pad and gap > 1
+        for stop in range(stops)
+    )
+
+
 def fits_resampling(call: SimpleNamespace) -> bool:
     """x[n, c, h, w] → out[n, c, p, q], an output pixel at `scale` times its position."""
     return call.h > 0 and call.w > 0 and all(math.isfinite(scale) and 0 <= scale < 2**31 for scale in call.scale)

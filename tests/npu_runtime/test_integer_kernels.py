@@ -294,6 +294,24 @@ def test_pooling_means_and_sums_stay_in_bytes(seed: int) -> None:
         assert np.abs(got - want).max() < 0.02 / 4, name  # a code or two of 16 may be the next
 
 
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [((3, 6, 6), ([2, 2], [1, 1], [0, 0], [1, 1])), ((1, 2, 8, 8), ([2, 2], [1, 1], [1, 1], [9, 9]))],
+    ids=["one image", "windows without a pixel"],
+)
+def test_max_pooling_that_has_no_integer_kernel_is_done_in_floats(
+    shape: tuple[int, ...], window: tuple[list[int], ...], rng: np.random.Generator
+) -> None:
+    net, x = Network(), rng.normal(size=shape).astype(np.float32)
+    pooled = net.g("aten.max_pool2d.default", net.rounded(net.g.input("x", *shape), 0.02, 100), *window)
+    net.g.output(net.rounded(pooled, 0.02, 100))
+    assert "npu.integer_max_pool2d" not in net.ops
+    rounded = torch.fake_quantize_per_tensor_affine(torch.from_numpy(x), 0.02, 100, 0, 255)
+    want = torch.fake_quantize_per_tensor_affine(F.max_pool2d(rounded, *window), 0.02, 100, 0, 255).numpy()
+    for name, got in net.run({"x": x}).items():
+        np.testing.assert_allclose(got, want, atol=1e-6, err_msg=name)
+
+
 def test_a_tensor_of_bytes_that_other_kernels_read_too_is_stored_as_integers() -> None:
     net = Network()
     x = net.g.input("x", 1, 8)
