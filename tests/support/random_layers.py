@@ -49,6 +49,7 @@ MOST_ELEMENTS = 20_000
 MOST_PRODUCTS = 1_000_000
 BATCH = 500  # layers that share a process
 ACTIVATIONS = ("relu", "silu", "gelu", "hardswish", "sigmoid", "tanh", "relu6", "hardsigmoid")
+SCRIPT = __file__
 _PROGRESS = "layer "
 
 
@@ -577,18 +578,16 @@ def difference(layer: Layer, ours: np.ndarray) -> str:
 
 
 def run_here(device: str, seed: int, numbers: Sequence[int]) -> Iterator[str]:
-    """Run layers in this process; yields a line before each one, and one for each that fails."""
+    """Run layers in this process; yields a line before and after each one, and one for each that fails."""
     torch.set_num_threads(1)  # for results as small as these
     bench = Bench(device)
-    counts: Counter[str] = Counter()
     for number in numbers:
         yield f"{_PROGRESS}{number}"
         layer = draw(seed, number)
         problem = bench.check(layer, number)
-        counts[f"{layer.kind} {'off' if problem == 'off' else 'on'}"] += 1
+        yield f"count {layer.kind} {'off' if problem == 'off' else 'on'}"
         if problem not in ("", "off"):
             yield f"wrong {repeat(device, seed, number)}: {layer.describe()}: {problem}"
-    yield from (f"count {name} {count}" for name, count in counts.items())
 
 
 def repeat(device: str, seed: int, number: int) -> str:
@@ -629,7 +628,7 @@ def _run_batch(device: str, seed: int, first: int, last: int, level: str, outcom
     environment = os.environ | {"NPU_SIM_TUNE": "0"} | ({"NPU_SIM_CPU_LEVEL": level} if level else {})
     paths = [str(Path(__file__).parent), *sys.path]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [sys.executable, __file__, "--here", "--device", device, "--seed", str(seed)]
+    command = [sys.executable, SCRIPT, "--here", "--device", device, "--seed", str(seed)]
     command += ["--first", str(first), "--layers", str(last - first)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     reached = first
@@ -640,8 +639,8 @@ def _run_batch(device: str, seed: int, first: int, last: int, level: str, outcom
         elif word == "wrong":
             outcome.failures.append(f"{level} {rest}".strip())
         elif word == "count":
-            name, state, count = rest.split()
-            (outcome.on if state == "on" else outcome.off)[name] += int(count)
+            name, state = rest.split()
+            (outcome.on if state == "on" else outcome.off)[name] += 1
     if done.returncode == 0:
         return last
     how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
