@@ -45,12 +45,13 @@ def address(array: np.ndarray) -> int:
 
 
 def memory_span(array: np.ndarray) -> tuple[int, int]:
-    """The addresses of the first byte that its elements take, and of the one behind the last."""
-    start = address(array)
+    """Where its elements' first byte is, and the end of the last one, in bytes from the first element on."""
+    if array.flags.c_contiguous:
+        return 0, array.nbytes
     if array.size == 0:
-        return start, start
+        return 0, 0
     reach = [(size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)]
-    return start + sum(min(step, 0) for step in reach), start + sum(max(step, 0) for step in reach) + array.itemsize
+    return sum(min(step, 0) for step in reach), sum(max(step, 0) for step in reach) + array.itemsize
 
 
 def strides_of(array: np.ndarray) -> tuple[int, ...]:

@@ -171,7 +171,7 @@ def touched(launch: NativeLaunch) -> list[Extent]:
     return [x for x in launch.args.extents(launch.name) if x.address and x.begin < x.end]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(seed=SEEDS, cut=st.integers(1, 5))
 def test_an_operand_that_is_too_small_is_refused_by_name(seed: int, cut: int) -> None:
     for launch in some_launches(seed):
@@ -190,7 +190,7 @@ def test_an_operand_that_is_too_small_is_refused_by_name(seed: int, cut: int) ->
                 NativeLaunch(launch.name, launch.args, others)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(seed=SEEDS)
 def test_a_kernel_needs_no_more_memory_than_its_block_tells(seed: int) -> None:
     """With guarded arrays (test_operand_bounds.py), what it touches beyond that ends the process."""

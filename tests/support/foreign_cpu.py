@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from npu_runtime.cpu.arrays import address
 from npu_runtime.cpu.levels import Level, find_level, this_cpu
 from npu_runtime.cpu.native import bindings, build
+from npu_runtime.cpu.native.extents import arrays_in
 from npu_runtime.cpu.native.threads import usable_threads
 
 _RUNNER = Path(__file__).with_name("foreign_runner.cpp")
@@ -100,7 +100,7 @@ class ForeignLibrary:
 
     def launch(self, name: str, args: ctypes.Structure, kept: tuple[object, ...]) -> None:
         """Runs a kernel on its argument block and the memory of the arrays that its launch keeps."""
-        storages = {begin: size for begin, size in map(_storage, _arrays(kept)) if size}
+        storages = {begin: size for begin, size in map(_storage, arrays_in(kept)) if size}
         begins, pointers = list(storages), []
         for offset, target in _pointers(args):
             region = next((i for i, b in enumerate(begins) if b <= target < b + storages[b]), None)
@@ -149,17 +149,6 @@ class _Function:
 
     def __call__(self) -> int | bytes:
         return self.library.text(self.name) if self.restype is ctypes.c_char_p else self.library.number(self.name)
-
-
-def _arrays(kept: object) -> Iterator[np.ndarray]:
-    """The arrays among what a launch keeps, and in dataclasses among it (packed weights)."""
-    if isinstance(kept, np.ndarray):
-        yield kept
-    elif isinstance(kept, (tuple, list)):
-        for item in kept:
-            yield from _arrays(item)
-    elif is_dataclass(kept):
-        yield from _arrays([getattr(kept, field.name) for field in fields(kept)])
 
 
 def _storage(array: np.ndarray) -> tuple[int, int]:

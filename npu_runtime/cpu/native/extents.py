@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ _ITEM_SIZES = {number: dtype.itemsize for dtype, number in DTYPES.items()}
 _BYTE = 1  # of any other dtype: masks, codes
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """Memory that a kernel may touch through a field of its argument block.
 
     Attributes:
@@ -43,10 +42,13 @@ def strided(operand: str, start: int | None, item: int, sizes: Iterable[int], st
     """The extent of an operand of `item` bytes an element; strides are in elements."""
     begin, end = 0, item
     for size, stride in zip(sizes, strides, strict=True):
+        reach = (size - 1) * stride * item
         if size <= 0:
             return Extent(operand, start, 0, 0)
-        reach = (size - 1) * stride * item
-        begin, end = begin + min(reach, 0), end + max(reach, 0)
+        if reach > 0:
+            end += reach
+        else:
+            begin += reach
     return Extent(operand, start, begin, end)
 
 
@@ -80,6 +82,8 @@ class View(ctypes.Structure):
 
     def extent(self, operand: str, sizes: Sequence[int] | None = None) -> Extent:
         """The extent of the view's strides under `sizes`, those that the kernel goes by; by default the view's own."""
+        if not self.data:
+            return Extent(operand, None, 0, 0)
         return strided(operand, self.data, item_size(self.dtype), self.size if sizes is None else sizes, self.stride)
 
 
@@ -91,20 +95,20 @@ def check_extents(kernel: str, extents: Iterable[Extent], kept: object) -> None:
     """
     spans: dict[int, tuple[int, int]] = {}
     for array in arrays_in(kept):
+        start = address(array)
         begin, end = memory_span(array)
-        first, last = spans.get(address(array), (begin, end))
-        spans[address(array)] = min(begin, first), max(end, last)
-    for extent in extents:
-        start = extent.address
-        if not start or extent.begin == extent.end:
+        first, last = spans.get(start, (0, 0))
+        spans[start] = min(begin, first), max(end, last)
+    for operand, where, first, last in extents:
+        if not where or first == last:
             continue
-        if start not in spans:
-            raise DeviceError(f"kernel {kernel}: operand '{extent.operand}' is no array that its launch keeps alive")
-        begin, end = spans[start]
-        if start + extent.begin < begin or start + extent.end > end:
+        if where not in spans:
+            raise DeviceError(f"kernel {kernel}: operand '{operand}' is no array that its launch keeps alive")
+        begin, end = spans[where]
+        if first < begin or last > end:
             raise DeviceError(
-                f"kernel {kernel} does not fit its operand '{extent.operand}': it would touch bytes {extent.begin} to "
-                f"{extent.end}, and there are {begin - start} to {end - start}"
+                f"kernel {kernel} does not fit its operand '{operand}': it would touch bytes {first} to {last}, and "
+                f"there are {begin} to {end}"
             )
 
 
