@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import random_layers
 import torch
-from cuda_gpu import PROBLEM
+from cuda_gpu import DEVICES, PROBLEM
 from metal_harness import METAL_DEVICE, ON_A_MAC
 from random_layers import KINDS, Outcome, difference, draw, run
 
@@ -18,7 +18,9 @@ from npu_runtime.cpu import levels, native
 
 # The levels that this machine runs, its own last.
 LEVELS = [level.name for level in levels.this_cpu().levels() if level is not levels.PORTABLE]
-CUDA = pytest.param("cuda", 200, marks=[pytest.mark.gpu, pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)])
+OTHERS = [pytest.param(METAL_DEVICE, marks=[] if ON_A_MAC else pytest.mark.slow)]
+if PROBLEM:
+    OTHERS.append(pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skip(reason=PROBLEM)]))
 MOST_OFF = {"conv3d": 1.0}  # part of the layers of a kind that the op table may leave to PyTorch; of others a tenth
 _ALL = 10_000
 
@@ -32,11 +34,9 @@ def check(outcome: Outcome, device: str, layers: int) -> None:
         assert off <= MOST_OFF.get(kind, 0.1) * all_of_it, f"{kind}: {off} of {all_of_it} layers are not on {device}"
 
 
-@pytest.mark.parametrize(
-    ("device", "layers"),
-    [("cpu", 200), pytest.param(METAL_DEVICE, 40, marks=[] if ON_A_MAC else pytest.mark.slow), CUDA],
-)
-def test_layers_drawn_at_random_agree_with_pytorch(device: str, layers: int, seed: int) -> None:
+@pytest.mark.parametrize("device", [*DEVICES, *OTHERS])
+def test_layers_drawn_at_random_agree_with_pytorch(device: str, seed: int) -> None:
+    layers = 40 if device == METAL_DEVICE else 200
     check(run(device, seed, 0, layers), device, layers)
 
 

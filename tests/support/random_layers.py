@@ -97,6 +97,10 @@ class Layer:
         """So many sizes, which are alike half of the time."""
         return [self.size(choices)] * count if self.chance(0.5) else [self.size(choices) for _ in range(count)]
 
+    def batch(self) -> int:
+        """The size of a batch, which may be empty."""
+        return 0 if self.chance(0.02) else self.one(1, 1, 1, 2, 3)
+
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
@@ -155,7 +159,7 @@ class Layer:
             result = function(*self._real(args), **{key: self._real(value) for key, value in kwargs.items()})
         except (RuntimeError, IndexError, ValueError) as error:
             raise Undrawable from error
-        need(0 < result.numel() <= MOST_ELEMENTS)
+        need(result.numel() <= MOST_ELEMENTS)
         dtype = self.dtype if result.is_floating_point() else str(result.dtype).removeprefix("torch.")
         tensor: Tensor = self.g(f"aten.{op}", *args, **kwargs, out=(tuple(result.shape), dtype))
         self.values[tensor] = result
@@ -199,7 +203,7 @@ def kind(function: Kind) -> Kind:
 
 def image(d: Layer, channels: int, sizes: Sequence[int], positive: bool = False) -> Tensor:
     """[N, C, *sizes], sometimes made by an op before, or without a batch."""
-    batch = [] if d.chance(0.05) else [d.one(1, 1, 1, 2, 3)]
+    batch = [] if d.chance(0.05) else [d.batch()]
     x = d.input(*batch, channels, *sizes, positive=positive)
     return d("relu.default", x) if d.chance(0.15) and not positive else x
 
@@ -324,7 +328,8 @@ def mean_of_maps(d: Layer) -> Tensor:
 
 
 def leading(d: Layer, most: int = 3) -> list[int]:
-    return [d.size(SIZES[:14]) for _ in range(d.rng.randrange(most))]
+    sizes = [d.size(SIZES[:14]) for _ in range(d.rng.randrange(most))]
+    return [0 if d.chance(0.02) else size for size in sizes]
 
 
 @kind
@@ -337,7 +342,7 @@ def linear(d: Layer) -> Tensor:
 def matmul(d: Layer) -> Tensor:
     rows, inner, columns = d.size(), d.size(), d.size()
     if d.chance(0.3):
-        batch = d.size(SIZES[:10])
+        batch = 0 if d.chance(0.02) else d.size(SIZES[:10])
         return d("bmm.default", d.input(batch, rows, inner), d.input(batch, inner, columns))
     batch = leading(d)
     left = [1 if d.chance(0.2) else size for size in batch]
@@ -359,7 +364,7 @@ def norm(d: Layer) -> Tensor:
         return d("layer_norm.default", d.input(*shape), tail, *d.affine(*tail), eps)
     groups = d.one(1, 2, 3, 4)
     channels = groups * d.size(CHANNELS[:8])
-    x = d.input(d.one(1, 2, 3), channels, *d.sizes(d.one(0, 1, 2, 2)))
+    x = d.input(d.batch(), channels, *d.sizes(d.one(0, 1, 2, 2)))
     weight = d.optional(channels)
     bias = None if weight is None else d.weight(channels)
     which = d.one("group", "instance", "batch")
@@ -385,7 +390,7 @@ def softmax(d: Layer) -> Tensor:
 
 @kind
 def attention(d: Layer) -> Tensor:
-    batch, heads, queries, keys = d.one(1, 1, 2), d.one(1, 2, 4), d.size(), d.size()
+    batch, heads, queries, keys = d.batch(), d.one(1, 2, 4), d.size(), d.size()
     width, value_width = d.size(), d.size()
     q, k = d.input(batch, heads, queries, width), d.input(batch, heads, keys, width)
     v = d.input(batch, heads, keys, value_width)
