@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import product as combinations
 from multiprocessing import get_context
 from pathlib import Path
@@ -199,15 +200,21 @@ def _simulated(
         yield from pool.map(_point_of_process, chips)
 
 
-_program: list[CompiledProgram] = []  # that of a worker process
+_packed: list[bytes] = []  # the program of a worker process
 
 
 def _begin(program: bytes) -> None:
-    _program[:] = [CompiledProgram.from_bytes(program)]
+    _packed[:] = [program]
+
+
+@cache
+def _program() -> CompiledProgram:
+    """The worker's program: read in its first task, whose errors reach the caller; those of `_begin` would not."""
+    return CompiledProgram.from_bytes(_packed[0])
 
 
 def _point_of_process(chip: tuple[dict[str, float], Chip]) -> Point:
-    return _point(_program[0], *chip)
+    return _point(_program(), *chip)
 
 
 def _point(program: CompiledProgram, values: dict[str, float], chip: Chip) -> Point:

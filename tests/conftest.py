@@ -9,7 +9,9 @@ import random
 import tempfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from cuda_gpu import DEVICES
 from hypothesis import HealthCheck, settings
 from kernel_cache import put_kernels
 
+from npu_compiler import CompiledProgram, compiler
+from npu_compiler.program.trust import UNKNOWN
 from npu_runtime import Backend, CPUBackend, Device
 from npu_runtime.cpu import native
 
@@ -63,6 +67,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return f"TEST_SEED={SEED} (set it to repeat this run's random inputs)"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_programs_are_saved_and_loaded() -> Iterator[None]:
+    """Save and load every program that a test compiles in its own process: its file must hold all of it."""
+    checked: set[int] = set()
+
+    def compiled(*args: Any, **options: Any) -> CompiledProgram:
+        program = CompiledProgram(*args, **options)
+        data = replace(program, trust=UNKNOWN).to_bytes()  # code would be authenticated, with a key made for that
+        if hash(data) not in checked:
+            checked.add(hash(data))
+            assert CompiledProgram.from_bytes(data).to_bytes() == data, "a program that is loaded is not as it was saved"
+        return program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "CompiledProgram", compiled)
+        yield
 
 
 @pytest.fixture(scope="module")

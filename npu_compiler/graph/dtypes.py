@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +36,10 @@ COMPUTE_DTYPES = ("float16", "bfloat16", "float32")
 
 FLOAT_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+SignedInt: TypeAlias = Annotated[int, "signed 64 bits"]
+"""An integer that may be any of 64 bits, where files hold no other negative ones than -1."""
 
 
 def is_float(dtype: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_compiler.graph.dtypes import SignedInt
 from npu_compiler.graph.quantization import QuantizedFormat
 from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 
@@ -36,7 +37,7 @@ class TensorSpec:
     dtype: str
     storage: str = ""
     alloc_shape: tuple[int, ...] | None = None
-    bounds: tuple[int, int] | None = None
+    bounds: tuple[SignedInt, SignedInt] | None = None
     quantized: QuantizedFormat | None = None
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from npu_compiler.errors import IRError
-from npu_compiler.graph.dtypes import KNOWN_DTYPES, numpy_dtype
+from npu_compiler.graph.dtypes import INT64_MAX, INT64_MIN, KNOWN_DTYPES, numpy_dtype
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name, unique_names
 from npu_compiler.graph.weight_recipe import from_key
 
@@ -140,7 +140,9 @@ class _Reader:
             raise IRError(f"{where}: tensor '{name}': unknown storage dtype {storage!r}")
         bounds = meta.get("bounds")
         if bounds is not None and not (isinstance(bounds, (list, tuple)) and [type(x) for x in bounds] == [int, int]):
-            raise IRError(f"{where}: tensor '{name}': bounds {bounds!r} are not a pair of integers")
+            raise IRError(f"{where}: tensor '{name}': bounds {bounds!r:.80} are not a pair of integers")
+        if bounds is not None and not INT64_MIN <= bounds[0] <= bounds[1] <= INT64_MAX:
+            raise IRError(f"{where}: tensor '{name}': bounds {bounds!r:.80} are not a range of 64-bit integers")
         return TensorSpec(name, tuple(shape), dtype, storage, bounds=None if bounds is None else (bounds[0], bounds[1]))
 
     def _read_input(self, meta: Any) -> str:

@@ -1,9 +1,11 @@
 """Dataclasses as msgpack of plain maps and lists, and back.
 
 A dataclass is a map of its fields, and their type hints say what the file may hold: reading checks every value while it
-builds the objects. Fields may be `int`, `float`, `str`, `bool`, `bytes`, `Literal`, `X | None`, `list[X]`,
-`tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, `Mapping[str, X]`, `np.ndarray`, dataclasses, and `Any` for plain data.
-A field with the metadata `NOT_STORED` and a default is left out of the file.
+builds the objects. Fields may be `int`, `SignedInt`, `float`, `str`, `bool`, `bytes`, `Literal`, `X | None`,
+`list[X]`, `tuple[X, ...]`, `tuple[X, Y]`, `dict[str, X]`, `Mapping[str, X]`, `np.ndarray`, dataclasses, and `Any` for
+plain data. A field with the metadata `NOT_STORED` and a default is left out of the file.
+
+An `int` is a size, an offset or an index, at least -1; a `SignedInt` is any integer of 64 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import msgpack
 import numpy as np
 
 from npu_compiler.errors import InputError, IRError, ProgramFormatError
-from npu_compiler.graph.dtypes import dtype_name, numpy_dtype
+from npu_compiler.graph.dtypes import INT64_MAX, INT64_MIN, SignedInt, dtype_name, numpy_dtype
 
 Decoder = Callable[[Any, int], Any]  # of an unpacked value and its nesting
 T = TypeVar("T")
@@ -89,6 +91,8 @@ def decoder(hint: Any) -> Decoder:
     kind, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return _plain_data
+    if hint == SignedInt:
+        return _signed
     if hint in (int, float, str, bool, bytes):
         return partial(_exactly, hint)
     if hint is np.ndarray:
@@ -112,6 +116,12 @@ def decoder(hint: Any) -> Decoder:
 def _exactly(kind: Any, value: Any, depth: int = 0) -> Any:
     if type(value) is not kind or (kind is int and not -1 <= value < 2**62):
         raise Misfit(f"is {reprlib.repr(value)}, not a valid {kind.__name__}")
+    return value
+
+
+def _signed(value: Any, depth: int) -> int:
+    if type(value) is not int or not INT64_MIN <= value <= INT64_MAX:
+        raise Misfit(f"is {reprlib.repr(value)}, not a valid integer of 64 bits")
     return value
 
 
@@ -160,7 +170,7 @@ def _record(kind: type) -> Decoder:
 
     def decode(value: Any, depth: int) -> Any:
         if not members:  # only now, since a dataclass may hold others of its kind
-            hints = get_type_hints(kind)
+            hints = get_type_hints(kind, include_extras=True)
             members.update({field.name: decoder(hints[field.name]) for field in _stored(kind)})
         if _exactly(dict, value).keys() != members.keys():
             raise Misfit(f"does not have exactly the fields {', '.join(members)}")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from npu_compiler import ProgramFormatError
+from npu_compiler.graph.dtypes import INT64_MAX, INT64_MIN, SignedInt
 from npu_compiler.program.codec import MAX_NESTING, decoder, pack, unpack
 
 
@@ -20,6 +21,7 @@ class Leaf:
     shape: tuple[int, ...]
     kind: Literal["round", "long"] = "round"
     span: tuple[int, str] | None = None
+    bounds: tuple[SignedInt, SignedInt] = (0, 0)
 
     def __post_init__(self) -> None:
         if 13 in self.shape:
@@ -77,6 +79,12 @@ def test_a_dataclass_comes_back_as_it_was() -> None:
     np.testing.assert_array_equal(loaded.rings, parent.rings)
 
 
+@pytest.mark.parametrize("bounds", [(-128, 127), (INT64_MIN, INT64_MAX), (-(2**31), 0)])
+def test_a_signed_integer_keeps_its_value(bounds: tuple[int, int]) -> None:
+    loaded = unpack(Tree, pack(tree(leaves=[Leaf((), bounds=bounds)])))
+    assert loaded.leaves[0].bounds == bounds
+
+
 @pytest.mark.parametrize("dtype", [np.bool_, np.int64, np.uint8, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0, 4), (2, 1, 3)])
 def test_an_array_keeps_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) -> None:
@@ -88,7 +96,7 @@ def test_an_array_keeps_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) -> N
 
 def test_a_file_is_readable_as_it_stands() -> None:
     plain = as_plain(tree())
-    assert plain["leaves"][0] == {"shape": [2, 3], "kind": "long", "span": [4, "four"]}
+    assert plain["leaves"][0] == {"shape": [2, 3], "kind": "long", "span": [4, "four"], "bounds": [0, 0]}
     assert plain["rings"] == {"dtype": "float32", "shape": [2, 3], "data": tree().rings.tobytes()}
 
 
@@ -105,6 +113,8 @@ def test_a_value_of_another_type_is_refused_and_its_place_named() -> None:
     refused(r"leaves is \{\}, not a valid list", leaves={})
     refused(r"leaves\[1\].shape\[2\] is None, not a valid int", leaves=[leaf, {**leaf, "shape": [1, 2, None]}])
     refused(r"leaves\[0\].kind is 'square', not one of 'round', 'long'", leaves=[{**leaf, "kind": "square"}])
+    refused(rf"leaves\[0\].bounds\[1\] is {2**63}, not a valid integer", leaves=[{**leaf, "bounds": [0, 2**63]}])
+    refused(r"leaves\[0\].bounds\[0\] is True, not a valid integer", leaves=[{**leaf, "bounds": [True, 1]}])
     refused(r"leaves\[0\].span has 1 items instead of 2", leaves=[{**leaf, "span": [4]}])
     refused(r"leaves\[0\].span\[1\] is 5, not a valid str", leaves=[{**leaf, "span": [4, 5]}])
     refused(r"by_name\['x.y'\].shape is 2, not a valid list", by_name={"x.y": {**leaf, "shape": 2}})
@@ -117,8 +127,8 @@ def test_a_value_of_another_type_is_refused_and_its_place_named() -> None:
 def test_missing_and_further_fields_are_refused() -> None:
     leaf = as_plain(tree())["leaves"][0]
     refused("it does not have exactly the fields name, height, tall", color="green")
-    refused(r"leaves\[0\] does not have exactly the fields shape, kind, span", leaves=[{"shape": []}])
-    refused(r"leaves\[0\] does not have exactly the fields shape, kind, span", leaves=[{**leaf, "more": 1}])
+    refused(r"leaves\[0\] does not have exactly the fields shape, kind, span, bounds", leaves=[{"shape": []}])
+    refused(r"leaves\[0\] does not have exactly the fields shape, kind, span, bounds", leaves=[{**leaf, "more": 1}])
 
 
 def test_what_a_dataclass_refuses_itself_is_refused() -> None:

@@ -18,8 +18,9 @@ import msgpack
 import numpy as np
 import pytest
 from ir_builder import IRBuilder
+from quantized_networks import byte_network
 
-from npu_compiler import CompiledProgram, InputError, ProgramFormatError, __version__, compile
+from npu_compiler import CompiledProgram, InputError, IRError, ProgramFormatError, __version__, compile
 from npu_compiler.compiled_program import FORMAT_VERSION, MAGIC
 from npu_compiler.program.describe import format_bytes, format_flops, summary
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS
@@ -92,6 +93,32 @@ def test_a_constant_keeps_its_own_dtype(dtype: Any) -> None:
     y = g("aten.mul.Tensor", g.input("x", 2, 3), g.constant("offset", np.ones(3, dtype)))
     loaded = CompiledProgram.from_bytes(compile(g.output(y).ir()).to_bytes())
     assert [value.dtype for value in loaded.plan.constants.values()] == [dtype]
+
+
+def test_a_program_keeps_the_bounds_of_its_integers() -> None:
+    g = IRBuilder()
+    x = g.input("x", 2, 3, dtype="int64")
+    program = compile(g.output(g("aten.mul.Tensor", x, x)).ir())
+    loaded = CompiledProgram.from_bytes(program.to_bytes())
+    assert loaded.input_specs == program.input_specs
+    assert loaded.input_specs[0].bounds == (-46340, 46340)
+
+
+def test_a_network_of_bytes_is_saved_and_loaded() -> None:
+    program = compile(byte_network().ir())
+    loaded = CompiledProgram.from_bytes(program.to_bytes())
+    assert loaded.weight_specs == program.weight_specs
+    assert (-128, 127) in [weight.spec.bounds for weight in loaded.weight_specs.values()]
+
+
+@pytest.mark.parametrize("bounds", [[-(2**63) - 1, 0], [3, 2], [0, 10**400]])
+def test_bounds_that_no_integer_can_have_are_refused(bounds: list[int]) -> None:
+    ir = IRBuilder()
+    x = ir.input("x", 2, dtype="int64")
+    plain = ir.output(ir("aten.abs.default", x)).ir()
+    plain["graph_inputs"][0]["bounds"] = bounds
+    with pytest.raises(IRError, match="are not a range of 64-bit integers"):
+        compile(plain)
 
 
 def test_compiling_twice_gives_the_same_bytes(program: CompiledProgram) -> None:

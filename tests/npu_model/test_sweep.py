@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ir_builder import IRBuilder
+from quantized_networks import byte_network
 
 from npu_compiler import CompiledProgram
 from npu_compiler import compile as compile_ir
-from npu_compiler.errors import InputError
+from npu_compiler.errors import InputError, ProgramFormatError
 from npu_model import load_chip
 from npu_model.sweep import area, as_csv, parse_sweep, sweep, write_csv
 
@@ -67,6 +69,18 @@ def test_processes_find_what_one_finds(program: CompiledProgram) -> None:
     points = sweep(program, chips, lambda done, total: seen.append((done, total)), workers=2)
     assert points == sweep(program, chips, workers=1)
     assert seen == [(done, 9) for done in range(1, 10)]
+
+
+def test_processes_simulate_a_network_of_bytes() -> None:
+    program = compile_ir(byte_network().ir())
+    chips = parse_sweep("arrays=1..2", EDGE)
+    assert sweep(program, chips, workers=2) == sweep(program, chips, workers=1)
+
+
+def test_a_program_that_a_process_cannot_read_is_an_error_that_says_so(program: CompiledProgram) -> None:
+    unreadable = replace(program, compute_dtype="float7")
+    with pytest.raises(ProgramFormatError, match="its compute dtype is 'float7'"):
+        sweep(unreadable, parse_sweep("arrays=1..2", EDGE), workers=2)
 
 
 def test_the_front_holds_what_no_other_chip_beats(program: CompiledProgram) -> None:

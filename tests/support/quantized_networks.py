@@ -65,3 +65,11 @@ class Network:
         """Of the graph that kernels are generated from."""
         *_, (_, graph) = trace_stages(self.g.ir(), compute_dtype="float32")
         return [node.op_type for node in graph]
+
+
+def byte_network() -> IRBuilder:
+    """A linear layer whose input is rounded to uint8 and whose weight is stored in int8."""
+    network = Network()
+    x = network.rounded(network.g.input("x", 4, 8), 0.1, 128)
+    weight = network.weight("w", np.ones((6, 8), np.int8), np.ones(6))
+    return network.g.output(network.g("aten.linear.default", x, weight))
