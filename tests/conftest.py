@@ -79,7 +79,7 @@ def compiled_programs_are_saved_and_loaded() -> Iterator[None]:
         data = replace(program, trust=UNKNOWN).to_bytes()  # code would be authenticated, with a key made for that
         if hash(data) not in checked:
             checked.add(hash(data))
-            assert CompiledProgram.from_bytes(data).to_bytes() == data, "a program that is loaded is not as it was saved"
+            assert CompiledProgram.from_bytes(data).to_bytes() == data, "a loaded program is not as it was saved"
         return program
 
     with pytest.MonkeyPatch.context() as patch:
