@@ -1,8 +1,6 @@
 """For users: `compile` a PyTorch module, the `npu-sim` command, language and vision models, verification."""
 
-from typing import TYPE_CHECKING
-
-from npu_compiler.deferred_import import deferred
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from npu_sim.module.buckets import Buckets
@@ -11,19 +9,22 @@ if TYPE_CHECKING:
     from npu_sim.module.saved import LoadedModule, load
     from npu_sim.quantizing.quantizer import quantize
 
-# Imported when used: tracing needs PyTorch.
-__getattr__ = deferred(
-    __name__,
-    {
-        "Buckets": "module.buckets",
-        "CompiledModule": "module.compiled",
-        "LoadedModule": "module.saved",
-        "backend": "module.dynamo_backend",
-        "compile": "module.compiled",
-        "load": "module.saved",
-        "quantize": "quantizing.quantizer",
-    },
-)
+# Imported when used: tracing needs PyTorch, and the command should answer to Ctrl-C at once.
+_MODULES = {
+    "Buckets": "module.buckets",
+    "CompiledModule": "module.compiled",
+    "LoadedModule": "module.saved",
+    "backend": "module.dynamo_backend",
+    "compile": "module.compiled",
+    "load": "module.saved",
+    "quantize": "quantizing.quantizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from npu_compiler.deferred_import import deferred
+
+    return deferred(__name__, _MODULES)(name)
 
 
 def __dir__() -> list[str]:

@@ -1,81 +1,39 @@
-"""The `npu-sim` command line. The commands are in `npu_sim.commands` and import what they need when they run."""
+"""The entry point of `npu-sim`. It imports next to nothing itself, so that Ctrl-C counts while the rest is imported."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-import typer
+if TYPE_CHECKING:
+    from npu_sim.commands.application import app
 
-from npu_sim.commands import (
-    calibrate,
-    graphs,
-    keys,
-    models,
-    profiling,
-    programs,
-    quantize,
-    report,
-    serve,
-    simulate,
-    tools,
-)
-from npu_sim.commands.console import ErrorReporting
-
-app = typer.Typer(
-    cls=ErrorReporting,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Compile PyTorch graphs ahead of time and run them on a simulated NPU: Metal, CUDA or any CPU.",
-    epilog="Exit codes: 0 success, 1 verify found a difference, 2 error, 130 interrupted.",
-)
-for command in (
-    graphs.extract,
-    programs.compile,
-    programs.describe,
-    programs.run,
-    graphs.partition,
-    graphs.verify,
-    profiling.profile,
-    simulate.simulate,
-    report.report,
-    report.diff,
-    keys.sign,
-    keys.keygen,
-    keys.trust,
-    models.generate,
-    serve.serve,
-    models.classify,
-    quantize.quantize,
-    calibrate.calibrate,
-    tools.bench,
-    tools.doctor,
-):
-    app.command()(command)
+__all__ = ["app", "main"]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from npu_compiler.version import __version__
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from npu_sim.commands.application import app
 
-        typer.echo(f"npu-sim {__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
-    ] = False,
-) -> None:
-    """Options that come before the command."""
+    return app
 
 
 def main() -> None:
     """The entry point of the `npu-sim` script."""
+    with suppress(ValueError):  # only the main thread has signals
+        signal.signal(signal.SIGINT, _end)  # a running command has a handler of its own
+    from npu_sim.commands.application import app
+
     app(prog_name="npu-sim")
+
+
+def _end(*_: object) -> None:
+    """End at once: an exception in the middle of an import would be reported by whatever is being imported."""
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import numpy as np
 from npu_compiler.errors import NPUError
 from npu_sim.llm import greedy
 from npu_sim.llm.sampling import Logits, choose
-from npu_sim.serving.request import SamplingSettings, TokenFilter, TokenLogprobs
+from npu_sim.serving.request import GRAMMAR_FAILED, SamplingSettings, TokenFilter, TokenLogprobs
 
 
 def choose_allowed(logits: Logits, filter: TokenFilter, sampling: SamplingSettings, uniform: float) -> int:
@@ -20,7 +20,7 @@ def choose_allowed(logits: Logits, filter: TokenFilter, sampling: SamplingSettin
     """
     allowed = np.flatnonzero(filter.allowed())
     if not len(allowed):
-        raise NPUError("the grammar allows no further token")
+        raise NPUError(f"{GRAMMAR_FAILED}: it allows no further token")
     if sampling.temperature == 0:
         return int(allowed[greedy(logits[allowed])])
     place = choose(logits[allowed], uniform, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+GRAMMAR_FAILED = "the output cannot follow its grammar"  # begins the error of a request whose grammar is to blame
 
 
 @dataclass(frozen=True)

@@ -673,6 +673,28 @@ def test_ctrl_c_that_a_library_hides_exits_with_130(
     assert result.stderr == "interrupted\n"
 
 
+@pytest.mark.parametrize("package", ["npu_compiler", "numpy", "typer", "npu_sim.commands.serve"])
+def test_ctrl_c_while_the_command_is_imported_exits_with_130(package: str) -> None:
+    """Ctrl-C arrives as a package is looked for, in an import that turns any exception into one of its own."""
+    code = (
+        "import signal, sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {package!r}:\n"
+        "            try:\n"
+        "                signal.raise_signal(signal.SIGINT)\n"
+        "            except BaseException:\n"
+        "                raise ImportError('hidden') from None\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        "sys.argv = ['npu-sim', '--help']\n"
+        "from npu_sim.cli import main\n"
+        "main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (130, b"interrupted\n", b"")
+
+
 def test_ctrl_c_in_code_that_is_made_at_run_time_exits_with_130(folder: Path) -> None:
     code = (
         "import npu_compiler, signal, sys\n"

@@ -34,10 +34,12 @@ from npu_sim.serving.http.chat import ChatWriter
 from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.keys import VARIABLE, read_keys
 from npu_sim.serving.http.limits import Admission, Limits
+from npu_sim.serving.http.logs import JSONLines
 from npu_sim.serving.http.schemas import ChatRequest, CompletionRequest, parse
 from npu_sim.serving.http.server import allow_connections
 from npu_sim.serving.http.text import ModelText
 from npu_sim.serving.opening import prepare_steps
+from npu_sim.serving.request import GRAMMAR_FAILED
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -258,7 +260,15 @@ def test_a_wrong_key_file_is_refused(tmp_path: Path, text: bytes, message: str) 
 def test_without_keys_only_names_of_this_machine_are_answered(server: Served) -> None:
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:80"):
         assert get(server, "/health", host=host)[0] == 200
-    for host in ("evil.example", "localhost.evil.example", "", "[::2]"):
+    for host in (
+        "evil.example",
+        "localhost.evil.example",
+        "",
+        "[::2]",
+        "[::1].evil.example",
+        "[::1",
+        "localhost:80:80",
+    ):
         assert get(server, "/health", host=host)[0] == 403
 
 
@@ -406,6 +416,142 @@ def test_an_endless_head_is_refused(server: Served) -> None:
             pass  # the answer was lost, as the connection ended while more was under way
         assert is_closed(connection)
     server.wait_until(lambda: server.metric('npu_sim_connections_dropped_total{reason="large_head"}') >= 1)
+
+
+@pytest.mark.parametrize("line", [b"X: " + b"y" * 100_000, b"x:y\r\n" * 20_000], ids=["one line", "many lines"])
+def test_a_long_head_that_comes_at_once_is_refused(checkpoint: Checkpoint, line: bytes) -> None:
+    with served(checkpoint) as running:
+        for start in (b"GET /health HTTP/1.1\r\nHost: localhost\r\n", b""):
+            with closing(connect(running)) as connection:
+                send(connection, (start or b"\r\n" * 30_000) + line + b"\r\n\r\n")
+                assert answer_or_end(connection) in (431, None)
+        running.wait_until(lambda: running.metric('npu_sim_connections_dropped_total{reason="large_head"}') == 2)
+
+
+CHUNKED = head(0, CHAT, "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+
+
+def test_endless_trailers_are_refused(checkpoint: Checkpoint) -> None:
+    body = json.dumps(HELLO).encode()
+    with served(checkpoint, body_seconds=60) as running, closing(connect(running)) as connection:
+        connection.sendall(CHUNKED + b"%x\r\n%s\r\n0\r\n" % (len(body), body))
+        assert sent_until_refused(connection, b"X-Trailer: " + b"y" * 4000 + b"\r\n", 2**24) < 2**23
+        running.wait_until(lambda: running.metric('npu_sim_connections_dropped_total{reason="large_head"}') == 1)
+        running.wait_until(lambda: running.application.gate.active == 0)
+
+
+@pytest.mark.parametrize("more", [post(HELLO), b"X: y\r\n", b"\r\n"], ids=["requests", "a head", "empty lines"])
+def test_what_comes_during_a_request_is_not_kept_without_end(checkpoint: Checkpoint, more: bytes) -> None:
+    """A head is refused when it is too long; of whole requests, what is beyond the next is left in the socket."""
+    before = resource_mb()
+    with served(checkpoint, ENDLESS) as running, closing(connect(running)) as connection:
+        connection.sendall(post(HELLO) + (b"GET /health HTTP/1.1\r\n" if more == b"X: y\r\n" else b""))
+        running.wait_until(lambda: bool(running.engine.active))
+        assert sent_until_refused(connection, more * (65536 // len(more)), 2**26) < 2**25
+        assert resource_mb() - before < 40
+        connection.close()
+        running.stop()
+
+
+def resource_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    try:
+        connection.sendall(data)
+    except ConnectionError:
+        pass  # refused before all of it was read
+
+
+def sent_until_refused(connection: socket.socket, piece: bytes, most: int) -> int:
+    """How many bytes, of that many, the server reads before it takes no more for a second, or ends the connection."""
+    connection.settimeout(1)
+    sent = 0
+    try:
+        while sent < most:
+            sent += connection.send(piece)
+    except (TimeoutError, ConnectionError):
+        pass
+    return sent
+
+
+def answer_or_end(connection: socket.socket) -> int | None:
+    try:
+        return receive(connection)[0]
+    except (ConnectionError, AssertionError):
+        return None
+
+
+def test_requests_that_came_together_are_answered_in_order(checkpoint: Checkpoint) -> None:
+    """Also those whose bodies are longer than a piece, and those that come in the middle of another."""
+    long = {**HELLO, "user": "x" * 10_000}
+    requests = [
+        post({**HELLO, "max_tokens": 1}),
+        post(long),
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        post(b"{"),
+    ]
+    requests = requests * 5
+    with served(checkpoint) as running, closing(connect(running)) as connection:
+        sender = threading.Thread(target=connection.sendall, args=(b"".join(requests),))
+        sender.start()
+        data = b""
+        while data.count(b"HTTP/1.1 ") < len(requests):
+            piece = connection.recv(65536)
+            assert piece, data
+            data += piece
+        sender.join()
+        statuses = [int(part.split(b" ", 1)[0]) for part in data.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [200, 200, 200, 400] * 5
+
+
+def test_a_trailer_replaces_no_header(checkpoint: Checkpoint) -> None:
+    body = json.dumps(HELLO).encode()
+    keys = {"alice": "a" * 20, "bob": "b" * 20}
+    with served(checkpoint, keys=keys) as running:
+        for key, status in (("c" * 20, 401), ("a" * 20, 200)):
+            start = CHUNKED[:-2] + b"Authorization: Bearer %s\r\n\r\n" % key.encode()
+            chunks = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+            assert ask(running, start + chunks + b"Authorization: Bearer " + b"b" * 20 + b"\r\n\r\n")[0] == status
+        assert [request.tenant for request in running.engine.requests] == ["alice"]
+
+
+@pytest.mark.parametrize("field", ["model", "x" * 100_000])
+def test_long_texts_of_clients_are_neither_logged_nor_sent_back(
+    checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    caplog.set_level("INFO", logger="npu_sim.serving.http")
+    with served(checkpoint) as running:
+        status, _, body = ask(running, post({**HELLO, field: "m" * 1_000_000}))
+        assert status in (400, 404) and len(json.dumps(body)) < 5000
+        running.wait_until(lambda: bool(caplog.records))
+        assert all(len(JSONLines().format(record)) < 5000 for record in caplog.records)
+
+
+def schema(text: str) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": json.loads(text)}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"$ref": "#"}',
+        '{"allOf": [{"$ref": "#"}]}',
+        '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+        '{"type": "array", "minItems": 1e9}',
+        '{"type": "string", "minLength": 1e300}',
+    ],
+)
+def test_a_schema_that_nothing_or_too_much_fits_is_the_clients_fault(server: Served, text: str) -> None:
+    status, _, body = ask(server, post({**HELLO, **schema(text)}))
+    assert status == 400 and "the JSON schema cannot be used: " in body["error"]["message"]
+
+
+def test_a_grammar_that_fails_on_the_way_is_the_clients_fault(checkpoint: Checkpoint) -> None:
+    with served(checkpoint, Script("the cat", error=f"{GRAMMAR_FAILED}: too many items")) as running:
+        status, _, body = ask(running, post(HELLO))
+        assert (status, body["error"]["code"]) == (400, "grammar_failed")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -47,13 +47,19 @@ STARTS_WITHOUT_TORCH = [
     "npu_model",
     "npu_runtime",
     "cuda_runtime",
-    "npu_sim.cli",
+    "npu_sim.commands.application",
     "npu_sim.llm",
     "npu_sim.vision",
     "npu_sim.module.saved",
 ]
 # A program that was compiled before runs without what compiles; what runs single ops brings their table along.
-RUNS_WITHOUT_COMPILER = ["npu_runtime", "cuda_runtime", "npu_sim.cli", "npu_sim.llm", "npu_sim.module.saved"]
+RUNS_WITHOUT_COMPILER = [
+    "npu_runtime",
+    "cuda_runtime",
+    "npu_sim.commands.application",
+    "npu_sim.llm",
+    "npu_sim.module.saved",
+]
 RUNS_OPS = ["npu_runtime.metal.binding", "npu_runtime.metal.elementwise", "npu_runtime.cpu.kernels.elementwise"]
 # Where a word of CUDA's may stand outside `cuda_compiler` and `cuda_runtime`, and what it does there.
 MENTIONS_CUDA = {
@@ -61,7 +67,7 @@ MENTIONS_CUDA = {
     "npu_compiler/ops/elementwise.py": "says who pastes the expressions",
     "npu_compiler/target_config.py": "the numbers of the target, where the porting guide has them",
     "npu_sim/cache.py": "the sources whose change makes a cached program stale",
-    "npu_sim/cli.py": "help",
+    "npu_sim/commands/application.py": "help",
     "npu_sim/commands/doctor.py": "the packages to look for",
     "npu_sim/commands/keys.py": "help",
     "npu_sim/commands/options.py": "help",

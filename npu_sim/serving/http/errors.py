@@ -20,12 +20,21 @@ _TYPES = {
 }
 
 
+LONGEST_TEXT = 1000  # characters of a client's that are sent back, or logged
+
+
+def shortened(text: str) -> str:
+    """The text, without its middle where it is too long to be repeated."""
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
+
+
 class APIError(Exception):
     """A request that is refused or has failed.
 
     Args:
         status: The HTTP status.
-        message: What was wrong, and what to do.
+        message: What was wrong, and what to do. Long ones, which repeat what the client sent, are cut.
         param: The parameter that was wrong, as a path such as `messages.0.role`.
         code: A word for programs, such as `invalid_api_key`.
         headers: Of the response.
@@ -40,10 +49,10 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = shortened(message)
+        self.param = None if param is None else shortened(param)
+        super().__init__(self.message)
         self.code = code
         self.headers = dict(headers or {})
 

@@ -7,6 +7,7 @@ it counts and logs. So what it does happens in whatever state a request ends.
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -32,6 +33,7 @@ _PATHS = {
     "/v1/completions",
     "/v1/models",
 }
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::[0-9]*)?")
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 
 
@@ -151,9 +153,9 @@ class Gate:
 
 
 def _host(value: bytes) -> str:
-    """The name in a `Host` header, without the port."""
-    text = value.decode("latin-1").lower()
-    return text[: text.find("]") + 1] if text.startswith("[") else text.partition(":")[0]
+    """The name in a `Host` header, without the port; "" for a value that is no name and port."""
+    match = _HOST.fullmatch(value.decode("latin-1").lower())
+    return match[1] if match else ""
 
 
 class _Response:

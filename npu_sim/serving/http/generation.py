@@ -10,7 +10,7 @@ from npu_compiler.errors import InputError, NPUError
 from npu_sim.serving.engine import QueueFullError
 from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.interface import EngineLike
-from npu_sim.serving.request import Request, RequestHandle, Update, Usage
+from npu_sim.serving.request import GRAMMAR_FAILED, Request, RequestHandle, Update, Usage
 
 _WAITING_UPDATES = 64  # of all choices of a request; beyond it, their handles keep them
 
@@ -76,6 +76,8 @@ class Generation:
         if update.finish_reason == "error":
             late = self._timeout is not None and monotonic() - self._begun >= self._timeout
             status, code = (504, "timeout") if late else (500, "generation_failed")
+            if update.error is not None and update.error.startswith(GRAMMAR_FAILED):
+                status, code = 400, "grammar_failed"
             raise APIError(status, update.error or "the engine failed", code=code)
         return update
 

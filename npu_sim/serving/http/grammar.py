@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from npu_compiler.errors import InputError, NPUError
+from npu_sim.serving.request import GRAMMAR_FAILED
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -48,7 +49,7 @@ class GrammarFilter:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise NPUError(f"the output cannot follow its grammar: {self._matcher.get_error().splitlines()[0]}")
+            raise NPUError(f"{GRAMMAR_FAILED}: {self._matcher.get_error().splitlines()[0]}")
 
 
 class Grammars:
@@ -78,11 +79,15 @@ class Grammars:
         """The filter of a grammar, from `json_rules` or `call_rules`.
 
         Raises:
-            InputError: a JSON schema in it is invalid, or uses what llguidance lacks.
+            InputError: a JSON schema in it is invalid, uses what llguidance lacks, allows nothing, or is too large.
         """
         matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(rules), log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InputError(f"the JSON schema cannot be used: {matcher.get_error().splitlines()[0]}")
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            reason = matcher.get_error().splitlines()[0]
+            raise InputError(f"the JSON schema cannot be used: it allows no value, or is too large ({reason})")
         return GrammarFilter(rules, matcher, self._source[1])
 
 

@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
+from npu_sim.serving.http.errors import shortened
+
 LOGGER = logging.getLogger("npu_sim.serving.http")
 
 
@@ -29,8 +31,9 @@ class JSONLines(logging.Formatter):
 
 
 def log(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log an event with fields."""
-    LOGGER.log(level, event, extra={"fields": fields})
+    """Log an event with fields, of whose texts the long ones are cut."""
+    short = {name: shortened(value) if isinstance(value, str) else value for name, value in fields.items()}
+    LOGGER.log(level, event, extra={"fields": short})
 
 
 def start_logging(level: str) -> None:

@@ -1,18 +1,41 @@
-"""uvicorn's HTTP protocol with limits on what comes before a request: connections, the head's size, and time.
+"""uvicorn's HTTP protocol with limits on what is kept of a connection: bytes of heads and trailers, requests, and time.
 
 The application never sees a request whose head does not arrive, so these limits cannot be kept there.
+
+1. A connection's data goes to the parser in pieces of at most `_PIECE` bytes. What the parser may keep of them grows
+   only until it completes something: a head, a part of a body, or a request. Between two of these, it is given at most
+   `Limits.header_bytes` and a piece; so a head, trailers, or empty lines before a head are no longer than that.
+2. While a request waits for the one before it on the same connection, the parser is given nothing, and the connection
+   is not read: at most what came in one read is kept.
+3. Trailers are dropped: the application knows the headers that came before the body, which were those it checked.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from npu_sim.serving.http.errors import APIError
 from npu_sim.serving.http.limits import Limits
 from npu_sim.serving.http.metrics import Metrics
+
+_PIECE = 4096
+
+
+class _FlowControl(FlowControl):
+    """uvicorn's flow control, which reads nothing while a request waits (invariant 2)."""
+
+    def __init__(self, transport: asyncio.Transport, waits: Callable[[], bool]) -> None:
+        super().__init__(transport)
+        self._waits = waits
+
+    def resume_reading(self) -> None:
+        if not self._waits():
+            super().resume_reading()
 
 
 def limited_protocol(limits: Limits, metrics: Metrics) -> type[HttpToolsProtocol]:
@@ -21,11 +44,16 @@ def limited_protocol(limits: Limits, metrics: Metrics) -> type[HttpToolsProtocol
     class LimitedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self._head_bytes = 0
+            self._unread = bytearray()  # what came behind a request that waits
+            self._incomplete_bytes = 0  # given to the parser since it completed something
+            self._completed = False  # whether it did so in this piece
+            self._in_head = False
+            self._is_upgrade = False
             self._timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.flow = _FlowControl(transport, lambda: bool(self.pipeline))
             # Each request's scope has a copy of this.
             self.app_state = {**self.app_state, "abort": transport.abort, "is_closed": transport.is_closing}
             metrics.connections.set(len(self.connections))
@@ -42,19 +70,63 @@ def limited_protocol(limits: Limits, metrics: Metrics) -> type[HttpToolsProtocol
             metrics.connections.set(len(self.connections))
 
         def data_received(self, data: bytes) -> None:
+            self._unread += data
+            self._parse()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._unread:
+                self._parse()
+
+        def _parse(self) -> None:
+            """Give the parser what was received, until a request has to wait (invariants 1 and 2)."""
+            while self._unread and not self.pipeline and not self.transport.is_closing():
+                piece = bytes(self._unread[:_PIECE])
+                del self._unread[:_PIECE]
+                self._completed = self._is_upgrade = False
+                super().data_received(piece)
+                if self._is_upgrade:  # uvicorn takes nothing that came with such a request
+                    self._unread.clear()
+                self._incomplete_bytes = 0 if self._completed else self._incomplete_bytes + len(piece)
+                self._limit_head()
+            if self.transport.is_closing():
+                self._unread.clear()
+
+        def _limit_head(self) -> None:
             if self.transport.is_closing():
                 return
-            super().data_received(data)
-            if self._in_request():
-                self._stop_timer()
-                self._head_bytes = 0
-                return
-            self._head_bytes += len(data)
-            if self._head_bytes > limits.header_bytes:
-                message = f"the request's head is longer than {limits.header_bytes} bytes"
+            if self._incomplete_bytes > limits.header_bytes:
+                part = "head" if self._in_head or not self._in_request() else "end"
+                message = f"the request's {part} is longer than {limits.header_bytes} bytes"
                 self._refuse(APIError(431, message), "large_head")
-            elif self._timer is None and not self.transport.is_closing():
+            elif self._in_request():
+                self._stop_timer()
+            elif self._timer is None:
                 self._await_head()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._in_head = True
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._in_head:  # invariant 3
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head, self._completed = False, True
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._completed = True
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._completed = True
+            super().on_message_complete()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            self._is_upgrade = True
+            super()._unsupported_upgrade_warning()
 
         def _in_request(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
@@ -82,8 +154,14 @@ def limited_protocol(limits: Limits, metrics: Metrics) -> type[HttpToolsProtocol
             self._answer(error)
 
         def _answer(self, error: APIError) -> None:
-            """Answer without the application, and close the connection."""
+            """Answer without the application, and close the connection.
+
+            A reply that has begun, or that another request waits for, is broken off.
+            """
             self._stop_timer()
+            if self.pipeline or (self._in_request() and self.cycle.response_started):
+                self.transport.abort()
+                return
             body = bytes(error.response().body)
             lines = [
                 f"HTTP/1.1 {error.status} Refused",

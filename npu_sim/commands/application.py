@@ -1,0 +1,73 @@
+"""`app`: the `npu-sim` command line. The commands import what they need when they run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from npu_sim.commands import (
+    calibrate,
+    graphs,
+    keys,
+    models,
+    profiling,
+    programs,
+    quantize,
+    report,
+    serve,
+    simulate,
+    tools,
+)
+from npu_sim.commands.console import ErrorReporting
+
+app = typer.Typer(
+    cls=ErrorReporting,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Compile PyTorch graphs ahead of time and run them on a simulated NPU: Metal, CUDA or any CPU.",
+    epilog="Exit codes: 0 success, 1 verify found a difference, 2 error, 130 interrupted.",
+)
+for command in (
+    graphs.extract,
+    programs.compile,
+    programs.describe,
+    programs.run,
+    graphs.partition,
+    graphs.verify,
+    profiling.profile,
+    simulate.simulate,
+    report.report,
+    report.diff,
+    keys.sign,
+    keys.keygen,
+    keys.trust,
+    models.generate,
+    serve.serve,
+    models.classify,
+    quantize.quantize,
+    calibrate.calibrate,
+    tools.bench,
+    tools.doctor,
+):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from npu_compiler.version import __version__
+
+        typer.echo(f"npu-sim {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may also follow the command.")
+    ] = False,
+) -> None:
+    """Options that come before the command."""
