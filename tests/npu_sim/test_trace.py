@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 
@@ -198,7 +201,19 @@ def test_symbolic_ir_by_itself_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("s0 + 1", 8), ("2*s0 - s1", 11), ("(s0//2)", 3), ("Max(1, s1 - 5)", 1), ("s0**2", 49), ("Mod(s0, 4)", 3)],
+    [
+        ("s0 + 1", 8),
+        ("2*s0 - s1", 11),
+        ("(s0//2)", 3),
+        ("Max(1, s1 - 5)", 1),
+        ("s0**2", 49),
+        ("Mod(s0, 4)", 3),
+        ("(s0*(s1 - 1) + 2)**2", 256),
+        ("s0**2**2", 2401),
+        ("-s0", -7),
+        ("(s0 > 3) & ~(s1 > 3)", True),
+        ("s0/2", 3.5),
+    ],
 )
 def test_expressions_of_sizes(text: str, value: int) -> None:
     assert evaluate(text, {"s0": 7, "s1": 3}) == value
@@ -211,6 +226,68 @@ def test_expressions_of_sizes(text: str, value: int) -> None:
 def test_what_is_no_arithmetic_is_refused(text: str) -> None:
     with pytest.raises(IRError, match="size '"):
         evaluate(text, {"s0": 7})
+
+
+TOWER = "**".join(["9"] * 200)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TOWER,
+        "((((2**16)**16)**16)**16)**16",
+        "PowByNatural(PowByNatural(s0, 63), 63)",
+        "2**(2**(2**(2**9)))",
+        "s0**99999999999",
+        "9" * 5000,
+        "1e308*10.0",
+        "-" * 9000 + "1",
+        "+".join(["s0"] * 4000),
+        "(" * 9999,
+        "(s0" * 3000 + ")" * 3000,
+        "Max(" * 150 + "s0" + ")" * 150,
+        "1" + "a" * 200_000,
+        "1 " * 200_000,
+        "s0*" * 3000 + "s0",
+        "1 << 10**9",
+        "s0 >> -1",
+        "FloatPow(-1.0, 0.5)",
+        "s0 if s0 else s0",
+        "[s0 for s0 in s0]",
+        "Max(*s0)",
+        "Max(a=s0)",
+        "s0 < s0 < s0",
+        "s0\0",
+        "True.real",
+        "2**0.5",
+    ],
+)
+def test_an_expression_without_measure_is_refused_at_once(text: str) -> None:
+    begun = time.process_time()
+    with pytest.raises(IRError, match="^size '") as raised:
+        evaluate(text, {"s0": 7})
+    assert time.process_time() - begun < 0.5 and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("value", [None, 7, ["s0"], {"$size": "s0"}, b"s0"])
+def test_what_is_no_text_is_no_expression(value: Any) -> None:
+    with pytest.raises(IRError, match="is no size"):
+        specialize({"$size": value}, {"s0": 7})
+
+
+PARTS = st.sampled_from(
+    ["s0", "s1", "7", "0", "2.5", "(", ")", ",", "+", "-", "*", "**", "//", "/", "%", "&", "~", "Max(", "FloorDiv(",
+     "PowByNatural(", "sqrt(", "Mod(", " ", "<", "not ", " and ", "1e300", "9" * 30, "\n", ">>"]
+)  # fmt: skip
+
+
+@given(st.lists(PARTS, max_size=60))
+def test_any_text_has_a_value_or_is_refused(parts: list[str]) -> None:
+    try:
+        value = evaluate("".join(parts), {"s0": 7, "s1": 3})
+    except IRError:
+        return
+    assert isinstance(value, (int, float)) and abs(value) <= 2**63
 
 
 def test_exported_programs_and_pt2_files_are_ir(tmp_path: Path) -> None:
