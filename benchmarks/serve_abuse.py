@@ -2,8 +2,9 @@
 
 Good clients, streaming and not, some with extreme settings, some with several requests in a row; clients that leave in
 the middle; requests that are sent half or byte by byte; readers that are slow or do not read; huge and invalid bodies;
-and, five times, a crowd of idle connections. Every good request must get its whole reply, or be told to come back; a
-prompt that one key has asked must not be in the cache for another. At the end the server must have no request and no
+trailers, heads and requests without end; JSON schemas that nothing fits; and, five times, a crowd of idle connections.
+Every good request must get its whole reply, or be told to come back; a prompt that one key has asked must not be in the
+cache for another. At the end the server must have no request and no
 KV block in use, and its memory must not have grown after the first part of the time. Start the server with two
 keys, and times that are short but let idle connections stay until all are there, such as
 
@@ -252,8 +253,77 @@ async def huge(attack: Attack) -> str:
     return data.split(b" ", 2)[1].decode() if data else "closed"
 
 
+async def flood(attack: Attack, start: bytes, more: bytes, most: int = 2**26) -> str:
+    """Send a beginning, then more and more of the same until the server takes no more; give up after 64 MB."""
+    reader, writer = await attack.connect()
+    sent, piece = 0, more * (65536 // len(more) + 1)
+    try:
+        writer.write(start)
+        while sent < most:
+            writer.write(piece)
+            await asyncio.wait_for(writer.drain(), 20)
+            sent += len(piece)
+        attack.wrong["64 MB that nobody asked for were taken"] += 1
+        return "taken"
+    except TimeoutError:
+        return "not read"
+    except OSError:
+        return "refused"
+    finally:
+        writer.transport.abort()
+
+
+async def trailers(attack: Attack) -> str:
+    """Send a whole request in chunks, and trailers without end."""
+    body = attack.chat().partition(b"\r\n\r\n")[2]
+    start = attack.post(b"%x\r\n%s\r\n0\r\n" % (len(body), body), "chunked")
+    long = b"X" * 3000 + b": " + b"y" * 3000 + b"\r\n"
+    return await flood(attack, start, attack.rng.choice([b"X: y\r\n", long, b"X"]))
+
+
+async def pipelined(attack: Attack) -> str:
+    """Send, while a request runs, a head or requests without end."""
+    start = attack.chat(stream=True, max_tokens=200).replace(b"Connection: close", b"Connection: keep-alive")
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    invalid = attack.post(b"x" * 30_000, connection="keep-alive")
+    begun, more = attack.rng.choice([(b"", head + b"\r\n"), (b"", invalid), (head, b"X: y\r\n"), (b"", b"\r\n")])
+    return await flood(attack, start + begun, more)
+
+
+def nested(depth: int) -> dict[str, object]:
+    return {"type": "array", "items": nested(depth - 1), "minItems": 100} if depth else {"type": "integer"}
+
+
+SCHEMAS: tuple[dict[str, object], ...] = (
+    {"$ref": "#"},
+    {"allOf": [{"$ref": "#"}]},
+    {"anyOf": [{"$ref": "#"}, {"type": "string"}]},
+    {"$ref": "https://example.com/schema"},
+    {"type": "array", "minItems": 1_000_000_000},
+    {"type": "array", "minItems": 1e9},
+    {"type": "string", "minLength": 10**30},
+    {"type": "string", "pattern": "(a{1000}){1000}"},
+    {"type": "string", "pattern": "(((a*)*)*)*b"},
+    {"type": "integer", "minimum": 0, "maximum": 10**300},
+    {"enum": ["x" * 100] * 5_000},
+    {"type": "object", "properties": {f"p{number}": {"$ref": "#"} for number in range(900)}},
+    nested(25),
+)
+
+
+async def schemas(attack: Attack) -> str:
+    """Ask for JSON of a schema that nothing fits, or that is very large: an answer, or the client's fault."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": attack.rng.choice(SCHEMAS)}}
+    data = await attack.ask(attack.chat(response_format=form))
+    status = int(data.split(b" ", 2)[1]) if data else 0
+    if status not in {*ANSWERED, 400}:
+        attack.wrong[f"a schema got {status} {data[-300:]!r}"] += 1
+    return str(status)
+
+
 KINDS: dict[Callable[[Attack], Awaitable[str]], int] = {
-    good: 24, several: 4, apart: 2, leaving: 12, half: 8, trickle: 4, sip: 4, slow: 4, invalid: 8, huge: 2
+    good: 24, several: 4, apart: 2, leaving: 12, half: 8, trickle: 4, sip: 4, slow: 4, invalid: 8, huge: 2,
+    trailers: 4, pipelined: 4, schemas: 4
 }  # fmt: skip
 MUST_BE_ANSWERED = {good, several, apart}
 
