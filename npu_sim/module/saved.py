@@ -49,6 +49,7 @@ def load(
     allow_code: bool = False,
     dlpack: bool = False,
     programs: int = PROGRAMS,
+    classes: Sequence[type] = (),
 ) -> LoadedModule:
     """Load a module that `CompiledModule.save` wrote.
 
@@ -63,12 +64,15 @@ def load(
         dlpack: Return device buffers, which speak DLPack, in the dtypes that the device stores; by default, NumPy
             arrays in PyTorch's dtypes.
         programs: How many programs to keep, if sizes may change; the one that has not been used for longest is dropped.
+        classes: Namedtuples and dataclasses of yours that results may be. Of those that the file names, only classes of
+            PyTorch, transformers and the like are made; the results of others are namedtuples and dicts like them.
 
     Raises:
         ProgramFormatError: the file is missing, truncated, damaged, of another format version, or inconsistent.
         DeviceError: there is no such device, or the module needs PyTorch and it is not installed.
     """
-    return LoadedModule(Path(path), open_backend(device), allow_code=allow_code, dlpack=dlpack, programs=programs)
+    backend = open_backend(device)
+    return LoadedModule(Path(path), backend, allow_code=allow_code, dlpack=dlpack, programs=programs, classes=classes)
 
 
 class LoadedModule:
@@ -90,6 +94,7 @@ class LoadedModule:
         allow_code: bool = False,
         dlpack: bool = False,
         programs: int = PROGRAMS,
+        classes: Sequence[type] = (),
     ) -> None:
         self.content, checkpoint = read_module(path)
         self.backend = backend
@@ -107,7 +112,7 @@ class LoadedModule:
         except ProgramFormatError as error:
             raise self._invalid(str(error)) from error
         self._arguments = Arguments(signature, content.inputs, content.positional, content.keywords, ArrayLike)
-        self._results = Results(content.outputs, content.result)
+        self._results = Results(content.outputs, content.result.with_classes(classes))
         self._paths = [leaf.path for leaf in content.inputs if leaf.name is not None]
         self._shapes = InputShapes(
             [(meta.shape, numpy_dtype(meta.dtype)) for meta in content.graph_inputs],

@@ -10,10 +10,13 @@ import dataclasses
 import keyword
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import ModuleType
 from typing import Any, Literal, Protocol
+
+from npu_compiler.program.codec import NOT_STORED
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Tree:
         keys: Of a dict, or the names of a namedtuple's or object's fields; one for each child.
         type: `module:name` of a namedtuple's or object's class.
         absent: An object's fields that are None.
+        classes: Classes of the caller's, by `type`, that may be made besides those of `_PACKAGES`.
     """
 
     kind: Literal["leaf", "tuple", "list", "dict", "namedtuple", "object"]
@@ -82,6 +86,7 @@ class Tree:
     keys: tuple[Any, ...] = ()
     type: str = ""
     absent: tuple[str, ...] = ()
+    classes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False, metadata=NOT_STORED)
 
     def __post_init__(self) -> None:
         if self.kind == "leaf" and self.children:
@@ -158,19 +163,21 @@ class Tree:
             case _:
                 return self._make(**dict(zip(self.keys, parts, strict=True)))
 
+    def with_classes(self, classes: Iterable[type]) -> Tree:
+        """The same structure, whose namedtuples and objects may also be of these classes."""
+        named = {type_path(kind): kind for kind in classes}
+        return replace(self, children=tuple(child.with_classes(classes) for child in self.children), classes=named)
+
     @cached_property
     def _make(self) -> Callable[..., Any]:
-        """What makes a namedtuple or an object of its fields: its own class where that is imported, else a stand-in.
+        """What makes a namedtuple or an object of its fields: its own class where that may be made, else a stand-in.
 
-        A file names the class. So nothing is imported for it, and no class is called but a namedtuple or dataclass that
-        has these fields and runs nothing else when it is made.
+        A file names the class. So nothing is imported for it, no module is asked but those of `_PACKAGES`, and no class
+        is called but a namedtuple or dataclass that has these fields and runs nothing else when it is made.
         """
-        module, _, path = self.type.partition(":")
-        found: Any = sys.modules.get(module)
-        for name in path.split("."):
-            found = getattr(found, name, None)
+        found = self.classes.get(self.type) or _imported(self.type)
         is_class = isinstance(found, type)
-        name = path.rpartition(".")[2]
+        name = self.type.rpartition(":")[2].rpartition(".")[2]
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "Record"
         if self.kind == "namedtuple":
             is_alike = is_class and issubclass(found, tuple) and getattr(found, "_fields", None) == self.keys
@@ -178,6 +185,24 @@ class Tree:
         if is_class and _is_plain_dataclass(found, self.keys):
             return found  # type: ignore[no-any-return]
         return type(name, (Record,), {"_absent": self.absent})
+
+
+# The packages whose classes a file may name.
+_PACKAGES = frozenset({"collections", "diffusers", "timm", "torch", "torchaudio", "torchvision", "transformers"})
+
+
+def _imported(path: str) -> Any:
+    """What a module of `_PACKAGES` defines under `module:name`, if it is imported; None otherwise.
+
+    Only what is there is looked at: asked for an attribute, some modules import others.
+    """
+    module, _, names = path.partition(":")
+    if module.partition(".")[0] not in _PACKAGES or module not in sys.modules:
+        return None
+    found: Any = sys.modules[module]
+    for name in names.split("."):
+        found = vars(found).get(name) if isinstance(found, (type, ModuleType)) else None
+    return found
 
 
 class Record(dict[str, Any]):
@@ -210,7 +235,7 @@ def _fields(value: Any) -> set[str] | None:
     if isinstance(value, Mapping):
         return set(value.keys())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name for field in dataclasses.fields(value) if getattr(value, field.name) is not None}
+        return {x.name for x in dataclasses.fields(value) if getattr(value, x.name) is not None}
     return None
 
 
@@ -222,7 +247,7 @@ def _is_plain_dataclass(kind: type, given: Sequence[str]) -> bool:
     )
     if hasattr(kind, "__post_init__") and not is_model_output:
         return False
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    fields = {x.name: x for x in dataclasses.fields(kind) if x.init}
     missing = dataclasses.MISSING
     needed = {x.name for x in fields.values() if x.default is missing and x.default_factory is missing}
     return needed <= set(given) <= fields.keys()

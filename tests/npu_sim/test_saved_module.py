@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
@@ -220,7 +222,7 @@ def test_nested_arguments_and_results_keep_their_structure(tmp_path: Path) -> No
     assert found[1] is given
     assert found[0].keys() == wanted[0].keys()
     assert found[0]["all"][1:] == [None, 7]
-    assert isinstance(found[0]["pair"], Pair)
+    assert type(found[0]["pair"]).__name__ == "Pair" and found[0]["pair"]._fields == Pair._fields
     assert found[0]["pair"].second == "text"
     assert np.array_equal(found[0]["pair"].first, wanted[0]["pair"].first.numpy())
     for wrong in ([a.numpy(), given], (a.numpy(),)):
@@ -230,19 +232,35 @@ def test_nested_arguments_and_results_keep_their_structure(tmp_path: Path) -> No
         after((a.numpy(), given), table={"b": [c.numpy()]})
 
 
-def test_dataclasses_come_back_as_they_are(tmp_path: Path) -> None:
+def test_classes_that_the_caller_gives_come_back_as_they_are(tmp_path: Path) -> None:
     x = torch.randn(3)
-    before, after = saved(Function(lambda x: Outcome(x + 1, x * 2)), tmp_path, x)
-    found = after(x.numpy())
-    assert isinstance(found, Outcome)
+    before, _ = saved(Function(lambda x: [Outcome(x + 1, x * 2), Pair(x, 7)]), tmp_path, x)
+    after = npu_sim.load(tmp_path / "model.npumod", "cpu", classes=[Pair, Outcome])
+    found, pair = after(x.numpy())
+    assert isinstance(found, Outcome) and isinstance(pair, Pair)
     assert found.note is None
-    assert np.array_equal(found.scaled, before(x).scaled.numpy())
+    assert np.array_equal(found.scaled, before(x)[0].scaled.numpy())
 
 
-def test_objects_of_unknown_classes_come_back_as_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_is_asked_for_a_class_but_those_of_known_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for an attribute, a module may import others; what it defines is looked up without asking."""
+
+    class Asking(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"asked for {name}")
+
+    fields = {"kind": "namedtuple", "children": (Tree("leaf"),), "keys": ("first",)}
+    for module in ("torch.lazy", "os", "__main__", "npu_sim.lazy", "torchlike"):
+        monkeypatch.setitem(sys.modules, module, Asking(module))
+        assert type(Tree(**fields, type=f"{module}:Pair").build([1])).__name__ == "Pair"  # type: ignore[arg-type]
+    lazy = sys.modules["torch.lazy"]
+    lazy.Pair = namedtuple("Pair", ["first"])  # type: ignore[attr-defined]
+    assert type(Tree(**fields, type="torch.lazy:Pair").build([1])) is lazy.Pair  # type: ignore[arg-type]
+
+
+def test_objects_of_unknown_classes_come_back_as_records(tmp_path: Path) -> None:
     x = torch.randn(3)
     saved(Function(lambda x: Outcome(x + 1, x * 2)), tmp_path, x)
-    monkeypatch.delitem(globals(), "Outcome")
     found = npu_sim.load(tmp_path / "model.npumod", "cpu")(x.numpy())
     assert isinstance(found, Record)
     assert type(found).__name__ == "Outcome"
@@ -252,10 +270,9 @@ def test_objects_of_unknown_classes_come_back_as_records(tmp_path: Path, monkeyp
         _ = found.other
 
 
-def test_namedtuples_of_unknown_classes_can_be_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_namedtuples_of_unknown_classes_can_be_unpacked(tmp_path: Path) -> None:
     x = torch.randn(3)
     before, after = saved(Function(lambda x: Pair(x + 1, 7)), tmp_path, x)
-    monkeypatch.delitem(globals(), "Pair")
     first, second = found = after(x.numpy())
     assert (type(found).__name__, found._fields, second) == ("Pair", ("first", "second"), 7)
     assert np.array_equal(first, before(x).first.numpy())
@@ -289,7 +306,7 @@ def test_classes_that_run_code_when_they_are_made_are_not_called(
         raise AssertionError("called")
 
     monkeypatch.setattr(Outcome, "__post_init__", refuse, raising=False)
-    assert isinstance(npu_sim.load(tmp_path / "model.npumod", "cpu")(x.numpy()), Record)
+    assert isinstance(npu_sim.load(tmp_path / "model.npumod", "cpu", classes=[Outcome])(x.numpy()), Record)
 
 
 def test_inputs_that_the_module_changes_are_changed(tmp_path: Path) -> None:
