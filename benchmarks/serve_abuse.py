@@ -263,7 +263,6 @@ async def flood(attack: Attack, start: bytes, more: bytes, most: int = 2**26) ->
             writer.write(piece)
             await asyncio.wait_for(writer.drain(), 20)
             sent += len(piece)
-        attack.wrong["64 MB that nobody asked for were taken"] += 1
         return "taken"
     except TimeoutError:
         return "not read"
@@ -278,11 +277,14 @@ async def trailers(attack: Attack) -> str:
     body = attack.chat().partition(b"\r\n\r\n")[2]
     start = attack.post(b"%x\r\n%s\r\n0\r\n" % (len(body), body), "chunked")
     long = b"X" * 3000 + b": " + b"y" * 3000 + b"\r\n"
-    return await flood(attack, start, attack.rng.choice([b"X: y\r\n", long, b"X"]))
+    outcome = await flood(attack, start, attack.rng.choice([b"X: y\r\n", long, b"X"]))
+    if outcome == "taken":
+        attack.wrong["64 MB of trailers were taken"] += 1
+    return outcome
 
 
 async def pipelined(attack: Attack) -> str:
-    """Send, while a request runs, a head or requests without end."""
+    """Send, while a request runs, a head or requests without end; of whole requests each may have its answer."""
     start = attack.chat(stream=True, max_tokens=200).replace(b"Connection: close", b"Connection: keep-alive")
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     invalid = attack.post(b"x" * 30_000, connection="keep-alive")

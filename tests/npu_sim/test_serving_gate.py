@@ -548,6 +548,12 @@ def test_a_schema_that_nothing_or_too_much_fits_is_the_clients_fault(server: Ser
     assert status == 400 and "the JSON schema cannot be used: " in body["error"]["message"]
 
 
+def test_a_schema_that_is_too_large_on_the_way_is_the_clients_fault(server: Served) -> None:
+    again = ", ".join(f'"p{number}": {{"$ref": "#"}}' for number in range(900))
+    status, _, body = ask(server, post({**HELLO, **schema(f'{{"type": "object", "properties": {{{again}}}}}')}))
+    assert (status, body["error"]["code"]) == (400, "grammar_failed")
+
+
 def test_a_grammar_that_fails_on_the_way_is_the_clients_fault(checkpoint: Checkpoint) -> None:
     with served(checkpoint, Script("the cat", error=f"{GRAMMAR_FAILED}: too many items")) as running:
         status, _, body = ask(running, post(HELLO))

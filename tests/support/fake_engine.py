@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_compiler.errors import NPUError
 from npu_sim.llm import Checkpoint, StreamDecoder
 from npu_sim.llm.tokenizer import load_tokenizer
 from npu_sim.serving.engine import EngineClosedError, QueueFullError
@@ -175,6 +176,8 @@ class FakeHandle:
         try:
             async for update in self._updates():
                 yield update
+        except NPUError as error:  # of the grammar
+            yield Update(finish_reason="error", error=str(error))
         finally:
             self.engine.active.discard(self)
 
