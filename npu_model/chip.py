@@ -237,7 +237,7 @@ def parse_chip(text: str, origin: str) -> Chip:
     """A chip from TOML text; `origin` is named in errors. Raises `InputError` where it is malformed."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the latter of brackets, the former also of thousands of digits
         raise InputError(f"chip '{origin}' is not TOML: {error}") from error
     where = f"chip '{origin}'"
     general = _table(tables.pop("chip", None), "chip", where)
@@ -246,6 +246,14 @@ def parse_chip(text: str, origin: str) -> Chip:
     chip = _fields(Chip, {**tables, **general}, "", where)
     assert isinstance(chip, Chip)
     return chip
+
+
+def _shown(value: Any) -> str:
+    """A value for a message; its type where Python refuses to write it: an integer may have thousands of digits."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:
+        return f"a{'n' if isinstance(value, int) else ''} {type(value).__name__}"
 
 
 def _table(value: Any, name: str, where: str) -> dict[str, Any]:
@@ -282,15 +290,15 @@ def _value(hint: Any, item: dataclasses.Field[Any], value: Any, path: str, where
     if kind is Dataflow:
         names = [dataflow.value for dataflow in Dataflow]
         if value not in names:
-            raise InputError(f"{where}: '{path}' is {value!r:.80}; choose one of {', '.join(names)}")
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; choose one of {', '.join(names)}")
         return Dataflow(value)
     if kind is bool:
         if not isinstance(value, bool):
-            raise InputError(f"{where}: '{path}' is {value!r:.80}; write true or false")
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; write true or false")
         return value
     if kind is str:
         if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{where}: '{path}' is {value!r:.80}; write a name in quotes")
+            raise InputError(f"{where}: '{path}' is {_shown(value)}; write a name in quotes")
         return value
     if typing.get_origin(kind) is Mapping:
         return _calls(value, path, where) if item.name == "measured" else _rates(item, value, path, where)
@@ -326,17 +334,26 @@ def _calls_of_a_dtype(table: Mapping[str, Any], path: str, where: str) -> dict[s
         for row in rows if isinstance(rows, list) and rows else [None]:
             numbers = row if isinstance(row, list) and len(row) == len(columns) else [None]
             if not all(isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x <= _MOST for x in numbers):
-                raise InputError(f"{where}: '{path}.{kind}' has {row!r:.80}; {wanted}")
+                raise InputError(f"{where}: '{path}.{kind}' has {_shown(row)}; {wanted}")
     return {kind: tuple(tuple(map(float, row)) for row in rows) for kind, rows in table.items()}
+
+
+def check_number(owner: Any, name: str, value: Any, where: str) -> Any:
+    """A number for a field of a part of a chip, as that takes it. Raises `InputError` if it does not."""
+    item = next(item for item in dataclasses.fields(owner) if item.name == name)
+    whole = typing.get_type_hints(type(owner))[name] is int
+    return _number(whole, item, value, name, where)
 
 
 def _number(whole: bool, item: dataclasses.Field[Any], value: Any, path: str, where: str) -> Any:
     limits = item.metadata
+    if isinstance(value, int) and abs(value) > _MOST:
+        value = math.inf if value > 0 else -math.inf  # it may have too many digits to be written
     least, most = limits.get("above", limits.get("from")), limits["most"]
     fits_kind = isinstance(value, int) if whole else isinstance(value, (int, float))
     wanted = f"{'a whole number' if whole else 'a number'} {'above' if 'above' in limits else 'of at least'} {least:g}"
     if not fits_kind or isinstance(value, bool) or math.isnan(value):
-        raise InputError(f"{where}: '{path}' is {value!r:.80}; write {wanted}")
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; write {wanted}")
     if value < least or ("above" in limits and value == least) or value > most:
-        raise InputError(f"{where}: '{path}' is {value!r:.80}; it must be {wanted} and at most {most:g}")
+        raise InputError(f"{where}: '{path}' is {_shown(value)}; it must be {wanted} and at most {most:g}")
     return value if whole else float(value)

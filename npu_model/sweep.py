@@ -22,7 +22,7 @@ from typing import Any
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.errors import InputError
 from npu_compiler.files import write_atomically
-from npu_model.chip import Chip
+from npu_model.chip import Chip, check_number
 from npu_model.simulation import simulate
 
 MOST_CHIPS = 4096
@@ -158,10 +158,8 @@ def _with(chip: Chip, values: Mapping[str, float]) -> Chip:
         owner: Any = chip if table is None else getattr(chip, table)
         if owner is None:
             raise InputError(f"chip '{chip.name}' has no [{table}], so there is no '{name}' to sweep")
-        whole = isinstance(getattr(owner, key), int)
-        if whole and value != int(value):
-            raise InputError(f"'{name}' takes whole numbers, not {value:g}")
-        changed = dataclasses.replace(owner, **{key: int(value) if whole else value})
+        number = int(value) if value == int(value) else value
+        changed = dataclasses.replace(owner, **{key: check_number(owner, key, number, f"the sweep of '{name}'")})
         chip = changed if table is None else dataclasses.replace(chip, **{table: changed})
     return chip
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import struct
+import tomllib
 from typing import Any
 
 import msgpack
@@ -44,6 +45,27 @@ def seal_module(content: Any) -> bytes:
     sums = [_checksum(np.frombuffer(part, np.uint8)) for part in (description, tensors)]
     header = _HEADER.pack(b"NPUMOD", content["version"], len(description), len(tensors), *sums)
     return (header + description).ljust(_start(len(description)), b"\0") + bytes(tensors)
+
+
+def open_whole_module(data: bytes) -> dict[str, Any]:
+    """A `.npumod` with what is inside it opened too: its programs, its graph and its tensors."""
+    content = open_module(data)
+    programs = content["description"].pop("programs")
+    return {
+        **content,
+        "ir": open_graph(seal_json(content["ir"])),
+        "tensors": open_safetensors(content["tensors"]),
+        "programs": [{**program, "content": open_program(program["content"])} for program in programs],
+    }
+
+
+def seal_whole_module(content: Any) -> bytes:
+    programs = [{**program, "content": seal_program(program["content"])} for program in content["programs"]]
+    ir = json.loads(seal_graph(content["ir"]))
+    description = {**content["description"], "programs": programs}
+    return seal_module(
+        {**content, "description": description, "ir": ir, "tensors": seal_safetensors(content["tensors"])}
+    )
 
 
 def open_json(data: bytes) -> Any:
@@ -182,3 +204,49 @@ def _packed(form: str, value: Any) -> bytes:
     size = struct.calcsize(f"<{form}")
     number = int(value) if isinstance(value, (int, str)) and str(value).lstrip("-").isdigit() else 0
     return (number % 256**size).to_bytes(size, "little")
+
+
+def open_chip(data: bytes) -> Any:
+    """A chip's TOML."""
+    return tomllib.loads(data.decode())
+
+
+def seal_chip(content: Any) -> bytes:
+    lines: list[str] = []
+    _write_table(content, [], lines)
+    return "\n".join(lines).encode(errors="surrogatepass")
+
+
+def _write_table(table: dict[Any, Any], path: list[str], lines: list[str]) -> None:
+    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
+    lines += [f"{_toml(str(key))} = {_toml(value)}" for key, value in table.items() if key not in tables]
+    for key, value in tables.items():
+        inner = [*path, _toml(str(key))]
+        lines.append(f"[{'.'.join(inner)}]")
+        _write_table(value, inner, lines)
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case str():
+            return json.dumps(value, ensure_ascii=True)
+        case list():
+            return f"[{', '.join(map(_toml, value))}]"
+        case dict():
+            return "{" + ", ".join(f"{_toml(str(key))} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    return _toml(repr(value))
+
+
+def open_sweep(data: bytes) -> Any:
+    """A sweep's ranges: name and two values of each."""
+    parts = (part.partition("=") for part in data.decode().split(","))
+    return [[name, *values.split("..")] for name, _, values in parts]
+
+
+def seal_sweep(content: Any) -> bytes:
+    parts = (part if isinstance(part, list) and part else [part] for part in content)
+    return ",".join(f"{part[0]}={'..'.join(map(str, part[1:]))}" for part in parts).encode(errors="surrogatepass")

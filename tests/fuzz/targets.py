@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
@@ -20,6 +21,7 @@ from npu_compiler import (
     CompiledProgram,
     ConstraintError,
     DeviceError,
+    InputError,
     NPUError,
     ProgramFormatError,
     QuantizedFormat,
@@ -68,6 +70,16 @@ def corpus(name: str) -> list[bytes]:
         return _cached_files()
     if name == "module":
         return _saved_modules()
+    if name == "chip":
+        return [resource.read_bytes() for resource in _chips()]
+    if name == "sweep":
+        return [
+            b"sram=256K..8M,arrays=1..8",
+            b"banks=1..4,rows=8..32,columns=16",
+            b"clock=0.5..2,latency=1..100,lanes=8",
+        ]
+    if name == "generation":
+        return [json.dumps(settings).encode() for settings in _GENERATION]
     if name in ("program", "run"):
         files = sorted((CORPUS / "ir").iterdir())
         formats = {"table": QuantizedFormat("int8"), "k": QuantizedFormat("int4", 4, "float16", "minimum")}
@@ -189,6 +201,73 @@ def _read_weights(folder: Path) -> Check:
         checkpoint = MappedCheckpoint(path)
         for name in checkpoint:
             checkpoint[name].sum()
+        return "loaded"
+
+    return check
+
+
+def _chips() -> list[Any]:
+    from importlib.resources import files
+
+    from npu_model import shipped_chips
+
+    return [files("npu_model") / "chips" / f"{name}.toml" for name in shipped_chips()]
+
+
+def _program_to_simulate() -> CompiledProgram:
+    return compile(CORPUS / "ir" / "vision.json")
+
+
+def _read_chip(folder: Path) -> Check:
+    """Reads a chip and simulates a program on it."""
+    from npu_model import load_chip, simulate
+
+    program, path = _program_to_simulate(), folder / "chip.toml"
+
+    def check(data: bytes) -> str:
+        path.write_bytes(data)
+        result = simulate(program, load_chip(path))
+        assert 0 <= result.seconds < math.inf and 0 <= result.energy.total < math.inf, "no time or energy"
+        return "simulated"
+
+    return check
+
+
+def _read_sweep(folder: Path) -> Check:
+    """Reads a sweep and simulates a program on its first chip and its last."""
+    from npu_model import load_chip
+    from npu_model.sweep import as_csv, parse_sweep, sweep
+
+    program, chip = _program_to_simulate(), load_chip("edge")
+
+    def check(data: bytes) -> str:
+        chips = parse_sweep(data.decode(errors="surrogateescape"), chip)
+        as_csv(sweep(program, [chips[0], chips[-1]], workers=1))
+        return "simulated"
+
+    return check
+
+
+_GENERATION: tuple[dict[str, Any], ...] = (
+    {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.9},
+    {"eos_token_id": 2, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "max_length": 20, "top_k": 50},
+    {"eos_token_id": 2, "suppress_tokens": [4, 5], "begin_suppress_tokens": [3], "forced_bos_token_id": 1,
+     "bad_words_ids": [[1, 2], [3]], "min_new_tokens": 2, "transformers_version": "4.50.0"},
+)  # fmt: skip
+
+
+def _read_generation(folder: Path) -> Check:
+    """Reads a model folder without weights whose `generation_config.json` is the file."""
+    from npu_sim.llm.model_folder import load_config
+
+    os.environ["NPU_SIM_CACHE"] = str(folder / "cache")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8, "vocab_size": 16,
+              "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 2}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def check(data: bytes) -> str:
+        (folder / "generation_config.json").write_bytes(data)
+        load_config(folder, "model", None)
         return "loaded"
 
     return check
@@ -326,12 +405,19 @@ _GRAPH: tuple[Form, ...] = (
     (file_formats.open_graph, file_formats.seal_graph),
 )
 _WEIGHTS: tuple[Form, ...] = ((file_formats.open_safetensors, file_formats.seal_safetensors),)
+_MODULE: tuple[Form, ...] = (
+    (file_formats.open_module, file_formats.seal_module),
+    (file_formats.open_whole_module, file_formats.seal_whole_module),
+)
 TARGETS = {
     "program": Target(_read_program, ProgramFormatError, _PROGRAM),
     "run": Target(_run_program, NPUError, _PROGRAM),
     "ir": Target(_read_graph, NPUError, _GRAPH),
     "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
     "safetensors": Target(_read_weights, WeightError, _WEIGHTS),
-    "module": Target(_load_module, NPUError, ((file_formats.open_module, file_formats.seal_module),)),
+    "module": Target(_load_module, NPUError, _MODULE),
+    "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),)),
+    "sweep": Target(_read_sweep, InputError, ((file_formats.open_sweep, file_formats.seal_sweep),)),
+    "generation": Target(_read_generation, NPUError, ((file_formats.open_json, file_formats.seal_json),)),
     "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),
 }

@@ -93,10 +93,19 @@ MALFORMED = [
     ),
     ("[dma]", "[measured]\nnorm = [[64, 2.0]]\n[dma]", "above 0 and at most 1e+18: elements, row, factor"),
     ("[chip]", "[chip", "is not TOML"),
+    ("rows = 8", f"rows = {'9' * 5000}", "is not TOML: Exceeds the limit"),
+    ("rows = 8", f"rows = 0x{'f' * 20000}", "'matrix.rows' is inf; write a whole number of at least 1"),
+    ("clock_ghz = 1.0", f"clock_ghz = 0x{'f' * 20000}", "'clock_ghz' is inf; it must be a number above 0"),
+    ('name = "small"', f"name = 0x{'f' * 20000}", "'name' is an int; write a name in quotes"),
+    ('dataflow = "output"', f"dataflow = [[0x{'f' * 20000}]]", "'matrix.dataflow' is a list; choose one of"),
+    ("latency_ns = 100", f"latency_ns = {'[' * 5000}", "is not TOML"),
+    ("[dma]", f"[measured]\nnorm = [[0x{'f' * 20000}, 1, 1]]\n[dma]", "'measured.norm' has a list; write rows of 3"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "message"), MALFORMED, ids=[new or f"no {old}" for old, new, _ in MALFORMED])
+@pytest.mark.parametrize(
+    ("old", "new", "message"), MALFORMED, ids=[new[:60] or f"no {old}" for old, new, _ in MALFORMED]
+)
 def test_a_malformed_chip_is_refused_with_its_file_and_key(old: str, new: str, message: str) -> None:
     assert old in CHIP
     with pytest.raises(InputError) as raised:
