@@ -343,6 +343,10 @@ class MappedCheckpoint(Mapping[str, np.ndarray]):
         header.pop("__metadata__", None)
         self._where.update({key: (whole[start:], entry) for key, entry in header.items()})
 
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        return tuple(self._where[key][1]["shape"])
+
     def __getitem__(self, key: str) -> np.ndarray:
         data, entry = self._where[key]
         if entry["dtype"] not in (*SAFETENSORS_DTYPES, _FLOAT8):

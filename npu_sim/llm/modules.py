@@ -2,13 +2,14 @@
 steps that choose the next token themselves."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from npu_compiler.errors import InputError
 from npu_runtime.cpu.kernels import transformer
 
 
@@ -243,13 +244,84 @@ def attend_to_pages(
     values: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
-    paging: Paging,
-    **kwargs: Any,
+    scaling: float | None = None,
+    paging: Paging | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim]."""
+    """An attention function for transformers: query [1, H, N, head dim] and pools → [1, N, H, head dim].
+
+    A window is not looked at: `cache_capacity` has seen to it that no sequence is longer.
+
+    Raises:
+        InputError: the model asks for more than causal attention.
+    """
+    _check_causal(module, dropout, is_causal, others)
+    if attention_mask is not None:
+        raise InputError("its attention has a mask of its own, which paged attention does not compute")
+    if paging is None:
+        raise InputError("its layers do not tell their attention where the keys are, so it cannot be served; generate can")
     tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
-    return paged_attention(tokens, keys, values, *where, paging.block_size, scaling)[None], None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return paged_attention(tokens, keys, values, *where, paging.block_size, scale)[None], None
+
+
+def attend_to_rows(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function for transformers: PyTorch's own, of what it computes only.
+
+    Raises:
+        InputError: the model asks for more than causal attention, or for a window that is shorter than the keys.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _check_causal(module, dropout, is_causal, others)
+    if attention_mask is None or attention_mask.dtype != torch.bool:
+        raise InputError("its attention has a mask of its own instead of the causal one")
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        raise InputError(f"it uses a sliding attention window of {sliding_window} tokens; choose a cache no longer")
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)
+
+
+# Arguments that say nothing about what attention computes.
+_OF_CALLERS = frozenset(
+    {
+        *("position_ids", "cache_position", "use_cache", "layer_idx", "paging"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+        *("target_dtype", "deterministic", "implementation"),
+    }
+)
+_NAMES = {"s_aux": "attention sinks", "softcap": "softcapping of attention scores", "position_bias": "a position bias"}
+
+
+def _check_causal(module: nn.Module, dropout: float, is_causal: bool | None, others: Mapping[str, Any]) -> None:
+    """Refuse arguments of an attention function that ask for more than causal attention.
+
+    Raises:
+        InputError: one does.
+    """
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _OF_CALLERS)
+    if unknown:
+        described = _NAMES.get(unknown[0])
+        feature = f"{described} ('{unknown[0]}')" if described else f"the argument '{unknown[0]}'"
+        raise InputError(f"its attention uses {feature}, which is not supported")
+    if dropout:
+        raise InputError(f"its attention uses a dropout of {dropout}, which is not supported")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise InputError("its attention is not causal, which is not supported")
 
 
 class PagedCausalLM(nn.Module):

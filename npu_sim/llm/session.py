@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from npu_compiler.errors import InputError, NPUError
 from npu_runtime.profile_trace import Span
 from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.families import attention_window
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
@@ -500,12 +501,13 @@ def _lengths(checkpoint: Checkpoint, cache_length: int | None, chunk: int) -> tu
         raise InputError(
             f"a cache of {length} tokens exceeds the context length that {checkpoint.name} was trained for, {trained}"
         )
-    window = getattr(checkpoint.config, "sliding_window", None)
+    window = attention_window(checkpoint.config.to_dict())
     chunk = min(chunk, length)
     length = -(-length // chunk) * chunk
     if window and length > window:
         raise InputError(
-            f"{checkpoint.name} uses a sliding attention window of {window} tokens; choose a cache no longer than that"
+            f"{checkpoint.name} uses a sliding attention window of {window} tokens; choose a cache no longer than that "
+            "(--cache-length, or --context-length of a server)"
         )
     return chunk, length
 

@@ -1,0 +1,212 @@
+"""Which checkpoints are computed right: what others are is said by name, before anything of them is built.
+
+A model type is in `SUPPORTED` once `tests/support/decoders.py` has found its greedy tokens to be those of transformers,
+in `LanguageModel` and in the serving engine, and again with each field of its config changed.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.errors import InputError
+
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+SUPPORTED = (
+    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
+    *("gpt_neox", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"),
+    *("ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3"),
+    *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+)
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+_LARGEST_FILE = 2**24  # bytes
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_EXPERTS = re.compile(r"(num|n)_(local_|routed_)?experts|moe_num_experts")
+_SENSES = ("vision", "audio", "image", "video")
+# What a size in a config may be, by how its name ends; anything of such a size is built before weights are looked at.
+_LIMITS = (
+    (re.compile(r"n_layers?|num_(hidden_|decoder_)?layers"), 1, 2048),
+    (re.compile(r"n_heads?|num_(attention|key_value|kv)_heads"), 1, 2**14),
+    (re.compile(r"head_dim"), 1, 2**14),
+    (re.compile(r"hidden_size|n_embd|intermediate_size|n_inner"), 1, 2**22),
+    (re.compile(r"vocab_size"), 1, 2**24),
+    (re.compile(r"max_position_embeddings|n_positions|n_ctx"), 1, 2**40),
+    (re.compile(r"num_labels"), 0, 2**16),
+)
+_LARGEST = 2**53  # of any other number
+HEAD = "lm_head.weight"
+TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields in a folder's config.json, before transformers reads it.
+
+    Raises:
+        InputError: the folder is none of a whole causal language model that is supported, or a size in its config is
+            not one.
+    """
+    path = folder / "config.json"
+    refuse_adapter(folder)
+    if not path.is_file():
+        raise InputError(f"{folder} has no config.json, so it is not a Hugging Face model folder")
+    if path.stat().st_size > _LARGEST_FILE:
+        raise InputError(f"{path} has {path.stat().st_size} bytes, which no config has")
+    try:
+        fields = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # also what is not UTF-8
+        raise InputError(f"{path} cannot be used: {error}") from error
+    if not isinstance(fields, dict):
+        raise InputError(f"{path} cannot be used: it holds no JSON object")
+    try:
+        _check_kind(folder, fields)
+        _check_sizes(fields)
+    except InputError as error:
+        raise InputError(f"{folder} {error}") from None
+    return fields
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise `InputError` for a folder with a LoRA adapter, whose weights nobody would look at."""
+    path = folder / "adapter_config.json"
+    if not path.is_file():
+        return
+    try:
+        base = json.loads(path.read_text("utf-8"))["base_model_name_or_path"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        base = None
+    of = f" for {base!r:.80}" if isinstance(base, str) else ""
+    raise InputError(
+        f"{folder} holds a LoRA adapter{of}, not a whole model; merge the two with PEFT (merge_and_unload(), then "
+        "save_pretrained()) and open the result"
+    )
+
+
+def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Refuse what is no causal language model, or of a type that is not supported."""
+    kind, architectures = fields.get("model_type"), fields.get("architectures")
+    if not isinstance(kind, str) or not kind:
+        raise InputError("names no model_type in its config.json")
+    named = [name for name in architectures if isinstance(name, str)] if isinstance(architectures, list) else []
+    if kind in SUPPORTED:
+        if named and not any(name.endswith(_CAUSAL) for name in named):
+            use = "an embedding model" if _embeds(folder, named) else "no causal language model"
+            raise InputError(f"holds {use} ({named[0]:.80}); choose a checkpoint whose class ends with ForCausalLM")
+        if (folder / "modules.json").is_file() and not any(name.endswith(_CAUSAL) for name in named):
+            raise InputError("holds an embedding model; choose a checkpoint that generates text")
+        if _experts(fields) > 1:
+            raise InputError(f"holds a mixture of {_experts(fields)} experts, which is not supported")
+        return
+    known = f"model type '{kind:.80}'"
+    if _embeds(folder, named):
+        raise InputError(f"holds an embedding model ({known}), which generates no text; choose a causal language model")
+    if fields.get("is_encoder_decoder") is True:
+        raise InputError(f"holds an encoder with a decoder ({known}); only decoders are supported")
+    if any(name.startswith(_SENSES) and isinstance(part, dict) for name, part in fields.items()) or kind.endswith("_vl"):
+        raise InputError(
+            f"holds a model of text and images or sound ({known}), which is not supported; choose one of text alone"
+        )
+    if _experts(fields) > 1:
+        raise InputError(f"holds a mixture of {_experts(fields)} experts ({known}), which is not supported")
+    raise InputError(f"holds a model of an unsupported type ({known}); supported are {', '.join(GGUF_ARCHITECTURES)} "
+        f"and {len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others, which docs/language_models.md lists")
+
+
+def _embeds(folder: Path, architectures: Iterable[str]) -> bool:
+    """Whether a folder is one of sentence-transformers, or holds a model without a head."""
+    return (folder / "modules.json").is_file() or any(name.endswith("Model") for name in architectures) and not any(
+        name.endswith(_CAUSAL) for name in architectures
+    )
+
+
+def _experts(fields: Mapping[str, Any]) -> int:
+    """The number of experts that a config names; 0 without any."""
+    named = [value for name, value in fields.items() if _EXPERTS.fullmatch(name) and type(value) is int]
+    return max(named, default=0)
+
+
+def _check_sizes(fields: Mapping[str, Any]) -> None:
+    """Refuse a size that is not a whole number of a sensible magnitude."""
+    for name, value in _numbers("", fields):
+        if isinstance(value, float) and value != value or abs(value) > _LARGEST:
+            raise InputError(f"has a config.json that says {value!r:.40} for '{name}'")
+    for name, value in fields.items():
+        for pattern, low, high in _LIMITS:
+            if value is None or not pattern.fullmatch(name):
+                continue
+            if type(value) is not int or not low <= value <= high:
+                raise InputError(
+                    f"has a config.json that says {value!r:.40} for '{name}', which is a whole number from {low} to {high}"
+                )
+
+
+def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:
+    """The numbers in JSON data, with the names under which they stand."""
+    pending = [(name, value)]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += ((name, part) for part in value)
+        elif type(value) in (int, float):
+            yield name, value
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Refuse what transformers computes for some values of a config and our programs do not.
+
+    Args:
+        fields: Of the config, as transformers has read it.
+
+    Raises:
+        InputError: there is such a value.
+    """
+    for rope in _ropes(fields.get("rope_parameters")):
+        kind = rope.get("rope_type", "default")
+        if kind not in ROPE_TYPES:
+            raise InputError(f"RoPE scaling '{kind!s:.40}' is not supported; supported are {', '.join(ROPE_TYPES)}")
+
+
+def _ropes(parameters: Any) -> list[Mapping[str, Any]]:
+    """The settings of rotary embeddings: those of all layers, or of each kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return []
+    parts = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return parts or [parameters]
+
+
+def attention_window(fields: Mapping[str, Any]) -> int | None:
+    """The fewest tokens that some layer attends to at most, its sliding window or chunk; None: all attend to all.
+
+    Args:
+        fields: Of the config, as transformers has read it.
+    """
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list) and kinds and all(kind == "full_attention" for kind in kinds):
+        return None
+    sizes = [
+        value
+        for name, value in fields.items()
+        if ("window" in name or "attention_chunk" in name) and name != "max_window_layers"
+        if type(value) is int and value > 0
+    ]
+    return min(sizes, default=None)
+
+
+def check_tensors(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a config that does not fit the tensors, before anything of its sizes is built.
+
+    Raises:
+        InputError: it says another vocabulary, or more layers.
+    """
+    layers = {int(number) for name in shapes for number in re.findall(r"\.(?:layers|h)\.(\d{1,9})\.", f".{name}")}
+    said, stored = fields.get("num_hidden_layers"), max(layers, default=-1) + 1
+    if isinstance(said, int) and said > stored:
+        raise InputError(f"its config says {said} layers, but its files hold {stored}")
+    vocabulary = fields.get("vocab_size")
+    for name, shape in shapes.items():
+        if name.endswith(TABLES) and len(shape) == 2 and isinstance(vocabulary, int) and shape[0] != vocabulary:
+            raise InputError(f"its config says a vocabulary of {vocabulary} tokens, but '{name}' has {shape[0]}")

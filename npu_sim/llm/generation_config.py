@@ -1,0 +1,83 @@
+"""A checkpoint's generation config: what it says about choosing tokens is done or named, never dropped.
+
+The caller's own settings take the place of those for sampling (temperature, top-k, top-p and the like), of lengths and of
+how a search for tokens is sped up. `repetition_penalty` is applied. Everything else that changes which tokens are chosen is
+not supported, and a model that asks for it is refused by that name.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from npu_compiler.errors import InputError
+from npu_sim.llm.checkpoint import Checkpoint, as_ids, as_input_error
+
+# Settings that change which tokens are chosen, with the values, besides None, that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({}, []),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1,),
+    "watermarking_config": (),
+    "token_healing": (False,),
+    "stop_strings": ([], ""),
+    "max_time": (),
+}
+
+
+def read_generation(folder: Path, config: Any) -> dict[str, Any]:
+    """What `Checkpoint` has of a folder's generation config, by its names, as JSON data.
+
+    Args:
+        config: The transformers config.
+
+    Raises:
+        InputError: the generation config cannot be read, or a value is none.
+    """
+    from transformers import GenerationConfig
+
+    eos_ids = as_ids(getattr(config, "eos_token_id", None))
+    path = folder / "generation_config.json"
+    with as_input_error(f"{path} cannot be used"):
+        if path.is_file():
+            settings = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        else:
+            settings = GenerationConfig.from_model_config(config)
+        eos_ids |= as_ids(settings.eos_token_id)
+        penalty = getattr(settings, "repetition_penalty", None)
+        penalty = 1.0 if penalty is None else penalty
+        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not 0 < penalty < math.inf:
+            raise InputError(f"{path} says {penalty!r:.40} for 'repetition_penalty', which is a number above 0")
+        asked = {name: getattr(settings, name, None) for name in _NEUTRAL}
+    unsupported = [
+        f"{name}={value!r:.60}"
+        for name, value in asked.items()
+        if value is not None and not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name])
+        if not (isinstance(value, float) and value in _NEUTRAL[name])
+    ]
+    return {"eos_ids": sorted(eos_ids), "repetition_penalty": float(penalty), "unsupported": unsupported}
+
+
+def check_generation(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that asks for a way of choosing tokens that is not supported. Raises InputError."""
+    if checkpoint.unsupported:
+        raise InputError(
+            f"the generation config of {checkpoint.name} asks for {checkpoint.unsupported[0]}, which is not supported; "
+            "remove it from its generation_config.json to generate without it"
+        )

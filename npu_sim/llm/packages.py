@@ -1,0 +1,29 @@
+"""Packages that language models need and the core does not: what to install where one is missing."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from npu_compiler.errors import InputError
+
+INSTALL = "pip install 'npu-simulation[examples]'"
+
+
+def require_packages(purpose: str, *names: str) -> None:
+    """Check that packages are installed; none is imported.
+
+    Args:
+        purpose: What needs them, as the message's first words: "opening a GGUF file".
+
+    Raises:
+        InputError: one is not.
+    """
+    missing = [name for name in names if not _is_installed(name)]
+    if missing:
+        raise InputError(f"{purpose} needs {' and '.join(missing)}, which is not installed: {INSTALL}")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,266 @@
+"""Every kind of causal language model that transformers knows, tiny and random, held against what we generate.
+
+    python tests/support/decoders.py [MODEL_TYPE ...]
+
+For each model type a folder is saved and read by `LanguageModel` and by the serving engine. The outcome is `right`
+(the greedy tokens are those of transformers up to a near-tie), `refused` (an `NPUError` of one sentence), `wrong`, or
+`raw` (any other error, a crash or a hang). The last two are faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from npu_compiler.errors import NPUError
+
+PROMPT, NEW, WINDOW, CONTEXT, VOCAB = 60, 24, 16, 128, 160
+SECONDS = 150  # per model type, after which it counts as a hang
+NEAR_TIE = 2e-3  # between the two greatest logits
+
+# Sizes by the names that configs use. A name that a config lacks is left out.
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "hidden_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "d_inner"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "dim_ff", "block_ff_dim"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads",), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "kv_n_heads"), 2),
+    **dict.fromkeys(("head_dim", "v_head_dim", "qk_nope_head_dim", "attention_head_dim", "d_kv"), 16),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
+    "qk_rope_head_dim": 8,
+    **dict.fromkeys(("vocab_size",), VOCAB),
+    **dict.fromkeys(("vocab_size_per_layer_input",), VOCAB),
+    "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window", "attention_window_size"), WINDOW),
+    **dict.fromkeys(("attention_chunk_size", "sliding_window_size", "local_attention"), WINDOW),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 8),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "num_blocks"), 1),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    **dict.fromkeys(("eos_token_id",), None),
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a model type by one route."""
+
+    kind: str
+    detail: str = ""
+
+
+def model_types() -> list[str]:
+    """All model types of `AutoModelForCausalLM`."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def tiny_config(model_type: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """The type's config with small sizes; the fields that `changes` names as it says."""
+    kind = CONFIG_MAPPING[model_type]
+    plain = kind()
+    config = _resized(kind, plain, dict(changes or {}))
+    return config
+
+
+def _resized(kind: Any, plain: Any, changes: dict[str, Any]) -> Any:
+    stored = plain.to_dict()
+    own = kind.attribute_map
+    fields: dict[str, Any] = {}
+    for name, value in stored.items():
+        if name in own:
+            continue
+        part = getattr(plain, name, None)
+        if isinstance(part, transformers.PretrainedConfig):
+            fields[name] = _resized(type(part), part, dict(changes)).to_dict()
+        elif name in _SIZES and (value is not None or name in ("head_dim", "sliding_window", "num_key_value_heads")):
+            fields[name] = _SIZES[name]
+    if isinstance(stored.get("layer_types"), list):
+        kinds = list(dict.fromkeys(stored["layer_types"]))
+        layers = max(2, len(kinds))
+        for name in ("num_hidden_layers", "n_layer", "num_layers"):
+            if name in fields:
+                fields[name] = layers
+        fields["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    fields.update({name: value for name, value in changes.items() if name in stored or name in fields})
+    return kind(**fields)
+
+
+def randomize(model: Any, seed: int = 0) -> None:
+    """Give every parameter values that matter: biases and norms too, and layers that do not vanish."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim >= 2:
+                fan = parameter.shape[-1] if parameter.ndim == 2 else parameter.shape[-2]
+                parameter.copy_(noise * (1.5 / max(1, fan) ** 0.5))
+            else:
+                parameter.copy_(parameter.nan_to_num().clamp(-4, 4) + 0.1 * noise)
+
+
+def prompts() -> list[list[int]]:
+    drawn = np.random.default_rng(5)
+    return [drawn.integers(3, VOCAB, size).tolist() for size in (PROMPT, PROMPT - 23)]
+
+
+def reference(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The greedy tokens of transformers, and after each how far the second greatest logit was below."""
+    ids = torch.tensor([prompt])
+    tokens: list[int] = []
+    gaps: list[float] = []
+    with torch.no_grad():
+        for _ in range(NEW):
+            logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            best = logits.topk(2)
+            tokens.append(int(best.indices[0]))
+            gaps.append(float(best.values[0] - best.values[1]))
+            ids = torch.cat((ids, best.indices[:1][None]), 1)
+    return tokens, gaps
+
+
+def compared(ours: list[int], expected: list[int], gaps: list[float]) -> Outcome:
+    for place, (mine, theirs, gap) in enumerate(zip(ours, expected, gaps, strict=False)):
+        if mine != theirs:
+            if gap < NEAR_TIE:
+                return Outcome("right", f"a near-tie at token {place}")
+            return Outcome("wrong", f"token {place} is {mine}, not {theirs} (gap {gap:.3g})")
+    if len(ours) != len(expected):
+        return Outcome("wrong", f"{len(ours)} tokens instead of {len(expected)}")
+    return Outcome("right")
+
+
+def attempt(action: Callable[[], Outcome]) -> Outcome:
+    """The outcome of an action; an error of ours of one sentence is a refusal, any other is raw."""
+    try:
+        return action()
+    except NPUError as error:
+        text = str(error)
+        if "\n" in text or len(text) > 500:
+            return Outcome("raw", f"a long refusal: {text[:300]!r}")
+        return Outcome("refused", text)
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames)), "")
+        return Outcome("raw", f"{type(error).__name__}: {str(error)[:300]!r} at {where}")
+
+
+def generated(folder: Path, expected: Any) -> Outcome:
+    from npu_sim.llm import LanguageModel, load_checkpoint
+
+    model = LanguageModel(load_checkpoint(folder, "float32"), device="cpu")
+    ours = list(model.generate(prompts()[0], NEW))
+    return compared(ours, *expected[0])
+
+
+def served(folder: Path, expected: Any) -> Outcome:
+    from npu_sim.llm import load_checkpoint
+    from npu_sim.serving.engine import Engine
+    from npu_sim.serving.paged_model import PagedModel
+    from npu_sim.serving.request import Request
+
+    model = PagedModel(load_checkpoint(folder, "float32"), device="cpu", max_tokens=64, max_sequences=2)
+    with Engine(model) as engine:
+        updates = engine.generate([Request(tuple(prompt), NEW, stop_ids=frozenset()) for prompt in prompts()])
+    for update, (tokens, gaps) in zip(updates, expected, strict=True):
+        if update.error:
+            return Outcome("raw", f"the engine says: {update.error[:300]}")
+        outcome = compared(list(update.tokens), tokens, gaps)
+        if outcome.kind != "right":
+            break
+    return outcome
+
+
+def tried(model_type: str, changes: Mapping[str, Any] | None = None) -> dict[str, Outcome]:
+    """The outcomes of a model type by route. `unbuilt`: transformers itself does not run the tiny model."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        try:
+            config = tiny_config(model_type, changes)
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            randomize(model)
+            model.generation_config = transformers.GenerationConfig(eos_token_id=None)
+            model.save_pretrained(folder)
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            expected = [reference(model, prompt) for prompt in prompts()]
+        except Exception as error:
+            return {"unbuilt": Outcome("unbuilt", f"{type(error).__name__}: {str(error)[:200]!r}")}
+        del model
+        return {
+            "generate": attempt(lambda: generated(folder, expected)),
+            "serve": attempt(lambda: served(folder, expected)),
+        }
+
+
+def _child(send: Any, model_type: str, changes: Mapping[str, Any] | None) -> None:
+    start = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        outcome = tried(model_type, changes)
+    send.send((outcome, time.monotonic() - start))
+
+
+def isolated(model_type: str, changes: Mapping[str, Any] | None = None) -> tuple[dict[str, Outcome], float]:
+    """`tried` in a process of its own: (outcomes, seconds)."""
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(False)
+    process = context.Process(target=_child, args=(send, model_type, changes))
+    process.start()
+    send.close()
+    try:
+        if not receive.poll(SECONDS):
+            return {"all": Outcome("raw", f"no answer in {SECONDS} s")}, SECONDS
+        return receive.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        process.join()
+        return {"all": Outcome("raw", f"the process ended with {process.exitcode}")}, 0.0
+    finally:
+        process.kill()
+        process.join()
+
+
+def main(names: Iterable[str]) -> int:
+    counts: Counter[str] = Counter()
+    for name in names or model_types():
+        outcomes, seconds = isolated(name)
+        for route, outcome in outcomes.items():
+            counts[outcome.kind] += 1
+            print(f"{name:24} {route:9} {outcome.kind:8} {seconds:5.1f}s {outcome.detail}", flush=True)
+    print(dict(counts))
+    return 1 if counts["wrong"] or counts["raw"] else 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    transformers.logging.set_verbosity_error()
+    sys.exit(main(parser.parse_args().names))
