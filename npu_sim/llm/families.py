@@ -15,9 +15,34 @@ from npu_compiler.errors import InputError
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 SUPPORTED = (
-    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
+    *(
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+    ),
     *("gpt_neox", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"),
-    *("ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3"),
+    *(
+        "ministral",
+        "ministral3",
+        "mistral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "persimmon",
+        "phi",
+        "phi3",
+    ),
     *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
 )
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -104,20 +129,26 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
         raise InputError(f"holds an embedding model ({known}), which generates no text; choose a causal language model")
     if fields.get("is_encoder_decoder") is True:
         raise InputError(f"holds an encoder with a decoder ({known}); only decoders are supported")
-    if any(name.startswith(_SENSES) and isinstance(part, dict) for name, part in fields.items()) or kind.endswith("_vl"):
+    if any(name.startswith(_SENSES) and isinstance(part, dict) for name, part in fields.items()) or kind.endswith(
+        "_vl"
+    ):
         raise InputError(
             f"holds a model of text and images or sound ({known}), which is not supported; choose one of text alone"
         )
     if _experts(fields) > 1:
         raise InputError(f"holds a mixture of {_experts(fields)} experts ({known}), which is not supported")
-    raise InputError(f"holds a model of an unsupported type ({known}); supported are {', '.join(GGUF_ARCHITECTURES)} "
-        f"and {len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others, which docs/language_models.md lists")
+    raise InputError(
+        f"holds a model of an unsupported type ({known}); supported are {', '.join(GGUF_ARCHITECTURES)} "
+        f"and {len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others, which docs/language_models.md lists"
+    )
 
 
 def _embeds(folder: Path, architectures: Iterable[str]) -> bool:
     """Whether a folder is one of sentence-transformers, or holds a model without a head."""
-    return (folder / "modules.json").is_file() or any(name.endswith("Model") for name in architectures) and not any(
-        name.endswith(_CAUSAL) for name in architectures
+    return (
+        (folder / "modules.json").is_file()
+        or any(name.endswith("Model") for name in architectures)
+        and not any(name.endswith(_CAUSAL) for name in architectures)
     )
 
 
@@ -137,9 +168,8 @@ def _check_sizes(fields: Mapping[str, Any]) -> None:
             if value is None or not pattern.fullmatch(name):
                 continue
             if type(value) is not int or not low <= value <= high:
-                raise InputError(
-                    f"has a config.json that says {value!r:.40} for '{name}', which is a whole number from {low} to {high}"
-                )
+                said = f"has a config.json that says {value!r:.40} for '{name}'"
+                raise InputError(f"{said}, which is a whole number from {low} to {high}")
 
 
 def _numbers(name: str, value: Any) -> Iterable[tuple[str, float]]:

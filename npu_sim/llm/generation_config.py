@@ -1,8 +1,8 @@
 """A checkpoint's generation config: what it says about choosing tokens is done or named, never dropped.
 
-The caller's own settings take the place of those for sampling (temperature, top-k, top-p and the like), of lengths and of
-how a search for tokens is sped up. `repetition_penalty` is applied. Everything else that changes which tokens are chosen is
-not supported, and a model that asks for it is refused by that name.
+The caller's own settings take the place of those for sampling (temperature, top-k, top-p and the like), of lengths and
+of how a search for tokens is sped up. `repetition_penalty` is applied. Everything else that changes which tokens are
+chosen is not supported, and a model that asks for it is refused by that name.
 """
 
 import math
@@ -68,7 +68,8 @@ def read_generation(folder: Path, config: Any) -> dict[str, Any]:
     unsupported = [
         f"{name}={value!r:.60}"
         for name, value in asked.items()
-        if value is not None and not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name])
+        if value is not None
+        and not any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL[name])
         if not (isinstance(value, float) and value in _NEUTRAL[name])
     ]
     return {"eos_ids": sorted(eos_ids), "repetition_penalty": float(penalty), "unsupported": unsupported}

@@ -7,7 +7,7 @@ is dequantized when it is looked up, and what transformers makes of the metadata
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _FREQUENCIES = "rope_freqs.weight"
+_BIASED = ("attn_q", "attn_k", "attn_v", "attn_output")
+# Keys that say nothing about what the model computes.
+_ABOUT = ("general.", "tokenizer.", "quantize.", "mradermacher.")
 _OPTIONAL = (_FREQUENCIES, ".bias")
 _PIECE = 2**18  # elements: their temporary arrays stay in a core's cache
 
@@ -95,49 +98,126 @@ def _whole_number(file: GGUFFile, key: str, default: Any = _REQUIRED) -> Any:
     return value
 
 
+class _Metadata:
+    """The values that a GGUF file has for its architecture; each is used, or refused by `refuse_rest`."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self._used: set[str] = set()
+        self.architecture = str(file.metadata["general.architecture"])
+
+    def _value(self, key: str, default: Any) -> tuple[str, Any]:
+        name = f"{self.architecture}.{key}"
+        self._used.add(name)
+        if name in self._file.arrays:
+            raise InputError(f"the GGUF file has a list of values for '{name}'; only a single one is supported")
+        return name, self._file.metadata.get(name, default)
+
+    def count(self, key: str, default: Any = _REQUIRED) -> int:
+        name, _ = self._value(key, None)
+        number = _whole_number(self._file, name, default)
+        if number == 0:
+            raise InputError(f"the GGUF file's value for '{name}' is 0")
+        return int(number)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        name, number = self._value(key, default)
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < np.inf:
+            raise InputError(f"the GGUF file's value for '{name}' is {number!r:.80}, not a positive number")
+        return number
+
+    def choice(self, key: str, *values: Scalar) -> Scalar:
+        """A value that is one of these, by default the first. Raises InputError if it is another."""
+        name, value = self._value(key, values[0])
+        if value not in values:
+            known = " or ".join(map(repr, values))
+            raise InputError(f"the GGUF file has {value!r:.80} for '{name}'; only {known} is supported")
+        return cast(Scalar, value)
+
+    def refuse_rest(self) -> None:
+        """Refuse keys that nothing has looked at: each may change what the model computes."""
+        for name in sorted({*self._file.metadata, *self._file.arrays} - self._used):
+            if name == "split.count" and self._file.metadata.get(name) in (0, 1):
+                continue
+            if name.startswith("split."):
+                raise InputError("the GGUF file is one part of several; merge them with llama-gguf-split --merge")
+            if not name.startswith(_ABOUT):
+                raise InputError(f"the GGUF file has a value for {name!r:.120}, which is not supported")
+
+
+def _rope(metadata: _Metadata) -> dict[str, Any]:
+    """The rotary embedding as transformers describes it. As in llama.cpp, a factor without a type scales linearly."""
+    theta = metadata.positive("rope.freq_base", 10000.0)
+    old = metadata.positive("rope.scale_linear", 1.0)
+    factor = metadata.positive("rope.scaling.factor", old)
+    scaling = metadata.choice("rope.scaling.type", "linear", "none")
+    metadata.positive("rope.scaling.original_context_length", 1)  # linear scaling does not depend on it,
+    metadata.choice("rope.scaling.finetuned", False, True)  # nor on this
+    if scaling == "none" or factor == 1:
+        return {"rope_type": "default", "rope_theta": theta}
+    return {"rope_type": "linear", "factor": factor, "rope_theta": theta}
+
+
 def _config_fields(file: GGUFFile) -> dict[str, Any]:
-    """The fields of the transformers config that is equivalent to the file's metadata, model type included."""
-    architecture = file.metadata["general.architecture"]
+    """The fields of the transformers config that is equivalent to the file's metadata, model type included.
 
-    def count(key: str, default: Any = _REQUIRED) -> int:
-        found = _whole_number(file, f"{architecture}.{key}", default)
-        if found == 0:
-            raise InputError(f"the GGUF file's value for '{architecture}.{key}' is 0")
-        return int(found)
-
-    def positive(key: str, default: float | None = None) -> float:
-        found: Scalar | None = file.metadata.get(f"{architecture}.{key}", default)
-        if not isinstance(found, (int, float)) or not 0 < found < np.inf:
-            raise InputError(
-                f"the GGUF file's value for '{architecture}.{key}' is {found!r:.80}, not a positive number"
-            )
-        return found
-
-    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise InputError(f"RoPE scaling {scaling!r:.80} is not supported for GGUF files")
-    if file.metadata.get(f"{architecture}.expert_count"):
-        raise InputError("mixtures of experts are not supported")
-    heads, hidden = count("attention.head_count"), count("embedding_length")
+    Raises:
+        InputError: it says something that our programs do not compute, or that contradicts the tensors.
+    """
+    if (kind := file.metadata.get("general.type", "model")) != "model":
+        raise InputError(
+            f"the GGUF file holds no whole model but one of type {kind!r:.40}; merge an adapter into its model"
+        )
+    metadata = _Metadata(file)
+    architecture = metadata.architecture
+    for key in ("expert_count", "expert_used_count"):
+        if file.metadata.get(f"{architecture}.{key}"):
+            raise InputError("mixtures of experts are not supported")
+        metadata.choice(key, 0)
+    heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
+    head_dim = metadata.count("attention.key_length", hidden // heads)
+    vocabulary = file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0
+    metadata.choice("attention.value_length", head_dim)
+    metadata.choice("rope.dimension_count", head_dim)
+    metadata.choice("vocab_size", vocabulary)
+    metadata.choice("attention.causal", True)
+    metadata.choice("tensor_data_layout", "Meta AI original pth")
     fields = {
         "model_type": architecture,
         "hidden_size": hidden,
-        "intermediate_size": count("feed_forward_length"),
-        "num_hidden_layers": count("block_count"),
+        "intermediate_size": metadata.count("feed_forward_length"),
+        "num_hidden_layers": metadata.count("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": count("attention.head_count_kv", heads),
-        "head_dim": count("attention.key_length", hidden // heads),
-        "max_position_embeddings": count("context_length"),
-        "rms_norm_eps": positive("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": positive("rope.freq_base", 10000.0)},
-        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+        "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.count("context_length"),
+        "rms_norm_eps": metadata.positive("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(metadata),
+        "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": _whole_number(file, "tokenizer.ggml.eos_token_id", None),
         "bos_token_id": _whole_number(file, "tokenizer.ggml.bos_token_id", None),
     }
+    metadata.refuse_rest()
     _check_shapes(file, fields)
+    _check_names(file, architecture)
     extra = {"attention_bias": "blk.0.attn_q.bias" in file.tensors} if architecture != "qwen2" else {}
     return {**fields, **extra}
+
+
+def _check_names(file: GGUFFile, architecture: str) -> None:
+    """Refuse tensors that a model of the architecture lacks: its program would not use them."""
+    for name in file.tensors:
+        if name == _FREQUENCIES:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        part = stem.rpartition(".")[2]
+        biases = ("attn_q", "attn_k", "attn_v") if architecture == "qwen2" else _BIASED
+        norms = part not in ("attn_q_norm", "attn_k_norm") or architecture == "qwen3"
+        if not norms or (suffix != "weight" and (suffix != "bias" or part not in biases)):
+            raise InputError(
+                f"the GGUF file has a tensor {name!r:.80}, which models of architecture {architecture} lack"
+            )
 
 
 def _check_shapes(file: GGUFFile, fields: Mapping[str, Any]) -> None:

@@ -262,7 +262,9 @@ def attend_to_pages(
     if attention_mask is not None:
         raise InputError("its attention has a mask of its own, which paged attention does not compute")
     if paging is None:
-        raise InputError("its layers do not tell their attention where the keys are, so it cannot be served; generate can")
+        raise InputError(
+            "its layers do not tell their attention where the keys are, so it cannot be served; generate can"
+        )
     tokens, where = query[0].transpose(0, 1), (paging.tables, paging.sequences, paging.positions)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return paged_attention(tokens, keys, values, *where, paging.block_size, scale)[None], None

@@ -5,7 +5,7 @@ https://arxiv.org/abs/1904.09751).
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,27 @@ class Drawing:
     def skip(self) -> None:
         """Advance the generator by one number, which the device has used."""
         self._rng.random(dtype=np.float32)
+
+
+def penalized(logits: Logits, tokens: Sequence[int], penalty: float) -> Logits:
+    """Logits [vocab] after a repetition penalty (Keskar et al., https://arxiv.org/abs/1909.05858).
+
+    Args:
+        tokens: Those that have occurred, in the prompt too.
+        penalty: Divides their positive logits and multiplies the negative ones; 1 changes nothing.
+    """
+    if penalty == 1:
+        return logits
+    occurred = np.unique(np.asarray(tokens, np.int64))
+    result, scores, factor = logits.copy(), logits[occurred], np.float32(penalty)
+    result[occurred] = np.where(scores > 0, scores / factor, scores * factor)
+    return result
+
+
+def check_penalty(penalty: float) -> None:
+    """Refuse a repetition penalty that is not a number above 0. Raises InputError."""
+    if not 0 < penalty < np.inf:
+        raise InputError(f"repetition_penalty must be a finite number above 0, not {penalty}")
 
 
 def make_sampler(

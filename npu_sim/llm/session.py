@@ -14,6 +14,7 @@ from npu_compiler.errors import InputError, NPUError
 from npu_runtime.profile_trace import Span
 from npu_sim.llm.checkpoint import Checkpoint
 from npu_sim.llm.families import attention_window
+from npu_sim.llm.generation_config import check_generation
 from npu_sim.llm.graph import (
     compile_decode_loop,
     compile_prefill,
@@ -22,7 +23,7 @@ from npu_sim.llm.graph import (
     state_with_buffers,
 )
 from npu_sim.llm.prefill_plan import CHUNKS, CPU_RUN, GPU_RUN, divide
-from npu_sim.llm.sampling import NOT_FINITE, Drawing, Logits, Sampler, greedy
+from npu_sim.llm.sampling import NOT_FINITE, Drawing, Logits, Sampler, check_penalty, greedy, penalized
 from npu_sim.llm.step import DECODE, SAMPLING, Step, StepName
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class LanguageModel:
         cache_length: The capacity of the KV cache in tokens, a multiple of `chunk`.
         tokens: The tokens whose keys and values are in the cache, in order.
         prefill_programs: Tokens per run → program, of those that were needed so far.
+        repetition_penalty: That of the checkpoint; see `sampling.penalized`. Other values than 1 make the host choose
+            the tokens.
     """
 
     def __init__(
@@ -119,7 +122,10 @@ class LanguageModel:
         """
         from npu_runtime import Device, Executor, NPUBuffer, load_weights
 
+        check_generation(checkpoint)
+        check_penalty(checkpoint.repetition_penalty)
         self.checkpoint = checkpoint
+        self.repetition_penalty = checkpoint.repetition_penalty
         fixed, self.cache_length = _lengths(checkpoint, cache_length, DEFAULT_CHUNK if chunk is None else chunk)
         self._fixed_chunk = None if chunk is None else fixed
         self.device = device if isinstance(device, Device) else Device(device) if device else Device()
@@ -204,6 +210,8 @@ class LanguageModel:
 
     def _self_feeding_step(self, sampler: Sampler) -> "Step | None":
         """The decode step that chooses the token on the device as the sampler does; None if the host must choose."""
+        if self.repetition_penalty != 1:
+            return None
         if sampler is greedy:
             return self._decode_step
         return self._sampling_step if isinstance(sampler, Drawing) and self.device.backend.runs_ahead > 1 else None
@@ -339,8 +347,12 @@ class LanguageModel:
         for _ in range(steps):
             if len(self.tokens) == self.cache_length:
                 return
-            token = sampler(self.decode(token))
+            token = self._chosen(self.decode(token), sampler)
             yield token
+
+    def _chosen(self, logits: Logits, sampler: Sampler) -> int:
+        """The token that the sampler chooses after the sequence in the cache."""
+        return sampler(penalized(logits, self.tokens, self.repetition_penalty))
 
     def _follow_on_device(self, step: "Step", token: int, steps: int, drawing: Drawing | None = None) -> Iterator[int]:
         """`_follow` with a step that chooses the token on the device.
@@ -453,7 +465,7 @@ class Generation(Iterator[int]):
             stats.finish_reason = "length"
             return
         start = clock()
-        first = sampler(logits)
+        first = model._chosen(logits, sampler)
         stats.decode_seconds += self._took("choose the first token", start)
         stats.first_token_seconds = stats.prefill_seconds + stats.decode_seconds
         following = model.follow(first, model.cache_length if limit is None else limit - 1, sampler)

@@ -1,4 +1,4 @@
-"""What the host makes of an output's logits: a token that a grammar allows, and log probabilities."""
+"""What the host makes of an output's logits: a token, where a grammar or a penalty has a say, and log probabilities."""
 
 import numpy as np
 
@@ -8,8 +8,8 @@ from npu_sim.llm.sampling import Logits, choose
 from npu_sim.serving.request import GRAMMAR_FAILED, SamplingSettings, TokenFilter, TokenLogprobs
 
 
-def choose_allowed(logits: Logits, filter: TokenFilter, sampling: SamplingSettings, uniform: float) -> int:
-    """The token that the rule of `npu_sim.llm.sampling` chooses from those that a grammar allows.
+def choose_token(logits: Logits, filter: TokenFilter | None, sampling: SamplingSettings, uniform: float) -> int:
+    """The token that the rule of `npu_sim.llm.sampling` chooses from those that a grammar allows, or from all.
 
     Args:
         logits: [vocab].
@@ -18,7 +18,7 @@ def choose_allowed(logits: Logits, filter: TokenFilter, sampling: SamplingSettin
     Raises:
         NPUError: no token is allowed, or the logits are not finite.
     """
-    allowed = np.flatnonzero(filter.allowed())
+    allowed = np.arange(len(logits)) if filter is None else np.flatnonzero(filter.allowed())
     if not len(allowed):
         raise NPUError(f"{GRAMMAR_FAILED}: it allows no further token")
     if sampling.temperature == 0:

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from npu_compiler.errors import NPUError
-from npu_sim.llm.sampling import NOT_FINITE, Logits
+from npu_sim.llm.sampling import NOT_FINITE, Logits, penalized
 from npu_sim.serving.batch import BatchModel, StepResult
-from npu_sim.serving.choosing import choose_allowed, token_logprobs
+from npu_sim.serving.choosing import choose_token, token_logprobs
 from npu_sim.serving.request import FinishReason, TokenLogprobs
 from npu_sim.serving.scheduler import Scheduler
 from npu_sim.serving.sequence import Sequence
@@ -250,9 +250,7 @@ class Core:
                 if token < 0:
                     raise NPUError(NOT_FINITE)
                 if logits is not None and sequence.reads_logits:
-                    token = self._consider(
-                        sequence, len(sequence.tokens) + len(tokens), token, logits[choice.first + index], logprobs
-                    )
+                    token = self._consider(sequence, tokens, token, logits[choice.first + index], logprobs)
             except Exception as error:  # grammars are not ours
                 return News(sequence, tokens, logprobs, "error", str(error))
             if token in sequence.stop_ids:
@@ -265,15 +263,18 @@ class Core:
         return News(sequence, tokens, logprobs)
 
     def _consider(
-        self, sequence: Sequence, position: int, token: int, logits: Logits, logprobs: list[TokenLogprobs]
+        self, sequence: Sequence, new: list[int], token: int, logits: Logits, logprobs: list[TokenLogprobs]
     ) -> int:
-        """The token at a position, as the request's grammar wants it; its log probability is added to the list."""
-        request = sequence.handle.request
-        if request.token_filter is not None:
-            uniform = sequence.uniform(position - sequence.prompt_length)
-            token = choose_allowed(logits, request.token_filter, request.sampling, uniform)
-            if token not in sequence.stop_ids:
-                request.token_filter.advance(token)
+        """The token after the sequence and some new ones, as the request's grammar and penalty want it; its log
+        probability is added to the list."""
+        request, penalty = sequence.handle.request, sequence.penalty
+        filter = request.token_filter
+        if filter is not None or penalty != 1:
+            uniform = sequence.uniform(len(sequence.tokens) + len(new) - sequence.prompt_length)
+            scores = penalized(logits, sequence.tokens + new, penalty)
+            token = choose_token(scores, filter, request.sampling, uniform)
+            if filter is not None and token not in sequence.stop_ids:
+                filter.advance(token)
         if request.logprobs is not None:
             logprobs.append(token_logprobs(logits, token, request.logprobs))
         return token

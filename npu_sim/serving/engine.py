@@ -19,6 +19,7 @@ from typing import Literal
 
 from npu_compiler.errors import DeviceError, InputError, NPUError
 from npu_sim.llm import Checkpoint
+from npu_sim.llm.sampling import check_penalty
 from npu_sim.serving.batch import BatchModel
 from npu_sim.serving.core import Core
 from npu_sim.serving.draft_control import DraftControl
@@ -73,6 +74,7 @@ class Engine:
         self._model = model
         self._tokenizer = None if checkpoint is None else checkpoint.tokenizer
         self._stop_ids = frozenset[int]() if checkpoint is None else checkpoint.end_ids()
+        self._penalty = 1.0 if checkpoint is None else checkpoint.repetition_penalty
         self._max_waiting = max_waiting
         self._speculates = speculate is not None
         drafter = PromptLookup() if speculate == "ngram" else speculate
@@ -176,6 +178,9 @@ class Engine:
             raise InputError("stop strings need a tokenizer, which this engine does not have")
         if "" in request.stop:
             raise InputError("a stop string is empty")
+        penalty = request.sampling.repetition_penalty
+        penalty = self._penalty if penalty is None else penalty
+        check_penalty(penalty)
         # The last token needs no row of its own: nothing attends to it.
         limit = rows + 1 if request.max_new_tokens is None else min(len(prompt) + request.max_new_tokens, rows + 1)
         now, arrival = time.monotonic(), next(self._arrivals)
@@ -189,6 +194,7 @@ class Engine:
             TextOutput(self._tokenizer, request.stop),
             DraftControl(len(prompt)) if self._speculates else None,
             now,
+            penalty,
         )
 
     def _cancel(self, arrival: int) -> None:

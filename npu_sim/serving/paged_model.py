@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from npu_compiler.errors import InputError
 from npu_compiler.graph.dtypes import itemsize
 from npu_sim.llm.checkpoint import Checkpoint
+from npu_sim.llm.generation_config import check_generation
 from npu_sim.llm.graph import PagedShape, compile_copy_rows, compile_paged, kv_shape, state_with_buffers
 from npu_sim.llm.sampling import choose
 from npu_sim.llm.session import cache_capacity
@@ -87,6 +88,7 @@ class PagedModel:
 
         if checkpoint.kv_cache is not None:
             raise InputError(f"a paged KV cache in {checkpoint.kv_cache} is not supported; leave out --kv-cache")
+        check_generation(checkpoint)
         capacity = cache_capacity(checkpoint, context_length)
         trained = getattr(checkpoint.config, "max_position_embeddings", None) or capacity
         self.context_length = min(capacity, trained) if context_length is None else context_length

@@ -13,12 +13,17 @@ GRAMMAR_FAILED = "the output cannot follow its grammar"  # begins the error of a
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are chosen, as in `npu_sim.llm.make_sampler`."""
+    """How tokens are chosen, as in `npu_sim.llm.make_sampler`.
+
+    Attributes:
+        repetition_penalty: See `npu_sim.llm.sampling.penalized`. Default: that of the engine's checkpoint.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+    repetition_penalty: float | None = None
 
 
 class TokenFilter(Protocol):

@@ -43,6 +43,7 @@ class Sequence:
         ended: No more tokens are wanted.
         prompt_length: Number of tokens of the prompt.
         reads_logits: Whether the host needs the logits of each output.
+        penalty: For repetitions; see `npu_sim.llm.sampling.penalized`.
         last_time: When the latest token was known, or the request submitted.
     """
 
@@ -55,6 +56,7 @@ class Sequence:
     text: TextOutput
     control: DraftControl | None
     last_time: float
+    penalty: float = 1.0
     settings: tuple[float, float, float] = GREEDY
     computed: int = 0
     pending: int = 0
@@ -77,7 +79,8 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.handle.request
         self.prompt_length = len(request.prompt)
-        self.reads_logits = request.logprobs is not None or request.token_filter is not None
+        filtered = request.token_filter is not None
+        self.reads_logits = request.logprobs is not None or filtered or self.penalty != 1
         sampling = request.sampling
         sampler = make_sampler(sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed)
         if isinstance(sampler, Drawing):

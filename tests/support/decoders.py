@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import multiprocessing
-import os
 import sys
 import tempfile
 import time
