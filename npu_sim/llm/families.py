@@ -137,9 +137,9 @@ def _check_kind(folder: Path, fields: Mapping[str, Any]) -> None:
         )
     if _experts(fields) > 1:
         raise InputError(f"holds a mixture of {_experts(fields)} experts ({known}), which is not supported")
+    others = f"{len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others (docs/language_models.md)"
     raise InputError(
-        f"holds a model of an unsupported type ({known}); supported are {', '.join(GGUF_ARCHITECTURES)} "
-        f"and {len(SUPPORTED) - len(GGUF_ARCHITECTURES)} others, which docs/language_models.md lists"
+        f"holds a model of an unsupported type ({known}); supported are {', '.join(GGUF_ARCHITECTURES)} and {others}"
     )
 
 

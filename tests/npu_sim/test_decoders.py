@@ -1,0 +1,257 @@
+"""Which decoders are right and which are refused by name: checkpoints of every model type, and what configs can say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import decoders
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_llms import VOCAB, save_tiny
+
+from npu_compiler.errors import InputError
+from npu_sim.llm import LanguageModel, load_checkpoint, make_sampler
+from npu_sim.llm.families import SUPPORTED, attention_window
+from npu_sim.llm.sampling import penalized
+from npu_sim.serving.engine import Engine
+from npu_sim.serving.paged_model import PagedModel
+from npu_sim.serving.request import Request, SamplingSettings
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+PROMPT = [5, 9, 77, 31, 2, 8, 9, 9, 60, 31]
+SAMPLE = ("cohere", "exaone4", "gemma", "gpt_neo", "mistral", "nemotron", "phi", "stablelm")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("llama"), "llama", "float32")
+
+
+def changed(folder: Path, target: Path, file: str = "config.json", **fields: Any) -> Path:
+    """A copy of a folder in which a JSON file has other fields; those that are `...` are left out."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).symlink_to(path)
+    whole = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+    whole = {name: value for name, value in {**whole, **fields}.items() if value is not ...}
+    (target / file).unlink(missing_ok=True)
+    (target / file).write_text(json.dumps(whole))
+    return target
+
+
+def continued(folder: Path, count: int = 12) -> list[int]:
+    """Greedy tokens of transformers' own `generate`, which knows the folder's generation config."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([PROMPT])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return [token for token in found[0, len(PROMPT) :].tolist() if token not in (2, 3)]
+
+
+def generated(folder: Path, count: int = 12) -> list[int]:
+    return list(
+        LanguageModel(load_checkpoint(folder, "float32"), cache_length=32, device="cpu").generate(PROMPT, count)
+    )
+
+
+def served(folder: Path, *settings: SamplingSettings, speculate: bool = False) -> list[list[int]]:
+    model = PagedModel(load_checkpoint(folder, "float32"), context_length=32, max_sequences=4, device="cpu")
+    model.checkpoint.load_tokenizer = lambda: SimpleNamespace(eos_token_id=None, decode=lambda ids, **_: "")
+    with Engine(model, model.checkpoint, speculate="ngram" if speculate else None) as engine:
+        updates = engine.generate([Request(tuple(PROMPT), 12, sampling) for sampling in settings])
+    assert not any(update.error for update in updates), updates
+    return [list(update.tokens) for update in updates]
+
+
+@pytest.mark.parametrize("model_type", ["bart", "gpt_oss", "gemma3", "mamba", "mpt", "qwen3_moe", "qwen3_next"])
+def test_model_types_that_are_not_computed_right_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    decoders.save_default(model_type, tmp_path)
+    outcome = decoders.attempt(lambda: decoders.opened(tmp_path))
+    assert outcome.kind == "refused" and model_type in outcome.detail, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_supported_model_types_are_right_or_refused(model_type: str) -> None:
+    """`make test-decoders` tries them all."""
+    for name, changes in decoders.cases([model_type]):
+        outcomes = decoders.tried(name, changes)
+        assert {outcome.kind for outcome in outcomes.values()} <= {"right", "refused"}, (changes, outcomes)
+    assert outcomes["generate"].kind == "right", outcomes
+
+
+def test_the_page_lists_the_supported_model_types() -> None:
+    for page in ("language_models.md", "language_models.ko.md"):
+        text = (ROOT / "docs" / page).read_text()
+        assert [kind for kind in SUPPORTED if f"`{kind}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "1000000000 for 'num_hidden_layers', which is a whole number from 1 to 2048"),
+        ({"num_labels": 10**18}, "1000000000000000000 for 'num_labels'"),
+        ({"vocab_size": 10**12}, "1000000000000 for 'vocab_size'"),
+        (
+            {"vocab_size": VOCAB + 1},
+            f"says a vocabulary of {VOCAB + 1} tokens, but 'model.embed_tokens.weight' has {VOCAB}",
+        ),
+        ({"num_hidden_layers": 900}, "says 900 layers, but its files hold 2"),
+        ({"num_hidden_layers": -1}, "-1 for 'num_hidden_layers'"),
+        ({"hidden_size": "64"}, "'64' for 'hidden_size'"),
+        ({"hidden_size": 64.5}, "64.5 for 'hidden_size'"),
+        ({"num_attention_heads": True}, "True for 'num_attention_heads'"),
+        ({"num_key_value_heads": [2]}, r"\[2\] for 'num_key_value_heads'"),
+        ({"rms_norm_eps": float("nan")}, "nan for 'rms_norm_eps'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e300}}, "1e\\+300 for 'rope_theta'"),
+        ({"model_type": ...}, "names no model_type"),
+        ({"model_type": ["llama"]}, "names no model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model .LlamaForSequence"),
+        ({"architectures": ["LlamaModel"]}, "an embedding model .LlamaModel"),
+        ({"num_local_experts": 8}, "a mixture of 8 experts"),
+        ({"model_type": "qwen2_vl", "vision_config": {}}, "text and images or sound .model type 'qwen2_vl'"),
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "an embedding model .model type 'bert'"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder with a decoder .model type 't5'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE scaling 'dynamic'"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_before_anything_is_built(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", None)
+    folder = changed(llama, tmp_path / "m", **fields)
+    with pytest.raises(InputError, match=message) as caught:
+        load_checkpoint(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_adapter_is_said_to_be_one(llama: Path, tmp_path: Path) -> None:
+    """Beside a whole model too: its weights would not be looked at."""
+    tmp_path.joinpath("alone").mkdir()
+    (tmp_path / "alone" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    beside = changed(llama, tmp_path / "beside", "adapter_config.json", peft_type="LORA")
+    for folder, name in ((tmp_path / "alone", " for 'org/base'"), (beside, "")):
+        with pytest.raises(InputError, match=f"holds a LoRA adapter{name}, not a whole model; merge the two"):
+            load_checkpoint(folder)
+
+
+def test_a_config_that_says_tied_does_not_replace_another_head(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tied", "llama", "float32", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    heads = {"same": weights["model.embed_tokens.weight"].clone(), "other": torch.randn(VOCAB, 64)}
+    expected = {}
+    for name, head in heads.items():
+        target = changed(folder, tmp_path / name)
+        (target / "model.safetensors").unlink()
+        save_file({**weights, "lm_head.weight": head}, target / "model.safetensors", {"format": "pt"})
+        expected[name] = continued(target)
+        assert generated(target) == expected[name]
+        assert load_checkpoint(target).config.tie_word_embeddings == (name == "same")
+    assert expected["same"] != expected["other"]
+    assert served(tmp_path / "other", SamplingSettings()) == [expected["other"]]
+
+
+def test_a_repetition_penalty_is_applied_as_transformers_does(llama: Path, tmp_path: Path) -> None:
+    folder = changed(llama, tmp_path / "m", "generation_config.json", repetition_penalty=1.7)
+    expected = continued(folder)
+    assert expected != continued(llama)
+    assert generated(folder) == expected
+    neutral, sampled = SamplingSettings(repetition_penalty=1.0), SamplingSettings(0.8, seed=3)
+    for speculate in (False, True):
+        own, without, drawn = served(folder, SamplingSettings(), neutral, sampled, speculate=speculate)
+        assert own == expected and without == continued(llama)
+        model = LanguageModel(load_checkpoint(folder, "float32"), cache_length=32, device="cpu")
+        assert drawn == list(model.generate(PROMPT, 12, make_sampler(0.8, seed=3)))
+
+
+def test_a_penalty_is_that_of_transformers(rng: np.random.Generator) -> None:
+    logits, tokens = rng.normal(size=50).astype(np.float32), rng.integers(0, 50, 20).tolist()
+    process = transformers.RepetitionPenaltyLogitsProcessor(1.3)
+    expected = process(torch.tensor([tokens]), torch.from_numpy(logits)[None])[0].numpy()
+    np.testing.assert_array_equal(penalized(logits, tokens, 1.3), expected)
+    assert penalized(logits, tokens, 1.0) is logits
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"no_repeat_ngram_size": 3}, "asks for no_repeat_ngram_size=3, which is not supported"),
+        ({"bad_words_ids": [[4]]}, "asks for bad_words_ids="),
+        ({"suppress_tokens": [4]}, "asks for suppress_tokens="),
+        ({"num_beams": 4}, "asks for num_beams=4"),
+        ({"min_new_tokens": 5}, "asks for min_new_tokens=5"),
+        ({"guidance_scale": 1.5}, "asks for guidance_scale=1.5"),
+        ({"repetition_penalty": 0.0}, "0.0 for 'repetition_penalty'"),
+        ({"repetition_penalty": "x"}, "repetition_penalty"),
+    ],
+)
+def test_what_a_generation_config_asks_for_is_not_dropped(
+    llama: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    folder = changed(llama, tmp_path / "m", "generation_config.json", **fields)
+    for opening in (LanguageModel, PagedModel):
+        with pytest.raises(InputError, match=message):
+            opening(load_checkpoint(folder, "float32"), device="cpu")
+
+
+def test_neutral_settings_of_generation_are_taken(llama: Path, tmp_path: Path) -> None:
+    neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "guidance_scale": 1.0, "temperature": 0.6, "do_sample": True}
+    folder = changed(llama, tmp_path / "m", "generation_config.json", **neutral)
+    assert load_checkpoint(folder).unsupported == ()
+
+
+def test_a_processor_in_the_config_itself_counts(llama: Path, tmp_path: Path) -> None:
+    """Old checkpoints have no generation config; transformers then looks into the config."""
+    folder = changed(llama, tmp_path / "m", repetition_penalty=1.7)
+    (folder / "generation_config.json").unlink()
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder).generation_config.repetition_penalty == 1.7
+    assert load_checkpoint(folder).repetition_penalty == 1.7
+
+
+def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
+    from npu_sim.llm.modules import attend_to_pages, attend_to_rows
+
+    query, mask = torch.zeros(1, 2, 3, 4), torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    asked = {"s_aux": torch.zeros(2), "softcap": 30.0, "position_bias": torch.zeros(1), "novel": 1, "dropout": 0.1}
+    for name, value in asked.items():
+        for attend, visible in ((attend_to_rows, mask), (attend_to_pages, None)):
+            with pytest.raises(InputError, match=name):
+                attend(torch.nn.Identity(), query, query, query, visible, scaling=1.0, paging=None, **{name: value})
+    with pytest.raises(InputError, match="not causal"):
+        attend_to_rows(torch.nn.Identity(), query, query, query, mask, is_causal=False)
+    with pytest.raises(InputError, match="window of 2 tokens"):
+        attend_to_rows(torch.nn.Identity(), query, query, query, mask, sliding_window=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"sliding_window": 16}, 16),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 16, "layer_types": ["full_attention", "full_attention"]}, None),
+        ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, 16),
+        ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"]}, 8),
+        ({"window_size": 256, "max_window_layers": 2, "use_sliding_window": True}, 256),
+    ],
+)
+def test_the_window_of_a_config(fields: dict[str, Any], window: int | None) -> None:
+    assert attention_window(fields) == window
+
+
+def test_a_missing_package_is_named_with_what_installs_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from npu_sim.llm import packages
+
+    def absent(name: str) -> str:
+        raise packages.PackageNotFoundError(name)
+
+    monkeypatch.setattr(packages, "version", absent)
+    with pytest.raises(InputError, match=r"needs transformers .*: pip install 'npu-simulation\[examples\]'"):
+        load_checkpoint(llama)
