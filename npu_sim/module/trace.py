@@ -27,6 +27,7 @@ from npu_sim.module.views import AliasedView
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.fx import Node
 
 LARGE = 2**16  # elements; constants above are loaded like weights, so that programs do not each contain them
 
@@ -95,15 +96,40 @@ def export(
     for value in (*args, *(kwargs or {}).values()):
         _register_dataclasses(value)
     register_caches(module)
+    args, kwargs = distinct_examples(module, tuple(args), dict(kwargs or {}))
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
         with tracing():
-            exported = torch.export.export(module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+            exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
         raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {first_line(error)}") from error
     finally:
         seen.remove()
+
+
+def distinct_examples(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the examples with another tensor for each that is given twice, or that is a parameter or buffer.
+
+    `torch.export` tells tensors apart by identity: it would make such an input and the other one input, for every call.
+    The other tensor has the same sizes and strides, and no values, which tracing does not read.
+    """
+    seen = {id(x) for x in (*module.parameters(), *module.buffers())}
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[index] = _blank_like(leaf) if id(leaf) in seen else leaf
+            seen.add(id(leaf))
+    own_args, own_kwargs = pytree.tree_unflatten(leaves, structure)
+    return own_args, own_kwargs
+
+
+def _blank_like(value: torch.Tensor) -> torch.Tensor:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return value.detach().clone()
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _holds_vmap(exported: ExportedProgram) -> bool:
@@ -201,6 +227,7 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
         else:
             leaves.append(InputLeaf(None, value, paths[len(leaves)]))
             values.append(value)
+    _check_inputs_are_distinct(exported, placeholders, paths, state)
     returned = nodes.read(module, values)
     results = []
     for value, output in zip(
@@ -242,6 +269,35 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
         read.views,
         {tensor: keys[tensor] for tensor in keys if tensor in changing},
     )
+
+
+def _check_inputs_are_distinct(
+    exported: ExportedProgram, placeholders: Sequence[Node], paths: Sequence[str], state: Mapping[str, Any]
+) -> None:
+    """Refuse a program whose example tensor was given twice, or was a parameter: `torch.export` made them one input.
+
+    Raises:
+        IRError: one of the two is not used, since the other stands for it.
+    """
+    if exported.example_inputs is None:
+        return
+    specs = exported.graph_signature.input_specs
+    given: list[Node] = []
+    inputs: dict[int, tuple[str, Node]] = {}
+    for node, spec in zip(placeholders, specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            given.append(node)
+        else:
+            inputs[id(state.get(spec.target))] = f"'{spec.target}'", node
+    for example, node, path in zip(pytree.tree_leaves(exported.example_inputs), given, paths, strict=True):
+        if not isinstance(example, torch.Tensor):
+            continue
+        other, twin = inputs.setdefault(id(example), (f"'{path}'", node))
+        if bool(twin.users) != bool(node.users):
+            raise IRError(
+                f"the example of input '{path}' was the same tensor as {other} when the program was exported, so that "
+                "PyTorch made them one input; export it again with a tensor of its own for each"
+            )
 
 
 @dataclass(frozen=True)
