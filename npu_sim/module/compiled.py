@@ -31,7 +31,7 @@ from npu_sim.module.report import Report, report
 from npu_sim.module.shapes import Key, dimension_names
 from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
-from npu_sim.module.watch import WeightWatch, current_tensors, live_tensor
+from npu_sim.module.watch import PlainTensors, WeightWatch, live_tensor
 
 
 def compile(
@@ -155,6 +155,7 @@ class CompiledModule:
         settings = Settings(self.backend, self.device, self._dtype, programs, quantization)
         tensors = traced.weights | traced.constants
         self._stored = stored
+        self._plain = PlainTensors(module, {key: x for key, x in tensors.items() if key not in stored})
         self._programs = Programs(traced, settings, tensors, self._shapes.symbols, stored=stored)
         self._watch(tensors)
         example = tuple(traced.example_sizes[symbol] for symbol in self._shapes.symbols)
@@ -205,7 +206,7 @@ class CompiledModule:
     def _own(self, key: str) -> torch.Tensor:
         """The module's own parameter or buffer."""
         known = self._programs.tensors[key]
-        return known if self._module is None else live_tensor(self._module, key, known)
+        return known if self._module is None else live_tensor(self._module, key, known, self._plain)
 
     def refresh(self) -> None:
         """Load the module's weights again, as they are now.
@@ -224,8 +225,7 @@ class CompiledModule:
                 )
             known = self._programs.tensors
             if self._module is not None:
-                own = {key: tensor for key, tensor in known.items() if key not in self._stored}
-                known = {**known, **current_tensors(self._module, own)}
+                known = {key: x if key in self._stored else self._own(key).detach() for key, x in known.items()}
             if not all(torch.equal(known[key], value) for key, value in self._constants.items()):
                 for traced in (self.trace, self.trace.plain or self.trace):
                     traced.ir["constants"] = {key: constant_of(known[key]) for key in traced.constants}
@@ -265,7 +265,8 @@ class CompiledModule:
         self._constants = {key: tensors[key].clone() for key in self.trace.constants}
         state = self.trace.state.values()
         unwatched = {*state, *self._stored}
-        self._watched = WeightWatch(self._module, {key: x for key, x in tensors.items() if key not in unwatched})
+        watched = {key: x for key, x in tensors.items() if key not in unwatched}
+        self._watched = WeightWatch(self._module, watched, self._plain)
 
 
 def check_module(module: nn.Module, arguments: Any = ()) -> None:

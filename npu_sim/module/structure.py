@@ -142,7 +142,7 @@ class Tree:
                 is_alike = isinstance(value, Mapping) and value.keys() == set(self.keys)
                 return [value[key] for key in self.keys] if is_alike else None
             case "namedtuple":
-                return value if isinstance(value, tuple) and getattr(value, "_fields", None) == self.keys else None
+                return value if isinstance(value, tuple) and field_names(type(value)) == self.keys else None
             case _:
                 return [getattr(value, key) for key in self.keys] if _fields(value) == set(self.keys) else None
 
@@ -180,8 +180,9 @@ class Tree:
         name = self.type.rpartition(":")[2].rpartition(".")[2]
         name = name if name.isidentifier() and not keyword.iskeyword(name) else "Record"
         if self.kind == "namedtuple":
-            is_alike = is_class and issubclass(found, tuple) and getattr(found, "_fields", None) == self.keys
-            return found if is_alike else namedtuple(name, self.keys)
+            if not is_class or not issubclass(found, tuple) or field_names(found) != self.keys:
+                return namedtuple(name, self.keys)
+            return found if hasattr(found, "_fields") else lambda **fields: found(fields.values())
         if is_class and _is_plain_dataclass(found, self.keys):
             return found  # type: ignore[no-any-return]
         return type(name, (Record,), {"_absent": self.absent})
@@ -228,6 +229,14 @@ class Record(dict[str, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.items())})"
+
+
+def field_names(kind: type) -> tuple[str, ...] | None:
+    """The names of a named tuple's fields, as of `collections.namedtuple` or `torch.return_types`; None for others."""
+    if hasattr(kind, "_fields"):
+        return tuple(kind._fields)
+    is_sequence = kind.__bases__ == (tuple,) and isinstance(getattr(kind, "n_fields", None), int)
+    return tuple(kind.__match_args__) if is_sequence else None  # type: ignore[attr-defined]
 
 
 def _fields(value: Any) -> set[str] | None:

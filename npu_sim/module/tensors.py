@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from npu_compiler.errors import InputError
 from npu_sim.module.shapes import InputShapes, Key
-from npu_sim.module.structure import Tree, type_path
+from npu_sim.module.structure import Tree, field_names, type_path
 
 
 class PytreeStructure:
@@ -61,6 +61,8 @@ def _tree(spec: pytree.TreeSpec) -> Tree:
         return Tree("tuple" if kind is tuple else "list", children)
     if kind is namedtuple:
         return Tree("namedtuple", children, context._fields, type_path(context))
+    if isinstance(kind, type) and issubclass(kind, tuple) and field_names(kind) is not None:
+        return Tree("namedtuple", children, field_names(kind) or (), type_path(kind))
     if kind in (dict, OrderedDict, defaultdict):
         return Tree("dict", children, tuple(context[1] if kind is defaultdict else context))
     if isinstance(context, list) and len(context) == 2 and isinstance(context[0], list):

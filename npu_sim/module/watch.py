@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from itertools import cycle, islice
 from typing import Any
@@ -16,6 +17,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from npu_compiler.errors import InputError
+
+_DEPTH = 8  # of containers in each other, in which tensors are looked for
 _SAMPLE = 2  # tensors whose memory is looked at in each check
 
 
@@ -23,18 +27,20 @@ class WeightWatch:
     """Says whether tensors of a module have been written, or replaced by others.
 
     PyTorch counts what is written to a tensor in place (`Tensor._version`), and tells when a module gets another
-    parameter or buffer; both are noticed at once. What it does not count is noticed only by its memory: after
-    `module.half()` or `.to()`, which move all tensors, at once; after an assignment to one `.data` within some calls.
-    Writing through `.data` is not noticed.
+    parameter or buffer; both are noticed at once, and so is another tensor in a plain attribute. What it does not count
+    is noticed only by its memory: after `module.half()` or `.to()`, which move all tensors, at once; after an
+    assignment to one `.data` within some calls. Writing through `.data` is not noticed.
 
     Args:
         tensors: Key in the module → tensor, detached.
+        plain: Those of them that are neither parameters nor buffers.
 
     Attributes:
         new_part: The name of a submodule that was added or replaced, whose code is not what was compiled.
     """
 
-    def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor], plain: PlainTensors) -> None:
+        self._plain, self._before = plain, plain.now()
         self._tensors = [x for x in tensors.values() if not x.is_inference()]
         self._versions = sum([x._version for x in self._tensors])
         self._is_replaced = False
@@ -54,21 +60,106 @@ class WeightWatch:
     def has_changed(self) -> bool:
         if self._is_replaced or sum([x._version for x in self._tensors]) != self._versions:
             return True
+        if self._before and any(x is not y for x, y in zip(self._plain.now(), self._before, strict=True)):
+            return True
         for owned, name, address in islice(self._next, min(_SAMPLE, len(self._places))):
             if owned[name].data_ptr() != address:
                 return True
         return False
 
 
-def current_tensors(module: nn.Module, keys: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that a module has under these keys by now, detached; what it does not hold is as it was."""
-    return {key: live_tensor(module, key, known).detach() for key, known in keys.items()}
+class PlainTensors:
+    """The tensors of a module that are neither parameters nor buffers: in attributes, or in containers there.
+
+    Args:
+        tensors: Key in the graph → tensor. What the module's attributes do not hold, such as a constant that `forward`
+            makes, is left out.
+    """
+
+    def __init__(self, module: nn.Module | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        wanted = {_memory(value): key for key, value in tensors.items() if module and not _owner(module, key)[0]}
+        self._places: dict[str, _Place] = {}
+        if module is None or not wanted:
+            return
+        for name, part in module.named_modules():
+            for path, value in _tensors_in(part.__dict__, set(), _DEPTH):
+                key = wanted.get(_memory(value))
+                if key is not None:
+                    title = ".".join(filter(None, (name, path[0]))) + "".join(f"[{step!r}]" for step in path[1:])
+                    self._places.setdefault(key, _Place(part, path, title))
+
+    def now(self) -> list[Any]:
+        """What is in their places."""
+        return [place.value() for place in self._places.values()]
+
+    def current(self, key: str, known: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that a module holds now in place of one that it held; None if it held none there.
+
+        Raises:
+            InputError: it holds something else, or a tensor of another shape, dtype or device.
+        """
+        place = self._places.get(key)
+        if place is None:
+            return None
+        value = place.value()
+        if not isinstance(value, torch.Tensor):
+            problem = f"by a {type(value).__name__}" if value is not None else "or removed"
+        elif (value.shape, value.dtype, value.device) != (known.shape, known.dtype, known.device):
+            problem = f"by a tensor of {value.dtype} with shape {list(value.shape)} on {value.device}"
+        else:
+            return value
+        raise InputError(f"'{place.title}' was replaced {problem} after the module was compiled; compile it again")
 
 
-def live_tensor(module: nn.Module, key: str, known: torch.Tensor) -> torch.Tensor:
-    """The module's own parameter or buffer under a key; `known`, which it had, where it holds none now."""
+@dataclass(frozen=True)
+class _Place:
+    """A place in a module's attributes, and what messages call it."""
+
+    owner: nn.Module
+    path: tuple[Any, ...]
+    title: str
+
+    def value(self) -> Any:
+        """What is there; None where nothing is."""
+        value: Any = self.owner.__dict__
+        try:
+            for step in self.path:
+                value = value[step] if isinstance(value, (dict, list, tuple)) else getattr(value, step)
+        except (LookupError, TypeError, AttributeError):
+            return None
+        return value
+
+
+def _memory(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
+def _tensors_in(value: Any, seen: set[int], depth: int) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    """The tensors in dictionaries, lists, tuples and objects' attributes, each with its path; not those of modules."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield (), value
+        return
+    if isinstance(value, (nn.Module, type)) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        children = [item for item in value.items() if item[0] not in ("_parameters", "_buffers", "_modules")]
+    elif isinstance(value, (list, tuple)):
+        children = list(enumerate(value))
+    else:
+        children = list(getattr(value, "__dict__", {}).items())
+    for step, child in children:
+        for path, tensor in _tensors_in(child, seen, depth - 1):
+            yield (step, *path), tensor
+
+
+def live_tensor(module: nn.Module, key: str, known: torch.Tensor, plain: PlainTensors) -> torch.Tensor:
+    """The module's own tensor under a key; `known`, which it had, where it holds none now."""
     owned, name = _owner(module, key)
     value: torch.Tensor | None = owned.get(name)
+    if value is None:
+        value = plain.current(key, known)
     return known if value is None else value
 
 

@@ -236,6 +236,75 @@ def test_weights_of_another_dtype_are_an_error_or_the_right_answer(change: Calla
         torch.testing.assert_close(got, want, rtol=0.01, atol=0.01)
 
 
+class Settings:
+    def __init__(self) -> None:
+        self.shift = torch.randn(4)
+
+
+class Plain(nn.Module):
+    """Tensors that are neither parameters nor buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.randn(4)
+        self.listed = [torch.randn(4), torch.randn(4)]
+        self.named = {"a": torch.randn(4)}
+        self.settings = Settings()
+        self.large = torch.randn(2**17)
+        self.inner = nn.Module()
+        self.inner.scale = torch.randn(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale + self.listed[0] - 2 * self.listed[1] + 3 * self.named["a"] - 4 * self.settings.shift
+        return y * self.inner.scale + self.large[:4]
+
+
+@pytest.mark.parametrize("route", ["compile", "torch.compile"])
+def test_a_tensor_that_takes_the_place_of_a_plain_attribute_is_used_in_the_next_call(route: str) -> None:
+    module, x = Plain().eval(), torch.randn(4)
+    compiled = npu_sim.compile(module, (x,)) if route == "compile" else torch.compile(module, backend="npu_sim")
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(module, "scale", torch.randn(4)),
+        lambda: setattr(module.inner, "scale", torch.randn(4)),
+        lambda: setattr(module.settings, "shift", torch.randn(4)),
+        lambda: setattr(module, "large", torch.randn(2**17)),
+        lambda: module.listed.__setitem__(1, torch.randn(4)),
+        lambda: setattr(module, "listed", [torch.randn(4), torch.randn(4)]),
+        lambda: setattr(module, "named", {"a": torch.randn(4)}),
+        lambda: module.scale.mul_(2),
+        lambda: module.listed[0].add_(1),
+    ]
+    with torch.no_grad():
+        close(compiled(x), module(x))
+        for change in changes:
+            change()
+            close(compiled(x), module(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: setattr(m, "scale", torch.randn(1)),
+            r"'scale' was replaced by a tensor of torch.float32 with .*\[1\]",
+        ),
+        (lambda m: setattr(m, "scale", torch.randn(4).double()), "'scale' was replaced by a tensor of torch.float64"),
+        (lambda m: setattr(m.inner, "scale", 2.0), "'inner.scale' was replaced by a float .* compile it again"),
+        (lambda m: m.listed.clear(), r"'listed\[0\]' was replaced or removed"),
+        (lambda m: m.named.clear(), r"'named\['a'\]' was replaced or removed"),
+    ],
+)
+def test_what_cannot_take_the_place_of_a_plain_attribute_is_an_error(
+    change: Callable[[Plain], Any], message: str
+) -> None:
+    module, x = Plain().eval(), torch.randn(4)
+    compiled = npu_sim.compile(module, (x,))
+    change(module)
+    for _ in range(2):
+        with pytest.raises(InputError, match=message):
+            compiled(x)
+
+
 def test_a_replaced_submodule_is_an_error() -> None:
     module = nn.Sequential(nn.Linear(8, 4), nn.Sequential(nn.GELU())).eval()
     compiled = npu_sim.compile(module, X)

@@ -278,6 +278,29 @@ def test_namedtuples_of_unknown_classes_can_be_unpacked(tmp_path: Path) -> None:
     assert np.array_equal(first, before(x).first.numpy())
 
 
+def test_results_of_torch_ops_are_named_tuples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Function(lambda x: {"max": torch.max(x, 1), "top": torch.topk(x, 2), "sorted": [torch.sort(x)]}).eval()
+    x = torch.randn(3, 4)
+    npu_sim.compile(module, (x,)).save(tmp_path / "net.npumod")
+    loaded = npu_sim.load(tmp_path / "net.npumod")
+    got = loaded(x)
+    assert type(got["max"]) is torch.return_types.max and type(got["sorted"][0]) is torch.return_types.sort
+    monkeypatch.delitem(sys.modules, "torch.return_types")
+    for result in (got, npu_sim.load(tmp_path / "net.npumod")(x)):
+        values, indices = result["max"]
+        assert result["max"].values is values and result["max"].indices is indices
+        np.testing.assert_array_equal(indices, x.max(1).indices)
+    assert isinstance(result["max"], tuple) and type(result["max"]) is not torch.return_types.max
+
+
+def test_a_named_tuple_of_torch_is_an_argument(tmp_path: Path) -> None:
+    module, x = Function(lambda pair: pair.values - pair.indices).eval(), torch.randn(3, 4)
+    compiled = npu_sim.compile(module, (torch.max(x, 1),))
+    compiled.save(tmp_path / "net.npumod")
+    loaded = npu_sim.load(tmp_path / "net.npumod")
+    np.testing.assert_allclose(loaded(torch.max(x, 1)), compiled(torch.max(x, 1)))
+
+
 def test_model_outputs_come_back_as_they_are(tmp_path: Path) -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     x = torch.randn(3)
