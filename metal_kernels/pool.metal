@@ -52,6 +52,45 @@ kernel void max_pool2d_kernel(
     store(out, out_type, pixel_offset(target, position), highest);
 }
 
+// Where each maximum is in its plane: the first of equal ones, the last of several NaNs.
+kernel void max_pool2d_index_kernel(
+    device const void *x [[buffer(0)]],
+    device void *out [[buffer(1)]],
+    constant MaxPoolParams &params [[buffer(2)]],
+    constant Strided *views [[buffer(3)]],
+    uint3 position [[thread_position_in_grid]])
+{
+    constant Strided &source = views[0];
+    constant Strided &target = views[1];
+    if (position.x >= target.shape[3] || position.y >= target.shape[2]) {
+        return;
+    }
+    const uint plane = offset_of(source, position.z, 2);
+    // Rows and columns in the padding before the image wrap around to large numbers.
+    const uint top = position.y * params.stride[0] - params.padding[0];
+    const uint left = position.x * params.stride[1] - params.padding[1];
+    float highest = -INFINITY;
+    int index = -1;
+    for (uint i = 0; i < params.window[0]; i++) {
+        const uint row = top + i * params.dilation[0];
+        if (row >= source.shape[2]) {
+            continue;
+        }
+        for (uint j = 0; j < params.window[1]; j++) {
+            const uint column = left + j * params.dilation[1];
+            if (column >= source.shape[3]) {
+                continue;
+            }
+            const float value = load(x, x_type, plane + row * source.strides[2] + column * source.strides[3]);
+            if (value > highest || isnan(value) || index < 0) {
+                highest = value;
+                index = int(row * source.shape[3] + column);
+            }
+        }
+    }
+    store_int(out, out_type, pixel_offset(target, position), index);
+}
+
 struct AvgPoolParams {
     uint window[2];
     uint stride[2];

@@ -41,6 +41,12 @@ def per_pack(make: Specializer, call: KernelCall, file: str, function: str) -> l
     return [make.kernel(call, file, function=function, grid=grid, block=(_THREADS, 1, 1), constants=constants)]
 
 
+def _max_pool_index(make: Specializer, call: KernelCall) -> list[KernelCall]:
+    """A thread makes one index."""
+    grid = (groups(call.outputs[0].numel, _THREADS), 1, 1)
+    return [make.kernel(call, "conv/pool.cu", grid=grid, block=(_THREADS, 1, 1), constants={"pack": 1})]
+
+
 def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
     """Several lanes of a warp share each window: 8 with vectors of channels, else all 32."""
     images, channels, rows, columns = call.outputs[0].shape
@@ -57,6 +63,7 @@ def _adaptive_pool(make: Specializer, call: KernelCall) -> list[KernelCall]:
 
 RULES: dict[str, Rule] = {
     "max_pool2d_kernel": _pool,
+    "max_pool2d_index_kernel": _max_pool_index,
     "avg_pool2d_kernel": _pool,
     "upsample_nearest_kernel": _upsample,
     "upsample_bilinear_kernel": _upsample,

@@ -337,13 +337,11 @@ def _pool_views(ctx: Lowering, node: OpNode, spatial: int) -> tuple[View, View]:
 
 
 def _max_pool_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    if len(node.outputs) > 1:
-        return "max pooling with indices"
     return None if graph.tensors[node.inputs[0]].dtype in FLOAT_DTYPES else "max pooling of integers"
 
 
 @register_op(
-    "aten.max_pool2d aten.max_pool1d aten.max_pool2d_with_indices",
+    "aten.max_pool2d aten.max_pool1d",
     unsupported=_max_pool_unsupported,
     layout=Layout.IMAGE,
 )

@@ -669,7 +669,57 @@ case("max_pool2d-ceil", lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True), f(2, 3,
 case("max_pool2d-ceil-padding", lambda x: F.max_pool2d(x, 2, 2, 1, ceil_mode=True), f(1, 2, 5, 6))
 case("max_pool2d-default-stride", lambda x: F.max_pool2d(x, 2), f(3, 8, 8))
 case("max_pool1d", lambda x: (F.max_pool1d(x, 3, 2, 1), F.max_pool1d(x, 2, ceil_mode=True)), f(2, 3, 9))
-refused("max_pool2d-indices", lambda x: F.max_pool2d(x, 2, return_indices=True), f(1, 3, 8, 8))
+case("max_pool1d-indices", lambda x: A.max_pool1d_with_indices(x, 3, 2, 1), distinct(2, 3, 9))
+case(
+    "max_pool2d-indices",
+    lambda x: (*F.max_pool2d(x, 3, 2, 1, return_indices=True), *F.max_pool2d(x[0], 2, return_indices=True)),
+    whole(2, 3, 9, 8),
+)
+case(
+    "max_pool3d",
+    lambda x: (F.max_pool3d(x, 3, 2, 1), F.max_pool3d(x[0], (2, 3, 2), (1, 2, 2), (1, 1, 0), (2, 1, 3), True)),
+    f(2, 3, 5, 9, 8),
+)
+case(
+    "max_pool3d-indices",
+    lambda x: (
+        *F.max_pool3d(x, 3, 2, 1, return_indices=True),
+        *F.max_pool3d(x, (2, 3, 2), (1, 2, 2), (1, 1, 0), (2, 1, 3), True, return_indices=True),
+    ),
+    whole(2, 3, 5, 9, 8),
+)
+case(
+    "avg_pool3d",
+    lambda x: (
+        F.avg_pool3d(x, 2),
+        F.avg_pool3d(x, (2, 3, 4), (2, 2, 3), (1, 1, 2)),
+        F.avg_pool3d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+        F.avg_pool3d(x[0], (2, 3, 4), 2, (0, 1, 2), divisor_override=7),
+    ),
+    f(2, 3, 5, 9, 8),
+    spread=0.5,
+)
+case(
+    "adaptive_avg_pool3d",
+    lambda x: (
+        F.adaptive_avg_pool3d(x, (3, 4, 5)),
+        F.adaptive_avg_pool3d(x[0], 1),
+        A._adaptive_avg_pool3d(x, (7, 1, 8)),
+    ),
+    f(2, 3, 5, 9, 8),
+    spread=0.5,
+)
+case(
+    "interpolate-volumes",
+    lambda x: (
+        *(F.interpolate(x, (7, 5, 11), mode=mode) for mode in ("nearest", "nearest-exact", "trilinear")),
+        F.interpolate(x, scale_factor=(1.7, 0.6, 2.0), mode="trilinear"),
+        F.interpolate(x, scale_factor=(1.7, 0.6, 2.0), mode="nearest"),
+        F.interpolate(x, (7, 5, 1), mode="trilinear", align_corners=True),
+    ),
+    f(2, 3, 5, 9, 8),
+    spread=0.5,
+)
 case("avg_pool2d", lambda x: F.avg_pool2d(x, 3, 2, 1), f(2, 3, 9, 9))
 case(
     "avg_pool2d-exclude-pad", lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 0), count_include_pad=False), f(2, 3, 9, 9)
@@ -1541,7 +1591,6 @@ def assert_near(ours: np.ndarray, reference: np.ndarray, case: Case, variant: Va
 WITHOUT_CASE = {
     "aten.lift_fresh",
     "aten.native_layer_norm",
-    "aten.max_pool2d_with_indices",
     "torchao.quantize_affine.default",
     "torchao.dequantize_affine.default",
 }

@@ -44,6 +44,40 @@ WAITING_KERNEL(max_pool2d_kernel) {
     store(out, pixel, highest);
 }
 
+#kernel max_pool2d_index_kernel
+#include "conv/pixels.cuh"
+
+// Where each maximum is in its plane: the first of equal ones, the last of several NaNs. A thread makes one element.
+KERNEL(max_pool2d_index_kernel) {
+    const Pixel pixel = own_pixel();
+    if (!pixel.exists) {
+        return;
+    }
+    // Rows and columns in the padding before the image wrap around to large numbers.
+    const unsigned top = pixel.row * param::stride(0) - param::padding(0);
+    const unsigned left = pixel.column * param::stride(1) - param::padding(1);
+    float highest = -INFINITY_F;
+    int index = -1;
+    for (unsigned i = 0; i < param::window(0); i++) {
+        const unsigned row = top + i * param::dilation(0);
+        if (row >= X::size(2)) {
+            continue;
+        }
+        for (unsigned j = 0; j < param::window(1); j++) {
+            const unsigned column = left + j * param::dilation(1);
+            if (column >= X::size(3)) {
+                continue;
+            }
+            const float value = to_float(x[place_in<X>(pixel, row, column)]);
+            if (value > highest || isnan(value) || index < 0) {
+                highest = value;
+                index = int(row * unsigned(X::size(3)) + column);
+            }
+        }
+    }
+    out[place_in<Out>(pixel, pixel.row, pixel.column)] = Out::type(index);
+}
+
 #kernel avg_pool2d_kernel
 // What of a window lies in the image, and how wide the window is with the padding that it covers.
 struct Window {

@@ -45,6 +45,17 @@ def max_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     outputs[0].copy_(F.max_pool2d(to_float(inputs[0]), kernel, stride, padding, dilation, ceil_mode=ceil_mode))
 
 
+@cpu_kernel("max_pool2d_index_kernel")
+def max_pool2d_index(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """Where each maximum is in its plane, counted row by row."""
+    kernel, stride, padding, dilation = (tuple(params[key]) for key in ("window", "stride", "padding", "dilation"))
+    ceil_mode = bool(params["ceil_mode"])
+    result = torch.ops.aten.max_pool2d_with_indices(
+        to_float(inputs[0]), kernel, stride, padding, dilation, ceil_mode=ceil_mode
+    )
+    outputs[0].copy_(result[1])
+
+
 @cpu_kernel("avg_pool2d_kernel")
 def avg_pool2d(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     kernel, stride, padding = (tuple(params[key]) for key in ("window", "stride", "padding"))

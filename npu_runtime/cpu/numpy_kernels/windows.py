@@ -110,6 +110,24 @@ def max_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     out[...] = result
 
 
+@numpy_kernel("max_pool2d_index_kernel")
+def max_pool2d_index(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Where each maximum is in its plane, counted row by row: the first of equal ones, the last of several NaNs."""
+    x, out = as_float32(inputs[0]), outputs[0]
+    height, width = x.shape[2:]
+    padded = _padded(x, out, params, params["dilation"], -np.inf)
+    places = np.full((1, 1, *padded.shape[2:]), -1, np.int64)
+    top, left = params["padding"]
+    places[:, :, top : top + height, left : left + width] = np.arange(height * width).reshape(height, width)
+    highest = np.full(out.shape, -np.inf, np.float32)
+    index = np.full(out.shape, -1, np.int64)
+    for _, tap in _taps(params["window"], out.shape[2:], params["stride"], params["dilation"]):
+        values, at = padded[tap], np.broadcast_to(places[tap], out.shape)
+        better = (at >= 0) & ((values > highest) | np.isnan(values) | (index < 0))
+        highest, index = np.where(better, values, highest), np.where(better, at, index)
+    out[...] = index
+
+
 @numpy_kernel("avg_pool2d_kernel")
 def avg_pool2d(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     x, out = as_float32(inputs[0]), outputs[0]

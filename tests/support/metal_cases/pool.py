@@ -43,6 +43,20 @@ def _max(
     return _pool("max_pool2d_kernel", name, x, window, stride, padding, ceil_mode, out, dilation=dilation)
 
 
+def _max_index(
+    name: str,
+    x: T,
+    window: Pair,
+    stride: Pair,
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    ceil_mode: bool = False,
+) -> Case:
+    image = torch.zeros(x.shape)
+    out = T(tuple(F.max_pool2d(image, window, stride, padding, dilation, ceil_mode).shape), "int32")
+    return _pool("max_pool2d_index_kernel", name, x, window, stride, padding, ceil_mode, out, dilation=dilation)
+
+
 def _avg(
     name: str,
     x: T,
@@ -111,6 +125,12 @@ CASES = [
         (1, 1),
         out=T((1, 2, 5, 5), "float32"),
     ),
+    _max_index("halving", T((1, 2, 8, 6)), (2, 2), (2, 2)),
+    _max_index("ties", T((2, 3, 9, 7), values="small"), (3, 3), (2, 2), (1, 1)),
+    _max_index("special", T((1, 2, 11, 10), values="special"), (3, 3), (1, 1), (1, 1)),
+    _max_index("dilated", T((1, 2, 13, 12)), (3, 2), (1, 2), (1, 1), dilation=(2, 3)),
+    _max_index("ceil", T((1, 2, 8, 7), "float32"), (3, 3), (2, 2), (0, 1), ceil_mode=True),
+    _max_index("padded-channels", PADDED_CHANNELS, (2, 2), (2, 2)),
     _avg("halving", T((1, 2, 8, 6)), (2, 2), (2, 2)),
     _avg("padded", T((2, 3, 9, 7)), (3, 3), (2, 2), (1, 1)),
     _avg("without-padding", T((2, 3, 9, 7)), (3, 3), (2, 2), (1, 1), count_include_pad=False),
