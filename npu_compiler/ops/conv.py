@@ -7,6 +7,7 @@ from typing import Any
 
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
+from npu_compiler.ops.conv3d import lower_conv3d, volumes_unsupported
 from npu_compiler.ops.elementwise import per_channel
 from npu_compiler.ops.lowering import Lowering
 from npu_compiler.ops.registry import Args, Layout, register_op
@@ -151,6 +152,8 @@ def _conv_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     if any(graph.tensors[name].dtype not in FLOAT_DTYPES for name in node.inputs):
         return "convolution of integers"
     rank = len(graph.tensors[node.inputs[1]].shape)
+    if rank == 5 and node.base in ("aten.convolution", "aten._convolution"):
+        return volumes_unsupported(node, graph)
     if rank not in (3, 4):
         return f"convolution with a weight of rank {rank}"
     if node.attrs.get("groups", 1) < 1:
@@ -187,6 +190,9 @@ def _channel_axis(node: OpNode) -> int | None:
     one_dtype=True,
 )
 def lower_conv(ctx: Lowering, node: OpNode) -> None:
+    if len(ctx.spec(node.inputs[1]).shape) == 5:
+        lower_conv3d(ctx, node)
+        return
     if node.attrs.get("transposed"):
         lower_conv_transpose(ctx, node)
         return

@@ -1,58 +1,170 @@
-"""Convolutions of volumes: each window becomes a row, and the product with the weight is a linear layer."""
+"""Convolutions of volumes and im2col: each window becomes a row, and the product with the weight is a linear layer."""
 
 from __future__ import annotations
 
+from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.matmul import emit_linear
+from npu_compiler.ops.matmul import emit_batched, emit_linear
 from npu_compiler.ops.registry import register_op
-from npu_compiler.program.views import View, numel
+from npu_compiler.program.views import Shape, View, numel
 
 MOST_UNFOLDED = 2**26  # elements of all windows
 
 
-def _per_axis(node: OpNode, name: str, default: int) -> list[int]:
+def _per_axis(node: OpNode, name: str, default: int, spatial: int = 3) -> list[int]:
     value = node.attrs.get(name, default)
     listed = [value] if isinstance(value, int) else list(value)
-    return listed * 3 if len(listed) == 1 else listed
+    return listed * spatial if len(listed) == 1 else listed or [default] * spatial
 
 
-def _unsupported(node: OpNode, graph: IRGraph) -> str | None:
+def volumes_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    """Why a convolution by a weight of five dimensions cannot run on the device, or None."""
+    if any(graph.tensors[name].dtype not in FLOAT_DTYPES for name in node.inputs):
+        return "convolution of integers"
     x, weight = (graph.tensors[name].shape for name in node.inputs[:2])
     out = graph.tensors[node.outputs[0]].shape
-    if len(x) != 5 or node.attrs.get("groups", 1) != 1 or isinstance(node.attrs.get("padding"), str):
-        return "a convolution of volumes that is grouped, has no batch, or names its padding"
-    unfolded = numel(out) // max(weight[0], 1) * numel(weight[1:])
+    if len(x) not in (4, 5) or len(weight) != 5 or 0 in weight:
+        return f"a convolution of volumes of shape {list(x)} with a weight of shape {list(weight)}"
+    groups = node.attrs.get("groups", 1)
+    if groups < 1:
+        return f"convolution in {groups} groups"
+    is_plain = node.base == "aten.convolution" and not node.attrs.get("transposed")
+    if is_plain and any(node.attrs.get("output_padding") or []):
+        return "output_padding on a convolution that is not transposed"
+    channels = x[-4] // groups if is_transposed(node) else weight[1]
+    unfolded = numel(out) // max(out[-4], 1) * groups * channels * numel(weight[2:])
     return f"a convolution of volumes whose windows hold {unfolded} elements" if unfolded > MOST_UNFOLDED else None
 
 
-@register_op("aten.conv3d", tensors=("input", "weight", "bias"), unsupported=_unsupported, one_dtype=True)
+def is_transposed(node: OpNode) -> bool:
+    return bool(node.attrs.get("transposed")) or "transpose" in node.base
+
+
+@register_op(
+    "aten.conv3d aten.conv_transpose3d",
+    tensors=("input", "weight", "bias"),
+    unsupported=volumes_unsupported,
+    one_dtype=True,
+)
 def lower_conv3d(ctx: Lowering, node: OpNode) -> None:
     x, weight, *biases = (ctx.view(name) for name in node.inputs)
-    out = ctx.output(order=(0, 2, 3, 4, 1))
-    windows = _windows(ctx, _padded(ctx, x, _per_axis(node, "padding", 0)), node, weight, out)
-    rows = ctx.reshaped(windows, (numel(windows.shape[:4]), numel(windows.shape[4:])))
-    flat = ctx.reshaped(weight, (weight.shape[0], rows.shape[1]))
-    emit_linear(ctx, rows, flat, out.permute([0, 2, 3, 4, 1]), biases[0] if biases else None)
+    out = ctx.output(order=(0, 2, 3, 4, 1) if x.rank == 5 else (1, 2, 3, 0))
+    x, out = (view.unsqueeze(0) if view.rank == 4 else view for view in (x, out))
+    groups, dilation = node.attrs.get("groups", 1), _per_axis(node, "dilation", 1)
+    spans = [gap * (taps - 1) for gap, taps in zip(dilation, weight.shape[2:], strict=True)]
+    if is_transposed(node):
+        x, weight = _spread(ctx, node, x, spans, out), _turned(ctx, weight, groups)
+        stride = [1, 1, 1]
+    else:
+        x, stride = _padded(ctx, x, _paddings(node, spans)), _per_axis(node, "stride", 1)
+    windows = _windows(x, out.shape[2:], weight.shape[2:], stride, dilation)
+    if groups == 1:
+        rows = ctx.reshaped(windows, (numel(windows.shape[:4]), numel(windows.shape[4:])))
+        flat = ctx.reshaped(weight, (weight.shape[0], rows.shape[1]))
+        emit_linear(ctx, rows, flat, out.permute([0, 2, 3, 4, 1]), biases[0] if biases else None)
+        return
+    _emit_grouped(ctx, windows, weight, out.permute([0, 2, 3, 4, 1]), biases, groups)
 
 
-def _padded(ctx: Lowering, x: View, padding: list[int]) -> View:
-    """A copy with zeros around it."""
-    if not any(padding):
+def _emit_grouped(ctx: Lowering, windows: View, weight: View, out: View, biases: list[View], groups: int) -> None:
+    """A product for each group, of its channels' part of the windows with its part of the weight."""
+    places, channels, taps = windows.shape[:4], windows.shape[4] // groups, windows.shape[5:]
+    split = windows.reshape((*places, groups, channels, *taps))
+    packed = ctx.temp((groups, *places, channels, *taps), windows.dtype)
+    if split is None:
+        for group in range(groups):
+            ctx.copy(windows.slice(4, group * channels, (group + 1) * channels), packed.select(0, group))
+    else:
+        ctx.copy(split.permute([4, 0, 1, 2, 3, *range(5, split.rank)]), packed)
+    rows = ctx.reshaped(packed, (groups, numel(places), channels * numel(taps)))
+    flat = ctx.reshaped(weight, (groups, weight.shape[0] // groups, rows.shape[2]))
+    product = ctx.temp((groups, numel(places), flat.shape[1]), "float32" if biases else out.dtype)
+    emit_batched(ctx, rows, flat.transpose(1, 2), product)
+    merged = ctx.reshaped(product.permute([1, 0, 2]), out.shape)
+    if biases:
+        ctx.elementwise("add", [merged, biases[0]], out)
+    else:
+        ctx.copy(merged, out)
+
+
+def _paddings(node: OpNode, spans: list[int]) -> list[tuple[int, int]]:
+    """(before, after) along each axis; 'same' puts the odd element after, as PyTorch does."""
+    padding = node.attrs.get("padding", 0)
+    if padding == "same":
+        return [(span // 2, span - span // 2) for span in spans]
+    return [(pad, pad) for pad in ([0, 0, 0] if padding == "valid" else _per_axis(node, "padding", 0))]
+
+
+def _padded(ctx: Lowering, x: View, paddings: list[tuple[int, int]]) -> View:
+    """A copy of [batch, channels, *axes] with zeros around it."""
+    if not any(map(any, paddings)):
         return x
-    shape = (*x.shape[:2], *(size + 2 * pad for size, pad in zip(x.shape[2:], padding, strict=True)))
+    shape = (*x.shape[:2], *(size + sum(pair) for size, pair in zip(x.shape[2:], paddings, strict=True)))
     padded = ctx.temp(shape, x.dtype)
-    pads = [pad for each in reversed(padding) for pad in (each, each)]
+    pads = [pad for pair in reversed(paddings) for pad in pair]
     params = {"mode": "constant", "pads": pads + [0] * (12 - len(pads)), "value": 0.0, "int_value": 0}
     ctx.emit("pad_kernel", [x], [padded], params)
     return padded
 
 
-def _windows(ctx: Lowering, x: View, node: OpNode, weight: View, out: View) -> View:
-    """[batch, *places, channels, *taps]: a view in which windows overlap."""
-    stride, dilation = _per_axis(node, "stride", 1), _per_axis(node, "dilation", 1)
+def _spread(ctx: Lowering, node: OpNode, x: View, spans: list[int], out: View) -> View:
+    """Zeros around and between the elements of x, over which the turned weight slides in steps of one."""
+    strides, paddings = _per_axis(node, "stride", 1), _per_axis(node, "padding", 0)
+    shape = (*x.shape[:2], *(size + span for size, span in zip(out.shape[2:], spans, strict=True)))
+    spread = ctx.temp(shape, x.dtype)
+    ctx.emit("fill_kernel", [], [spread], {"value": 0.0, "int_value": 0})
+    target = spread
+    for dim, (step, pad, span) in enumerate(zip(strides, paddings, spans, strict=True), 2):
+        first = span - pad  # where the first element goes; those that come before the beginning are not read
+        skipped = -(first // step) if first < 0 else 0
+        count = min(x.shape[dim] - skipped, (shape[dim] - 1 - first) // step + 1 - skipped)
+        start = first + skipped * step
+        x = x.slice(dim, skipped, skipped + count)
+        target = target.slice(dim, start, start + (count - 1) * step + 1, step)
+    ctx.copy(x, target)
+    return spread
+
+
+def _turned(ctx: Lowering, weight: View, groups: int) -> View:
+    """A transposed convolution's weight [c, o / groups, *taps] as that of a convolution: [o, c / groups, *taps]."""
+    flipped = ctx.temp(weight.shape, weight.dtype)
+    ctx.emit("flip_kernel", [weight], [flipped], {"dims": [0, 0, 1, 1, 1, 0, 0, 0]})
+    channels, outputs, *taps = weight.shape
+    split = flipped.reshape((groups, channels // groups, outputs, *taps))
+    assert split is not None
+    return ctx.reshaped(split.transpose(1, 2), (groups * outputs, channels // groups, *taps))
+
+
+def _windows(x: View, places: Shape, window: Shape, stride: list[int], dilation: list[int]) -> View:
+    """[batch, *places, channels, *taps]: a view of [batch, channels, *axes] in which windows overlap."""
     batch, channel, *axes = x.strides
     steps = [size * step for size, step in zip(axes, stride, strict=True)]
     taps = [size * gap for size, gap in zip(axes, dilation, strict=True)]
-    shape = (x.shape[0], *out.shape[2:], *weight.shape[1:])
+    shape = (x.shape[0], *places, x.shape[1], *window)
     return View(x.buffer, shape, (batch, *steps, channel, *taps), x.offset, x.dtype)
+
+
+def _im2col_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    x = graph.tensors[node.inputs[0]]
+    if x.dtype not in FLOAT_DTYPES:
+        return "im2col of integers"
+    return None if x.numel else "im2col of an empty tensor"
+
+
+@register_op("aten.im2col", unsupported=_im2col_unsupported)
+def lower_im2col(ctx: Lowering, node: OpNode) -> None:
+    """[batch, channels · taps, places]: what each window holds."""
+    x, out = ctx.view(node.inputs[0]), ctx.output()
+    x, out = (view.unsqueeze(0) if view.rank == rank else view for view, rank in ((x, 3), (out, 2)))
+    window, stride, dilation = (_per_axis(node, name, 1, 2) for name in ("kernel_size", "stride", "dilation"))
+    paddings = [(pad, pad) for pad in _per_axis(node, "padding", 0, 2)]
+    padded = _padded(ctx, x, paddings)
+    places = tuple(
+        (size - gap * (taps - 1) - 1) // step + 1
+        for size, gap, taps, step in zip(padded.shape[2:], dilation, window, stride, strict=True)
+    )
+    windows = _windows(padded, places, tuple(window), stride, dilation)
+    target = out.reshape((x.shape[0], x.shape[1], *window, *places))
+    assert target is not None
+    ctx.copy(windows.permute([0, 3, 4, 5, 1, 2]), target)

@@ -1279,7 +1279,44 @@ case(
     spread=1,
 )
 case("conv3d-input", lambda x, v: F.conv3d(x.transpose(2, 4), v) * 2, f(1, 2, 3, 4, 3), w(2, 2, 1, 2, 2), spread=1)
-refused("conv3d-groups", lambda x, v: F.conv3d(x, v, groups=2), f(1, 2, 3, 4, 3), w(2, 1, 1, 2, 2))
+case(
+    "conv3d-groups",
+    lambda x, v, c: F.conv3d(x, v, c, (1, 2, 1), (1, 0, 2), (2, 1, 1), groups=2),
+    f(2, 4, 6, 7, 5),
+    w(6, 2, 2, 3, 2),
+    w(6),
+    spread=1,
+)
+case(
+    "conv3d-unbatched",
+    lambda x, v: (F.conv3d(x, v, padding="same", dilation=(1, 2, 1)), F.conv3d(x, v, padding="valid")),
+    f(4, 3, 5, 4),
+    w(3, 4, 2, 3, 2),
+    spread=1,
+)
+case(
+    "conv3d-depthwise",
+    lambda x, v: A.convolution(x, v, None, [1, 1, 1], [1, 1, 0], [1, 1, 1], False, [0, 0, 0], 4),
+    f(1, 4, 3, 4, 3),
+    w(8, 1, 2, 3, 2),
+    spread=1,
+)
+case(
+    "conv_transpose3d",
+    lambda x, v, c: (F.conv_transpose3d(x, v, c, 2, 1, 1), F.conv_transpose3d(x[0], v, None, dilation=(1, 2, 1))),
+    f(2, 4, 3, 4, 3),
+    w(4, 3, 2, 3, 2),
+    w(3),
+    spread=1,
+)
+case(
+    "conv_transpose3d-groups",
+    lambda x, v: A.convolution(x, v, None, [1, 2, 3], [2, 1, 3], [1, 2, 1], True, [0, 1, 2], 2),
+    f(1, 4, 6, 4, 3),
+    w(4, 3, 2, 3, 2),
+    spread=1,
+)
+case("im2col", lambda x: (F.unfold(x, 3), F.unfold(x[0], (2, 3), (1, 2), (1, 0), (2, 1))), f(2, 3, 9, 8))
 
 
 def ends(*values: int) -> Arg:
