@@ -189,7 +189,7 @@ def _resample(ctx: Lowering, node: OpNode, kernel: str, **params: int) -> None:
     if not isinstance(given, list):
         given = [node.attrs.get(name) for name in ("scales_d", "scales_h", "scales_w")]
     sizes = zip(x, out, given, strict=True)
-    depth, *plane = (1.0 / factor if factor else source / target for source, target, factor in sizes)
+    depth, *plane = (1.0 / factor if factor and factor > 0 else source / target for source, target, factor in sizes)
     _in_two_steps(ctx, node, kernel, {"scale": plane, **params}, {"scale": [depth, 1.0], **params})
 
 

@@ -234,12 +234,13 @@ def _fill(ctx: Lowering, node: OpNode, value: float | int | bool) -> None:
 @register_op(
     "aten.zeros aten.zeros_like aten.new_zeros aten.zero aten.empty aten.empty_like aten.new_empty aten.empty_permuted",
     integer_range=ranges.constant(0),
+    saturates=True,
 )
 def lower_zeros(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 0)
 
 
-@register_op("aten.ones aten.ones_like aten.new_ones", integer_range=ranges.constant(1))
+@register_op("aten.ones aten.ones_like aten.new_ones", integer_range=ranges.constant(1), saturates=True)
 def lower_ones(ctx: Lowering, node: OpNode) -> None:
     _fill(ctx, node, 1)
 

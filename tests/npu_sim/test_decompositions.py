@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -70,6 +71,69 @@ LACKED = {
 def test_ops_that_the_table_lacks_are_decomposed(name: str) -> None:
     function, *args = LACKED[name]
     runs_on_device(Net(function), *args)
+
+
+A = torch.ops.aten
+IMAGE, VOLUME = torch.randn(2, 3, 5, 7), torch.randn(1, 2, 4, 5, 6)
+SPECIAL = torch.tensor([0, -0.5, 1, -1, torch.nan, 1.5, -3.2, 0.3]).reshape(1, 2, 2, 2).repeat(2, 1, 1, 1)
+QUICK = (("bilinear", "zeros", False), ("nearest", "border", False), ("bicubic", "reflection", True))
+OWN_CASES = {
+    "addbmm": (
+        lambda x, a, b: torch.addbmm(x, a, b, beta=2, alpha=3),
+        torch.randn(3, 4),
+        torch.randn(2, 3, 5),
+        torch.randn(2, 5, 4),
+    ),
+    "vecdot": (lambda x, y: torch.linalg.vecdot(x, y, dim=0), X, Y),
+    "bilinear": (F.bilinear, X, X, torch.randn(2, 4, 4), torch.randn(2)),
+    "native_group_norm": (
+        lambda x, w: A.native_group_norm(x, w, w, 2, 6, 20, 3, 1e-5),
+        *map(torch.randn, ((2, 6, 4, 5), 6)),
+    ),
+    "rrelu": (F.rrelu, X),
+    "as_strided_copy": (lambda x: torch.as_strided_copy(x, (2, 3), (1, 4), 2), X),
+    "as_strided_scatter": (lambda x, y: torch.as_strided_scatter(x, y[:2, :3], (2, 3), (1, 4), 2), X, Y),
+    "new_empty_strided": (lambda x: x.new_empty_strided((2, 3), (1, 4)).fill_(2.0), X),
+    "masked index": (
+        lambda x, m, i: A._unsafe_masked_index(x, m, [i, None], 0.5),
+        X,
+        torch.tensor([[True], [False]]),
+        torch.tensor([[2], [9]]),
+    ),
+    "adaptive_max_pool1d": (lambda x: F.adaptive_max_pool1d(x[0], 4, return_indices=True), IMAGE.round()),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, (5, 3), return_indices=True), IMAGE.round()),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x, (3, 5, 4), return_indices=True), VOLUME.round()),
+    **{
+        f"antialiased {mode} {size}": (partial(F.interpolate, size=size, mode=mode, antialias=True), IMAGE)
+        for mode in ("bilinear", "bicubic")
+        for size in ((3, 9), (2, 7))
+    },
+    "antialiased by factors": (
+        lambda x: F.interpolate(x, scale_factor=(0.4, 1.7), mode="bilinear", antialias=True),
+        IMAGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
+def test_our_own_decompositions_equal_pytorch(name: str) -> None:
+    function, *args = OWN_CASES[name]
+    runs_on_device(Net(function), *args)
+
+
+SAMPLINGS = [
+    pytest.param(mode, padding, corners, images, marks=() if (mode, padding, corners) in QUICK else pytest.mark.slow)
+    for mode, images in (("bilinear", IMAGE), ("nearest", IMAGE), ("bicubic", IMAGE), ("bilinear", VOLUME))
+    for padding in ("zeros", "border", "reflection")
+    for corners in (False, True)
+]
+
+
+@pytest.mark.parametrize("mode, padding, corners, images", SAMPLINGS)
+def test_images_are_sampled_at_any_place(mode: str, padding: str, corners: bool, images: torch.Tensor) -> None:
+    grid = SPECIAL if images is IMAGE else 2 * torch.randn(1, 2, 2, 3, 3)
+    grid = torch.nan_to_num(grid) if mode == "bicubic" else grid
+    runs_on_device(Net(lambda x, places: F.grid_sample(x, places, mode, padding, corners)), images, grid)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

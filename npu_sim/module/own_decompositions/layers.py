@@ -1,0 +1,40 @@
+"""Decompositions of normalization and of activations."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from npu_sim.module.own_decompositions.table import decomposes
+
+
+@decomposes("aten.native_group_norm.default")
+def native_group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalized groups, their means and the reciprocals of their standard deviations."""
+    variance, mean = torch.var_mean(x.reshape(batch, groups, -1).float(), -1, correction=0)
+    out = F.group_norm(x, groups, weight, bias, eps)
+    return out, mean.to(x.dtype), torch.rsqrt(variance + eps).to(x.dtype)
+
+
+@decomposes("aten.rrelu.default")
+def rrelu(
+    x: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The mean of the slopes that training draws."""
+    if training:
+        raise NotImplementedError("its slopes are random numbers")
+    return F.leaky_relu(x, (lower + upper) / 2)
