@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from npu_compiler.graph.dtypes import is_float
+from npu_compiler.graph.dtypes import as_int32, is_float, saturate
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
 from npu_compiler.ops.lowering import Lowering
@@ -56,12 +57,43 @@ def reduce(ctx: Lowering, op: str, view: View, dims: object, out: View, **params
     kept_shape = tuple(view.shape[d] for d in kept)
     target = out.reshape(kept_shape)
     assert target is not None
+    if view.numel == 0 and op in OF_NOTHING:
+        value = saturate(OF_NOTHING[op], out.dtype)
+        ctx.emit("fill_kernel", [], [target], {"value": value, "int_value": as_int32(value)})
+        return
     merged = {"reduce_dims": len(reduced), "correction": 0.0, "order": 2.0, **params}
     ctx.emit(f"{op}_kernel", [view.permute([*kept, *reduced])], [target], merged, flops=view.numel)
 
 
-def _empty_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    return "reduction of an empty tensor" if graph.tensors[node.inputs[0]].numel == 0 else None
+OF_NOTHING = {
+    "sum": 0.0,
+    "mean": math.nan,
+    "prod": 1.0,
+    "var": math.nan,
+    "std": math.nan,
+    "any": 0.0,
+    "all": 1.0,
+    "norm": 0.0,
+    "logsumexp": -math.inf,
+}
+"""A reduction → its result over no elements, where it has one."""
+
+
+def _extreme_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    """Nothing is the largest or the smallest of no elements."""
+    x, out = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
+    return "an extreme of no elements" if x.numel == 0 and out.numel else None
+
+
+def _reduction_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    name = node.base.removeprefix("aten.")
+    return None if name in OF_NOTHING else _extreme_unsupported(node, graph)
+
+
+def _vector_norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    order = node.attrs.get("ord", node.attrs.get("p", 2))
+    has_value = order is None or 0 <= float(order) < math.inf
+    return None if has_value else _extreme_unsupported(node, graph)
 
 
 def _reduction_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
@@ -91,7 +123,7 @@ def _running_sum_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range])
 @register_op(
     "aten.sum aten.mean aten.amax aten.amin aten.any aten.all aten.prod aten.max.default "
     "aten.min.default aten.logsumexp",
-    unsupported=_empty_unsupported,
+    unsupported=_reduction_unsupported,
     integer_range=_reduction_range,
     shard=shard_along_others,
 )
@@ -110,7 +142,7 @@ def _as_dtype_says(ctx: Lowering, node: OpNode, out: View) -> View:
     return ctx.cast(view, "float32" if is_float(out.dtype) else out.dtype)
 
 
-@register_op("aten.var aten.std", unsupported=_empty_unsupported)
+@register_op("aten.var aten.std")
 def lower_variance(ctx: Lowering, node: OpNode) -> None:
     correction = node.attrs.get("correction")
     unbiased = node.attrs.get("unbiased", True)
@@ -119,7 +151,7 @@ def lower_variance(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, op, ctx.view(node.inputs[0]), node.attrs.get("dim"), ctx.output(), correction=value)
 
 
-@register_op("aten.var_mean", unsupported=_empty_unsupported)
+@register_op("aten.var_mean")
 def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
     view, dims = ctx.view(node.inputs[0]), node.attrs.get("dim")
     correction = node.attrs.get("correction")
@@ -128,14 +160,14 @@ def lower_var_mean(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, "mean", view, dims, ctx.output(1))
 
 
-@register_op("aten.max.dim aten.min.dim", unsupported=_empty_unsupported, integer_range=_value_and_index_range)
+@register_op("aten.max.dim aten.min.dim", unsupported=_extreme_unsupported, integer_range=_value_and_index_range)
 def lower_max_with_index(ctx: Lowering, node: OpNode) -> None:
     view, op = ctx.view(node.inputs[0]), node.base.removeprefix("aten.")
     reduce(ctx, op, view, node.attrs["dim"], ctx.output(0))
     reduce(ctx, f"arg{op}", view, node.attrs["dim"], ctx.output(1))
 
 
-@register_op("aten.argmax aten.argmin", unsupported=_empty_unsupported, integer_range=_index_range)
+@register_op("aten.argmax aten.argmin", unsupported=_extreme_unsupported, integer_range=_index_range)
 def lower_argmax(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     if node.attrs.get("dim") is None:
@@ -143,7 +175,7 @@ def lower_argmax(ctx: Lowering, node: OpNode) -> None:
     reduce(ctx, node.base.removeprefix("aten."), view, node.attrs.get("dim"), ctx.output())
 
 
-@register_op("aten.linalg_vector_norm aten.norm.ScalarOpt_dim aten.norm.Scalar", unsupported=_empty_unsupported)
+@register_op("aten.linalg_vector_norm aten.norm.ScalarOpt_dim aten.norm.Scalar", unsupported=_vector_norm_unsupported)
 def lower_vector_norm(ctx: Lowering, node: OpNode) -> None:
     order = node.attrs.get("ord", node.attrs.get("p", 2))
     order = 2.0 if order is None else float(order)
@@ -155,7 +187,7 @@ def _norm_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     rank = len(graph.tensors[node.inputs[0]].shape) if dims is None else 1 if isinstance(dims, int) else len(dims)
     if order is not None and (isinstance(order, str) or rank != 1):
         return "the norm of a matrix"
-    return _empty_unsupported(node, graph)
+    return _vector_norm_unsupported(node, graph)
 
 
 register_op("aten.linalg_norm", unsupported=_norm_unsupported)(lower_vector_norm)

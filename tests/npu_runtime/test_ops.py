@@ -937,7 +937,24 @@ case("mean-strided", lambda x: x.transpose(0, 2)[1:].mean((0, 1)), f(3, 4, 5), s
 case("reduce-0d", lambda x: (x.sum(), x.mean(), x.max(), x.sum(0), x.argmax(), x.softmax(0)), f(), spread=1)
 case("reduce-size-1", lambda x: (x.sum(1), x.var(1, correction=0), x.amax(1)), f(3, 1, 4), spread=1)
 case("reduce-rank6", lambda x: x.sum((1, 3, 5)), f(2, 3, 2, 3, 2, 2), spread=1)
-refused("sum-empty", lambda x: (x.sum(), x.sum(0)), f(0, 3))
+case(
+    "reductions-empty",
+    lambda x: (
+        x.sum(),
+        x.sum(0),
+        x.mean(0),
+        x.prod(0),
+        x.amax(1),
+        x.logsumexp(0),
+        x.var(),
+        *torch.var_mean(x, 0),
+        torch.linalg.vector_norm(x, 2, 0),
+        (x > 0).any(0),
+        (x > 0).all(),
+    ),
+    f(0, 3),
+)
+case("reductions-empty-integers", lambda x: (x.sum(), x.prod(0)), i(0, 3))
 case("cumsum", lambda x: (x.cumsum(0), x.cumsum(-1)), f(3, 4, 5), spread=1)
 case("cumsum-0d", lambda x: x.cumsum(0), f())
 case("cumsum-long", lambda x: x.cumsum(-1), f(2, 5000), spread=2)

@@ -69,7 +69,7 @@ def _picked(x: Tensor, places: Sequence[Tensor]) -> Tensor:
     index = None
     for place, size in zip(places, x.shape[2:], strict=True):
         within = torch.logical_and(place >= 0, place <= size - 1)
-        whole = torch.where(within, place, torch.zeros_like(place)).to(torch.int64)
+        whole = torch.clamp(torch.where(within, place, torch.zeros_like(place)).to(torch.int64), 0, size - 1)
         inside = within if inside is None else torch.logical_and(inside, within)
         index = whole if index is None else index * size + whole
     assert index is not None and inside is not None
