@@ -21,7 +21,9 @@ def native_group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The normalized groups, their means and the reciprocals of their standard deviations."""
-    variance, mean = torch.var_mean(x.reshape(batch, groups, -1).float(), -1, correction=0)
+    if pixels == 0 and batch != 0:
+        raise NotImplementedError("PyTorch does not promise statistics of no elements")
+    variance, mean = torch.var_mean(x.reshape(batch, groups, channels // groups * pixels).float(), -1, correction=0)
     out = F.group_norm(x, groups, weight, bias, eps)
     return out, mean.to(x.dtype), torch.rsqrt(variance + eps).to(x.dtype)
 
