@@ -14,6 +14,7 @@ from cuda_compiler.specialization.specializer import Specializer
 from cuda_compiler.specialization.template_files import template_text
 from npu_compiler.graph.dtypes import HALF_DTYPES, is_float, itemsize
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, as_float32
+from npu_compiler.program.functions import FUNCTIONS, c_text
 from npu_compiler.program.kernels import KernelCall, distinct_bytes
 from npu_compiler.program.views import View
 
@@ -127,6 +128,8 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
         "    }",
         *(f"    {line}" for line in body.after),
     ]
+    needed = {function.name for call in group.calls for function in ELEMENTWISE_KERNELS[call.kernel].op.functions}
+    special = [c_text(x, "__device__ __forceinline__") for name, x in FUNCTIONS.items() if name in needed]
     helpers = [f"__device__ __forceinline__ {text.replace('$', name)}" for text, name in body.functions.items()]
     signature = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(arguments)})'
     return "\n".join(
@@ -134,6 +137,7 @@ def _source(group: Group, stored: Sequence[View], width: int, block: int, name: 
             index_type([*group.reads, *stored]) + template_text("common/common.cuh"),
             template_text("common/overlap.cuh"),
             template_text("elementwise/elementwise.cuh"),
+            *special,
             *helpers,
             "",
             f"{signature} {{",

@@ -18,6 +18,7 @@ from npu_compiler.ops import (
     reductions,
     scattering,
     sorting,
+    special,
     tensor,
     transformer,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "register_op",
     "scattering",
     "sorting",
+    "special",
     "tensor",
     "transformer",
     "unsupported_reason",

@@ -6,9 +6,11 @@ The CPU device calls the torch function; the Metal and CUDA generators paste the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from npu_compiler.graph.dtypes import FLOAT_MAX
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.ops import ranges
 from npu_compiler.ops.aliases import write_whole
@@ -83,10 +85,15 @@ F = "torch.nn.functional."
 
 _UNARY = {
     "acos": "acos(a)",
+    "acosh": "acosh(a)",
+    "angle": "a < 0 ? 3.14159265f : a != a ? a : 0",
     "asin": "asin(a)",
+    "asinh": "asinh(a)",
     "atan": "atan(a)",
+    "atanh": "atanh(a)",
     "cos": "cos(a)",
     "cosh": "cosh(a)",
+    "deg2rad": "a * 0.0174532925f",
     "erf": "erf(a)",
     "exp": "exp(a)",
     "expm1": "expm1(a)",
@@ -97,6 +104,7 @@ _UNARY = {
     "log10": "log10(a)",
     "log1p": "log1p(a)",
     "log2": "log2(a)",
+    "rad2deg": "a * 57.2957795f",
     "rsqrt": "1 / sqrt(a)",
     "sigmoid": "1 / (1 + exp(-a))",
     "sin": "sin(a)",
@@ -113,11 +121,17 @@ _INTEGER_UNARY = {
     "abs": ("fabs(a)", "a < 0 ? -a : a", ranges.absolute),
     "ceil": ("ceil(a)", "a", ranges.same),
     "floor": ("floor(a)", "a", ranges.same),
+    "frac": ("a - trunc(a)", None, None),
+    "isfinite": ("!isinf(a) && !isnan(a)", "a == a", None),
+    "isneginf": ("isinf(a) && a < 0", "a != a", None),
+    "isposinf": ("isinf(a) && a > 0", "a != a", None),
     "logical_not": ("a == 0", SAME, None),
     "neg": ("-a", SAME, ranges.neg),
     "relu": ("a < 0 ? 0 : a", SAME, ranges.relu),
     "round": ("rint(a)", "a", ranges.same),
     "sign": ("(a > 0) - (a < 0)", SAME, ranges.sign),
+    "sgn": ("(a > 0) - (a < 0)", SAME, ranges.sign),
+    "signbit": ("copysign(1.0f, a) < 0", "a < 0", None),
     "square": ("a * a", SAME, ranges.square),
     "trunc": ("trunc(a)", "a", ranges.same),
 }
@@ -162,6 +176,38 @@ elementwise(
 elementwise("celu", "self", "a > 0 ? a : alpha * expm1(a / alpha)", "torch.celu", alpha=1.0)
 elementwise(
     "hardtanh", "self", "a < min_val ? min_val : a > max_val ? max_val : a", F + "hardtanh", min_val=-1.0, max_val=1.0
+)
+elementwise("hardshrink", "self", "a >= -lambd && a <= lambd ? 0 : a", F + "hardshrink", lambd=0.5)
+elementwise("softshrink", "self", "a > lambd ? a - lambd : a < -lambd ? a + lambd : a * 0", F + "softshrink", lambd=0.5)
+elementwise(
+    "threshold",
+    "self",
+    "a <= threshold ? value : a",
+    F + "threshold",
+    integer="a <= int(threshold) ? int(value) : a",
+    integer_range=lambda a, threshold, value: ranges.hull(a, value),
+    threshold=0.0,
+    value=0.0,
+)
+elementwise(
+    "logit",
+    "self",
+    "a < eps ? log(eps / (1 - eps)) : eps >= 0 && a > 1 - eps ? log((1 - eps) / eps) : log(a / (1 - a))",
+    "npu.logit",
+    "logit special_logit",
+    eps=-math.inf,
+)
+elementwise(
+    "nan_to_num",
+    "self",
+    "a != a ? nan : isinf(a) ? (a > 0 ? posinf : neginf) : a",
+    "npu.nan_to_num",
+    "npu.nan_to_num",
+    integer="a",
+    integer_range=ranges.same,
+    nan=0.0,
+    posinf=0.0,
+    neginf=0.0,
 )
 elementwise("prelu", "self weight", "a > 0 ? a : a * b", "npu.prelu", "npu.prelu")
 
@@ -292,6 +338,35 @@ elementwise(
     masks=True,
     integer_range=ranges.minimum,
 )
+elementwise("fmax", "self other", "a > b || b != b ? a : b", integer=SAME, masks=True, integer_range=ranges.maximum)
+elementwise("fmin", "self other", "a < b || b != b ? a : b", integer=SAME, masks=True, integer_range=ranges.minimum)
+elementwise("copysign", "self other", "copysign(a, b)")
+elementwise(
+    "heaviside",
+    "self values",
+    "a == 0 ? b : a > 0",
+    "npu.heaviside",
+    "heaviside",
+    integer=SAME,
+    one_dtype=True,
+    integer_range=lambda a, b: ranges.hull((0, 1), b),
+)
+elementwise(
+    "hypot",
+    "self other",
+    "isinf(a) || isinf(b) ? (isinf(a) ? fabs(a) : fabs(b)) : fabs(a) < fabs(b) ? fabs(b) * sqrt(1 + a / b * (a / b))"
+    " : a == 0 ? fabs(b) : fabs(a) * sqrt(1 + b / a * (b / a))",
+)
+elementwise("xlogy", "self other", "b != b ? b : a == 0 ? 0 : a * log(b)", aten="xlogy special_xlogy")
+elementwise(
+    "xlog1py", "self other", "b != b ? b : a == 0 ? 0 : a * log1p(b)", "torch.special.xlog1py", "special_xlog1py"
+)
+elementwise("logaddexp", "self other", "isinf(a) && a == b ? a : (a > b ? a : b) + log1p(exp(-fabs(a - b)))")
+elementwise(
+    "logaddexp2",
+    "self other",
+    "isinf(a) && a == b ? a : (a > b ? a : b) + 1.44269504f * log1p(exp2(-fabs(a - b)))",
+)
 elementwise("glu", "self other", "a / (1 + exp(-b))", "npu.glu", "npu.glu")
 elementwise("silu_mul", "self other", "a / (1 + exp(-a)) * b", "npu.silu_mul", "npu.silu_mul")
 elementwise(
@@ -333,6 +408,19 @@ def lower_round_decimals(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise(up, [view, 10.0 ** abs(decimals)], scaled)
     ctx.elementwise("round", [scaled], rounded)
     ctx.elementwise(down, [rounded, 10.0 ** abs(decimals)], ctx.output())
+
+
+@register_op(
+    "aten.nan_to_num", layout=Layout.ELEMENTWISE, integer_range=by_operands(ranges.same), shard=shard_elementwise
+)
+def lower_nan_to_num(ctx: Lowering, node: OpNode) -> None:
+    """By default infinities become the largest numbers of the dtype in which the result is stored."""
+    out = ctx.output()
+    largest = FLOAT_MAX.get(out.dtype, 0.0)
+    limits = {"nan": 0.0, "posinf": largest, "neginf": -largest}
+    values = {name: node.attrs.get(name) for name in limits}
+    params = {name: limits[name] if values[name] is None else float(values[name]) for name in limits}
+    ctx.elementwise("nan_to_num", [ctx.view(node.inputs[0])], out, params)
 
 
 @register_op("aten.glu")

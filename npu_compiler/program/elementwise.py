@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from npu_compiler.graph.dtypes import as_int32
+from npu_compiler.program.functions import Function, called_functions
 from npu_compiler.program.kernels import KERNELS, Family, Grid, KernelCall, KernelDecl
 from npu_compiler.program.operands import parse_operands
 from npu_compiler.program.views import collapse
@@ -23,7 +24,8 @@ class Elementwise:
     Attributes:
         operands: The schema's argument names that may be tensors.
         expr: The result in C, over floats `a`, `b`, `c` (the operands in order) and the attributes. Besides C's math
-            library a target has `floor_div(a, b)` and `floor_mod(a, b)`, torch's floor division and remainder.
+            library a target has `floor_div(a, b)` and `floor_mod(a, b)`, torch's floor division and remainder, and the
+            functions of `program/functions.py`.
         integer: The result in C over ints, for when no operand is a float; None where ints become floats first. Besides
             operators a target has `int_pow` and, with quotient 0 and remainder `a` for a divisor of 0, `trunc_div`,
             `trunc_mod`, `floor_div` and `floor_mod`.
@@ -42,6 +44,11 @@ class Elementwise:
     attrs: Mapping[str, float | bool] = field(default_factory=dict)
     masks: bool = False
     bytes: bool = False
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """The functions of `program/functions.py` that `expr` needs."""
+        return called_functions(self.expr)
 
     @property
     def operations(self) -> int:

@@ -96,6 +96,8 @@ class MetalCodegenTarget(OpLevelTarget):
         elementwise = ELEMENTWISE_KERNELS.get(kernel)
         if elementwise is None:
             return KERNELS[kernel].source
+        if elementwise.op.functions:
+            return f"elementwise_special{'_broadcast' * elementwise.is_strided}.metal"
         if elementwise.is_strided:
             return "elementwise_broadcast.metal"
         if kernel == "add_relu_kernel":

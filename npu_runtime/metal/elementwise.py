@@ -6,6 +6,7 @@ from functools import cache
 
 import npu_compiler.ops  # noqa: F401  (fills the table of element-wise kernels)
 from npu_compiler.program.elementwise import ELEMENTWISE_KERNELS, Elementwise
+from npu_compiler.program.functions import c_text
 from npu_compiler.program.target import MetalCodegenTarget
 
 
@@ -13,15 +14,17 @@ from npu_compiler.program.target import MetalCodegenTarget
 def elementwise_macro(filename: str) -> str:
     """The value of `ELEMENTWISE_OPS` for a shader file; empty for a file that holds no element-wise kernels.
 
-    It is a row per function, as `elementwise_template.metal` takes them. A kernel and its `_scalar` form are one
-    function, which reads an absent operand from the parameters.
+    It is the functions that the ops need and a row per op, as `elementwise_template.metal` takes them. A kernel and its
+    `_scalar` form are one row, which reads an absent operand from the parameters.
     """
     target = MetalCodegenTarget()
     rows: dict[str, str] = {}
+    functions: dict[str, str] = {}
     for kernel in ELEMENTWISE_KERNELS.values():
         if target.source(kernel.name) == filename:
             rows[kernel.function] = _row(kernel.function, kernel.op)
-    return " ".join(rows.values())
+            functions |= {function.name: c_text(function, "inline") for function in kernel.op.functions}
+    return " ".join([*functions.values(), *rows.values()])
 
 
 def _row(function: str, op: Elementwise) -> str:

@@ -11,7 +11,14 @@ from metal_emulator.syntax import VARIANTS, check
 from metal_kernels import shader_source
 from npu_runtime.metal.elementwise import elementwise_macro
 
-FILES = ("add_relu.metal", "elementwise.metal", "elementwise_extended.metal", "elementwise_broadcast.metal")
+FILES = (
+    "add_relu.metal",
+    "elementwise.metal",
+    "elementwise_extended.metal",
+    "elementwise_broadcast.metal",
+    "elementwise_special.metal",
+    "elementwise_special_broadcast.metal",
+)
 
 
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="clang++ is not installed")

@@ -66,6 +66,11 @@ def u(*shape: int) -> Arg:
     return Arg(shape, lambda s: torch.rand(s) * 1.9 - 0.95)
 
 
+def inner(*shape: int) -> Arg:
+    """Floats in (0.05, 0.95)."""
+    return Arg(shape, lambda s: torch.rand(s) * 0.9 + 0.05)
+
+
 def p(*shape: int) -> Arg:
     """Floats in [0.3, 2)."""
     return Arg(shape, lambda s: torch.rand(s) * 1.7 + 0.3)
@@ -140,14 +145,59 @@ def refused(name: str, function: Callable[..., Any], *args: Arg, spread: float =
 
 # Element-wise, one operand.
 for _name in (
-    "abs atan ceil cos cosh erf exp expm1 exp2 floor isinf isnan logical_not neg relu round sigmoid sign sin sinh "
+    "abs angle asinh atan ceil cos cosh deg2rad erf exp expm1 exp2 floor frac isfinite isinf isnan isneginf isposinf "
+    "logical_not neg rad2deg sgn signbit relu round sigmoid sign sin sinh "
     "square tanh trunc clone positive detach ravel logical_not"
 ).split():
     case(_name, getattr(torch, _name), f(3, 5))
 for _name in "log log10 log1p log2 sqrt rsqrt reciprocal".split():
     case(_name, getattr(torch, _name), p(3, 5))
-for _name in "acos asin tan".split():
+for _name in "acos asin atanh tan".split():
     case(_name, getattr(torch, _name), u(3, 5))
+case("acosh", lambda x: torch.acosh(x + 1), p(3, 5), spread=1)
+case(
+    "tests-of-oddities",
+    lambda x: (torch.isfinite(1 / x), torch.isposinf(1 / x), torch.isneginf(-1 / x), torch.signbit(x), torch.sgn(x)),
+    whole(40),
+)
+case("tests-of-ints", lambda x: (torch.isfinite(x), torch.isposinf(x), torch.signbit(x), torch.sgn(x)), i(40, low=-4))
+case(
+    "nan_to_num",
+    lambda x: (torch.nan_to_num(torch.sqrt(x)), torch.nan_to_num(1 / x, 2.0, 5.0, -7.0)),
+    whole(40),
+)
+case("nan_to_num-int", torch.nan_to_num, i(4, 5, low=-4))
+
+# Special functions.
+for _name in "erfc erfcx ndtr log_ndtr i0 i0e i1 i1e bessel_j0 bessel_j1 modified_bessel_i0 modified_bessel_i1".split():
+    case(f"special_{_name}", getattr(torch.special, _name), f(3, 5))
+for _name in (
+    "entr digamma gammaln bessel_y0 bessel_y1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 "
+    "scaled_modified_bessel_k1"
+).split():
+    case(f"special_{_name}", getattr(torch.special, _name), p(3, 5))
+case("special_airy_ai", torch.special.airy_ai, p(3, 5))
+case("spherical_bessel_j0", torch.special.spherical_bessel_j0, f(3, 5))
+case(
+    "erfinv", lambda x: (torch.erfinv(x), torch.special.erfinv(x), torch.special.ndtri((x + 1) / 2)), u(3, 5), spread=1
+)
+case("erfc/i0", lambda x: (torch.erfc(x), torch.i0(x), torch.special.psi(x), torch.special.digamma(x)), p(3, 5))
+case("special-far", lambda x: [fn(4 * x) for fn in (torch.erfc, torch.special.i0e, torch.lgamma)], f(3, 40), spread=1)
+case("lgamma/digamma", lambda x: (torch.lgamma(x), torch.digamma(x)), p(3, 5))
+for _order in range(4):
+    case(f"polygamma-{_order}", lambda x, n=_order: (torch.polygamma(n, x), torch.special.polygamma(n, x)), p(3, 5))
+case("mvlgamma", lambda x: (torch.mvlgamma(x + 1, 3), torch.special.multigammaln(x, 1)), p(3, 5), spread=1)
+case("zeta", torch.special.zeta, Arg((4, 1), lambda s: torch.rand(s) * 3 + 1.3), p(5))
+for _name in [
+    f"{shift}chebyshev_polynomial_{kind}" for shift in ("", "shifted_") for kind in "tuvw"
+] + "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p".split():
+    case(
+        _name,
+        lambda x, n, fn=getattr(torch.special, _name): (fn(x, n), fn(x, 3)),
+        inner(4, 5),
+        Arg((5,), lambda s: torch.tensor([0.0, 1.0, -1.0, 4.0, 9.0])),
+        spread=1,
+    )
 for _name in (
     "silu relu6 hardswish hardsigmoid mish selu logsigmoid softplus leaky_relu elu celu hardtanh softsign gelu"
 ).split():
@@ -165,6 +215,10 @@ case("clamp-ints", lambda x: x.clamp(1, 2), i(4, 5))
 case("clamp-tensors", lambda x, lo, hi: torch.clamp(x, lo, hi), f(4, 5), f(5), p(4, 1))
 case("clamp-ints-float-bounds", lambda x: (x.clamp(0.5, 1.5), x.clamp(-1.5, 0)), i(4, 5))
 case("clamp-wide-bounds", lambda x, lo, hi: torch.clamp(x, lo, hi), f(4, 1), f(5), p(4, 5))
+case("hardshrink/softshrink", lambda x: (F.hardshrink(x, 0.3), F.softshrink(x, 0.3)), f(4, 5))
+case("threshold", lambda x: F.threshold(x, 0.25, -2.0), f(4, 5))
+case("threshold-int", lambda x: F.threshold(x, 1, 7), i(4, 5))
+case("logit", lambda x: (torch.logit(x / 2), torch.special.logit(x / 2, eps=0.25)), p(4, 5), spread=1)
 case("clamp-crossed", lambda x: x.clamp(0.5, -0.5), f(4, 5))
 case("clamp_min/max", lambda x: A.clamp_max(A.clamp_min(x, -0.5), 0.5), f(4, 5))
 case("clamp_min/max-tensor", lambda x, y: (A.clamp_min(x, y), A.clamp_max(x, y)), f(4, 5), f(5))
@@ -285,6 +339,17 @@ case("copy", lambda x, y: A.copy(x, y), f(4, 5), f(5))
 case("silu-mul", lambda x, y: F.silu(x) * y, f(4, 32), f(4, 32), ulps=2)
 case("gelu-mul", lambda x, y: (F.gelu(x) * y, F.gelu(x, approximate="tanh") * y), f(4, 32), f(4, 32), ulps=3)
 case("add-relu", lambda x, y: F.relu(x + y), f(4, 32), f(32))
+
+for _name in "fmax fmin copysign hypot xlogy logaddexp logaddexp2".split():
+    case(_name, getattr(torch, _name), f(4, 1, 5), p(3, 1))
+case("fmax/fmin-nan", lambda x, y: (torch.fmax(torch.log(x), y), torch.fmin(y, torch.log(x))), f(4, 5), f(4, 5))
+case("fmax/fmin-int", lambda x, y: (torch.fmax(x, y), torch.fmin(x, y)), i(4, 5), i(5))
+case("copysign-scalar", lambda x: torch.copysign(x, -1.0), f(4, 5))
+case("copysign-int", torch.copysign, i(4, 5), i(5, low=-4))
+case("heaviside", torch.heaviside, whole(4, 5), f(5))
+case("heaviside-int", torch.heaviside, i(4, 5, low=-2), i(5))
+case("xlogy-zero", lambda x, y: (torch.xlogy(x, y), torch.xlogy(x, 2.0), torch.xlogy(2.0, y)), whole(4, 5), p(5))
+case("special_xlogy", lambda x, y: (torch.special.xlogy(x, y), torch.special.xlog1py(x, y)), whole(4, 5), p(5))
 
 # Conversions.
 for _dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int32, torch.bool):

@@ -31,12 +31,19 @@ _COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
     "npu.gelu_tanh_mul": lambda a, b: F.gelu(a, approximate="tanh") * b,
     "npu.add_relu": lambda a, b: torch.relu(a + b),
     "npu.scale_shift": lambda x, scale, shift: x * scale + shift,
+    "npu.heaviside": lambda x, values: torch.where(torch.as_tensor(x) == 0, values, torch.as_tensor(x > 0)),
+    "npu.logit": lambda x, eps: torch.logit(x, eps=eps if eps >= 0 else None),
+    "npu.nan_to_num": lambda x, nan, posinf, neginf: torch.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf),
+    "npu.polygamma": lambda x, order, factor: torch.polygamma(int(order), x),
     "npu.quantize": lambda x, scale, zero_point, low, high: torch.clamp(
         torch.round(x * torch.as_tensor(scale, dtype=torch.float32).reciprocal()) + zero_point, low, high
     ),
     "npu.dequantize": lambda x, scale, zero_point: (x - zero_point) * scale,
 }
-_TENSOR_ONLY = frozenset({"maximum", "minimum", "atan2", "logical_and", "logical_or", "logical_xor", "fmod", "lerp"})
+_TENSOR_ONLY = frozenset(
+    "maximum minimum fmax fmin atan2 hypot copysign logaddexp logaddexp2 logical_and logical_or logical_xor "
+    "fmod lerp".split()
+)
 
 
 @functools.cache

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
+import npu_compiler.ops  # noqa: F401  (fills the table of functions)
 from npu_compiler.graph.dtypes import as_int32
 from npu_compiler.program.elementwise import Elementwise
 from npu_compiler.program.elementwise import as_float32 as float32_scalar
+from npu_compiler.program.functions import FUNCTIONS
 from npu_compiler.program.views import collapse
 from npu_runtime.cpu.arrays import strides_of, with_strides
 from npu_runtime.cpu.bound_call import Params
-from npu_runtime.cpu.numpy_kernels.expression import Value, parse
+from npu_runtime.cpu.numpy_kernels.expression import Value, called, parse
 from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, is_float
 from npu_runtime.hardware import Launch
 from npu_runtime.pieces import in_pieces
@@ -84,14 +86,17 @@ def _int_pow(a: Value, b: Value) -> Value:
 _FLOAT_FUNCTIONS: dict[str, Any] = {
     name: getattr(np, name)
     for name in (
-        "ceil cos cosh exp exp2 expm1 fabs floor fmod isinf isnan log log10 log1p log2 rint sin sinh sqrt tan "
+        "ceil copysign cos cosh exp exp2 expm1 fabs floor fmod isinf isnan log log10 log1p log2 rint sin sinh sqrt tan "
         "tanh trunc"
     ).split()
 } | {
     "number": np.float32,
     "acos": np.arccos,
+    "acosh": np.arccosh,
     "asin": np.arcsin,
+    "asinh": np.arcsinh,
     "atan": np.arctan,
+    "atanh": np.arctanh,
     "atan2": np.arctan2,
     "erf": _erf,
     "floor_div": np.floor_divide,
@@ -99,6 +104,7 @@ _FLOAT_FUNCTIONS: dict[str, Any] = {
     "int": lambda x: np.asarray(x).astype(np.int32),
     "pow": np.power,
 }
+_FLOAT_FUNCTIONS |= {name: partial(called, function, _FLOAT_FUNCTIONS) for name, function in FUNCTIONS.items()}
 _INTEGER_FUNCTIONS: dict[str, Any] = {
     "number": np.int32,
     "floor_div": _floor_div,

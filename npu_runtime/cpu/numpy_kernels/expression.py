@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from npu_compiler.program.functions import MOST_ROUNDS, Function, Let
+
 Value: TypeAlias = Any  # an array, or a scalar
 Names: TypeAlias = Mapping[str, Value]
 Evaluator: TypeAlias = Callable[[Names], Value]
@@ -62,6 +64,22 @@ def parse(text: str) -> Evaluator:
     evaluator = reader.conditional()
     reader.expect("")
     return evaluator
+
+
+def called(function: Function, functions: Names, *values: Value) -> Value:
+    """The result of a function of the values of its parameters; `functions` are those that it may call."""
+    names = {**functions, **dict(zip(function.parameters, values, strict=True))}
+    for step in function.steps:
+        if isinstance(step, Let):
+            names[step.name] = parse(step.expr)(names)
+            continue
+        count = np.clip(np.trunc(np.nan_to_num(parse(step.count)(names))), 0, MOST_ROUNDS)
+        names |= {name: parse(first)(names) for name, (first, _) in step.variables.items()}
+        for k in range(int(np.max(count, initial=0))):
+            names["k"] = np.float32(k)
+            after = {name: parse(text)(names) for name, (_, text) in step.variables.items()}
+            names |= {name: np.where(k < count, value, names[name]) for name, value in after.items()}
+    return parse(function.result)(names)
 
 
 @dataclass

@@ -13,7 +13,9 @@ from metal_harness import Case, T
 from npu_compiler.program.elementwise import ELEMENTWISE, Elementwise
 
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-TESTS = COMPARISONS | {"isinf", "isnan", "logical_not", "logical_and", "logical_or", "logical_xor"}
+TESTS = COMPARISONS | frozenset(
+    "isinf isnan isfinite isposinf isneginf signbit logical_not logical_and logical_or logical_xor".split()
+)
 INTEGERS_ONLY = frozenset({"bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor"})
 DIVISIONS = frozenset({"floor_divide", "trunc_divide", "remainder", "fmod"})
 
@@ -23,6 +25,21 @@ FINITE_ODDITIES = (float("nan"), 0.0, -0.0, 1.0, -1.0, -3.0, 5.5, -8.0, 1e-7, 10
 
 # Where torch computes 1 + erf(x) and the like, cancellation leaves an error relative to 1.
 CANCELLING = {"gelu_erf": 1e-6, "gelu_tanh": 1e-6, "gelu_mul": 1e-6, "gelu_tanh_mul": 1e-6, "lerp": 1e-6}
+
+# Operands for which an op is defined and torch and the kernel have no pole or pole's sign to differ about.
+_POLYNOMIALS = [op.name for op in ELEMENTWISE.values() if op.operands == ("x", "n")]
+DOMAINS: dict[str, tuple[tuple[float, float] | Sequence[float], ...]] = {
+    "polygamma": ((0.1, 9.0),),
+    "zeta": ((1.5, 6.0), (0.1, 20.0)),
+    "airy_ai": ((-6.0, 6.0),),
+    **dict.fromkeys(_POLYNOMIALS, ((-1.2, 1.2), (0, 1, 2, 3, 7, -1, 12))),
+}
+# Ops with roots, about which their error is relative to 1.
+ROOTED = dict.fromkeys(
+    "lgamma digamma ndtri bessel_j0 bessel_j1 bessel_y0 bessel_y1 spherical_bessel_j0 airy_ai logit logaddexp "
+    "logaddexp2 ndtr log_ndtr".split(),
+    1e-5,
+) | dict.fromkeys(_POLYNOMIALS, 1e-4)
 
 # The operands that a scalar may stand for, where torch does not take one for each.
 SCALAR_PLACES: dict[str, tuple[int, ...]] = {
@@ -52,6 +69,12 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "celu": {"alpha": 0.75},
     "elu": {"alpha": 0.75, "scale": 1.25, "input_scale": 0.5},
     "hardtanh": {"min_val": -0.5, "max_val": 0.75},
+    "hardshrink": {"lambd": 0.75},
+    "softshrink": {"lambd": 0.75},
+    "threshold": {"threshold": 1, "value": -3},
+    "logit": {"eps": 0.125},
+    "nan_to_num": {"nan": 2.5, "posinf": 100.0, "neginf": -50.0},
+    "polygamma": {"order": 2.0, "factor": -2.0},
 }
 
 # Four elements a thread, 256 threads a threadgroup: sizes about the edges of both.
@@ -80,6 +103,10 @@ GEOMETRIES: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...], int], ...]
 EVERYWHERE = frozenset({"add", "copy", "where"})  # ops that are tried with every geometry
 
 
+def _tolerance(op: Elementwise) -> float:
+    return CANCELLING.get(op.name, ROOTED.get(op.name, 0.0))
+
+
 def _cycled(values: Sequence[float], count: int) -> list[float]:
     return list(islice(cycle(values), count))
 
@@ -94,6 +121,10 @@ def _floats(op: Elementwise, index: int, shape: tuple[int, ...], **geometry: Any
         return T(shape, "bool", **geometry)
     if op.name in WITHOUT_INFINITY and len(shape) == 1:
         return T(shape, values=_cycled(FINITE_ODDITIES[index:], shape[0]), **geometry)
+    if op.name in DOMAINS:
+        domain = DOMAINS[op.name][index]
+        values = domain if len(domain) == 2 else lambda dtype: _cycled(domain, shape[-1])
+        return T(shape, values=values, **geometry)
     if op.name == "lerp":
         return T(shape, **geometry)
     return T(shape, values="normal" if op.name in WITHOUT_INFINITY else "special", **geometry)
@@ -103,6 +134,8 @@ def _integers(op: str, index: int, shape: tuple[int, ...], **geometry: Any) -> T
     """An int operand: large ones where floats would round them, small ones where the result would overflow."""
     if op == "where" and index == 0:
         return T(shape, "bool", **geometry)
+    if op in ("copysign", "nan_to_num"):
+        return T(shape, "int32", values=(-99, 99), **geometry)
     if op == "pow":
         return T(shape, "int32", values=((-3, 4), (-3, 8))[index], **geometry)
     if op in DIVISIONS and index == 1:
@@ -127,7 +160,7 @@ def _dense(op: Elementwise, number: int) -> list[Case]:
         inputs = [_floats(op, index, shape, offset=offset) for index in range(count)]
         params = _params(op, [None] * count, attributes=turn == 0)
         out = T(shape, _result(op.name), offset=offset)
-        cases.append(Case(f"{op.name}_kernel", f"dense{turn}", inputs, [out], params, CANCELLING.get(op.name, 0.0)))
+        cases.append(Case(f"{op.name}_kernel", f"dense{turn}", inputs, [out], params, _tolerance(op)))
     if op.integer is not None:
         shape = (SIZES[(number + 3) % len(SIZES)],)
         inputs = [_integers(op.name, index, shape) for index in range(count)]
@@ -153,7 +186,7 @@ def _strided_as(
     if op.name not in INTEGERS_ONLY:
         inputs = [_floats(op, i, shape, strides=strides[i], offset=offset) for i in range(count)]
         out = T(shape, _result(op.name), strides=strides[3], offset=offset)
-        cases.append(Case(name, f"strided{place}", inputs, [out], params, CANCELLING.get(op.name, 0.0)))
+        cases.append(Case(name, f"strided{place}", inputs, [out], params, _tolerance(op)))
     if op.integer is not None:
         inputs = [_integers(op.name, i, shape, strides=strides[i], offset=offset) for i in range(count)]
         out = T(shape, _result(op.name, integer=True), strides=strides[3], offset=offset)
@@ -173,7 +206,7 @@ def _scalars(op: Elementwise, number: int) -> list[Case]:
             scalars: list[float | int | None] = [None] * count
             scalars[place] = -2.5
             params = _params(op, scalars, attributes=True)
-            atol = CANCELLING.get(op.name, 0.0)
+            atol = _tolerance(op)
             inputs = [_floats(op, index, shape) for index in others]
             out = T(shape, _result(op.name))
             cases.append(Case(f"{op.name}_scalar_kernel", f"scalar{place}", inputs, [out], params, atol))
