@@ -110,5 +110,6 @@ RULES: dict[str, Rule] = {
     "index_kernel": _pick,
     "embedding_kernel": _embedding,
     "index_copy_kernel": _index_copy,
+    "scatter_kernel": lambda make, call: _per_element(make, call, "movement/scatter.cu"),
     "index_copy_pair_kernel": _index_copy,
 }

@@ -97,7 +97,7 @@ def is_checked_index(ctx: Lowering, name: str) -> int:
     return int(name in ctx.graph.inputs and ctx.spec(name).bounds is not None)
 
 
-def _rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
+def rows_along_dim(node: OpNode, graph: IRGraph) -> int | None:
     """How many rows the dimension has that the op indexes."""
     shape = graph.tensors[node.inputs[0]].shape
     return shape[node.attrs["dim"]] if shape else None
@@ -120,7 +120,7 @@ def lower_embedding(ctx: Lowering, node: OpNode) -> None:
     ctx.emit("embedding_kernel", [ctx.inner_contiguous(table), ids], [out], params, bytes_moved=touched)
 
 
-@register_op("aten.index_select", tensors=("self", "index"), moves=True, selects=True, index_bound=_rows_along_dim)
+@register_op("aten.index_select", tensors=("self", "index"), moves=True, selects=True, index_bound=rows_along_dim)
 def lower_index_select(ctx: Lowering, node: OpNode) -> None:
     source, index = (ctx.view(name) for name in node.inputs)
     if source.rank == 0:
@@ -133,13 +133,17 @@ def lower_index_select(ctx: Lowering, node: OpNode) -> None:
 @register_op(
     "aten.gather",
     tensors=("self", "index"),
-    unsupported=lambda node, graph: "gather from a scalar" if not graph.tensors[node.inputs[0]].shape else None,
     moves=True,
     selects=True,
-    index_bound=_rows_along_dim,
+    index_bound=rows_along_dim,
 )
 def lower_gather(ctx: Lowering, node: OpNode) -> None:
     source, index = (ctx.view(name) for name in node.inputs)
+    if source.rank == 0 or index.rank == 0:
+        out = ctx.output()
+        lifted = [view.unsqueeze(0) if view.rank == 0 else view for view in (source, index, out)]
+        ctx.emit("gather_kernel", lifted[:2], lifted[2:], {"dim": 0})
+        return
     ctx.emit("gather_kernel", [source, index], [ctx.output()], {"dim": source.dim(node.attrs["dim"])})
 
 
@@ -176,7 +180,7 @@ def lower_index(ctx: Lowering, node: OpNode) -> None:
     "aten.index_copy",
     tensors=("self", "index", "source"),
     unsupported=lambda node, graph: "index_copy on a scalar" if not graph.tensors[node.inputs[0]].shape else None,
-    index_bound=_rows_along_dim,
+    index_bound=rows_along_dim,
     one_dtype=True,
     integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], known[node.inputs[2]]),
     shard=shard_rows_update,
@@ -189,7 +193,7 @@ def lower_index_copy(ctx: Lowering, node: OpNode) -> None:
 @register_op(
     "npu.index_copy_pair",
     tensors=("self", "index", "source", "other", "other_source"),
-    index_bound=_rows_along_dim,
+    index_bound=rows_along_dim,
 )
 def lower_index_copy_pair(ctx: Lowering, node: OpNode) -> None:
     """The same rows of two tensors of one shape are replaced, each from a source of its own."""

@@ -2,128 +2,292 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from npu_compiler.graph.dtypes import is_float
 from npu_compiler.graph.model import IRGraph, OpNode
 from npu_compiler.ops import ranges
-from npu_compiler.ops.comparing import compared, counted, too_many_flags
-from npu_compiler.ops.indexing import copy_rows
+from npu_compiler.ops.indexing import rows_along_dim
 from npu_compiler.ops.lowering import Lowering
-from npu_compiler.ops.reductions import reduce
 from npu_compiler.ops.registry import Args, Range, register_op
-from npu_compiler.program.views import Shape, View, numel
+from npu_compiler.program.kernels import Family, declare_kernel
+from npu_compiler.program.views import Shape, View, broadcast_shapes, numel
+
+# Where several indices name one place, the last one counts, or all are joined; `mean` is for floats.
+declare_kernel(
+    "scatter_kernel",
+    Family.INDEXING,
+    "base[*s,size] index:i[*s,n] source[*s,n] -> out[*s,size]",
+    source="scatter.metal",
+    reduce="s last sum prod mean amax amin",
+    include_self="?",
+)
+_REDUCTIONS = {
+    "sum": "sum",
+    "add": "sum",
+    "prod": "prod",
+    "multiply": "prod",
+    "mean": "mean",
+    "amax": "amax",
+    "amin": "amin",
+}
 
 
-def _hits(ctx: Lowering, index: View, size: int) -> View:
-    """index[*lead, k] → flags[*lead, size, k]: whether an index names a place."""
-    shape = (*index.shape[:-1], size, index.shape[-1])
-    return compared(ctx, "eq", index.unsqueeze(index.rank - 1), counted(ctx, size).unsqueeze(1), shape)
-
-
-def _scatter_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    shape, index = (graph.tensors[name].shape for name in node.inputs[:2])
-    if not shape or len(index) != len(shape):
-        return "scatter to or from a scalar"
-    return too_many_flags(shape[node.attrs["dim"]], numel(index), "scatter")
-
-
-def _scatter_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
-    base, *_, source = Args(node).ranges(known, ranges.of_scalar)
+def _scattered_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    """The hull of old and new values; of a sum or a product, of as many as there are."""
+    tensors = Args(node).ranges(known, ranges.of_scalar)
+    base, source = tensors[0], tensors[-1]
     assert base is not None and source is not None
+    reduction, count = _reduction(node), numel(graph.tensors[node.inputs[1]].shape)
+    if reduction == "sum":
+        factor = ranges.of_scalar(node.attrs.get("alpha", 1))
+        return ranges.hull(base, ranges.add(base, ranges.total(ranges.mul(source, factor), count)))
+    if reduction == "prod":
+        return ranges.hull(base, source, ranges.mul(base, ranges.product(source, count)), ranges.product(source, count))
     return ranges.hull(base, source)
 
 
-def _written(ctx: Lowering, node: OpNode, out: View) -> tuple[View, View, View]:
-    """What scatter may write of the old value and of the output, and the indices; `dim` is the last dimension of each.
+def _reduction(node: OpNode) -> str:
+    """The mode of `scatter_kernel` that a node wants."""
+    if node.base in ("aten.scatter_add", "aten.index_add"):
+        return "sum"
+    if node.base in ("aten.index_put", "aten._unsafe_index_put"):
+        return "sum" if node.attrs.get("accumulate") else "last"
+    name = node.attrs.get("reduce")
+    return "last" if name is None else _REDUCTIONS[name]
 
-    The rest of the output is the old value.
+
+def _scatter_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    base, dtype = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]].dtype
+    reduction = _reduction(node)
+    if reduction != "last" and dtype == "bool":
+        return f"{node.base} of booleans"
+    if reduction == "mean" and not is_float(dtype):
+        return "a mean of integers"
+    index, *source = (graph.tensors[name].shape for name in node.inputs[1:])
+    if len(base.shape) != len(index):
+        return "scatter between a scalar and a vector"
+    if source and any(few < many for few, many in zip(source[0], index, strict=True)):
+        return "scatter from a tensor with fewer elements than there are indices"
+    return None
+
+
+def _scatter(
+    ctx: Lowering,
+    base: View,
+    index: View,
+    source: View,
+    out: View,
+    dim: int,
+    reduction: str,
+    includes_self: bool = True,
+) -> None:
+    """Write `source` to places of `out` along `dim`; the rest is `base`.
+
+    Args:
+        index: Of other dimensions than `dim` it may have fewer elements than the base: those in front.
+        source: It may have more elements than the index.
     """
-    base, index = (ctx.view(name) for name in node.inputs[:2])
-    dim, last = base.dim(node.attrs["dim"]), base.rank - 1
+    if base.rank == 0:
+        base, index, source, out = (view.unsqueeze(0) for view in (base, index, source, out))
+    last = base.rank - 1
     base_window, window = base, out
     for d, size in enumerate(index.shape):
+        source = source.slice(d, 0, size)
         if d != dim:
             base_window, window = base_window.slice(d, 0, size), window.slice(d, 0, size)
-    if window.shape != out.shape:
+    if window.shape != out.shape or index.numel == 0:
         ctx.copy(base, out)
-    return base_window.transpose(dim, last), window.transpose(dim, last), index.transpose(dim, last)
+    if index.numel == 0:
+        return
+    views = [view.transpose(dim, last) for view in (base_window, index, source)]
+    params = {"reduce": reduction, "include_self": includes_self}
+    ctx.emit("scatter_kernel", views, [window.transpose(dim, last)], params, flops=index.numel)
 
 
 @register_op(
-    "aten.scatter.value",
+    "aten.scatter.value aten.scatter.value_reduce",
     tensors=("self", "index", "value"),
     unsupported=_scatter_unsupported,
+    index_bound=rows_along_dim,
     one_dtype=True,
-    integer_range=_scatter_range,
+    integer_range=_scattered_range,
 )
 def lower_scatter_value(ctx: Lowering, node: OpNode) -> None:
+    base, index = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
-    base, window, index = _written(ctx, node, out)
-    if index.numel == 0:
-        ctx.copy(base, window)
-        return
-    hit = ctx.temp(window.shape, "bool")
-    reduce(ctx, "any", _hits(ctx, index, window.shape[-1]), -1, hit)
-    ctx.elementwise("where", [hit, node.attrs["value"], base], window)
+    value = ctx.temp((), out.dtype)
+    ctx.elementwise("copy", [node.attrs["value"]], value)
+    dim = base.dim(node.attrs["dim"]) if base.rank else 0
+    _scatter(ctx, base, index, value.expand(index.shape), out, dim, _reduction(node))
 
 
 @register_op(
-    "aten.scatter.src",
+    "aten.scatter.src aten.scatter.reduce aten.scatter_add aten.scatter_reduce.two",
     tensors=("self", "index", "src"),
     unsupported=_scatter_unsupported,
+    index_bound=rows_along_dim,
     one_dtype=True,
-    integer_range=_scatter_range,
+    integer_range=_scattered_range,
 )
 def lower_scatter(ctx: Lowering, node: OpNode) -> None:
-    """Where several indices name one place, the last one counts."""
+    """Where several indices name one place, the last one counts, or all are joined."""
+    base, index, source = (ctx.view(name) for name in node.inputs)
+    dim = base.dim(node.attrs["dim"]) if base.rank else 0
+    includes_self = bool(node.attrs.get("include_self", True))
+    _scatter(ctx, base, index, source, ctx.output(), dim, _reduction(node), includes_self)
+
+
+def _rows_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    base, _, source = (graph.tensors[name] for name in node.inputs)
+    if _reduction(node) != "last" and base.dtype == "bool":
+        return f"{node.base} of booleans"
+    if _reduction(node) == "mean" and not is_float(base.dtype):
+        return "a mean of integers"
+    if len(base.shape) != len(source.shape):
+        return "rows of another rank"
+    alpha = node.attrs.get("alpha", 1)
+    if not is_float(base.dtype) and alpha != int(alpha):
+        return f"integers times {alpha}"
+    return None
+
+
+@register_op(
+    "aten.index_add aten.index_reduce",
+    tensors=("self", "index", "source"),
+    unsupported=_rows_unsupported,
+    index_bound=rows_along_dim,
+    one_dtype=True,
+    integer_range=_scattered_range,
+)
+def lower_index_add(ctx: Lowering, node: OpNode) -> None:
+    """Rows of `source` are joined with the rows of `self` that a vector of indices names."""
+    base, index, source = (ctx.view(name) for name in node.inputs)
     out = ctx.output()
-    base, window, index = _written(ctx, node, out)
-    if index.numel == 0:
-        ctx.copy(base, window)
-        return
-    source = ctx.view(node.inputs[2]).transpose(out.dim(node.attrs["dim"]), out.rank - 1)
-    for d, size in enumerate(index.shape):
-        source = source.slice(d, 0, size)
-    flags = _hits(ctx, index, window.shape[-1])
-    chosen = ctx.temp(flags.shape, "int32")
-    ctx.elementwise("where", [flags, counted(ctx, index.shape[-1]), -1], chosen)
-    place = ctx.temp(window.shape, "int32")
-    reduce(ctx, "max", chosen, -1, place)
-    hit, row = ctx.temp(window.shape, "bool"), ctx.temp(window.shape, "int32")
-    ctx.elementwise("ge", [place, 0], hit)
-    ctx.elementwise("maximum", [place, 0], row)
-    picked = ctx.temp(window.shape, source.dtype)
-    ctx.emit("gather_kernel", [source, row], [picked], {"dim": source.rank - 1})
-    ctx.elementwise("where", [hit, picked, base], window)
+    dim = base.dim(node.attrs["dim"]) if base.rank else 0
+    alpha = node.attrs.get("alpha", 1)
+    if alpha != 1:
+        scaled = ctx.temp(source.shape, "float32" if is_float(source.dtype) else source.dtype)
+        ctx.elementwise("mul", [source, alpha], scaled)
+        source = scaled
+    if base.rank == 0:
+        base, source, out = (view.unsqueeze(0) for view in (base, source, out))
+    index = index.unsqueeze(0) if index.rank == 0 else index
+    for _ in range(base.rank - 1 - dim):
+        index = index.unsqueeze(index.rank)
+    includes_self = bool(node.attrs.get("include_self", True))
+    _scatter(ctx, base, index.expand(source.shape), source, out, dim, _reduction(node), includes_self)
+
+
+def _indexed_dims(node: OpNode) -> list[int]:
+    """The dimensions that have an index; others are taken whole."""
+    masks = node.attrs.get("_tensor_list_none_masks")
+    given = [not is_none for is_none in masks[0]] if masks else [True] * (len(node.inputs) - 2)
+    return [dim for dim, is_given in enumerate(given) if is_given]
 
 
 def _index_put_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    if node.attrs.get("accumulate"):
-        return "index_put that accumulates"
-    if len(node.inputs) != 3 or any(map(any, node.attrs.get("_tensor_list_none_masks") or [])):
-        return "index_put with other than one index tensor for the first dimension"
-    whole, index, rows = (graph.tensors[name] for name in node.inputs)
-    if len(index.shape) != 1 or index.dtype in ("bool", "uint8"):
-        return "index_put with other than a vector of integers"
-    return None if _row_shape(whole.shape, index.shape) == rows.shape else "index_put that broadcasts"
+    whole, *indices, values = (graph.tensors[name] for name in node.inputs)
+    masks = [index for index in indices if index.dtype in ("bool", "uint8")]
+    if node.attrs.get("accumulate") and whole.dtype == "bool":
+        return "index_put that accumulates booleans"
+    if not masks:
+        return None if indices else "index_put without indices"
+    if len(indices) > 1:
+        return "index_put with a mask among several indices"
+    if masks[0].dtype == "uint8":
+        return "index_put with a mask of bytes"
+    first = _indexed_dims(node)[0]
+    rest = whole.shape[first + len(masks[0].shape) :]
+    # The values of a mask are as many as its true elements: known only where one value, or row, stands for all.
+    if len(values.shape) > len(rest) and (first or numel(values.shape[: len(values.shape) - len(rest)]) != 1):
+        return "index_put with a mask and a value for each of its elements"
+    return None
 
 
-def _row_shape(whole: Shape, index: Shape) -> Shape:
-    return (*index, *whole[1:])
+def _index_put_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) -> Range:
+    base, values = known[node.inputs[0]], known[node.inputs[-1]]
+    if not node.attrs.get("accumulate"):
+        return ranges.hull(base, values)
+    count = max(numel(graph.tensors[name].shape) for name in node.inputs[1:])
+    return ranges.hull(base, ranges.add(base, ranges.total(values, count)))
 
 
 @register_op(
-    "aten.index_put",
+    "aten.index_put aten._unsafe_index_put",
     tensors=("self", "*indices_and_values"),
     unsupported=_index_put_unsupported,
     one_dtype=True,
-    integer_range=lambda node, graph, known: ranges.hull(known[node.inputs[0]], known[node.inputs[-1]]),
+    integer_range=_index_put_range,
 )
 def lower_index_put(ctx: Lowering, node: OpNode) -> None:
-    """Rows are replaced; an index below 0 counts from the end."""
-    base, index, rows = (ctx.view(name) for name in node.inputs)
-    positive = ctx.temp(index.shape, "int32")
-    ctx.elementwise("remainder", [index, max(base.shape[0], 1)], positive)
+    """Elements at the places of index tensors, which are broadcast together; an index below 0 counts from the end."""
+    base, *indices, values = (ctx.view(name) for name in node.inputs)
+    used = _indexed_dims(node)
+    if indices[0].dtype == "bool":
+        _put_where(ctx, node, base, indices[0], values, used[0])
+        return
+    out, shape = ctx.output(), broadcast_shapes(*(index.shape for index in indices))
+    rest = [dim for dim in range(base.rank) if dim not in used]
+    order, sizes = [*rest, *used], [base.shape[dim] for dim in used]
+    rows: Shape = (*(base.shape[dim] for dim in rest), numel(tuple(sizes)))
+    place = _linear_index(ctx, [index.expand(shape) for index in indices], sizes)
+    # Indexed dimensions that lie side by side are replaced by those of the indices, others come first.
+    before = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
+    picked = (*rows[:before], *shape, *rows[before:-1])
+    moved = [d for d in range(len(picked)) if not before <= d < before + len(shape)]
+    source = values.expand(picked).permute([*moved, *range(before, before + len(shape))])
+    source = ctx.reshaped(source, (*rows[:-1], numel(shape)))
+    index = ctx.reshaped(place, (numel(shape),))
+    for _ in rest:
+        index = index.unsqueeze(0)
+    target = out.permute(order).reshape(rows)
+    written = ctx.temp(rows, out.dtype) if target is None else target
+    old = ctx.reshaped(base.permute(order), rows)
+    _scatter(ctx, old, index.expand(source.shape), source, written, len(rows) - 1, _reduction(node))
+    if target is None:
+        back = written.reshape(tuple(base.shape[dim] for dim in order))
+        assert back is not None
+        ctx.copy(back, out.permute(order))
+
+
+def _linear_index(ctx: Lowering, indices: Sequence[View], sizes: Sequence[int]) -> View:
+    """The row-major number of each place; -1 where an index is out of range."""
+    total: View | None = None
+    for index, size in zip(indices, sizes, strict=True):
+        wrapped, counted, is_low, is_high, is_outside = (
+            ctx.temp(index.shape, dtype) for dtype in ("int32", "int32", "bool", "bool", "bool")
+        )
+        ctx.elementwise("add", [index, size], wrapped)
+        ctx.elementwise("lt", [index, 0], is_low)
+        ctx.elementwise("where", [is_low, wrapped, index], counted)
+        ctx.elementwise("lt", [counted, 0], is_low)
+        ctx.elementwise("ge", [counted, size], is_high)
+        ctx.elementwise("logical_or", [is_low, is_high], is_outside)
+        place = counted
+        if total is not None:
+            scaled, place = ctx.temp(index.shape, "int32"), ctx.temp(index.shape, "int32")
+            ctx.elementwise("mul", [total, size], scaled)
+            ctx.elementwise("add", [scaled, counted], place)
+            was_outside = ctx.temp(index.shape, "bool")
+            ctx.elementwise("lt", [total, 0], was_outside)
+            ctx.elementwise("logical_or", [was_outside, is_outside], is_low)
+            is_outside = is_low
+        total = ctx.temp(index.shape, "int32")
+        ctx.elementwise("where", [is_outside, -1, place], total)
+    assert total is not None
+    return total
+
+
+def _put_where(ctx: Lowering, node: OpNode, base: View, mask: View, values: View, first: int) -> None:
+    """One value, or one row of values, for all places of a mask over the dimensions from `first` on."""
+    rest = base.rank - first - mask.rank
+    row = ctx.reshaped(values, values.shape[max(values.rank - rest, 0) :])
+    for _ in range(rest):
+        mask = mask.unsqueeze(mask.rank)
     out = ctx.output()
-    ctx.copy(base, out)
-    copy_rows(ctx, "index_copy_kernel", positive, [rows], [out], dim=0)
+    value: View = row
+    if node.attrs.get("accumulate"):
+        value = ctx.temp(base.shape, out.dtype)
+        ctx.elementwise("add", [base, row], value)
+    ctx.elementwise("where", [mask, value, base], out)

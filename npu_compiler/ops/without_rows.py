@@ -8,7 +8,7 @@ from npu_compiler.ops.registry import find_op
 # Views of memory that is not tracked: what an in-place op on one of them changes is not known.
 UNTRACKED_VIEWS = frozenset({"aten.as_strided", "aten.view_as_real", "aten.view_as_complex", "aten.real", "aten.imag"})
 
-_ONE_DTYPE = frozenset("aten.grid_sampler aten.index_add aten.masked_scatter aten.scatter aten.scatter_add".split())
+_ONE_DTYPE = frozenset({"aten.grid_sampler", "aten.masked_scatter"})
 
 
 def wants_one_dtype(node: OpNode) -> bool:

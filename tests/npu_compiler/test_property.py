@@ -457,6 +457,8 @@ def overloads() -> list[str]:
 def _argument(r: random.Random, name: str, kind: str, tensor: Callable[[], Tensor]) -> Any:
     if name in ("training", "train"):
         return False
+    if name == "reduce":
+        return r.choice(("sum", "prod", "mean", "amax", "amin", "add", "multiply"))
     if "dtype" in name:  # whose type the schemas call int
         return r.choice(("float32", "int64", "bool", "float16"))
     if kind in ("Optional[Tensor]", "Optional[number]", "Optional[float]", "Optional[str]") and r.random() < 0.4:

@@ -1289,6 +1289,14 @@ case(
 )
 case("index_select-0d", lambda x, n: x.index_select(0, n), f(4), i())
 case("index_select-int", lambda x, n: x.index_select(1, n), i(4, 5), i(3))
+case(
+    "gather-scalar",
+    lambda x, n, y, m: (x.gather(0, n), y.gather(0, m), x.gather(0, m)),
+    f(),
+    i(high=1),
+    f(3),
+    i(2, high=1),
+)
 case("gather", lambda x, n: (x.gather(1, n), x.gather(0, n[:, :2]), x.gather(-1, n[:2])), f(4, 5), i(4, 3))
 case("index", lambda x, n, m: (x[n], x[:, n], x[n, m], x[:, n, m], x[n[:, None], m]), f(4, 5, 6), i(3), i(3))
 case("index-negative", lambda x, n: (x[n], x[:, n]), f(4, 5), i(3, low=-4))
@@ -1326,18 +1334,125 @@ case("scatter-src", lambda x, n, y: x.scatter(1, n, y), f(4, 6), permutation(4, 
 case("scatter-src-larger", lambda x, n, y: x.scatter(2, n, y), f(3, 4, 6), permutation(2, 4, 3), f(3, 5, 4))
 case("scatter-src-int", lambda x, n, y: x.scatter(0, n, y), i(6, 2), i(3, 2, high=1), i(3, 2, high=1))
 case("scatter-src-none", lambda x, n, y: x.scatter(1, n, y), f(2, 6), i(2, 0), f(2, 3))
-refused("scatter-large", lambda x, n: x.scatter(1, n, 2.0), f(64, 1024), i(64, 513, high=1024))
+case("scatter-large", lambda x, n: x.scatter(1, n, 2.0), f(64, 1024), i(64, 513, high=1024))
+case("scatter-scalar", lambda x, n, y: (x.scatter(0, n, y), x.scatter_add(0, n, y)), f(), i(high=1), f())
+case(
+    "scatter-src-repeated",
+    lambda x, n, y: x.scatter(1, n, y),
+    f(2, 4),
+    Arg((2, 3), lambda s: torch.ones(s, dtype=torch.int64)),
+    f(2, 3),
+)
+case(
+    "scatter_add", lambda x, n, y: (x.scatter_add(1, n, y), x.scatter_add(0, n, y)), f(4, 6), i(4, 5), f(4, 5), spread=1
+)
+case(
+    "scatter_add-window",
+    lambda x, n, y: x.scatter_add(1, n[:2], y),
+    f(4, 3, 6),
+    i(3, 4, 5, high=3),
+    f(3, 4, 6),
+    spread=1,
+)
+case("scatter_add-int", lambda x, n, y: x.scatter_add(-1, n, y), large(3, 4), i(3, 7), large(3, 7))
+case("scatter_add-none", lambda x, n, y: x.scatter_add(1, n, y), f(2, 6), i(2, 0), f(2, 3))
+case("scatter-multiply", lambda x, n, y: x.scatter(1, n, y, reduce="multiply"), f(3, 4), i(3, 5), f(3, 5), spread=1)
+case("scatter-add-value", lambda x, n: x.scatter(1, n, 1.5, reduce="add"), f(3, 4), i(3, 5), spread=1)
+for _reduction in "sum prod mean amax amin".split():
+    case(
+        f"scatter_reduce-{_reduction}",
+        lambda x, n, y, r=_reduction: (
+            x.scatter_reduce(1, n, y, r),
+            x.scatter_reduce(0, n, y, r, include_self=False),
+        ),
+        f(4, 6),
+        i(4, 5),
+        f(4, 5),
+        spread=1,
+    )
+case(
+    "scatter_reduce-nan",
+    lambda x, n, y: (x.scatter_reduce(1, n, torch.log(y), "amax"), x.scatter_reduce(1, n, torch.log(y), "amin")),
+    f(3, 4),
+    i(3, 4),
+    f(3, 4),
+)
+case(
+    "scatter_reduce-int",
+    lambda x, n, y: [x.scatter_reduce(1, n, y, r) for r in ("sum", "prod", "amax", "amin")],
+    i(3, 4, low=-5, dtype=torch.int32),
+    i(3, 4),
+    i(3, 4, low=-5, dtype=torch.int32),
+)
+refused("scatter_reduce-mean-int", lambda x, n, y: x.scatter_reduce(1, n, y, "mean"), i(3, 4), i(3, 4), i(3, 4))
+case(
+    "index_add",
+    lambda x, n, y: (x.index_add(0, n, y), x.index_add(0, n, y, alpha=-2), x.t().index_add(-1, n, y.t())),
+    f(4, 3),
+    i(5),
+    f(5, 3),
+    spread=1,
+)
+case("index_add-scalar", lambda x, n, y: x.index_add(0, n, y), f(), i(high=1), f())
+case("index_add-int", lambda x, n, y: x.index_add(1, n, y, alpha=3), i(2, 4, 3), i(5), i(2, 5, 3))
+for _reduction in "prod mean amax amin".split():
+    case(
+        f"index_reduce-{_reduction}",
+        lambda x, n, y, r=_reduction: (
+            x.index_reduce(0, n, y, r),
+            x.index_reduce(0, n, y, r, include_self=False),
+        ),
+        f(4, 3),
+        i(5),
+        f(5, 3),
+        spread=1,
+    )
 case("index_put-rows", lambda x, n, y: A.index_put(x, [n], y), f(6, 3, 2), rows(4, -1, 0), f(3, 3, 2))
 case(
     "index_put-inverse",
     lambda n: A.index_put(torch.zeros_like(n), [n], torch.arange(4, device=n.device)),
     rows(2, 0, 3, 1),
 )
-refused("index_put-accumulate", lambda x, n, y: A.index_put(x, [n], y, True), f(4, 3), i(5), f(5, 3))
-refused("index_put-broadcast", lambda x, n, y: A.index_put(x, [n], y), f(4, 3), rows(2, 0), f(3))
-refused("index_put-second", lambda x, n, y: A.index_put(x, [None, n], y), f(3, 4), rows(2, 0), f(3, 2))
-refused("index_put-two", lambda x, n, m, y: A.index_put(x, [n, m], y), f(3, 4), rows(2, 0), rows(1, 1), f(2))
-refused("index_put-mask", lambda x, m, y: A.index_put(x, [m], y), f(3), b(3), f(1))
+case("index_put-accumulate", lambda x, n, y: A.index_put(x, [n], y, True), f(4, 3), i(5), f(5, 3), spread=1)
+case("index_put-broadcast", lambda x, n, y: A.index_put(x, [n], y), f(4, 3), rows(2, 0), f(3))
+case("index_put-second", lambda x, n, y: A.index_put(x, [None, n], y), f(3, 4), rows(2, 0), f(3, 2))
+case("index_put-two", lambda x, n, m, y: A.index_put(x, [n, m], y), f(3, 4), rows(2, 0), rows(1, -1), f(2))
+case(
+    "index_put-two-apart",
+    lambda x, n, m, y: A.index_put(x, [n, None, m], y),
+    f(3, 2, 4),
+    rows(2, 0),
+    rows(1, -1),
+    f(2, 2),
+)
+case(
+    "index_put-middle",
+    lambda x, n, m, y: A.index_put(x, [None, n, m], y),
+    f(5, 3, 4, 2),
+    rows(2, 0),
+    rows(1, -1),
+    f(5, 2, 2),
+)
+case(
+    "index_put-table",
+    lambda x, n, m, y: A.index_put(x, [n, m], y, True),
+    f(3, 4, 2),
+    i(5, 1, high=3),
+    i(2),
+    f(5, 2, 2),
+    spread=1,
+)
+case("index_put-unsafe", lambda x, n, y: A._unsafe_index_put(x, [n], y), f(6, 3), rows(4, -1, 0), f(3, 3))
+case("index_put-mask", lambda x, m, y: (A.index_put(x, [m], y), A.index_put(x, [m], y, True)), f(3), b(3), f(1))
+case("index_put-mask-scalar", lambda x, m, y: A.index_put(x, [None, m], y), f(2, 3, 4), b(3), f())
+case("index_put-mask-row", lambda x, m, y: A.index_put(x, [m], y), f(2, 3, 4), b(2, 3), f(4))
+refused(
+    "index_put-mask-values",
+    lambda x, m, y: A.index_put(x, [m], y),
+    f(3),
+    Arg((3,), lambda s: torch.ones(s, dtype=torch.bool)),
+    f(3),
+)
 case("isin", lambda n, m: (torch.isin(n, m), torch.isin(n, m, invert=True)), i(3, 5, high=9), i(2, 2, high=9))
 case("isin-float", lambda x, y: torch.isin(x, y), whole(7), whole(1))
 refused("isin-scalar", lambda n: torch.isin(n, 2), i(3))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel
+from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
 
 
 @cpu_kernel("embedding_kernel")
@@ -39,6 +39,24 @@ def index_copy(inputs: Tensors, outputs: Tensors, params: Params) -> None:
     positions, *sources = inputs
     for source, out in zip(sources, outputs, strict=True):
         out.index_copy_(params["dim"], positions.long(), source.to(out.dtype))
+
+
+@cpu_kernel("scatter_kernel")
+def scatter(inputs: Tensors, outputs: Tensors, params: Params) -> None:
+    """Elements of `source` that name a place of a row of `base`, put there or joined with what is there.
+
+    Of several with the mode `last` the last one counts, in order of the last dimension.
+    """
+    base, index, source = inputs
+    if params["reduce"] == "last":
+        outputs[0].copy_(base.to(outputs[0].dtype).scatter(-1, index.long(), source.to(outputs[0].dtype)))
+        return
+    joined = base.new_empty(base.shape, dtype=torch.promote_types(to_float(base).dtype, to_float(source).dtype))
+    joined.copy_(base)
+    joined.scatter_reduce_(
+        -1, index.long(), source.to(joined.dtype), params["reduce"], include_self=bool(params["include_self"])
+    )
+    outputs[0].copy_(joined)
 
 
 @cpu_kernel("argsort_kernel")

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from npu_runtime.cpu.bound_call import Params
 from npu_runtime.cpu.numpy_kernels.registry import Arrays, in_range, is_float, numpy_kernel, to_float
 
+# How `scatter_kernel` joins elements, and what it begins with.
+_JOINS: dict[str, tuple[np.ufunc, Callable[[np.dtype], Any]]] = {
+    "sum": (np.add, lambda dtype: 0),
+    "mean": (np.add, lambda dtype: 0),
+    "prod": (np.multiply, lambda dtype: 1),
+    "amax": (np.maximum, lambda dtype: -np.inf if is_float(dtype) else np.iinfo(dtype).min),
+    "amin": (np.minimum, lambda dtype: np.inf if is_float(dtype) else np.iinfo(dtype).max),
+}
 _PADDING = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
@@ -82,6 +93,31 @@ def index_copy(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     for source, out in zip(sources, outputs, strict=True):
         rows = in_range(positions.reshape(-1), out.shape[params["dim"]])
         out[(slice(None),) * params["dim"] + (rows,)] = source
+
+
+@numpy_kernel("scatter_kernel")
+def scatter(inputs: Arrays, outputs: Arrays, params: Params) -> None:
+    """Elements of `source` that name a place of a row of `base`, put there or joined with what is there."""
+    base, index, source = inputs
+    mode, joins = params["reduce"], params["include_self"]
+    places = (*np.indices(index.shape, sparse=True)[:-1], in_range(index, base.shape[-1]))
+    value, old = to_float(source), to_float(base)
+    if mode == "last":
+        out = old.copy()
+        for k in range(index.shape[-1]):
+            out[tuple(x[..., 0] for x in places[:-1]) + (index[..., k],)] = value[..., k]
+        outputs[0][...] = out
+        return
+    count = np.zeros(base.shape, np.int32)
+    np.add.at(count, places, 1)
+    join, identity = _JOINS[mode]
+    start = identity(old.dtype)
+    out = np.where((count == 0) | joins, old, start).astype(np.result_type(old, value))
+    with np.errstate(all="ignore"):
+        join.at(out, places, value)
+        if mode == "mean":
+            out = out / np.maximum(count + (1 if joins else 0), 1)
+    outputs[0][...] = out
 
 
 @numpy_kernel("argsort_kernel")

@@ -104,6 +104,21 @@ def _out_of_range(case: Case) -> Case:
     return replace(case, name=f"{case.name}-out-of-range", reference=reference)
 
 
+def _scatter(
+    name: str, base: T, index: T, source: T, reduction: str, includes: bool = True, out: T | None = None
+) -> Case:
+    params = {"reduce": reduction, "include_self": includes}
+    target = out if out is not None else T(base.shape, base.dtype)
+    return Case("scatter_kernel", name, [base, index, source], [target], params, atol=1e-3)
+
+
+def _scatter_what_is_there(inputs: Tensors, outputs: Tensors, params: Mapping[str, Any]) -> None:
+    base, index, source = inputs
+    outputs[0].copy_(base)
+    for row, place in torch.nonzero((index >= 0) & (index < base.shape[1])).tolist():
+        outputs[0][row, index[row, place].item()] = source[row, place]
+
+
 OUTSIDE = [3, -1, 0, 5, 4, -(2**31), 2**31 - 1]  # of five rows
 CACHE = T((1, 2, 16, 8), values="normal")
 CACHE_IN_TOKEN_ORDER = T((1, 2, 16, 8), strides=(256, 8, 16, 1), values="normal")
@@ -121,6 +136,37 @@ CASES = [
         _ids((3, 4), (0, 5), strides=(1, 3), offset=1),
         0,
         out=T((3, 4), strides=(6, 1), offset=2),
+    ),
+    *(
+        _scatter(f"{reduction}{'-self' * includes}", T((3, 7)), _ids((3, 9), (0, 7)), T((3, 9)), reduction, includes)
+        for reduction in "last sum prod mean amax amin".split()
+        for includes in (False, True)
+    ),
+    *(
+        _scatter(
+            f"{reduction}-ints",
+            T((5, 4), "int32", values=(-9, 9)),
+            _ids((5, 3), (0, 4)),
+            T((5, 3), "int32", values=(-9, 9)),
+            reduction,
+        )
+        for reduction in "last sum prod amax amin".split()
+    ),
+    _scatter("large-ints", T((70, 4), "int32", values=LARGE_INTS), _ids((70, 3), (0, 4)), T((70, 3), "int32"), "last"),
+    _scatter("oddities", T((4, 9), values="special"), _ids((4, 30), (0, 9)), T((4, 30), values="special"), "amax"),
+    _scatter("booleans", T((3, 7), "bool"), _ids((3, 4), (0, 7)), T((3, 4), "bool"), "last"),
+    _scatter(
+        "strided",
+        T((2, 3, 5), strides=(1, 10, 2)),
+        _ids((2, 3, 4), (0, 5), strides=(12, 1, 3), offset=1),
+        T((2, 3, 4), strides=(0, 4, 1)),
+        "sum",
+        out=T((2, 3, 5), strides=(30, 10, 2), offset=2),
+    ),
+    _scatter("vector", T((300,), "float32"), _ids((40,), (0, 300)), T((40,)), "sum", out=T((300,), "float32")),
+    replace(
+        _scatter("out-of-range", T((2, 5)), _ids((2, 7), [OUTSIDE, OUTSIDE]), T((2, 7)), "last"),
+        reference=_scatter_what_is_there,
     ),
     _gather("one", T((1,)), _ids((1,), 0), 0),
     _gather(
