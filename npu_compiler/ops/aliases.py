@@ -94,7 +94,7 @@ def view_op(
     unsupported: SupportFn = supported,
     may_copy: bool = False,
     write_back: Callable[[OpNode, TensorSpec, TensorSpec], WriteBack | None] = write_whole,
-    identity: Callable[[OpNode], bool] | None = None,
+    identity: Callable[[OpNode, str], bool] | None = None,
     is_pure: bool = True,
     lower: LowerFn = lower_view,
 ) -> Callable[[ViewFn], ViewFn]:
@@ -133,7 +133,7 @@ def _same(node: OpNode, source: View, out: TensorSpec) -> View:
 view_op(
     "aten.dropout aten.feature_dropout aten.alpha_dropout",
     unsupported=lambda node, graph: "dropout in training mode" if node.attrs.get("train") else None,
-    identity=lambda node: not node.attrs.get("train"),
+    identity=lambda node, dtype: not node.attrs.get("train"),
     is_pure=False,
 )(_same)
 
@@ -195,6 +195,8 @@ def _reverse_dims(node: OpNode, source: View, out: TensorSpec) -> View:
 
 @view_op("aten.movedim aten.moveaxis", write_back=_write_permuted)
 def _movedim(node: OpNode, source: View, out: TensorSpec) -> View:
+    if source.rank == 0:
+        return source
     sources = [source.dim(d) for d in _dims(node.attrs["source"])]
     targets = [source.dim(d) for d in _dims(node.attrs["destination"])]
     order = [d for d in range(source.rank) if d not in sources]
@@ -219,7 +221,7 @@ def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, in
 @view_op(
     "aten.slice",
     write_back=_write_with("aten.slice_scatter.default"),
-    identity=lambda node: node.attrs.get("step", 1) == 1,
+    identity=lambda node, dtype: node.attrs.get("step", 1) == 1,
 )
 def _slice(node: OpNode, source: View, out: TensorSpec) -> View:
     dim = source.dim(node.attrs.get("dim", 0))
@@ -248,6 +250,8 @@ def _select(node: OpNode, source: View, out: TensorSpec) -> View:
 @view_op("aten.unfold", write_back=_write_nothing)
 def _unfold(node: OpNode, source: View, out: TensorSpec) -> View:
     """Sliding windows: `unfold(dim, size, step)` appends a dimension of overlapping elements."""
+    if source.rank == 0:
+        return replace(source, shape=(node.attrs["size"],), strides=(1,))
     dim, size, step = source.dim(node.attrs["dimension"]), node.attrs["size"], node.attrs["step"]
     windows = (source.shape[dim] - size) // step + 1
     shape = (*source.shape[:dim], windows, *source.shape[dim + 1 :], size)
@@ -289,6 +293,9 @@ def _slice_of(node: OpNode, graph: IRGraph, index: int) -> OpNode:
     dim = node.attrs.get("dim", 0)
     sizes = [graph.tensors[out].shape[dim] for out in node.outputs]
     start = sum(sizes[:index])
+    indices = node.attrs.get("indices")
+    if indices is not None and index > 0:  # which need not ascend
+        start, _ = slice_bounds(graph.tensors[node.inputs[0]].shape[dim], indices[index - 1], None)
     attrs = {"dim": dim, "start": start, "end": start + sizes[index]}
     return OpNode(node.name, "aten.slice.Tensor", node.inputs[:1], (node.outputs[index],), attrs)
 

@@ -174,6 +174,13 @@ def _batched(view: View, spatial: int) -> View:
     return view.unsqueeze(0) if view.rank == spatial + 1 else view
 
 
+def _with_batch(view: View, spatial: int) -> View:
+    """An image without batch, or without channels too, gets both."""
+    while view.rank < spatial + 2:
+        view = view.unsqueeze(0)
+    return view
+
+
 def _channel_axis(node: OpNode) -> int | None:
     """Transposed convolutions have their output channels second, and in groups not all of them."""
     if not node.attrs.get("transposed") and "transpose" not in node.base:
@@ -406,17 +413,28 @@ def lower_avg_pool(ctx: Lowering, node: OpNode) -> None:
     layout=Layout.IMAGE,
 )
 def lower_adaptive_avg_pool(ctx: Lowering, node: OpNode) -> None:
-    x, out = _pool_views(ctx, node, 1 if node.base.endswith("1d") else 2)
+    spatial = 1 if node.base.endswith("1d") else 2
+    x, out = (_as_2d(_with_batch(view, spatial)) for view in (ctx.view(node.inputs[0]), ctx.output()))
     ctx.emit("adaptive_avg_pool2d_kernel", [ctx.inner_contiguous(x, 3)], [out], flops=x.numel)
 
 
 def _scales(node: OpNode, x: View, out: View) -> list[float]:
     """Input pixels per output pixel [vertical, horizontal]; a scale factor given by the user wins over the sizes."""
     given = node.attrs.get("scale_factors")
-    given = given if isinstance(given, list) else [node.attrs.get("scales_h"), node.attrs.get("scales_w")]
+    if not isinstance(given, list):
+        names = ("scales",) if node.base.endswith("1d") else ("scales_h", "scales_w")
+        given = [node.attrs.get(name) for name in names]
     given = [None, *given] if len(given) == 1 else given
     sizes = zip(x.shape[2:], out.shape[2:], given, strict=True)
-    return [1.0 / factor if factor else source / target for source, target, factor in sizes]
+    return [1.0 / factor if factor and factor > 0 else source / target for source, target, factor in sizes]
+
+
+def _scales_but(node: OpNode, x: View, out: View, fixed: tuple[int, ...]) -> list[float]:
+    """`_scales`, but for axes that grow by one of these factors, which PyTorch takes whatever scale was given."""
+    sizes = zip(x.shape[2:], out.shape[2:], _scales(node, x, out), strict=True)
+    return [
+        source / target if target in [factor * source for factor in fixed] else scale for source, target, scale in sizes
+    ]
 
 
 @register_op(
@@ -425,7 +443,8 @@ def _scales(node: OpNode, x: View, out: View) -> list[float]:
 )
 def lower_upsample_nearest(ctx: Lowering, node: OpNode) -> None:
     x, out = _as_2d(ctx.view(node.inputs[0])), _as_2d(ctx.output())
-    params = {"scale": _scales(node, x, out), "exact": int("exact" in node.base)}
+    fixed = (1, 2) if node.base == "aten.upsample_nearest2d" else ()
+    params = {"scale": _scales_but(node, x, out, fixed), "exact": int("exact" in node.base)}
     ctx.emit("upsample_nearest_kernel", [x], [out], params)
 
 
@@ -437,6 +456,6 @@ def lower_upsample_bilinear(ctx: Lowering, node: OpNode) -> None:
         "upsample_bilinear_kernel",
         [x],
         [out],
-        {"scale": _scales(node, x, out), "align_corners": int(align)},
+        {"scale": _scales_but(node, x, out, (1,)), "align_corners": int(align)},
         flops=8 * out.numel,
     )

@@ -10,13 +10,25 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from npu_compiler.graph.dtypes import FLOAT_MAX
+from npu_compiler.graph.dtypes import FLOAT_MAX, is_float, is_int
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec
 from npu_compiler.ops import ranges
 from npu_compiler.ops.aliases import write_whole
 from npu_compiler.ops.lowering import Lowering
+from npu_compiler.ops.promotion import as_dtype, common_dtype, holds
 from npu_compiler.ops.ranges import by_operands, of_scalar
-from npu_compiler.ops.registry import Args, Layout, Range, ViewRule, always, operand, register_op
+from npu_compiler.ops.registry import (
+    NARROW_INTS,
+    Args,
+    Layout,
+    Range,
+    SupportFn,
+    ViewRule,
+    always,
+    operand,
+    register_op,
+    supported,
+)
 from npu_compiler.ops.sharding import shard_elementwise
 from npu_compiler.program.elementwise import ACTIVATIONS, Elementwise, activation_rule, add_elementwise
 from npu_compiler.program.views import View
@@ -32,12 +44,13 @@ def elementwise(
     aten: str = "",
     integer: str | None = None,
     *,
-    identity: Callable[[OpNode], bool] | None = None,
+    identity: Callable[[OpNode, str], bool] | None = None,
     moves: bool = False,
     one_dtype: bool = False,
     masks: bool = False,
     bytes: bool = False,
     integer_range: Callable[..., Range] | None = None,
+    unsupported: SupportFn = supported,
     **attrs: float | bool,
 ) -> Elementwise:
     """Add an element-wise op and its row in the op table.
@@ -47,7 +60,7 @@ def elementwise(
         torch: Defaults to `torch.<name>`.
         aten: Space-separated ATen names that lower to it; defaults to `<name>`.
         integer: The result over ints; `SAME` if the expression serves for both.
-        identity, moves, one_dtype: As in `Op`.
+        identity, moves, one_dtype, unsupported: As in `Op`.
         masks, bytes: As in `Elementwise`.
         integer_range: What the op may return of integers, given the ranges of the operands and of the attributes.
     """
@@ -65,6 +78,7 @@ def elementwise(
     register_op(
         " ".join(names),
         tensors=op.operands,
+        unsupported=unsupported,
         layout=Layout.ELEMENTWISE,
         identity=identity,
         moves=moves,
@@ -76,9 +90,22 @@ def elementwise(
     return op
 
 
-def _scalar_is(value: float) -> Callable[[OpNode], bool]:
-    """For `Op.identity`: the other operand is this number."""
-    return lambda node: len(node.inputs) == 1 and node.attrs.get("other") == value
+def _by_one(node: OpNode, dtype: str) -> bool:
+    """For `Op.identity`: the other operand is 1."""
+    return len(node.inputs) == 1 and node.attrs.get("other") == 1
+
+
+def _adds_nothing(sign: int) -> Callable[[OpNode, str], bool]:
+    """For `Op.identity` of `self + sign · alpha · other`: that adds 0, or to floats -0.0, which changes no zero."""
+
+    def rule(node: OpNode, dtype: str) -> bool:
+        other = node.attrs.get("other")
+        if len(node.inputs) != 1 or not isinstance(other, (bool, int, float)) or other != 0:
+            return False
+        alpha = node.attrs.get("alpha", 1)
+        return is_int(dtype) or (alpha > 0 and math.copysign(1, other) == -sign)
+
+    return rule
 
 
 F = "torch.nn.functional."
@@ -175,7 +202,13 @@ elementwise(
 )
 elementwise("celu", "self", "a > 0 ? a : alpha * expm1(a / alpha)", "torch.celu", alpha=1.0)
 elementwise(
-    "hardtanh", "self", "a < min_val ? min_val : a > max_val ? max_val : a", F + "hardtanh", min_val=-1.0, max_val=1.0
+    "hardtanh",
+    "self",
+    "a < min_val ? min_val : a > max_val ? max_val : a",
+    F + "hardtanh",
+    "npu.hardtanh",
+    min_val=-1.0,
+    max_val=1.0,
 )
 elementwise("hardshrink", "self", "a >= -lambd && a <= lambd ? 0 : a", F + "hardshrink", lambd=0.5)
 elementwise("softshrink", "self", "a > lambd ? a - lambd : a < -lambd ? a + lambd : a * 0", F + "softshrink", lambd=0.5)
@@ -216,7 +249,7 @@ elementwise(
     "self other",
     "a + alpha * b",
     integer="a + int(alpha) * b",
-    identity=_scalar_is(0),
+    identity=_adds_nothing(1),
     alpha=1,
     masks=True,
     integer_range=ranges.add,
@@ -227,7 +260,7 @@ elementwise(
     "a - alpha * b",
     aten="sub subtract",
     integer="a - int(alpha) * b",
-    identity=_scalar_is(0),
+    identity=_adds_nothing(-1),
     alpha=1,
     masks=True,
     integer_range=ranges.sub,
@@ -242,9 +275,7 @@ elementwise(
     masks=True,
     integer_range=ranges.rsub,
 )
-elementwise(
-    "mul", "self other", "a * b", aten="mul multiply", integer=SAME, identity=_scalar_is(1), integer_range=ranges.mul
-)
+elementwise("mul", "self other", "a * b", aten="mul multiply", integer=SAME, identity=_by_one, integer_range=ranges.mul)
 elementwise("true_divide", "self other", "a / b")
 elementwise("floor_divide", "self other", "floor_div(a, b)", integer=SAME, integer_range=ranges.floor_divide)
 elementwise(
@@ -272,12 +303,42 @@ elementwise(
     masks=True,
     integer_range=ranges.minimum,
 )
-elementwise("eq", "self other", "a == b", integer=SAME)
-elementwise("ne", "self other", "a != b", aten="ne not_equal", integer=SAME)
-elementwise("lt", "self other", "a < b", aten="lt less", integer=SAME)
-elementwise("le", "self other", "a <= b", aten="le less_equal", integer=SAME)
-elementwise("gt", "self other", "a > b", aten="gt greater", integer=SAME)
-elementwise("ge", "self other", "a >= b", aten="ge greater_equal", integer=SAME)
+
+
+def _comparison_unsupported(node: OpNode, graph: IRGraph) -> str | None:
+    dtype = common_dtype(Args(node), graph, ("self", "other"))
+    changed = [x for x in node.inputs if not holds(dtype, graph.tensors[x].dtype) and dtype in NARROW_INTS]
+    return f"it compares {graph.tensors[changed[0]].dtype} as {dtype}" if changed else None
+
+
+_COMPARISONS = {
+    "eq": ("a == b", "eq"),
+    "ne": ("a != b", "ne not_equal"),
+    "lt": ("a < b", "lt less"),
+    "le": ("a <= b", "le less_equal"),
+    "gt": ("a > b", "gt greater"),
+    "ge": ("a >= b", "ge greater_equal"),
+}
+
+
+def _lower_comparison(ctx: Lowering, node: OpNode) -> None:
+    """Numbers are compared in the dtype that the operands have in common, as in PyTorch: 300 is 44 to a uint8."""
+    args = Args(node)
+    dtype = common_dtype(args, ctx.graph, ("self", "other"))
+    values = (operand(ctx, args, name) for name in ("self", "other"))
+    op = next(name for name, (_, names) in _COMPARISONS.items() if node.base.removeprefix("aten.") in names.split())
+    ctx.elementwise(op, [x if isinstance(x, View) else as_dtype(x, dtype) for x in values], ctx.output())  # type: ignore[misc]
+
+
+for _name, (_expr, _names) in _COMPARISONS.items():
+    add_elementwise(Elementwise(_name, ("self", "other"), _expr, _expr, f"torch.{_name}"))
+    register_op(
+        " ".join(f"aten.{x}" for x in _names.split()),
+        tensors=("self", "other"),
+        unsupported=_comparison_unsupported,
+        layout=Layout.ELEMENTWISE,
+        shard=shard_elementwise,
+    )(_lower_comparison)
 elementwise("logical_and", "self other", "a != 0 && b != 0", integer=SAME)
 elementwise("logical_or", "self other", "a != 0 || b != 0", integer=SAME)
 elementwise("logical_xor", "self other", "(a != 0) != (b != 0)", integer=SAME)
@@ -316,7 +377,14 @@ elementwise(
 )
 elementwise("addcdiv", "self tensor1 tensor2", "a + value * b / c", value=1)
 elementwise(
-    "lerp", "self end weight", "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)", "npu.lerp", one_dtype=True
+    "lerp",
+    "self end weight",
+    "fabs(c) < 0.5f ? a + c * (b - a) : b - (b - a) * (1 - c)",
+    "npu.lerp",
+    one_dtype=True,
+    unsupported=lambda node, graph: (
+        None if all(is_float(graph.tensors[x].dtype) for x in node.inputs) else "interpolation of integers"
+    ),
 )
 elementwise(
     "clamp_min",
@@ -387,6 +455,16 @@ def _gelu(attrs: Mapping[str, Any]) -> str:
     return "gelu_tanh" if attrs.get("approximate") == "tanh" else "gelu"
 
 
+@register_op(
+    "aten.hardtanh", layout=Layout.ELEMENTWISE, activation=activation_rule("hardtanh"), shard=shard_elementwise
+)
+def lower_hardtanh(ctx: Lowering, node: OpNode) -> None:
+    """A least value above the largest counts as that, as in `clamp`."""
+    low, high = float(node.attrs.get("min_val", -1)), float(node.attrs.get("max_val", 1))
+    params = {"min_val": min(low, high), "max_val": high}
+    ctx.elementwise("hardtanh", [ctx.view(node.inputs[0])], ctx.output(), params)
+
+
 @register_op("aten.gelu", layout=Layout.ELEMENTWISE, activation=_gelu, shard=shard_elementwise)
 def lower_gelu(ctx: Lowering, node: OpNode) -> None:
     ctx.elementwise(ACTIVATIONS[_gelu(node.attrs)], [ctx.view(node.inputs[0])], ctx.output())
@@ -440,7 +518,7 @@ def _quotient_range(node: OpNode, graph: IRGraph, known: Mapping[str, Range]) ->
     "aten.div aten.divide",
     tensors=("self", "other"),
     layout=Layout.ELEMENTWISE,
-    identity=lambda node: _scalar_is(1)(node) and not node.attrs.get("rounding_mode"),
+    identity=lambda node, dtype: _by_one(node, dtype) and not node.attrs.get("rounding_mode"),
     integer_range=_quotient_range,
     shard=shard_elementwise,
 )
@@ -509,8 +587,14 @@ def _prelu_unsupported(node: OpNode, graph: IRGraph) -> str | None:
     return None if len(weight) <= 1 else f"prelu weight of shape {list(weight)}"
 
 
+@register_op("aten._prelu_kernel", tensors=("self", "weight"), layout=Layout.ELEMENTWISE, one_dtype=True)
+def lower_prelu_kernel(ctx: Lowering, node: OpNode) -> None:
+    """The weight broadcasts against the input as in any element-wise op."""
+    ctx.elementwise("prelu", [ctx.view(name) for name in node.inputs], ctx.output())
+
+
 @register_op(
-    "aten.prelu aten._prelu_kernel",
+    "aten.prelu",
     tensors=("self", "weight"),
     unsupported=_prelu_unsupported,
     layout=Layout.ELEMENTWISE,

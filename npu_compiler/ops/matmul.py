@@ -258,8 +258,9 @@ def lower_addmm(ctx: Lowering, node: OpNode) -> None:
     """beta · self + alpha · (mat1 · mat2)."""
     args = Args(node)
     addend, a, b = (ctx.view(name) for name in node.inputs)
-    alpha, beta = args.attr("alpha", 1), args.attr("beta", 1)
     out = ctx.output()
+    whole = is_int(out.dtype)  # PyTorch cuts the factors of integers
+    alpha, beta = (int(x) if whole else x + 0 for x in (args.attr("alpha", 1), args.attr("beta", 1)))
     if (alpha, beta) == (1, 1) and b.rank == 2 and addend.rank == 1:
         emit_linear(ctx, a, b.transpose(0, 1), out, addend)
         return

@@ -116,7 +116,8 @@ class Op:
         view: How its output shares memory with its input in PyTorch; None for an op that makes new memory.
         moves: Whether it only moves elements: computes nothing, so any dtype goes through it unchanged.
         is_cast: Whether all it does is to change the dtype.
-        identity: Whether a node returns its first input, given that shape and dtype are the same.
+        identity: Given the node and its first input's dtype: whether it returns that input, if shape and dtype are the
+            same.
         is_pure: Whether equal nodes have equal results.
         layout: What it does with channel padding.
         channel_axis: For a product with a weight: the weight's axis of output channels, where a factor per channel
@@ -144,7 +145,7 @@ class Op:
     view: ViewRule | None = None
     moves: bool = False
     is_cast: bool = False
-    identity: Callable[[OpNode], bool] | None = None
+    identity: Callable[[OpNode, str], bool] | None = None
     is_pure: bool = True
     layout: Layout = Layout.DENSE
     channel_axis: Callable[[OpNode], int | None] | None = None
@@ -190,7 +191,7 @@ def register_op(
     return add
 
 
-def always(node: OpNode) -> bool:
+def always(node: OpNode, dtype: str) -> bool:
     """For `Op.identity`: same shape and dtype are enough."""
     return True
 

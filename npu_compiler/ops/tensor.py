@@ -133,8 +133,11 @@ def lower_roll(ctx: Lowering, node: OpNode) -> None:
         view, flat = ctx.reshaped(view, (view.numel,)), out.reshape((out.numel,))
         assert flat is not None
         out, dims = flat, [0]
-    pieces = []
+    total: dict[int, int] = {}
     for dim, shift in zip((view.dim(d) for d in dims), shifts, strict=True):
+        total[dim] = total.get(dim, 0) + shift
+    pieces = []
+    for dim, shift in total.items():
         size = view.shape[dim]
         cut = shift % size if size else 0
         pieces.append([(dim, 0, size - cut, cut), (dim, size - cut, size, -(size - cut))])
@@ -149,6 +152,9 @@ def lower_roll(ctx: Lowering, node: OpNode) -> None:
 @register_op("aten.flip", moves=True)
 def lower_flip(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
+    if view.rank == 0:
+        ctx.finish(view)
+        return
     flags = [0] * 8
     for dim in node.attrs["dims"]:
         flags[view.dim(dim)] = 1
@@ -158,8 +164,14 @@ def lower_flip(ctx: Lowering, node: OpNode) -> None:
 PAD_MODES = ("constant", "reflect", "replicate", "circular")
 
 
+def _pad_mode(node: OpNode) -> str:
+    fixed = {"reflection": "reflect", "replication": "replicate"}
+    own = next((mode for name, mode in fixed.items() if name in node.base), None)
+    return own or str(node.attrs.get("mode", "constant"))
+
+
 def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
-    mode = node.attrs.get("mode", "constant")
+    mode = _pad_mode(node)
     if mode not in PAD_MODES:
         return f"padding mode '{mode}'"
     pads = node.attrs.get("pad", node.attrs.get("padding"))
@@ -182,8 +194,7 @@ def _pad_unsupported(node: OpNode, graph: IRGraph) -> str | None:
 def lower_pad(ctx: Lowering, node: OpNode) -> None:
     view = ctx.view(node.inputs[0])
     pads = list(node.attrs["pad"] if "pad" in node.attrs else node.attrs["padding"])
-    mode = node.attrs.get("mode", "constant")
-    mode = "reflect" if "reflection" in node.base else "replicate" if "replication" in node.base else mode
+    mode = _pad_mode(node)
     for index in range(0, len(pads), 2):
         dim, (low, high) = view.rank - 1 - index // 2, pads[index : index + 2]
         view = view.slice(dim, max(-low, 0), view.shape[dim] - max(-high, 0))
@@ -335,7 +346,7 @@ def lower_diff(ctx: Lowering, node: OpNode) -> None:
     parts = [x for x in (ends[0] and ctx.view(ends[0]), view, ends[1] and ctx.view(ends[1])) if x]
     size = sum(part.shape[dim] for part in parts)
     if len(parts) > 1:
-        joined, start = ctx.temp((*view.shape[:dim], size, *view.shape[dim + 1 :]), view.dtype), 0
+        joined, start = ctx.temp((*view.shape[:dim], size, *view.shape[dim + 1 :]), out.dtype), 0
         for part in parts:
             ctx.copy(part, joined.slice(dim, start, start + part.shape[dim]))
             start += part.shape[dim]

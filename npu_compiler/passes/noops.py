@@ -14,7 +14,7 @@ def is_noop(node: OpNode, graph: IRGraph) -> bool:
     if op is None or op.identity is None or len(node.outputs) != 1 or not node.inputs:
         return False
     source, result = graph.tensors[node.inputs[0]], graph.tensors[node.outputs[0]]
-    return source.shape == result.shape and source.dtype == result.dtype and op.identity(node)
+    return source.shape == result.shape and source.dtype == result.dtype and op.identity(node, source.dtype)
 
 
 def eliminate_noops(graph: IRGraph) -> IRGraph:

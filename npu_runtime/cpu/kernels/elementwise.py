@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -14,8 +15,25 @@ from npu_runtime.cpu.kernels.registry import Kernel, Params, Tensors, to_float
 
 HALVES = (torch.float16, torch.bfloat16)
 
+
+def _remainder(function: Callable[..., torch.Tensor], a: Any, b: Any) -> torch.Tensor:
+    """PyTorch's remainder; where its vectors give NaN, since the quotient passes what they hold, the exact one."""
+    result = function(a, b)
+    if not result.is_floating_point() or not result.isnan().any():
+        return result
+    a, b = (torch.as_tensor(x, dtype=result.dtype).expand(result.shape) for x in (a, b))
+    lost = result.isnan() & a.isfinite() & b.isfinite() & (b != 0)
+    exact = torch.from_numpy(np.fmod(a[lost].double().numpy(), b[lost].double().numpy()))
+    if function is torch.remainder:
+        exact = torch.where((exact != 0) & ((exact < 0) != (b[lost] < 0)), exact + b[lost], exact)
+    result[lost] = exact.to(result.dtype)
+    return result
+
+
 _COMPOSED: dict[str, Callable[..., torch.Tensor]] = {
     "npu.copy": lambda x: x,
+    "torch.remainder": functools.partial(_remainder, torch.remainder),
+    "torch.fmod": functools.partial(_remainder, torch.fmod),
     "npu.gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "npu.elu": lambda x, alpha, scale, input_scale: torch.where(
         x > 0, scale * x, scale * alpha * torch.expm1(x * input_scale)

@@ -8,6 +8,12 @@ import torch
 
 from npu_runtime.cpu.kernels.registry import Params, Tensors, cpu_kernel, to_float
 
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """Booleans as 0 and 1, of which PyTorch finds the place of an extreme."""
+    return x.byte() if x.dtype is torch.bool else x
+
+
 _FLAT: dict[str, Callable[[torch.Tensor, Params], torch.Tensor]] = {
     "sum": lambda x, p: x.sum(-1),
     "mean": lambda x, p: x.float().mean(-1),
@@ -18,8 +24,8 @@ _FLAT: dict[str, Callable[[torch.Tensor, Params], torch.Tensor]] = {
     "std": lambda x, p: x.float().std(-1, correction=p["correction"]),
     "any": lambda x, p: x.bool().any(-1),
     "all": lambda x, p: x.bool().all(-1),
-    "argmax": lambda x, p: x.argmax(-1),
-    "argmin": lambda x, p: x.argmin(-1),
+    "argmax": lambda x, p: _numbers(x).argmax(-1),
+    "argmin": lambda x, p: _numbers(x).argmin(-1),
     "norm": lambda x, p: torch.linalg.vector_norm(x.float(), p["order"], -1),
     "logsumexp": lambda x, p: x.float().logsumexp(-1),
 }

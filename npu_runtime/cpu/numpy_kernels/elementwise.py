@@ -77,6 +77,11 @@ def _floor_mod(a: Value, b: Value) -> Value:
     return np.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
+def _floor_mod_of_floats(a: Value, b: Value) -> Value:
+    rest = np.fmod(a, b)
+    return np.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
 def _int_pow(a: Value, b: Value) -> Value:
     """Wraps around; a negative power of anything but 1 and -1 is 0."""
     of_negative = np.where(a == 1, 1, np.where(a == -1, np.where(b & 1, -1, 1), 0))
@@ -100,7 +105,7 @@ _FLOAT_FUNCTIONS: dict[str, Any] = {
     "atan2": np.arctan2,
     "erf": _erf,
     "floor_div": np.floor_divide,
-    "floor_mod": np.remainder,
+    "floor_mod": _floor_mod_of_floats,
     "int": lambda x: np.asarray(x).astype(np.int32),
     "pow": np.power,
 }

@@ -11,13 +11,13 @@ from npu_runtime.cpu.numpy_kernels.registry import Arrays, as_float32, is_float,
 
 
 def _variance(x: np.ndarray, params: Params) -> np.ndarray:
-    centred = as_float32(x) - as_float32(x).mean(-1, keepdims=True)
-    variance: np.ndarray = np.square(centred).sum(-1) / np.float32(max(x.shape[-1] - params["correction"], 0.0))
+    centred = x.astype(np.float64) - as_float32(x).mean(-1, dtype=np.float64, keepdims=True)
+    variance: np.ndarray = np.square(centred).sum(-1) / np.float64(max(x.shape[-1] - params["correction"], 0.0))
     return variance
 
 
 def _norm(x: np.ndarray, params: Params) -> np.ndarray:
-    return np.asarray(np.linalg.norm(as_float32(x), params["order"], -1))
+    return np.asarray(np.linalg.norm(x.astype(np.float64), params["order"], -1))
 
 
 def _log_sum_exp(x: np.ndarray, params: Params) -> np.ndarray:
@@ -52,7 +52,8 @@ def _reduction(op: str) -> None:
         x = to_float(inputs[0])
         kept = x.shape[: x.ndim - params["reduce_dims"]]
         reduced = x.shape[len(kept) :]
-        outputs[0][...] = function(x.reshape(*kept, int(np.prod(reduced))), params)
+        result = function(x.reshape(*kept, int(np.prod(reduced))), params)
+        outputs[0][...] = np.asarray(result).astype(outputs[0].dtype, copy=False)  # sums of integers wrap
 
 
 for _op in _FLAT:
@@ -92,7 +93,8 @@ def masked_softmax(inputs: Arrays, outputs: Arrays, params: Params) -> None:
 def cumsum(inputs: Arrays, outputs: Arrays, params: Params) -> None:
     """Running sum along the last dimension."""
     x = to_float(inputs[0])
-    outputs[0][...] = x.cumsum(-1, dtype=np.float64 if is_float(x.dtype) else np.int64)
+    sums = x.cumsum(-1, dtype=np.float64) + 0.0 if is_float(x.dtype) else x.cumsum(-1, dtype=np.int64)
+    outputs[0][...] = sums.astype(outputs[0].dtype)  # which begin with 0.0, not with a zero's sign, and wrap
 
 
 @numpy_kernel("rmsnorm_kernel")
