@@ -230,6 +230,13 @@ def test_maps_whose_rows_run_together_wrongly_are_refused() -> None:
         NativeLaunch(launch.name, launch.args, launch._keep)
 
 
+@pytest.mark.parametrize("stride", [2, 9])
+def test_windows_that_begin_behind_the_map_are_refused(stride: int) -> None:
+    x, out = np.zeros((1, 3, 7, 7), np.float32), np.zeros((1, 3, 4, 6), np.float32)
+    with pytest.raises(ValueError, match=r"a window of \(1, 3, 4, 6\) begins behind the padded map of \(1, 3, 7, 7\)"):
+        conv.max_pool2d(x, (3, 3), (2, stride), (1, 1, 1, 1), (1, 1), out)
+
+
 @pytest.mark.parametrize(("rows", "kv_heads"), [(3, 1), (4, 2), (4, 3)])
 def test_pages_without_a_whole_block_or_with_more_heads_than_queries_have_no_native_kernel(
     rows: int, kv_heads: int

@@ -143,6 +143,12 @@ class _Window(NamedTuple):
         rows, columns = (step if size > 1 else 1 for step, size in zip(self.stride, out.shape[2:], strict=True))
         return self._replace(stride=(rows, columns))
 
+    def begins_inside(self, x: np.ndarray, out: np.ndarray) -> bool:
+        """Whether each position begins in the padded map; with ceil_mode it may end behind it."""
+        before, behind = self.padding[::2], self.padding[1::2]
+        axes = zip(x.shape[2:], out.shape[2:], self.stride, before, behind, strict=True)
+        return all((count - 1) * step < size + first + last for size, count, step, first, last in axes)
+
     def padded_size(self, out: np.ndarray) -> int:
         """The elements of a map that the window's positions span, padding included."""
         axes = zip(out.shape[2:], self.stride, self.kernel, self.dilation, strict=True)
@@ -301,6 +307,8 @@ def _pool(name: str, x: np.ndarray, window: _Window, scale: np.ndarray | None, o
         return None
     if x.shape[:2] != out.shape[:2]:
         raise ValueError(f"pooling keeps batch and channels: {x.shape}, {out.shape}")
+    if not window.begins_inside(x, out):
+        raise ValueError(f"a window of {out.shape} begins behind the padded map of {x.shape}")
     no_bias = np.zeros(x.shape[1], np.float32)
     args = _args(x, scale, no_bias, None, out, window)
     args.groups, args.in_channels, args.out_channels = x.shape[1], 1, 1
