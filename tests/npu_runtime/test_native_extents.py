@@ -73,6 +73,10 @@ class Operands:
     def index(self, limit: int, *shape: int) -> np.ndarray:
         return self.numbers.integers(0, limit, shape).astype(np.int32)
 
+    def places(self, limit: int, count: int) -> np.ndarray:
+        """Indices that differ, of which some may be out of range."""
+        return self.numbers.permutation(max(limit, count))[:count].astype(np.int32)
+
 
 def gated_linear(o: Operands) -> NativeLaunch | None:
     n, k = o.size(), o.size()
@@ -115,7 +119,7 @@ def rope(o: Operands) -> NativeLaunch | None:
 def index_copy_pair(o: Operands) -> NativeLaunch | None:
     batch, rows, width, count = o.size(), o.size(), o.size(), o.size()
     targets, sources = ([o.floats(batch, 2, size, width) for _ in range(2)] for size in (rows, count))
-    return native.index_copy_pair(targets, 2, o.index(rows, count), sources)
+    return native.index_copy_pair(targets, 2, o.places(rows, count), sources)
 
 
 def rounded_attention(o: Operands) -> NativeLaunch | None:
@@ -130,7 +134,7 @@ def quantized_index_copy(o: Operands) -> NativeLaunch | None:
     batch, heads, rows, width, count = (o.size() for _ in range(5))
     codes, scales = np.zeros((batch, heads, rows, width), np.uint8), o.floats(batch, heads, rows, dtype=FLOATS[0])
     source = o.floats(batch, heads, count, width)
-    return native.quantized_index_copy(codes, scales, o.index(rows, count), source, "int8")
+    return native.quantized_index_copy(codes, scales, o.places(rows, count), source, "int8")
 
 
 def paged_attention(o: Operands) -> NativeLaunch | None:

@@ -19,7 +19,7 @@ from npu_runtime.cpu.arrays import BFLOAT16, address, memory_span
 
 # The number of a dtype in the kernels (`Dtype` in kernel.h); those of integers stand for themselves only in integer.py.
 DTYPES = {np.dtype(np.float32): 0, BFLOAT16: 1, np.dtype(np.float16): 2}
-_ITEM_SIZES = {number: dtype.itemsize for dtype, number in DTYPES.items()}
+_ITEM_SIZES: dict[int, int] = {number: dtype.itemsize for dtype, number in DTYPES.items()}
 _BYTE = 1  # of any other dtype: masks, codes
 
 

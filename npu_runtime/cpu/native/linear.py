@@ -43,8 +43,9 @@ class _PackArgs(ArgumentBlock):
     _fields_ = [("weight", View), ("packed", ctypes.c_void_p)]
 
     def extents(self, kernel: str) -> Iterator[Extent]:
+        n, k = self.weight.size[2:]
         yield self.weight.extent("weight")
-        yield packed("packed", self.packed, packed_size(*self.weight.size[2:], self.weight.dtype))
+        yield packed("packed", self.packed, packed_size(n, k, self.weight.dtype))
 
 
 class LinearArgs(ArgumentBlock):
