@@ -11,6 +11,10 @@ class IRError(NPUError):
     """The IR is malformed: names the node and the field."""
 
 
+class InPlaceError(IRError):
+    """The graph writes in place through a view for which there is no out-of-place form; names both nodes."""
+
+
 class ConstraintError(NPUError):
     """The graph is well formed, but the NPU cannot run it as one program; lists every violation."""
 

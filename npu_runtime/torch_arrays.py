@@ -24,7 +24,7 @@ def view_tensor(array: np.ndarray) -> torch.Tensor:
 
 def tensor_to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A NumPy array that shares the tensor's memory, where the tensor is contiguous and on the CPU."""
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()  # PyTorch may leave both for later
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     array: np.ndarray = tensor.numpy()

@@ -15,6 +15,7 @@ from npu_compiler.graph.weight_recipe import WeightTransformRecipe
 
 Attrs = dict[str, Any]
 TENSOR_NAMES = "_tensor_names"
+SHARES = "_shares"  # attribute: for each output the index of the input whose memory it shares, or -1 for its own
 
 
 @dataclass(frozen=True)

@@ -207,16 +207,19 @@ def find_op(op_type: str) -> Op | None:
     return None
 
 
+_OPERATORS = {f"aten.__i{name}__": f"aten.__{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
+
+
 def is_in_place(op_type: str) -> bool:
-    """Whether the op mutates its first argument (`aten.add_`; `aten.__and__` does not)."""
+    """Whether the op mutates its first argument (`aten.add_` and `aten.__iand__`; `aten.__and__` does not)."""
     base = base_op(op_type)
-    return base.startswith("aten.") and base.endswith("_") and not base.endswith("__")
+    return base in _OPERATORS or (base.startswith("aten.") and base.endswith("_") and not base.endswith("__"))
 
 
 def out_of_place(op_type: str) -> str:
     """`aten.add.Tensor` of `aten.add_.Tensor`."""
     base = base_op(op_type)
-    return base[:-1] + op_type[len(base) :]
+    return _OPERATORS.get(base, base[:-1]) + op_type[len(base) :]
 
 
 def is_assertion(op_type: str) -> bool:

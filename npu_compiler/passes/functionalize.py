@@ -4,6 +4,9 @@
 
     Given:   v = slice(x, 0, 0, 2);  v2 = add_(v, 1);  y = relu(x)
     Result:  v = slice(x, 0, 0, 2);  v2 = add(v, 1);   x2 = slice_scatter(x, v2, 0, 0, 2);  y = relu(x2)
+
+Whether an op such as `reshape` returned a view or a copy depends on strides, which IR does not have. IR that PyTorch
+traced says it of each node (the attribute `SHARES`); for other IR every tensor but a view is taken to be contiguous.
 """
 
 from __future__ import annotations
@@ -12,20 +15,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from npu_compiler.errors import IRError
-from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name
+from npu_compiler.errors import InPlaceError, IRError
+from npu_compiler.graph.model import SHARES, IRGraph, OpNode, TensorSpec, unique_name
 from npu_compiler.ops.aliases import single_output, view_rule, window
-from npu_compiler.ops.registry import is_in_place, out_of_place
+from npu_compiler.ops.registry import find_op, is_in_place, out_of_place
 from npu_compiler.ops.without_rows import UNTRACKED_VIEWS
 from npu_compiler.program.views import View, contiguous_strides
 
 
 @dataclass(frozen=True)
+class _Step:
+    """A node of one output, and which of its inputs that shares memory with."""
+
+    node: OpNode
+    position: int = 0
+
+
+@dataclass(frozen=True)
 class _Alias:
-    """How a tensor looks into its base: the chain of view nodes from the base to it, and the base's version then."""
+    """How a tensor looks into its base: the chain of views from the base to it, and the base's version then."""
 
     base: str
-    chain: tuple[OpNode, ...]
+    chain: tuple[_Step, ...]
     version: int
 
 
@@ -33,7 +44,8 @@ def functionalize(graph: IRGraph) -> IRGraph:
     """Replace in-place ops by their plain twins and redirect every later reader of the memory they changed.
 
     Raises:
-        IRError: an in-place op writes through a view that has no scatter twin (an expanded or overlapping one).
+        InPlaceError: an in-place op writes through a view that has no scatter twin (an expanded or overlapping one), or
+            what it changes is read through a view that cannot be taken again.
     """
     if not any(is_in_place(node.op_type) for node in graph.nodes):
         return graph
@@ -49,7 +61,6 @@ class _Functionalizer:
         self.aliases: dict[str, _Alias] = {}
         self.current: dict[str, str] = {}
         self.version: dict[str, int] = {}
-        self.makers = graph.producers()
 
     def run(self) -> IRGraph:
         for node in self.graph.nodes:
@@ -64,23 +75,44 @@ class _Functionalizer:
         return self.aliases.get(name) or _Alias(name, (), 0)
 
     def _plain(self, node: OpNode) -> None:
-        self.nodes.append(node.rename_inputs({name: self._latest(name) for name in node.inputs}))
-        if node.inputs and view_rule(node) is not None:
-            self._track_view(node)
+        attrs = {key: value for key, value in node.attrs.items() if key != SHARES}
+        self.nodes.append(replace(node, attrs=attrs).rename_inputs({name: self._latest(name) for name in node.inputs}))
+        if node.inputs:
+            self._track_views(node)
 
-    def _track_view(self, node: OpNode) -> None:
+    def _track_views(self, node: OpNode) -> None:
         for index, out in enumerate(node.outputs):
             step = single_output(node, self._known(), index)
             if node.base == "getitem":
                 if step.inputs[0] in self.aliases:
                     self.aliases[out] = self.aliases[step.inputs[0]]
                 continue
-            rule = view_rule(step)
-            assert rule is not None
-            parent = self._alias(step.inputs[0])
-            if rule.may_copy and window(step, self._window(parent), self.tensors[out]) is None:
-                continue
-            self.aliases[out] = _Alias(parent.base, (*parent.chain, step), self.version.get(parent.base, 0))
+            position = self._shared_input(node, index, step)
+            if position is not None:
+                parent = self._alias(step.inputs[position])
+                version = self.version.get(parent.base, 0)
+                self.aliases[out] = _Alias(parent.base, (*parent.chain, _Step(step, position)), version)
+
+    def _shared_input(self, node: OpNode, index: int, step: OpNode) -> int | None:
+        """Which input of the step that makes an output shares memory with it; None where it has memory of its own.
+
+        Raises:
+            IRError: the IR names an input that is not there.
+        """
+        rule, shares = view_rule(step), node.attrs.get(SHARES)
+        if shares is not None:
+            position = shares[index] if isinstance(shares, list) and len(shares) == len(node.outputs) else None
+            if type(position) is not int or not -1 <= position < len(node.inputs):
+                raise IRError(f"node '{node.name}': its attribute '{SHARES}' names no inputs: {shares!r:.80}")
+            return None if position < 0 else position if step is node else 0
+        if step.base in UNTRACKED_VIEWS:
+            return 0
+        if rule is None:
+            return None
+        copies = rule.may_copy and window(
+            step, self._window(self._alias(step.inputs[0])), self.tensors[step.outputs[0]]
+        )
+        return None if copies is None else 0
 
     def _known(self) -> IRGraph:
         return replace(self.graph, tensors=self.tensors)
@@ -90,8 +122,8 @@ class _Functionalizer:
         base = self.tensors[alias.base]
         view = View(base.name, base.shape, contiguous_strides(base.shape), 0, base.dtype)
         for step in alias.chain:
-            out = self.tensors[step.outputs[0]]
-            shown = window(step, view, out)
+            out = self.tensors[step.node.outputs[0]]
+            shown = window(step.node, view, out) if view_rule(step.node) is not None else None
             view = View(base.name, out.shape, contiguous_strides(out.shape), 0, out.dtype) if shown is None else shown
         return view
 
@@ -106,8 +138,16 @@ class _Functionalizer:
             value = self._replay(step, value)
         return value
 
-    def _replay(self, step: OpNode, source: str) -> str:
-        return self._append(step.op_type, (source, *step.inputs[1:]), self.tensors[step.outputs[0]], step.attrs)
+    def _replay(self, step: _Step, source: str) -> str:
+        node, place = step.node, step.position
+        if len(node.outputs) > 1:
+            raise InPlaceError(
+                f"node '{node.name}': an in-place op changes what '{node.op_type}' gave several views of; "
+                "there is no out-of-place form"
+            )
+        inputs = (*node.inputs[:place], source, *node.inputs[place + 1 :])
+        attrs = {key: value for key, value in node.attrs.items() if key != SHARES}
+        return self._append(node.op_type, inputs, self.tensors[node.outputs[0]], attrs)
 
     def _mutate(self, node: OpNode) -> None:
         target = node.inputs[0]
@@ -115,18 +155,13 @@ class _Functionalizer:
         names = {name: self._latest(name) for name in node.inputs}
         inputs = tuple(names[name] for name in node.inputs)
         plain = replace(node, op_type=out_of_place(node.op_type), inputs=inputs)
-        if view_rule(plain) is not None:
+        op = find_op(plain.op_type)
+        if op is not None and op.view is not None and op.is_pure:
             # unsqueeze_, detach_, … change how the tensor looks, not what it holds.
             self.nodes.append(plain)
-            self._track_view(replace(plain, inputs=node.inputs))
+            self._track_views(replace(plain, inputs=node.inputs))
             return
         spec = self.tensors[node.outputs[0]] if node.outputs else self.tensors[target]
-        producer = self.makers.get(target)
-        if producer is not None and producer.base in UNTRACKED_VIEWS:
-            raise IRError(
-                f"node '{node.name}': in-place write through '{producer.op_type}' ('{producer.name}') has no "
-                "out-of-place form"
-            )
         op_type = out_of_place(node.op_type)
         value = self._append(op_type, inputs, spec, node.attrs, node.name, node.outputs)
         self._write_back(alias, value, node)
@@ -145,14 +180,16 @@ class _Functionalizer:
         self.version[alias.base] = self.version.get(alias.base, 0) + 1
         self.aliases[alias.base] = _Alias(alias.base, (), -1)
 
-    def _scatter(self, step: OpNode, source: str, value: str, node: OpNode) -> str:
-        rule, spec = view_rule(step), self.tensors[source]
-        found = rule.write_back(step, spec, self.tensors[value]) if rule is not None and rule.write_back else None
+    def _scatter(self, step: _Step, source: str, value: str, node: OpNode) -> str:
+        view, rule, spec, new = step.node, view_rule(step.node), self.tensors[source], self.tensors[value]
+        found = None
+        if rule is not None and rule.write_back is not None and step.position == 0 and new.dtype == spec.dtype:
+            found = rule.write_back(view, spec, new)
         if found is not None:
             inputs = (source, value) if found.keeps_rest else (value,)
             return self._append(found.op_type, inputs, spec, found.attrs)
-        raise IRError(
-            f"node '{node.name}': in-place write through '{step.op_type}' (node '{step.name}') has no out-of-place form"
+        raise InPlaceError(
+            f"node '{node.name}': in-place write through '{view.op_type}' (node '{view.name}') has no out-of-place form"
         )
 
     def _append(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from npu_compiler.errors import InputError
-from npu_sim.module.structure import InputLeaf, OutputLeaf, Structure
+from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf, Structure, number_of
 
 
 class Arguments:
@@ -144,7 +144,7 @@ class Results:
 
     def __init__(self, leaves: Sequence[OutputLeaf], structure: Structure) -> None:
         self._leaves, self._structure = tuple(leaves), structure
-        is_computed = all(leaf.output == index for index, leaf in enumerate(leaves))
+        is_computed = all(leaf.output == index and leaf.value is None for index, leaf in enumerate(leaves))
         self._is_one = structure.is_leaf and is_computed
         self._is_tuple = structure.is_flat_tuple and is_computed
 
@@ -158,12 +158,10 @@ class Results:
             return outputs[0]
         if self._is_tuple:
             return tuple(outputs[: len(self._leaves)])
-        values = [
-            outputs[leaf.output]
-            if leaf.output is not None
-            else leaf.value
-            if leaf.source is None
-            else source(leaf.source)
-            for leaf in self._leaves
-        ]
-        return self._structure.build(values)
+        return self._structure.build([self._value(leaf, outputs, source) for leaf in self._leaves])
+
+    @staticmethod
+    def _value(leaf: OutputLeaf, outputs: Sequence[Any], source: Callable[[str], Any]) -> Any:
+        if leaf.output is not None:
+            return number_of(outputs[leaf.output]) if leaf.value == NUMBER else outputs[leaf.output]
+        return leaf.value if leaf.source is None else source(leaf.source)

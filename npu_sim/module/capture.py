@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import IRError
 from npu_compiler.graph.symbolic import KEY, is_symbolic
 from npu_sim.module.fx_reader import Nodes, Reference, constant_of, plain_number, sizes_of
-from npu_sim.module.trace import LARGE, Trace, first_line, read_results, tracing
+from npu_sim.module.storages import storages_of
+from npu_sim.module.trace import LARGE, Trace, problem_of, read_results, tracing
 
 _LEAF = pytree.tree_structure(0)
 
@@ -56,7 +57,7 @@ class Captured:
         Raises:
             IRError: IR has no form for an op in it.
         """
-        nodes = Nodes()
+        nodes = Nodes(storages=storages_of(self.graph_module))
         for argument in (*self.names, *self.constants):
             nodes.take_name(argument)
         given: list[Any] = []
@@ -83,7 +84,7 @@ class Captured:
             "graph_outputs": [x.meta() for x in read.outputs],
             "weights": [x.meta(as_input=False) for x in weights],
             "weight_name_mapping": {x.name: x.name for x in weights},
-            "nodes": nodes.nodes,
+            "nodes": nodes.described(),
             "constants": {key: constant_of(value) for key, value in small.items()},
         }
         return Trace(
@@ -145,7 +146,7 @@ def _trace(graph_module: GraphModule, values: Sequence[Any]) -> GraphModule:
         with with_context(None), tracing(), mode, enable_python_dispatcher() if shapes else nullcontext():
             traced: GraphModule = make_fx(graph_module, pre_dispatch=not has_autocast)(*values)
     except Exception as error:  # whatever PyTorch's tracing raises
-        raise IRError(f"PyTorch cannot trace the graph: {first_line(error)}") from error
+        raise IRError(f"PyTorch cannot trace the graph: {problem_of(error)}") from error
     for node in list(traced.graph.nodes):
         if node.target is torch._C._set_grad_enabled:
             traced.graph.erase_node(node)

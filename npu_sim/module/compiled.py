@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from npu_compiler.errors import InputError, IRError
+from npu_compiler.errors import InPlaceError, InputError, IRError
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_compiler.passes.quantize import Quantization
 from npu_runtime.device import Device
@@ -29,7 +29,7 @@ from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Programs, Settings
 from npu_sim.module.report import Report, report
 from npu_sim.module.shapes import Key, dimension_names
-from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions
+from npu_sim.module.tensors import PytreeStructure, TensorShapes, argument_structures, flat_dimensions, same_layout
 from npu_sim.module.trace import Trace, export, load_exported, trace_module
 from npu_sim.module.watch import PlainTensors, WeightWatch, live_tensor
 
@@ -83,17 +83,24 @@ def compile(
                     f"{type(module).__name__} is quantized already; leave out quantization={quantization!r:.80}"
                 )
             quantization = {key: array.format for key, array in stored.items()}
+
+        def in_several_graphs(error: IRError) -> BrokenModule:
+            if buckets or stored:
+                raise error
+            options = Options(device, dtype, programs, quantization)
+            return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
+
         try:
             with dense_stand_ins(module, stored):
                 exported = export(module, given, kwargs, dynamic_shapes=dynamic_shapes)
             traced = trace_module(exported, type(module).__name__)
         except IRError as error:
-            if buckets or stored:
-                raise
-            options = Options(device, dtype, programs, quantization)
-            return _with_breaks(module, given, kwargs or {}, options, dynamic_shapes is not None, error)
+            return in_several_graphs(error)
         dims = flat_dimensions(module.forward, given, kwargs or {}, dynamic_shapes)
-        return CompiledModule(traced, module, device, dtype, dims, buckets, programs, quantization, stored)
+        try:
+            return CompiledModule(traced, module, device, dtype, dims, buckets, programs, quantization, stored)
+        except InPlaceError as error:
+            return in_several_graphs(error)
     if not isinstance(module, (ExportedProgram, str, Path)):
         raise InputError(
             f"cannot compile a {type(module).__name__}: give a torch.nn.Module, an ExportedProgram or a .pt2"
@@ -148,7 +155,9 @@ class CompiledModule:
         paths = [leaf.path for leaf in traced.inputs if leaf.name is not None]
         described, state = traced.ir["graph_inputs"][: len(paths)], traced.ir["graph_inputs"][len(paths) :]
         self._state = [(meta["name"], traced.state[meta["name"]], tuple(meta["shape"])) for meta in state]
-        self._shapes = TensorShapes(described, paths, traced.ranges, dimension_names(described, dims), self.device)
+        strides = {index: traced.strides[x["name"]] for index, x in enumerate(described) if x["name"] in traced.strides}
+        titles = dimension_names(described, dims)
+        self._shapes = TensorShapes(described, paths, traced.ranges, titles, self.device, strides)
         self._buckets = Bucketing(buckets, traced, self._shapes, paths) if buckets else None
         self._names = [meta["name"] for meta in described]
         self._dtype = dtype_name(dtype)
@@ -200,6 +209,11 @@ class CompiledModule:
             if value.shape != shape:
                 raise InputError(
                     f"'{key}' has shape {list(value.shape)}, but the module was compiled for {list(shape)}"
+                )
+            strides = self.trace.strides.get(name)
+            if strides is not None and not same_layout(value, strides):
+                raise InputError(
+                    f"'{key}' has strides {list(value.stride())}, but the module was compiled for {list(strides)}"
                 )
         return found
 

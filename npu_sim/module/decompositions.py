@@ -226,7 +226,6 @@ def _trace(function: Function, node: Node, *, pre_dispatch: bool) -> GraphModule
     if mode is None:
         return None
     given = operands(node)
-    values = [_faked(x.meta["val"], mode) for x in given]
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = {operand: position for position, operand in enumerate(given)}
 
@@ -236,6 +235,7 @@ def _trace(function: Function, node: Node, *, pre_dispatch: bool) -> GraphModule
 
     try:
         with _tracing(mode):
+            values = [_alone(_faked(x.meta["val"], mode)) for x in given]
             traced: GraphModule = make_fx(run, pre_dispatch=pre_dispatch)(*values)
     except Exception:  # whatever a decomposition raises; the call stays as it is
         return None
@@ -246,6 +246,15 @@ def _faked(value: Any, mode: FakeTensorMode) -> Any:
     return pytree.tree_map_only(
         torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True), value
     )
+
+
+def _alone(value: Any) -> Any:
+    """A tensor of the same sizes and strides with memory of its own, so that equal calls can share a trace."""
+    if not isinstance(value, FakeTensor):
+        return value
+    last = value.storage_offset() + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    memory = torch.empty(torch.sym_max(last + 1, 0), dtype=value.dtype, device=value.device)
+    return memory.as_strided(value.shape, value.stride(), value.storage_offset())
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from npu_sim.module.plans import PROGRAMS
 from npu_sim.module.programs import Compiled, Programs, Settings, overlapping
 from npu_sim.module.report import ProgramReport, report
 from npu_sim.module.shared_weights import SharedWeights
+from npu_sim.module.structure import NUMBER, number_of
 from npu_sim.module.trace import Trace, first_line
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -166,7 +167,7 @@ class Subgraph:
         self._static = tuple(places[name] for name in traced.ir["weight_name_mapping"] if name in places)
         self._places = places
         self._written = [name for _, name in traced.written]
-        self._is_plain = all(leaf.output == index for index, leaf in enumerate(traced.outputs))
+        self._is_plain = all(leaf.output == index and leaf.value is None for index, leaf in enumerate(traced.outputs))
         self._compiled = Compiled(traced, self._settings)
         self._sets: dict[tuple[int, ...], _WeightSet] = {}
 
@@ -220,7 +221,8 @@ class Subgraph:
         results: list[Any] = []
         for leaf in self._trace.outputs:
             if leaf.output is not None:
-                results.append(outputs[leaf.output])
+                output = outputs[leaf.output]
+                results.append(number_of(output) if leaf.value == NUMBER else output)
             elif leaf.source is not None:
                 results.append(programs.source(leaf.source, key, inputs, outputs, own))
             elif is_symbolic(leaf.value):

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
 
 from npu_compiler.errors import IRError
-from npu_compiler.graph.model import TENSOR_NAMES, unique_name
+from npu_compiler.graph.model import SHARES, TENSOR_NAMES, base_op, unique_name
 from npu_compiler.graph.reader import normalize_attr
 from npu_compiler.graph.symbolic import symbolic
+from npu_compiler.ops.registry import find_op, is_in_place
 from npu_runtime.torch_arrays import tensor_to_numpy
 from npu_sim.module.decompositions import Decompositions, operands
+from npu_sim.module.storages import Storages, overlaps_itself, returns_its_argument
 
+ADVICE = 'use torch.compile(backend="npu_sim"), which runs such a part in PyTorch'
 UNBACKED = ("u", "zuf")  # how the names of sizes begin that depend on data
 _GETITEM = "<built-in function getitem>"
+_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _ASSERTIONS = ("_assert", "sym_constrain_range")
+_BY_STRIDES = ("aten.as_strided",)  # beside the ops that may copy: it counts in the memory that strides speak of
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,14 @@ class Reference:
         return {"name": self.name, "shape": sizes_of(self.value), "dtype": dtype_of(self.value), **made}
 
 
+@dataclass(frozen=True)
+class ViewStep:
+    """A node of the IR whose output shares memory with the input at a position."""
+
+    node: dict[str, Any]
+    position: int
+
+
 # What a node of the FX graph stands for: a tensor, several, or a number, flag, string or None.
 Value: TypeAlias = Any
 
@@ -50,17 +63,26 @@ class Nodes:
 
     Attributes:
         nodes: Node descriptions in the IR's form.
+        storages: Which of the traced tensors share memory.
         root: Tensor name → the tensor whose memory it shares, for views and in-place ops.
-        parent: Tensor name → the node that makes it, and the tensor which that looks into, for the same.
+        parent: Tensor name → how it is made of the tensor which it looks into, and that tensor, for the same.
         references: Tensor name → the tensor, for all that nodes make.
         written: The tensors whose memory the graph changes, by their root's name.
+        numbers: The expression of a number that depends on data → the tensor whose one element it is.
+        by_strides: (source, output), by their roots' names, for each op whose output is a view of the source or a copy,
+            as the source's strides say.
     """
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
+    storages: Storages = field(default_factory=Storages)
     root: dict[str, str] = field(default_factory=dict)
-    parent: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    parent: dict[str, tuple[ViewStep, str]] = field(default_factory=dict)
     references: dict[str, Reference] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
+    numbers: dict[str, Reference] = field(default_factory=dict)
+    by_strides: list[tuple[str, str]] = field(default_factory=list)
+    _shares: dict[str, list[int]] = field(default_factory=dict)
+    _bases: dict[str, Reference] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
     _decompositions: Decompositions = field(default_factory=Decompositions)
 
@@ -91,6 +113,24 @@ class Nodes:
                     raise IRError(f"node '{node.name}': torch.export left a {node.op} in the graph")
         return result
 
+    def described(self) -> list[dict[str, Any]]:
+        """The nodes in the IR's form; where some write in place, with `SHARES` for those whose op does not say it."""
+        if not self.written:
+            return self.nodes
+        return [
+            {**node, "attrs": {**node["attrs"], SHARES: self._shares[node["name"]]}}
+            if node["name"] in self._shares
+            else node
+            for node in self.nodes
+        ]
+
+    def fixed_strides(self) -> set[str]:
+        """The roots whose strides may decide what memory the graph writes, or sees written.
+
+        These are all that are written: of a contiguous tensor `contiguous()` leaves nothing in a trace.
+        """
+        return self.written | {source for source, out in self.by_strides if out in self.written}
+
     def take_name(self, stem: str) -> str:
         """A name that nothing in the graph has yet; tensors and nodes share them."""
         name = unique_name(stem, self._names)
@@ -104,6 +144,12 @@ class Nodes:
             return args[0][args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._region(node, args, kwargs)
+        if target in _NUMBERS and depends_on_data(value) and isinstance(args[0], Reference):
+            # A copy, since the tensor may be written later.
+            name = self.take_name(node.name)
+            copy = Reference(name, args[0].value, name)
+            self._append(name, "aten.clone.default", [args[0]], [copy], {})
+            self.numbers[str(value.node.expr)] = copy
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             # What depends on data may be there only to be asserted; an op that reads it is refused.
             return value if depends_on_data(value) else plain_number(value, f"node '{node.name}'")
@@ -127,13 +173,29 @@ class Nodes:
         weights = frozenset(x.name for x in inputs if x.producer is None)
         decomposition = self._decompositions.find(node, description, weights)
         if decomposition is not None:
-            return self.read(decomposition, [known[x] for x in operands(node)], f"{prefix}{node.name}_")
+            return self._decomposed(node, decomposition, [known[x] for x in operands(node)], prefix)
         self._names.add(name)
         self._append(description, references)
-        self._note_memory(target._schema, args, kwargs, outputs)
+        self._note_writes(node.name, target, args, kwargs)
+        self._note_memory(target, args, inputs, outputs)
         if isinstance(value, torch.Tensor):
             return references[0]
         return outputs if outputs else None
+
+    def _decomposed(self, node: Node, decomposition: GraphModule, arguments: Sequence[Value], prefix: str) -> Value:
+        """Read what a call decomposes into in its place; return the results as the call's own."""
+        placeholders = (x.meta.get("val") for x in decomposition.graph.nodes if x.op == "placeholder")
+        for placeholder, argument in zip(placeholders, arguments, strict=True):
+            if isinstance(placeholder, torch.Tensor) and isinstance(argument, Reference):
+                self.storages.substitute(placeholder, argument.value)
+        result = self.read(decomposition, arguments, f"{prefix}{node.name}_")
+        value = node.meta.get("val")
+        if isinstance(result, Reference):
+            return replace(result, value=value)
+        if isinstance(result, (list, tuple)):
+            pairs = zip(result, value, strict=True)
+            return type(result)(replace(x, value=own) if isinstance(x, Reference) else x for x, own in pairs)
+        return result
 
     def _element(self, node: Node, sources: Sequence[Reference | None], index: int, prefix: str) -> Reference | None:
         if sources[index] is None:
@@ -144,48 +206,80 @@ class Nodes:
         assert source is not None
         inputs = [x for x in sources if x is not None]
         self._append(_description(name, _GETITEM, inputs, [out], {"index": source.index}), [out])
-        self._note_shared(out.name, source.name)
+        self._note_shared(out.name, source, source.index)
         return out
 
-    def lineage(self, name: str) -> tuple[dict[str, Any], ...]:
-        """The nodes that lead from the tensor whose memory this one shares to it, in order."""
-        nodes: list[dict[str, Any]] = []
+    def lineage(self, name: str) -> tuple[ViewStep, ...]:
+        """The steps that lead from the tensor whose memory this one shares to it, in order."""
+        steps: list[ViewStep] = []
         while name in self.parent:
-            node, name = self.parent[name]
-            nodes.append(node)
-        return tuple(reversed(nodes))
+            step, name = self.parent[name]
+            steps.append(step)
+        return tuple(reversed(steps))
 
-    def _note_shared(self, name: str, source: str) -> None:
-        """Note that the last node's output looks into the memory of a tensor."""
-        self.root[name] = self.root.get(source, source)
-        self.parent[name] = (self.nodes[-1], source)
+    def _root(self, name: str) -> str:
+        return self.root.get(name, name)
+
+    def _note_shared(self, name: str, source: Reference, position: int) -> None:
+        """Note that the last node's output looks into the memory of the node's input at a position."""
+        self._bases[name] = self._bases.get(source.name, source)
+        self.root[name] = self._bases[name].name
+        self.parent[name] = (ViewStep(self.nodes[-1], position), source.name)
 
     def _append(self, description: dict[str, Any], outputs: Sequence[Reference]) -> None:
         self.nodes.append(description)
         self.references.update({x.name: x for x in outputs})
 
+    def _note_writes(self, where: str, target: Any, args: Sequence[Value], kwargs: Mapping[str, Value]) -> None:
+        """Note which tensors an op changes, as its schema says.
+
+        Raises:
+            IRError: it changes others than its first argument, for which there is no out-of-place form.
+        """
+        arguments = target._schema.arguments
+        values = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+        written = [
+            x.name
+            for x in arguments
+            if x.alias_info is not None and x.alias_info.is_write and isinstance(values.get(x.name), (Reference, list))
+        ]
+        if not written:
+            return
+        first = values.get(arguments[0].name)
+        if written != [arguments[0].name] or not isinstance(first, Reference) or not is_in_place(str(target)):
+            raise IRError(
+                f"node '{where}': '{target}' writes to its argument '{written[0]}' in a way that has no out-of-place "
+                "form; write it without in-place ops"
+            )
+        base = self._bases.get(first.name, first)
+        if overlaps_itself(base.value):
+            raise IRError(
+                f"node '{where}': '{base.name}' is written in place, but its elements share memory; clone it first"
+            )
+        self.written.add(base.name)
+
     def _note_memory(
-        self, schema: Any, args: Sequence[Value], kwargs: Mapping[str, Value], outputs: Sequence[Reference | None]
+        self, target: Any, args: Sequence[Value], inputs: Sequence[Reference], outputs: Sequence[Reference | None]
     ) -> None:
-        """Note which outputs share an argument's memory and which arguments are changed, as the schema says."""
-        values = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-        sources: dict[str, Reference] = {}
-        for argument in schema.arguments:
-            alias = argument.alias_info
-            value = values.get(argument.name)
-            for reference in value if isinstance(value, (list, tuple)) else [value]:
-                if alias is not None and isinstance(reference, Reference):
-                    sources.update(dict.fromkeys(alias.before_set, reference))
-                    if alias.is_write:
-                        self.written.add(self.root.get(reference.name, reference.name))
-        for index, out in enumerate(outputs):
-            alias = schema.returns[min(index, len(schema.returns) - 1)].alias_info if schema.returns else None
-            if out is None or alias is None or not sources:
+        """Note which outputs of the last node share an input's memory: those that do in the trace."""
+        shares = []
+        for out in outputs:
+            if out is None:
                 continue
-            known = [sources[x] for x in alias.before_set if x in sources]
-            source = known[0] if known else next(iter(sources.values()))  # lists of views do not say of which
-            if not _is_cast(schema, source, out):
-                self._note_shared(out.name, source.name)
+            position = 0 if returns_its_argument(target, args) else self._shared_input(inputs, out)
+            shares.append(-1 if position is None else position)
+            if position is not None:
+                self._note_shared(out.name, inputs[position], position)
+            op = find_op(str(target))
+            if inputs and (base_op(str(target)) in _BY_STRIDES or (op is not None and op.view and op.view.may_copy)):
+                self.by_strides.append((self._root(inputs[0].name), self._root(out.name)))
+        op = find_op(str(target))
+        if not is_in_place(str(target)) and (any(x >= 0 for x in shares) or (op is not None and op.view is not None)):
+            self._shares[self.nodes[-1]["name"]] = shares
+
+    def _shared_input(self, inputs: Sequence[Reference], out: Reference) -> int | None:
+        sharing = [place for place, x in enumerate(inputs) if self.storages.are_one(x.value, out.value)]
+        return out.index if out.index in sharing else next(iter(sharing), None)
 
     def _region(self, node: Node, args: Sequence[Value], kwargs: Mapping[str, Value]) -> Value:
         """A region of the graph under `no_grad` or `autocast`, read in place."""
@@ -240,12 +334,6 @@ def _description(
     }
 
 
-def _is_cast(schema: Any, source: Reference, out: Reference) -> bool:
-    """Whether an op that may return its argument itself has made a tensor of another dtype or device."""
-    is_same = source.value.dtype == out.value.dtype and source.value.device == out.value.device
-    return schema.name == "aten::to" and not is_same
-
-
 def _is_packed(value: torch.Tensor) -> bool:
     """Whether a tensor is all of its memory, in the order of its dimensions."""
     return value.is_contiguous() and value.storage_offset() == 0
@@ -284,7 +372,9 @@ def plain_number(value: Any, where: str) -> Any:
         return value
     expression = value.node.expr
     if depends_on_data(value):
-        raise IRError(f"{where}: a size depends on the values of a tensor, so no program of static shapes exists")
+        raise IRError(
+            f"{where}: a size depends on the values of a tensor, so no program of static shapes exists; {ADVICE}"
+        )
     if not expression.free_symbols:
         if isinstance(value, torch.SymBool):
             return bool(expression)
@@ -325,6 +415,8 @@ def _outputs(name: str, value: Any) -> tuple[Reference | None, ...]:
     made: list[Reference | None] = []
     index = 0
     for position, item in enumerate(value if isinstance(value, (list, tuple)) else ()):
+        if isinstance(item, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in item):
+            raise IRError(f"node '{name}': the op returns a list of tensors beside others, which IR has no form for")
         is_tensor = isinstance(item, torch.Tensor)
         made.append(Reference(f"{name}_{position}", item, name, index) if is_tensor else None)
         index += is_tensor

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import InputError, IRError
 from npu_sim.module.dynamo_backend import Options, Subgraph, break_reason, compile_graph
 from npu_sim.module.hardware import device_name, open_backend
+from npu_sim.module.quiet import quiet_tracing
 from npu_sim.module.report import Report
 
 
@@ -99,7 +100,7 @@ class BrokenModule:
         """
         copies, known = pytree.tree_map(_copy, (tuple(args), dict(kwargs)))
         try:
-            with _kept(self._module):
+            with _kept(self._module), quiet_tracing():
                 self(*copies, **known)
         except Exception as error:  # whatever the module's own code and PyTorch raise
             raise IRError(self.reason) from error

@@ -22,6 +22,7 @@ from npu_runtime.program_run import Arena
 from npu_sim.module.plans import PROGRAMS, plan_for
 from npu_sim.module.runner import Loaded, Runner, Values
 from npu_sim.module.shapes import Key
+from npu_sim.module.storages import overlaps_itself
 from npu_sim.module.trace import Trace
 from npu_sim.module.views import Step, replay
 
@@ -142,6 +143,11 @@ class Programs:
             name = overlapping(inputs, [name for _, name in self._updated])
             if name is not None:
                 raise InputError(f"argument '{name}' is changed in place, but shares memory with another; give a copy")
+            for _, name in self._updated:
+                if not inputs[name].is_contiguous() and overlaps_itself(inputs[name]):
+                    raise InputError(
+                        f"argument '{name}' is changed in place, but its elements share memory; give a copy"
+                    )
         runner = self.runners.get(key) or self.runner(key)
         if len(self.runners) > 1:
             self.runners.move_to_end(key)

@@ -41,12 +41,22 @@ class OutputLeaf:
     Attributes:
         output: The index of the graph's output, for a tensor that is computed.
         source: The name of the graph input or weight, where the result is that very tensor; or that of a view.
-        value: Of a result that is no tensor.
+        value: Of a result that is no tensor. Beside an output: `NUMBER`, where the result is that tensor's one element
+            as a number of Python.
     """
 
     output: int | None = None
     source: str | None = None
     value: Any = None
+
+
+NUMBER = "number"
+
+
+def number_of(array: Any) -> Any:
+    """The one element of a tensor or array as a number of Python."""
+    number = array.item()
+    return number if isinstance(number, (bool, int, float, complex)) else float(number)  # of a dtype that NumPy lacks
 
 
 class Structure(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 import zipfile
 from collections import Counter
@@ -20,10 +21,21 @@ from torch.utils import _pytree as pytree
 from npu_compiler.errors import IRError
 from npu_compiler.graph.symbolic import is_symbolic
 from npu_sim.collector import collector_paused
-from npu_sim.module.fx_reader import UNBACKED, Nodes, Reference, Value, constant_of
+from npu_sim.module.fx_reader import (
+    ADVICE,
+    UNBACKED,
+    Nodes,
+    Reference,
+    Value,
+    constant_of,
+    depends_on_data,
+    plain_number,
+)
 from npu_sim.module.library_models import register_caches
-from npu_sim.module.structure import InputLeaf, OutputLeaf
-from npu_sim.module.views import AliasedView
+from npu_sim.module.quiet import quiet_tracing
+from npu_sim.module.storages import storages_of
+from npu_sim.module.structure import NUMBER, InputLeaf, OutputLeaf
+from npu_sim.module.views import AliasedView, check_replayable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,6 +62,8 @@ class Trace:
         views: Name → view, for results that share memory with something else.
         state: Graph input → key, for parameters and buffers that are inputs after those of a call.
         plain: Where there are such: the same with them as weights.
+        strides: Graph input → its strides, where they decide which memory a call changes: `reshape` returns a view of
+            some tensors and a copy of others.
     """
 
     ir: dict[str, Any]
@@ -67,6 +81,7 @@ class Trace:
     views: dict[str, AliasedView] = field(default_factory=dict)
     state: dict[str, str] = field(default_factory=dict)
     plain: Trace | None = None
+    strides: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def is_dynamic(self) -> bool:
@@ -99,11 +114,11 @@ def export(
     args, kwargs = distinct_examples(module, tuple(args), dict(kwargs or {}))
     seen = module.register_forward_hook(lambda _module, _inputs, result: _register_dataclasses(result))
     try:
-        with tracing():
+        with tracing(), quiet_tracing():
             exported = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
             return exported.run_decompositions({}) if _holds_vmap(exported) else exported
     except Exception as error:  # whatever the module's own code and PyTorch's tracing raise
-        raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {first_line(error)}") from error
+        raise IRError(f"PyTorch cannot export {type(module).__name__} as one graph: {problem_of(error)}") from error
     finally:
         seen.remove()
 
@@ -142,6 +157,25 @@ def first_line(error: Exception | str) -> str:
     """Of a message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def problem_of(error: Exception) -> str:
+    """Why PyTorch could not trace something, in words that do not need its internals."""
+    is_about_data = any(word in f"{type(error).__name__} {error}".lower() for word in _DATA_DEPENDENT)
+    if not is_about_data:
+        return first_line(error)
+    return f"data-dependent control flow, or a size that depends on the values of a tensor{_place_of(error)}; {ADVICE}"
+
+
+_DATA_DEPENDENT = ("unbacked", "data-dependent", "data dependent", "datadependent")
+
+
+def _place_of(error: Exception) -> str:
+    """The line outside of PyTorch that an error comes from, such as ` (model.py:12)`; empty where there is none."""
+    own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith(own)]
+    return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
 
 
 def _register_dataclasses(value: Any) -> None:
@@ -202,7 +236,7 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
         IRError: IR has no form for an op in it, such as control flow that depends on data.
     """
     signature, module = exported.graph_signature, exported.graph_module
-    nodes = Nodes()
+    nodes = Nodes(storages=storages_of(module))
     state = {**exported.state_dict, **exported.constants}
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
@@ -249,7 +283,7 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
         "graph_outputs": [x.meta() for x in read.outputs],
         "weights": list(described.values()),
         "weight_name_mapping": {tensor: key for tensor, key in keys.items() if tensor not in changing},
-        "nodes": nodes.nodes,
+        "nodes": nodes.described(),
     }
     if constants:
         ir["constants"] = {key: constant_of(value) for key, value in constants.items()}
@@ -268,6 +302,11 @@ def trace(exported: ExportedProgram, name: str, changing: Set[str] = frozenset()
         read.passed,
         read.views,
         {tensor: keys[tensor] for tensor in keys if tensor in changing},
+        strides={
+            x.name: tuple(plain_number(stride, f"input '{x.name}'") for stride in x.value.stride())
+            for x in values
+            if isinstance(x, Reference) and x.producer is not None and x.name in nodes.fixed_strides()
+        },
     )
 
 
@@ -335,6 +374,9 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
     shown = {x.name: x for x in results if isinstance(x, Reference)}
     sharing = Counter(root_of(x) for x in shown.values())
     for value in results:
+        if depends_on_data(value):
+            leaves.append(OutputLeaf(output=index_of(_number(nodes, value)), value=NUMBER))
+            continue
         if not isinstance(value, Reference):
             leaves.append(OutputLeaf(value=value))
             continue
@@ -345,11 +387,28 @@ def read_results(nodes: Nodes, results: Sequence[Value], given: Sequence[Value])
             continue
         if value.name != root:
             index = None if is_given else index_of(nodes.references[root])
-            views[value.name] = AliasedView(root if is_given else None, index, nodes.lineage(value.name))
+            path = nodes.lineage(value.name)
+            check_replayable(path)
+            views[value.name] = AliasedView(root if is_given else None, index, path)
         passed[value.name] = value.meta()
         leaves.append(OutputLeaf(source=value.name))
     written = [(index_of(sources[name]), name) for name in sorted(nodes.written & sources.keys())]
     return ReadResults(tuple(leaves), tuple(outputs.values()), tuple(written), passed, views)
+
+
+def _number(nodes: Nodes, value: Any) -> Reference:
+    """The tensor whose one element a number in the result is.
+
+    Raises:
+        IRError: the number is computed of such elements in Python.
+    """
+    number = nodes.numbers.get(str(value.node.expr))
+    if number is None:
+        raise IRError(
+            "the module returns a number that Python computes from the values of tensors; compute it with tensors and "
+            f"return its item(), or {ADVICE}"
+        )
+    return number
 
 
 def plain_ir(traced: Trace) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from npu_compiler.errors import DeviceError
+from npu_compiler.errors import IRError
 from npu_compiler.graph.model import base_op
 from npu_compiler.graph.symbolic import Sizes, specialize
 from npu_compiler.ops.registry import out_of_place
 from npu_runtime.cpu_fallback import bind_arguments, resolve_op
+from npu_sim.module.fx_reader import ViewStep
 
 Step = Callable[[Any], Any]
 
@@ -24,12 +25,12 @@ class AliasedView:
     Attributes:
         source: The name of the graph input or weight whose memory it shares; None where that is an output's.
         output: The index of the graph's output whose memory it shares.
-        nodes: The IR's nodes that lead from there to the view, in order.
+        path: The steps that lead from there to the view, in order.
     """
 
     source: str | None
     output: int | None
-    nodes: tuple[Mapping[str, Any], ...]
+    path: tuple[ViewStep, ...]
 
     def steps(self, sizes: Sizes, device: torch.device) -> tuple[Step, ...]:
         """The functions that make the view out of the tensor whose memory it shares.
@@ -37,7 +38,7 @@ class AliasedView:
         Args:
             sizes: Symbol → its value.
         """
-        made = (_step(specialize(node, sizes), device) for node in self.nodes)
+        made = (_step(specialize(step.node, sizes), step.position, device) for step in self.path)
         return tuple(step for step in made if step is not None)
 
 
@@ -49,20 +50,55 @@ def replay(base: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     return value
 
 
-def _step(node: Mapping[str, Any], device: torch.device) -> Step | None:
-    """A node as a function of its first tensor; None for one that only writes to it, which has happened by then."""
+def check_replayable(path: Sequence[ViewStep]) -> None:
+    """Refuse a view that depends on the values of other tensors than the one whose memory it shares.
+
+    Raises:
+        IRError: there is such a step, as `torch.narrow` by a tensor is one.
+    """
+    for step in path:
+        name, op_type = step.node["name"], step.node["op_type"]
+        if len(step.node["inputs"]) < 2 or op_type.endswith("getitem>") or base_op(op_type) in _BY_SHAPE:
+            continue
+        if not resolve_op(op_type)._schema.is_mutable:
+            raise IRError(f"node '{name}': '{op_type}' makes a result that is a view as other tensors' values say")
+
+
+# Ops that take of all tensors but the one that they show only the shape or dtype.
+_BY_SHAPE = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view_as",
+        "reshape_as",
+        "expand_as",
+        "type_as",
+        "broadcast_tensors",
+        "meshgrid",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
+    )
+)
+
+
+def _step(node: Mapping[str, Any], position: int, device: torch.device) -> Step | None:
+    """A node as a function of one input; None for one that only writes to it, which has happened by then."""
     op_type, attrs = node["op_type"], node["attrs"]
     if op_type.endswith("getitem>"):
         return lambda values: values[attrs["index"]]
-    shape, like = node["outputs"][0]["shape"], base_op(op_type).endswith("_as")
-    function = resolve_op(op_type.replace("_as.", ".") if like else op_type)
-    if like:  # the second tensor only says which shape
-        return lambda value: function(value, shape)
+    function = resolve_op(op_type)
     if torch.Tag.inplace_view in function.tags:
         function = resolve_op(out_of_place(op_type))
     elif function._schema.is_mutable:
         return None
-    if len(node["inputs"]) != 1:
-        raise DeviceError(f"op '{op_type}' makes a view of several tensors, which cannot be made again")
-    args, kwargs = bind_arguments(function._schema, op_type, [torch.empty(0)], attrs, device)
-    return lambda value: function(value, *args[1:], **kwargs)
+    # These cost no memory; of other inputs only the shapes count (see `check_replayable`).
+    others = [
+        torch.empty((), dtype=getattr(torch, x["dtype"]), device=device).expand(x["shape"]) for x in node["inputs"]
+    ]
+
+    def make(value: torch.Tensor) -> Any:
+        inputs = [*others[:position], value, *others[position + 1 :]]
+        args, kwargs = bind_arguments(function._schema, op_type, inputs, attrs, device)
+        return function(*args, **kwargs)
+
+    return make

@@ -104,6 +104,20 @@ def test_sizes_that_are_equal_in_the_example_change_apart() -> None:
     torch.testing.assert_close(compiled(first, second), module(first, second))
 
 
+def test_an_example_keeps_its_strides() -> None:
+    class Written(nn.Module):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            second.contiguous().add_(1)
+            return first - 2 * second
+
+    x = torch.randn(4, 3).t()
+    compiled = npu_sim.compile(Written().eval(), (x, x))
+    first, second = torch.randn(4, 3).t(), torch.randn(4, 3).t()
+    before = second.clone()
+    torch.testing.assert_close(compiled(first, second), first - 2 * before)
+    assert torch.equal(second, before)
+
+
 def test_a_program_that_was_exported_with_one_tensor_for_two_inputs_is_refused(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     exported = torch.export.export(Total().eval(), (x, x))

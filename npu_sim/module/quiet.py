@@ -1,0 +1,71 @@
+"""Keeping what PyTorch prints and logs of a failed trace off the terminal: the error says it in a sentence."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """A context in which PyTorch's warnings and errors of this thread are not logged.
+
+    What this thread writes to stderr appears when the context ends; where an exception ends it, it does not. Other
+    threads write and log as ever.
+    """
+    mute = _Mute()
+    handlers = [handler for logger in _torch_loggers() for handler in logger.handlers]
+    for handler in handlers:
+        handler.addFilter(mute)
+    held = _Held(sys.stderr)
+    sys.stderr = held
+    try:
+        yield
+        held.release()
+    finally:
+        held.is_over = True
+        if sys.stderr is held:
+            sys.stderr = held.stream
+        for handler in handlers:
+            handler.removeFilter(mute)
+
+
+def _torch_loggers() -> list[logging.Logger]:
+    known = [logging.getLogger("torch"), *logging.Logger.manager.loggerDict.values()]
+    return [x for x in known if isinstance(x, logging.Logger) and (x.name == "torch" or x.name.startswith("torch."))]
+
+
+class _Mute(logging.Filter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING or record.thread != self._thread
+
+
+class _Held:
+    """A stream that keeps what one thread writes, until it is over: then it only hands on, if somebody still has it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.is_over = stream, False
+        self._thread = threading.get_ident()
+        self._text: list[str] = []
+
+    def write(self, text: str) -> int:
+        if self.is_over or threading.get_ident() != self._thread:
+            return int(self.stream.write(text) or 0)
+        self._text.append(text)
+        return len(text)
+
+    def release(self) -> None:
+        """Write what was kept."""
+        if self._text:
+            self.stream.write("".join(self._text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
