@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from metal_emulator.translation import (
     translate,
 )
 from npu_compiler.files import seal, unseal, working_folder, write_atomically
+from npu_runtime.forks import free_lock
 
 __all__ = [
     "Argument",
@@ -190,7 +190,7 @@ class Library:
 
     def __init__(self, path: Path, checks: bool, has_mutants: bool) -> None:
         self.checks = checks
-        self.lock = threading.Lock()
+        self.lock = free_lock()
         self._library = ctypes.CDLL(str(path))
         self._has_mutants = has_mutants
         self._library.metal_attach.argtypes = (ctypes.c_void_p,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from npu_compiler.program.views import View
 from npu_compiler.target_config import TargetConfig
 from npu_runtime.buffer import DeviceBuffer, DeviceMemory
 from npu_runtime.collectives import Collectives, Share
+from npu_runtime.forks import call_lock
 
 if TYPE_CHECKING:
     from npu_compiler.compiled_program import CompiledProgram
@@ -95,7 +95,7 @@ class Hardware(DeviceMemory, ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
-        self.lock = threading.RLock()
+        self.lock = call_lock(self)
         return self
 
     config: TargetConfig

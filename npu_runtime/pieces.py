@@ -43,3 +43,7 @@ def ahead(work: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), "pieces")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked child has none of these threads

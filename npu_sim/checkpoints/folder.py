@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,7 @@ import numpy as np
 
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.quantization import QuantizedArray, QuantizedFormat
+from npu_runtime.forks import free_lock
 from npu_sim.checkpoints.layouts import Layout
 from npu_sim.checkpoints.schemes import read_schemes
 
@@ -48,7 +48,7 @@ class QuantizedTensors(Mapping[str, np.ndarray | QuantizedArray]):
     def __init__(self, state: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> None:
         self._state = state
         self._made: dict[str, QuantizedArray] = {}
-        self._lock = threading.Lock()
+        self._lock = free_lock()
         schemes = read_schemes(config)
         marked = {key.rpartition(".")[0] for key in state if key.rpartition(".")[2] in _OF_WEIGHTS}
         self._layouts: dict[str, Layout] = {}

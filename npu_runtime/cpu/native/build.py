@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import subprocess
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from npu_runtime.background import background_work
 from npu_runtime.cache_folder import cache_folder, read_entry, users_temporary_folder, warn_of_cache, write_entry
 from npu_runtime.cpu.levels import VARIABLE, Level, forced_level, this_cpu
 from npu_runtime.cpu.native.threads import usable_threads
+from npu_runtime.forks import free_lock
 
 SOURCE_FOLDER = Path(__file__).parent
 # Contraction to fused multiply-adds is wanted; the rest of -ffast-math is not: masks rely on infinities. The kernels
@@ -70,7 +70,7 @@ _UNITS = (
     ("quantized", "quantized_panels", "quantized_bytes"),
 )
 _ROOM = 32 * 2**20  # bytes that a folder must have left for a build
-_one_at_a_time = threading.Lock()
+_one_at_a_time = free_lock()
 
 _log = logging.getLogger(__name__)
 
@@ -144,15 +144,6 @@ def _find() -> Library | str | NPUError:
         if forced:
             return DeviceError(f"CPU level {forced.name}, which {VARIABLE} asks for, cannot be built: {error}")
         return str(error)
-
-
-def _renew_lock() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.Lock()
-
-
-# The thread that builds, and holds the lock, is not in a forked child.
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 def find_compiler() -> str | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import mmap
-import threading
 
 import numpy as np
 
 from npu_runtime.cpu.arrays import address
+from npu_runtime.forks import free_lock
 
 _ALIGNMENT = 64  # a cache line
 _HUGE_PAGE = 2 * 2**20
 _CHUNK = 4 * _HUGE_PAGE
 
-_lock = threading.Lock()
+_lock = free_lock()
 _chunk = np.empty(0, np.uint8)
 
 
