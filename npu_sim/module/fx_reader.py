@@ -24,7 +24,7 @@ from npu_sim.module.decompositions import Decompositions, operands
 from npu_sim.module.storages import Storages, overlaps_itself, returns_its_argument
 
 ADVICE = 'use torch.compile(backend="npu_sim"), which runs such a part in PyTorch'
-UNBACKED = ("u", "zuf")  # how the names of sizes begin that depend on data
+UNBACKED = ("u", "zuf", "zf")  # how the names of numbers begin that are no sizes of inputs, but depend on data
 _GETITEM = "<built-in function getitem>"
 _NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _ASSERTIONS = ("_assert", "sym_constrain_range")
@@ -144,7 +144,7 @@ class Nodes:
             return args[0][args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._region(node, args, kwargs)
-        if target in _NUMBERS and depends_on_data(value) and isinstance(args[0], Reference):
+        if value is not None and target in _NUMBERS and depends_on_data(value) and isinstance(args[0], Reference):
             # A copy, since the tensor may be written later.
             name = self.take_name(node.name)
             copy = Reference(name, args[0].value, name)

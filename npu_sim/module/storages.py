@@ -141,6 +141,6 @@ def _without_data(value: Any, mode: FakeTensorMode) -> Any:
 
 def _storage(value: torch.Tensor) -> int | None:
     try:
-        return value.untyped_storage()._cdata
+        return int(value.untyped_storage()._cdata)
     except NotImplementedError:  # of a sparse tensor
         return None

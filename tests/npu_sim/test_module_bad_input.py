@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sharing_threads import results_of_threads
@@ -15,6 +18,7 @@ from torch import nn
 import npu_sim
 from npu_compiler.errors import InputError, IRError, WeightError
 from npu_sim.module import runner
+from npu_sim.module.compiled import CompiledModule
 from npu_sim.module.graph_breaks import BrokenModule
 
 
@@ -517,3 +521,129 @@ def test_what_is_no_tensor_and_no_module_is_named_by_its_type() -> None:
         npu_sim.compile(net(), X)(X[0].numpy())
     with pytest.raises(InputError, match="cannot compile a function: give a torch.nn.Module"):
         npu_sim.compile(net, X)  # type: ignore[arg-type]
+
+
+class Numbers(nn.Module):
+    """Numbers of Python, which are elements of tensors that the module computes, or has been given."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = x[0, 0].item()
+        x.add_(1)
+        flags = x > 1.5
+        return {
+            "sum": x.sum().item(),
+            "count": flags.sum().item(),
+            "any": flags.any().item(),
+            "rows": x.mean(1).tolist(),
+            "first": first,
+            "tensor": x * 2,
+        }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether results are alike, with numbers of the same types."""
+    if isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in other)
+    if isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(other, torch.Tensor):
+        return bool(np.allclose(np.asarray(one), other.numpy(), atol=1e-5))
+    return type(one) is type(other) and one == pytest.approx(other, abs=1e-5)
+
+
+def test_numbers_in_a_result_are_those_of_the_call(tmp_path: Path) -> None:
+    module = Numbers().eval()
+    compiled = npu_sim.compile(module, (torch.rand(3, 4),))
+    assert isinstance(compiled, CompiledModule)
+    compiled.save(tmp_path / "net.npumod")
+    exported = npu_sim.compile(torch.export.export(module, (torch.rand(3, 4),)))
+    with torch.no_grad():
+        for call in (
+            compiled,
+            exported,
+            npu_sim.load(tmp_path / "net.npumod"),
+            torch.compile(module, backend="npu_sim"),
+        ):
+            for _ in range(2):
+                x = torch.rand(3, 4)
+                assert same(call(x.clone()), module(x.clone()))
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x.sum().item() * 2 + 1, x * 2
+
+
+def test_a_number_that_python_computes_is_right_or_refused() -> None:
+    module, x = Scaled().eval(), torch.rand(3, 4)
+    assert same(list(npu_sim.compile(module, (torch.rand(3, 4),))(x)), list(module(x)))
+    with pytest.raises(
+        IRError, match="a number that Python computes from the values of tensors; .* item.., or use torch"
+    ):
+        npu_sim.compile(torch.export.export(module, (x,)))
+
+
+class Chosen(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x * 2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + 1 if x.sum() > 0 else x - 1,
+        lambda x: torch.narrow(x, 0, x.argmax() % 2, 1),
+        lambda x: torch.narrow(x, 0, torch.tensor(1), 2),
+        lambda x: x[x > 0.5],
+        lambda x: x[: int(x.max()) + 1],
+    ],
+    ids=["if", "narrow", "narrow-by-constant", "mask", "int"],
+)
+def test_what_depends_on_data_is_right_and_quiet(
+    function: Callable[[torch.Tensor], Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch._dynamo.reset()
+    module, x = Chosen(function).eval(), torch.rand(3, 4)
+    with torch.no_grad():
+        compiled = npu_sim.compile(module, (torch.rand(3, 4),))
+        assert capfd.readouterr().err == ""
+        close(compiled(x), module(x))
+        close(torch.compile(module, backend="npu_sim")(x), module(x))
+    if isinstance(compiled, BrokenModule):
+        assert not re.search(r"unbacked|\bu0\b|zuf0|FakeTensor", compiled.reason)
+
+
+def test_the_reason_of_a_graph_break_names_the_line_and_the_way_out() -> None:
+    torch._dynamo.reset()
+    compiled = npu_sim.compile(Chosen(lambda x: x if x.sum() > 0 else -x).eval(), (torch.rand(3),))
+    with pytest.raises(
+        InputError, match=r"data-dependent control flow.* \(.*test_module_bad_input.py:\d+\); use torch"
+    ):
+        compiled.save("net.npumod")
+
+
+def test_a_list_of_tensors_beside_others_is_left_to_pytorch() -> None:
+    torch._dynamo.reset()
+    module, x = Chosen(lambda x: torch.histogramdd(x, [2, 2, 2, 2])).eval(), torch.rand(3, 4)
+    with pytest.raises(IRError, match="node 'histogramdd': the op returns a list of tensors beside others"):
+        npu_sim.compile(module, (x,))
+    counts, edges = torch.compile(module, backend="npu_sim")(x)
+    close(counts, module(x).hist)
+    assert len(edges) == 4
+
+
+def test_numbers_that_change_between_calls_are_no_sizes() -> None:
+    torch._dynamo.reset()
+
+    class Shifted(nn.Module):
+        def forward(self, x: torch.Tensor, shift: float) -> torch.Tensor:
+            return x * 2 + shift
+
+    module, x = Shifted().eval(), torch.rand(3, 4)
+    compiled = torch.compile(module, backend="npu_sim")
+    for shift in (1.5, 2.5, 3.5):
+        close(compiled(x, shift), module(x, shift))
