@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from npu_compiler.errors import InputError, ProgramFormatError
+from npu_compiler.errors import InputError, ProgramFormatError, reading
 from npu_compiler.files import write_atomically
 from npu_compiler.graph.model import TensorSpec
 from npu_compiler.program.check import check_calls
@@ -115,7 +115,8 @@ class CompiledProgram:
             if program.target not in _BUILT_IN:
                 load_plugin_target(program.target)  # declares its own
             try:
-                check_calls(program.plan)
+                with reading(ProgramFormatError):
+                    check_calls(program.plan)
             except ProgramFormatError as error:
                 raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
         if allow_code and program.trust.origin == UNKNOWN.origin:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class NPUError(Exception):
     """Base of all errors that this project raises on purpose."""
@@ -47,3 +50,28 @@ class NumericalWarning(UserWarning):
 
 class InputError(NPUError):
     """What the user handed in (a run-time input, a file, an argument) does not fit."""
+
+
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Built-in errors that are raised where data is read which is not as the code that reads it takes for granted."""
+
+
+@contextmanager
+def reading(refuse: Callable[[str], NPUError]) -> Iterator[None]:
+    """Turn what reading malformed data raises into a format's own error, so that no reader has to foresee everything.
+
+    Args:
+        refuse: Makes that error of a reason.
+    """
+    try:
+        yield
+    except MALFORMED as error:
+        raise refuse(reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """What a built-in error says of the data that was read."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, KeyError):
+        return f"{text:.80} is missing or unknown"
+    return f"{text:.200}" if text else f"its parts contradict each other ({type(error).__name__})"

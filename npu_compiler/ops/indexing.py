@@ -65,6 +65,7 @@ declare_kernel(
         and getattr(call, f"index{call.count}", None) is None
         and call.picked == call.whole[: call.first] + call.s + call.whole[call.first + call.count :]
     ),
+    counted=True,
     first="I",
     count="I",
 )

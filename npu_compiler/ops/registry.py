@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from npu_compiler.errors import IRError
+from npu_compiler.errors import MALFORMED, IRError
 from npu_compiler.graph.dtypes import INT32_MAX, INT32_MIN
 from npu_compiler.graph.mesh import Split
 from npu_compiler.graph.model import Attrs, IRGraph, OpNode, TensorSpec, base_op
@@ -258,7 +258,7 @@ def well_formed(node: OpNode) -> Iterator[None]:
     """Turn what reading a malformed node raises into an `IRError` that names the node."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AssertionError, ArithmeticError) as error:
+    except MALFORMED as error:
         reason = str(error) or "its inputs, attributes and outputs are inconsistent"
         if isinstance(error, KeyError):
             reason = f"argument {error} is missing or unknown"

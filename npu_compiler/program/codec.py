@@ -32,8 +32,15 @@ MAX_NESTING = 64  # of dataclasses, and of lists and maps under `Any`, within ea
 
 
 def pack(record: Any) -> bytes:
-    """A dataclass object as msgpack."""
-    return bytes(msgpack.packb(record, default=_as_map))
+    """A dataclass object as msgpack.
+
+    Raises:
+        InputError: a text in it has half of a surrogate pair, or an integer more than 64 bits.
+    """
+    try:
+        return bytes(msgpack.packb(record, default=_as_map))
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise InputError(f"this cannot be saved: {error}") from error
 
 
 def unpack(kind: type[T], data: bytes) -> T:

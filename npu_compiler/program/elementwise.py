@@ -150,6 +150,7 @@ def add_elementwise(op: Elementwise) -> None:
                 outputs=outputs,
                 fields={"scalars": "3f", "int_scalars": "3i", "attrs": "3f"},
                 grid=Grid.PLANES if is_strided else Grid.QUADS,
+                counted=True,
                 op=op,
                 is_strided=is_strided,
                 function=elementwise_kernel_name(op.name, has_scalars=False, is_strided=is_strided),

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from npu_compiler.errors import ProgramFormatError
+from npu_compiler.errors import ProgramFormatError, reading
 from npu_compiler.program.check import check_program
 from npu_compiler.program.codec import pack, unpack
 from npu_compiler.program.plan import ExecutionPlan
@@ -52,10 +52,11 @@ def decode(kind: type[P], data: bytes, origin: str) -> P:
     """
     body, authentication = _open_envelope(data, origin)
     try:
-        program = unpack(kind, body)
-        if program.plan.sources and not program.contains_code:
-            raise ProgramFormatError("it has kernel sources, but says that it contains no code")
-        check_program(program.compute_dtype, program.plan)
+        with reading(ProgramFormatError):
+            program = unpack(kind, body)
+            if program.plan.sources and not program.contains_code:
+                raise ProgramFormatError("it has kernel sources, but says that it contains no code")
+            check_program(program.compute_dtype, program.plan)
     except ProgramFormatError as error:
         raise ProgramFormatError(f"'{origin}' is not a valid program: {error}") from error
     program.trust = judge(_authenticated(body), authentication)

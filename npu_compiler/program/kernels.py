@@ -82,6 +82,8 @@ class KernelDecl:
             index chooses among.
         products: For a kernel that multiplies matrices, whose first input holds the rows: its products, each of which
             reads the result of the one before.
+        counted: Whether the optional operands of a call are as many as it has inputs left for; otherwise its parameters
+            `has_<name>` say of each whether it is there.
     """
 
     name: str
@@ -94,6 +96,7 @@ class KernelDecl:
     where: Condition | None = None
     index_limit: Callable[[SimpleNamespace], int] | None = None
     products: Products | None = None
+    counted: bool = False
 
     def __str__(self) -> str:
         """Its name, operands and parameters, as `declare_kernel` takes them."""
@@ -135,10 +138,11 @@ class KernelDecl:
 
     def parameter_problem(self, call: KernelCall) -> str | None:
         """What is wrong with a call's parameters by themselves."""
-        present = {f"has_{operand.name}" for operand in self.inputs if operand.optional}
-        for name, fmt in self.fields.items():
+        present = [f"has_{operand.name}" for operand in self.inputs if operand.optional and not self.counted]
+        for name in (*self.fields, *present):
             if name not in call.params:
                 return f"it lacks parameter '{name}'"
+        for name, fmt in self.fields.items():
             if not _fits(fmt, call.params[name]):
                 return f"parameter '{name}' is {call.params[name]!r:.80}, which is no '{fmt}'"
         for name in call.params.keys() - self.fields.keys():
@@ -149,9 +153,10 @@ class KernelDecl:
     def _match(self, call: KernelCall) -> SimpleNamespace | str:
         """A call's views, sizes and parameters by their declared names; what does not fit, in words, where it is so."""
         declared = (*self.inputs, *self.outputs)
-        flags = [call.params.get(f"has_{operand.name}") for operand in self.inputs if operand.optional]
-        needed = sum(not operand.optional for operand in self.inputs)
-        allowed = {needed + sum(map(bool, flags))} if None not in flags else range(needed, len(self.inputs) + 1)
+        optional = [operand for operand in self.inputs if operand.optional]
+        needed = len(self.inputs) - len(optional)
+        flagged = needed + sum(bool(call.params.get(f"has_{operand.name}")) for operand in optional)
+        allowed = range(needed, len(self.inputs) + 1) if self.counted else {flagged}
         if len(call.inputs) not in allowed or len(call.outputs) != len(self.outputs):
             return f"it has {len(call.inputs)} inputs and {len(call.outputs)} outputs"
         sizes: Sizes = {name: call.params[name] for name, fmt in self.fields.items() if fmt == "I"}
@@ -191,13 +196,14 @@ class KernelDecl:
     def bind(self, call: KernelCall) -> list[View | None]:
         """A call's views by declared operand, inputs then outputs; None where an optional operand is absent.
 
-        An optional operand is present if the call's parameter `has_<name>` says so; without such a parameter, if there
-        are inputs left for it.
+        An optional operand is present if the call's parameter `has_<name>` says so; without such a parameter, for a
+        kernel whose operands are counted, if there are inputs left for it.
         """
         remaining = list(call.inputs)
         bound: list[View | None] = []
         for operand in self.inputs:
-            present = not operand.optional or bool(call.params.get(f"has_{operand.name}", bool(remaining)))
+            flag = call.params.get(f"has_{operand.name}", self.counted and bool(remaining))
+            present = not operand.optional or bool(flag)
             bound.append(remaining.pop(0) if present else None)
         return [*bound, *call.outputs]
 
@@ -266,6 +272,7 @@ def declare_kernel(
     where: Condition | None = None,
     index_limit: Callable[[SimpleNamespace], int] | None = None,
     products: Products | None = None,
+    counted: bool = False,
     **fields: str,
 ) -> KernelDecl:
     """Register a kernel's declaration; the one place where its operands and parameters are named.
@@ -273,11 +280,13 @@ def declare_kernel(
     Args:
         operands: `"x[m,.k] weight[n,k] bias?[n] -> out[m,n]"`, as `operands` explains.
         source: The shader file in `metal_kernels`, for a kernel that Metal has.
-        where, index_limit, products: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
+        where, index_limit, products, counted: As in `KernelDecl`: `lambda call: call.n % call.groups == 0`.
         fields: Parameter name → format, as `KernelDecl.fields` has them.
     """
     if name in KERNELS:
         raise ValueError(f"kernel '{name}' is declared twice")
     operand_lists = parse_operands(operands)
-    KERNELS[name] = KernelDecl(name, family, source, *operand_lists, fields, grid, where, index_limit, products)
+    KERNELS[name] = KernelDecl(
+        name, family, source, *operand_lists, fields, grid, where, index_limit, products, counted
+    )
     return KERNELS[name]

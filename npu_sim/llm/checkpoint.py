@@ -132,11 +132,16 @@ class Checkpoint:
             return self.eos_ids
 
 
-def as_ids(value: int | list[int] | None) -> frozenset[int]:
-    """The token ids in a config field, which holds one, several or none."""
-    if isinstance(value, (list, tuple)):
-        return frozenset(value)
-    return frozenset() if value is None else frozenset({value})
+def as_ids(value: Any) -> frozenset[int]:
+    """The token ids in a config field, which holds one, several or none.
+
+    Raises:
+        InputError: it holds anything else.
+    """
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if not all(type(item) is int for item in ids):
+        raise InputError(f"{value!r:.80} is neither a token id nor a list of token ids")
+    return frozenset(ids)
 
 
 def check_ranks(checkpoint: Checkpoint, ranks: int) -> None:

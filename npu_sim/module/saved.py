@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from npu_compiler.compiled_program import CompiledProgram
-from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, WeightError
+from npu_compiler.errors import DeviceError, InputError, ProgramFormatError, WeightError, reading
 from npu_compiler.graph.dtypes import numpy_dtype
 from npu_compiler.graph.model import TensorSpec
 from npu_runtime.buffer import DeviceBuffer
@@ -21,6 +21,7 @@ from npu_runtime.device import Device
 from npu_runtime.hardware import Hardware
 from npu_runtime.packing import to_numpy
 from npu_runtime.pytorch import INSTALL, find_torch
+from npu_runtime.weight_loader import MappedCheckpoint
 from npu_sim.module.arguments import Arguments, Results
 from npu_sim.module.hardware import open_backend
 from npu_sim.module.loaded_programs import DeviceProgram, Memory, MixedPlan, Value
@@ -99,7 +100,11 @@ class LoadedModule:
         self.content, checkpoint = read_module(path)
         self.backend = backend
         self._path, self._allow_code, self._dlpack, self._limit = path, allow_code, dlpack, max(programs, 1)
-        content = self.content
+        with reading(self._invalid):
+            self._open(checkpoint, classes)
+
+    def _open(self, checkpoint: MappedCheckpoint, classes: Sequence[type]) -> None:
+        content, backend = self.content, self.backend
         if content.off_device:
             self._need_torch({f"{node.node} ({node.op})": node.reason for node in content.off_device})
         try:
@@ -161,9 +166,10 @@ class LoadedModule:
         values = [self._value(x, path) for x, path in zip(given, self._paths, strict=True)]
         key = self._shapes.check([self._seen(index, value) for index, value in enumerate(values)])
         with self.backend.lock:
-            program = self._programs.get(key) or self._program(key)
-            self._programs.move_to_end(key)
-            outputs = program(dict(zip(self._names, values, strict=True)))
+            with reading(self._invalid):
+                program = self._programs.get(key) or self._program(key)
+                self._programs.move_to_end(key)
+                outputs = program(dict(zip(self._names, values, strict=True)))
             for index, place in self._updated:
                 _write_back(given[place], outputs[index], program.specs[index])
             for index, weight in self._stored:
@@ -172,9 +178,10 @@ class LoadedModule:
                 self._reload({weight for _, weight in self._stored})
             results = [self._result(x, spec) for x, spec in zip(outputs, program.specs, strict=True)]
         sources = dict(zip(self._names, given, strict=True))
-        return self._results.of(
-            results, lambda name: sources[name] if name in sources else self._result(self._own(name), None)
-        )
+        with reading(self._invalid):
+            return self._results.of(
+                results, lambda name: sources[name] if name in sources else self._result(self._own(name), None)
+            )
 
     def _own(self, name: str) -> np.ndarray:
         """The weight or constant of that name in the graph."""

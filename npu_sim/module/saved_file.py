@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from npu_compiler.errors import InputError, ProgramFormatError, WeightError
+from npu_compiler.errors import InputError, ProgramFormatError, WeightError, reading
 from npu_compiler.files import atomic_file
 from npu_compiler.graph.dtypes import KNOWN_DTYPES, itemsize
 from npu_compiler.graph.model import TensorSpec
@@ -217,8 +217,9 @@ def read_module(path: Path) -> tuple[SavedModule, MappedCheckpoint]:
     if _checksum(description) != description_sum or _checksum(tensors) != tensors_sum or between.any():
         raise ProgramFormatError(f"'{path}' is corrupted: its checksum does not match")
     try:
-        module, checkpoint = unpack(SavedModule, description.tobytes()), MappedCheckpoint.over(tensors)
-        _check(module, checkpoint)
+        with reading(ProgramFormatError):
+            module, checkpoint = unpack(SavedModule, description.tobytes()), MappedCheckpoint.over(tensors)
+            _check(module, checkpoint)
     except (ProgramFormatError, WeightError) as error:
         raise ProgramFormatError(f"'{path}' is not a valid module: {error}") from error
     return module, checkpoint

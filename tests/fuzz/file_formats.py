@@ -93,6 +93,7 @@ def seal_graph(ir: Any) -> bytes:
     }
     for meta in ir["graph_inputs"]:
         known[meta["name"], 0] = meta | {"producer_node": meta["name"], "producer_output_idx": 0}
+        known[meta["name"], None] = meta
     weights = {meta["name"]: meta for meta in ir["weights"]}
     known |= {(name, None): weights[key] | {"name": name} for name, key in ir["weight_name_mapping"].items()}
     for node in ir["nodes"]:
@@ -102,7 +103,8 @@ def seal_graph(ir: Any) -> bytes:
 
 
 def _reference(meta: Any) -> list[Any]:
-    return [meta.get("producer_node", meta["name"]), meta.get("producer_output_idx")]
+    producer = meta.get("producer_node")
+    return [meta["name"], None] if producer is None else [producer, meta.get("producer_output_idx")]
 
 
 def open_safetensors(data: bytes) -> dict[str, Any]:

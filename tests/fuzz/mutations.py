@@ -1,9 +1,11 @@
 """Reads many randomly changed files and reports crashes, hangs and errors of the wrong kind.
 
     python tests/fuzz/mutations.py --target program --count 100000 --jobs 4 --seed 1
+    python tests/fuzz/mutations.py --count 1000000
 
 The files are read in worker processes. A change depends on the seed and its number alone, so a worker that crashes or
-hangs is replaced, its file is saved, and the run goes on behind it. Exit code 1: there were findings.
+hangs is replaced, its file is saved, and the run goes on behind it. A worker may use 4 GiB more than it starts with.
+Without a target, all formats have a part of the files. Exit code 1: there were findings.
 """
 
 from __future__ import annotations
@@ -180,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from targets import TARGETS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--target", choices=TARGETS, help="a format (default: all of them)")
     parser.add_argument("--count", type=int, default=10_000, help="number of files (default: 10000)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="worker processes (default: one per CPU)")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
@@ -188,16 +190,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--findings", type=Path, default=Path("build/findings"), help="folder for files that fail")
     options = parser.parse_args(arguments)
     seed = options.seed if options.seed is not None else Random().randrange(2**32)
-    print(f"{options.target}: {options.count} files, seed {seed}", flush=True)
-    report = run(options.target, options.count, options.jobs, seed, options.longest)
-    for numbers in report.findings.values():
-        for number in numbers[:_SAVED_OF_A_KIND]:
-            options.findings.mkdir(parents=True, exist_ok=True)
-            (options.findings / f"{options.target}-{seed}-{number}").write_bytes(mutation(options.target, seed, number))
-    print(report)
-    if report.findings:
+    totals = Report()
+    for name, count in _parts(options.target, options.count).items():
+        begun = time.monotonic()
+        print(f"{name}: {count} files, seed {seed}", flush=True)
+        report = run(name, count, options.jobs, seed, options.longest)
+        for numbers in report.findings.values():
+            for number in numbers[:_SAVED_OF_A_KIND]:
+                options.findings.mkdir(parents=True, exist_ok=True)
+                (options.findings / f"{name}-{seed}-{number}").write_bytes(mutation(name, seed, number))
+        print(f"{report}; {time.monotonic() - begun:.0f} s", flush=True)
+        totals.outcomes += report.outcomes
+        totals.findings |= {f"{name}: {what}": numbers for what, numbers in report.findings.items()}
+    if options.target is None:
+        print(f"all formats\n{totals}")
+    if totals.findings:
         print(f"the first files of each finding are in {options.findings}")
-    return 1 if report.findings else 0
+    return 1 if totals.findings else 0
+
+
+def _parts(target: str | None, count: int) -> dict[str, int]:
+    """Target → how many of the files it has: more, the faster it reads them."""
+    if target is not None:
+        return {target: count}
+    from targets import TARGETS
+
+    whole = sum(target.share for target in TARGETS.values())
+    return {name: max(1, round(count * target.share / whole)) for name, target in TARGETS.items()}
 
 
 if __name__ == "__main__":

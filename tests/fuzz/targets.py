@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,11 +48,13 @@ class Target:
         prepare: Given a folder for files, returns what reads one content and says in a word what became of it.
         refusal: The error that a bad file has to cause. Any other is a finding.
         forms: What a file can be changed as: functions to plain data and back.
+        share: Of a run over all kinds of files, how many hundredths, about.
     """
 
     prepare: Callable[[Path], Check]
     refusal: type[NPUError]
     forms: tuple[Form, ...]
+    share: int = 5
 
     def mutate(self, data: bytes, rng: Random) -> bytes:
         """The file with a few changes; mostly of what it says, with right checksums and lengths."""
@@ -89,12 +92,21 @@ def corpus(name: str) -> list[bytes]:
 
 
 def _read_program(folder: Path) -> Check:
+    """Reads a program, describes it, saves it again and simulates it."""
+    from npu_model import load_chip, simulate
+
+    chip = load_chip("edge")
+
     def check(data: bytes) -> str:
         program = CompiledProgram.from_bytes(data)
         program.describe()
         again = CompiledProgram.from_bytes(program.to_bytes())
         assert again.to_bytes() == program.to_bytes(), "a program that loads is not saved as it is"
-        return "loaded"
+        try:
+            simulate(program, chip)
+        except InputError:
+            return "loaded"
+        return "simulated"
 
     return check
 
@@ -104,7 +116,13 @@ _FACTOR = 4
 
 
 def _run_program(folder: Path) -> Check:
-    """Reads a program and, if it loads, runs it on the CPU with weights and inputs of zeros.
+    """Reads a program and, if it loads, runs it."""
+    run = _runner()
+    return lambda data: run(CompiledProgram.from_bytes(data))
+
+
+def _runner() -> Callable[[CompiledProgram], str]:
+    """What runs a program on the CPU with weights and inputs of zeros.
 
     All that may take at most `_FACTOR` times the memory that the program declares, and `_SLACK`.
     """
@@ -127,8 +145,7 @@ def _run_program(folder: Path) -> Check:
         for spec in program.output_specs:
             outputs[spec.name].to_numpy(spec)
 
-    def check(data: bytes) -> str:
-        program = CompiledProgram.from_bytes(data)
+    def check(program: CompiledProgram) -> str:
         plan = program.plan
         declared = plan.arena_bytes + sum(buffer.size_bytes for buffer in plan.buffers.values())
         if declared > _LARGEST_RUN:
@@ -161,17 +178,18 @@ def _address_space(extra: int) -> Iterator[None]:
 
 
 def _read_graph(folder: Path) -> Check:
-    path = folder / "graph.json"
+    """Reads a graph, divides it, and compiles it; saves, loads and runs the program."""
+    path, run = folder / "graph.json", _runner()
 
     def check(data: bytes) -> str:
         path.write_bytes(data)
         graph = read_ir(path)
         parts = len(partition(graph).partitions)
         try:
-            compile(graph)
+            program = compile(graph)
         except ConstraintError:
             return "partitioned"
-        return "compiled" if parts else "compiled to nothing"
+        return run(CompiledProgram.from_bytes(program.to_bytes())) if parts else "compiled to nothing"
 
     return check
 
@@ -327,8 +345,11 @@ def _read_cache(folder: Path) -> Check:
     return check
 
 
+@cache
 def _saved_modules() -> list[bytes]:
-    """A module of fixed sizes with a nested result, and one whose batch may change."""
+    """A module of fixed sizes with a nested result, one whose batch may change, and one with weights in few bits; each
+    also without its programs, so that its graph is compiled.
+    """
     from tempfile import TemporaryDirectory
 
     import torch
@@ -345,15 +366,27 @@ def _saved_modules() -> list[bytes]:
             return {"y": (self.layer(x) * scale, x), "z": [rest["a"] + 1, None]}
 
     batch = torch.export.Dim("batch", max=4)
+    few = torch.export.Dim("few", min=2, max=4)
     x = torch.zeros(2, 4)
+
+    class Joined(nn.Module):
+        def forward(self, x: Any, y: Any) -> Any:
+            rows = torch.cat([x, 2 * x])
+            return rows[y], torch.nn.functional.pad(x.reshape(-1), (0, 1)), x.mean(0)
+
+    y = torch.tensor([0, 1])
+    joined = npu_sim.compile(Joined().eval(), (x, y), device="cpu", dynamic_shapes=({0: few}, {}))
     fixed = npu_sim.compile(Nested().eval(), (x,), {"rest": {"a": x}}, device="cpu")
     changing = npu_sim.compile(nn.Linear(4, 2).eval(), (x,), device="cpu", dynamic_shapes=({0: batch},))
     files = []
     quantized = npu_sim.compile(nn.Linear(4, 2).eval(), (x,), device="cpu", quantization="int8")
     with TemporaryDirectory() as folder:
-        for module in (fixed, changing, quantized):
+        for module in (fixed, changing, quantized, joined):
             module.save(Path(folder, "module.npumod"))
             files.append(Path(folder, "module.npumod").read_bytes())
+            content = file_formats.open_module(files[-1])
+            content["description"]["programs"] = []
+            files.append(file_formats.seal_module(content))
     return files
 
 
@@ -410,13 +443,13 @@ _MODULE: tuple[Form, ...] = (
     (file_formats.open_whole_module, file_formats.seal_whole_module),
 )
 TARGETS = {
-    "program": Target(_read_program, ProgramFormatError, _PROGRAM),
-    "run": Target(_run_program, NPUError, _PROGRAM),
-    "ir": Target(_read_graph, NPUError, _GRAPH),
+    "program": Target(_read_program, ProgramFormatError, _PROGRAM, 20),
+    "run": Target(_run_program, NPUError, _PROGRAM, 10),
+    "ir": Target(_read_graph, NPUError, _GRAPH, 10),
     "gguf": Target(_read_language_model, NPUError, ((file_formats.open_gguf, file_formats.seal_gguf),)),
-    "safetensors": Target(_read_weights, WeightError, _WEIGHTS),
-    "module": Target(_load_module, NPUError, _MODULE),
-    "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),)),
+    "safetensors": Target(_read_weights, WeightError, _WEIGHTS, 20),
+    "module": Target(_load_module, NPUError, _MODULE, 10),
+    "chip": Target(_read_chip, InputError, ((file_formats.open_chip, file_formats.seal_chip),), 10),
     "sweep": Target(_read_sweep, InputError, ((file_formats.open_sweep, file_formats.seal_sweep),)),
     "generation": Target(_read_generation, NPUError, ((file_formats.open_json, file_formats.seal_json),)),
     "cache": Target(_read_cache, NPUError, ((_open_cached, _seal_cached),)),

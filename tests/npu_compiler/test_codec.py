@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from npu_compiler import ProgramFormatError
+from npu_compiler import InputError, ProgramFormatError
 from npu_compiler.graph.dtypes import INT64_MAX, INT64_MIN, SignedInt
 from npu_compiler.program.codec import MAX_NESTING, decoder, pack, unpack
 
@@ -92,6 +92,12 @@ def test_an_array_keeps_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) -> N
     loaded = unpack(Tree, pack(tree(rings=rings))).rings
     assert (loaded.dtype, loaded.shape) == (rings.dtype, rings.shape)
     np.testing.assert_array_equal(loaded, rings)
+
+
+@pytest.mark.parametrize("changes", [{"name": "\ud800"}, {"notes": {"a": 2**70}}, {"height": -(2**64)}], ids=str)
+def test_what_no_file_can_hold_is_an_error_that_says_so(changes: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="this cannot be saved: "):
+        pack(tree(**changes))
 
 
 def test_a_file_is_readable_as_it_stands() -> None:
