@@ -83,6 +83,8 @@ def _as_map(value: Any) -> dict[str, Any]:
     """What msgpack packs in place of an object that it does not know."""
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, int):
+        raise OverflowError("an integer has more than 64 bits")
     if isinstance(value, np.ndarray):
         value = _Array(dtype_name(value.dtype), value.shape, value.tobytes())
     return {field.name: getattr(value, field.name) for field in _stored(value)}
