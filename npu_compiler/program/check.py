@@ -56,6 +56,9 @@ def check_calls(plan: ExecutionPlan) -> None:
     for call in calls:
         _check_call(call)
         _check_index(call, plan)
+    for name, buffer in plan.buffers.items():
+        if not -1 <= buffer.first_use <= buffer.last_use < max(len(plan.calls), 1):
+            raise ProgramFormatError(f"buffer '{name}' is used by calls that it does not have")
 
 
 def undeclared_kernels(calls: Iterable[KernelCall], target: CodegenTarget) -> list[str]:

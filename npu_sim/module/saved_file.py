@@ -233,6 +233,8 @@ def _check(module: SavedModule, checkpoint: MappedCheckpoint) -> None:
     sizes = {size[KEY] for meta in module.graph_inputs for size in meta.shape if is_symbolic(size)}
     if not {symbol.name for symbol in module.symbols} <= sizes:
         raise ProgramFormatError("a symbol of it is no size of an input")
+    if any(len(program.sizes) != len(module.symbols) for program in module.programs):
+        raise ProgramFormatError("a program of it is for other sizes than those that may change")
     if sum(tree.size for tree in (*module.positional, *module.keywords.values())) != len(module.inputs):
         raise ProgramFormatError("its arguments have another number of leaves than their structure")
     if module.result.size != len(module.outputs):

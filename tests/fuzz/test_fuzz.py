@@ -19,7 +19,7 @@ import mutations
 import targets
 from targets import TARGETS, Target, corpus
 
-from npu_compiler import IRError, NPUError, WeightError
+from npu_compiler import IRError, NPUError, ProgramFormatError, WeightError
 from npu_compiler.errors import InputError
 
 NAMES = list(TARGETS)
@@ -47,11 +47,45 @@ def of_many_dimensions(content: Any) -> None:
     content["header"]["empty"]["shape"] = [0] * 100
 
 
+def without_a_flag(program: Any) -> None:
+    call = next(call for call in program["body"]["plan"]["calls"] if "has_bias" in call["params"])
+    del call["params"]["has_bias"]
+
+
+def used_late(program: Any) -> None:
+    buffer = next(buffer for buffer in program["body"]["plan"]["buffers"].values() if buffer["kind"] == "arena")
+    buffer["last_use"] = 10**8
+
+
+def with_another_size(module: Any) -> None:
+    module["description"]["programs"][0]["sizes"].append(2)
+
+
+def with_a_long_integer(module: Any) -> None:
+    node(module["ir"], "aten.mul")["attrs"]["other"] = 10**30
+
+
+def with_eos(value: Any) -> Callable[[Any], None]:
+    return lambda config: config.update(eos_token_id=value)
+
+
 FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]] = {
     "ir, a missing input": ("ir", 0, without_an_input, IRError, r"node 'index_copy' .*not enough values"),
     "ir, a dimension that is no number": ("ir", 0, with_dim("x"), IRError, r"node 'index_copy' .*must be integers"),
     "ir, a dimension that is none": ("ir", 0, with_dim(7), IRError, r"node 'index_copy' .*out of range"),
     "ir, an output too many": ("ir", 0, with_an_output_too_many, IRError, "'index_copy__1': .* fewer outputs"),
+    "program, a missing flag": ("program", 2, without_a_flag, ProgramFormatError, "it lacks parameter 'has_bias'"),
+    "program, a lifetime": ("program", 1, used_late, ProgramFormatError, "is used by calls that it does not have"),
+    "module, sizes of a program": ("module", 2, with_another_size, ProgramFormatError, "is for other sizes than those"),
+    "module, a long integer": (
+        "module",
+        1,
+        with_a_long_integer,
+        ProgramFormatError,
+        "is not a valid module: int too big",
+    ),
+    "generation, no token": ("generation", 0, with_eos(["</s>"]), InputError, "is neither a token id nor a list"),
+    "generation, lists of tokens": ("generation", 0, with_eos([[2]]), InputError, "is neither a token id nor a list"),
     "safetensors, too many dimensions": ("safetensors", 0, of_many_dimensions, WeightError, "'empty' cannot have"),
 }
 
