@@ -20,7 +20,7 @@ import atheris
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 FINDINGS = Path("build/findings")
-OURS = ["npu_compiler", "npu_runtime", "npu_sim"]
+OURS = ["npu_compiler", "npu_model", "npu_runtime", "npu_sim"]
 
 with atheris.instrument_imports(include=OURS):
     from targets import TARGETS, corpus

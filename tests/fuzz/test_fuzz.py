@@ -123,7 +123,7 @@ def test_the_corpus_is_read_and_each_form_gives_back_what_it_opened(name: str, t
 def test_changed_files_are_refused_in_words(name: str, tmp_path: Path, seed: int) -> None:
     target, files = TARGETS[name], corpus(name)
     check, refused = target.prepare(tmp_path), 0
-    for number in range(200):
+    for number in range(10 * target.share):
         rng = Random(f"{seed} {number}")
         try:
             check(target.mutate(rng.choice(files), rng))
