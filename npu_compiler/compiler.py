@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from npu_compiler.codegen import generate_execution_plan
 from npu_compiler.compiled_program import CompiledProgram
 from npu_compiler.constraint_checker import check_constraints, check_target
-from npu_compiler.errors import ConstraintError, IRError, ProgramFormatError
+from npu_compiler.errors import ConstraintError, IRError, ProgramFormatError, reading
 from npu_compiler.fusion_patterns import INTEGER_KERNELS, fuse
 from npu_compiler.fusions.conv import fold_padding
 from npu_compiler.fusions.quantized_caches import quantize_caches
@@ -146,10 +146,12 @@ def compile(
     dtype = choose_compute_dtype(graph, compute_dtype)
     source_shapes = {key: graph.tensors[name].shape for name, recipe in graph.weights.items() for key in recipe.keys()}
     graph = _with_native_dtype(graph)
-    for _, stage in _stages(dtype, target, disabled_fusions, quantization, kv_cache, mesh, stages):
-        graph = stage(graph)
-    plan = target.finish(generate_execution_plan(graph, target, source_shapes))
-    plan = plan_memory(plan, target.config.buffer_alignment)
+    for name, stage in _stages(dtype, target, disabled_fusions, quantization, kv_cache, mesh, stages):
+        with reading(partial(_contradictory, f"for stage '{name}'")):
+            graph = stage(graph)
+    with reading(partial(_contradictory, "for code generation")):
+        plan = target.finish(generate_execution_plan(graph, target, source_shapes))
+        plan = plan_memory(plan, target.config.buffer_alignment)
     plan.unused_weights = tuple(
         sorted(source_shapes.keys() - {key for w in plan.weights.values() for key in w.recipe.keys()})
     )
@@ -161,8 +163,12 @@ def compile(
         if not is_code:
             check_calls(plan)
     except ProgramFormatError as error:
-        raise IRError(f"the graph's nodes contradict each other: {error}") from error
+        raise _contradictory("", str(error)) from error
     return CompiledProgram(graph.name, target.config.name, dtype, plan, contains_code=is_code, trust=MADE_HERE)
+
+
+def _contradictory(where: str, reason: str) -> IRError:
+    return IRError(f"the graph's nodes contradict each other{where and f' {where}'}: {reason}")
 
 
 def trace_stages(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_compiler.errors import IRError
+from npu_compiler.errors import IRError, reading
 from npu_compiler.graph.dtypes import INT64_MAX, INT64_MIN, KNOWN_DTYPES, numpy_dtype
 from npu_compiler.graph.model import IRGraph, OpNode, TensorSpec, unique_name, unique_names
 from npu_compiler.graph.weight_recipe import from_key
@@ -40,7 +40,8 @@ def read_ir(source: str | Path | Mapping[str, Any] | Any) -> IRGraph:
         if not hasattr(source, "to_dict"):
             raise IRError(f"cannot read IR from a {type(source).__name__}: give a path, a dict, or a torch_ir IR")
         source = source.to_dict()
-    return _Reader(source).read()
+    with reading(lambda reason: IRError(f"the IR is malformed: {reason}")):
+        return _Reader(source).read()
 
 
 def _converter(source: object) -> Callable[[Any], Mapping[str, Any]] | None:

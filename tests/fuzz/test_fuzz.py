@@ -37,6 +37,10 @@ def with_dim(value: Any) -> Callable[[Any], None]:
     return lambda ir: node(ir, "aten.index_copy")["attrs"].update(dim=value)
 
 
+def with_eps(value: Any) -> Callable[[Any], None]:
+    return lambda ir: node(ir, "aten.batch_norm")["attrs"].update(eps=value)
+
+
 def with_an_output_too_many(ir: Any) -> None:
     outputs = node(ir, "aten.index_copy")["outputs"]
     outputs.append(dict(outputs[0]))
@@ -74,6 +78,8 @@ FINDINGS: dict[str, tuple[str, int, Callable[[Any], None], type[NPUError], str]]
     "ir, a dimension that is no number": ("ir", 0, with_dim("x"), IRError, r"node 'index_copy' .*must be integers"),
     "ir, a dimension that is none": ("ir", 0, with_dim(7), IRError, r"node 'index_copy' .*out of range"),
     "ir, an output too many": ("ir", 0, with_an_output_too_many, IRError, "'index_copy__1': .* fewer outputs"),
+    "ir, a text for a number": ("ir", 2, with_eps("x"), IRError, "for stage 'fold_batch_norm': could not convert"),
+    "ir, a list for a number": ("ir", 2, with_eps([1]), IRError, "for stage 'fold_batch_norm': float"),
     "program, a missing flag": ("program", 2, without_a_flag, ProgramFormatError, "it lacks parameter 'has_bias'"),
     "program, a lifetime": ("program", 1, used_late, ProgramFormatError, "is used by calls that it does not have"),
     "module, sizes of a program": ("module", 2, with_another_size, ProgramFormatError, "is for other sizes than those"),
