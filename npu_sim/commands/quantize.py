@@ -65,7 +65,7 @@ def quantize(
             min=0,
             metavar="INTEGER",
             help="Number of consecutive weights of a row that share a scale; 0 means the whole row. "
-            "Default: 128 for int4, else 0.",
+            "Default: 128 for int4, or what divides all rows; else 0.",
         ),
     ] = None,
     zero_points: Annotated[
@@ -191,6 +191,8 @@ def quantize(
         return
     if report.requantized:
         note(f"warning: the weights of {report.model} were in few bits already, and have been rounded a second time")
+    if report.group != report.usual_group:
+        note(f"{report.group} weights share a scale, since {report.usual_group} do not divide all rows; see --group")
     _show(report)
     if report.divergences is not None:
         before, after = report.divergences

@@ -61,7 +61,7 @@ def quantize(
         output: The folder to write.
         weights: `int4`, `int8` or `fp8` (float8 e4m3).
         group: Number of consecutive weights of a row that share a scale; 0 means the whole row. Default: 128 for int4,
-            else the whole row.
+            or the next smaller size that divides all rows; else the whole row.
         zero_points: Whether each group of integers also has a zero point, for weights that are not around 0.
         method: `rtn` rounds each weight to the nearest; `gptq` also compensates each error by the weights of the row
             that are still to be rounded. Default: `gptq` with a calibration text, else `rtn`.
@@ -97,10 +97,9 @@ def quantize(
     checkpoint = load_checkpoint(model, "float32", "none")
     narrow = dtype or stored.dtype
     named = NAMED_FORMATS[weights]
-    format = QuantizedFormat(
-        named.codes, named.group if group is None else group, narrow, "zero_point" if zero_points else "none"
-    )
     network = Layerwise(checkpoint, device)
+    wanted = _fitting_group(network, named.group) if group is None else group
+    format = QuantizedFormat(named.codes, wanted, narrow, "zero_point" if zero_points else "none")
     _check_shapes(network, format)
     if keep_worst >= len(network.shapes):
         raise InputError(
@@ -130,6 +129,8 @@ def quantize(
         method=chosen,
         calibration_tokens=0 if ids is None else ids.numel(),
         requantized=bool(stored.quantization),
+        group=format.group,
+        usual_group=named.group if group is None else format.group,
     ).keeping_worst(keep_worst)
     source = checkpoint_path(model)
     kept = {name: array for name, array in arrays.items() if name not in report.kept}
@@ -186,6 +187,14 @@ def _check_choices(
         )
     if dtype is not None and dtype not in (*HALF_DTYPES, "float32"):
         raise InputError(f"unknown dtype '{dtype}'; choose one of float16, bfloat16, float32")
+
+
+def _fitting_group(network: Layerwise, usual: int) -> int:
+    """The usual group size or, where it does not divide all rows, the largest smaller one that does."""
+    sizes = sorted((size for size in _GROUP_SIZES if size < usual), reverse=True)
+    rows = [k for _, k in network.shapes.values()]
+    fitting = (size for size in (usual, *sizes) if usual and all(k % size == 0 for k in rows))
+    return next(fitting, usual)
 
 
 def _check_shapes(network: Layerwise, format: QuantizedFormat) -> None:

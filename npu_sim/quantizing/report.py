@@ -55,6 +55,8 @@ class Report:
         requantized: Whether the model's weights were in few bits already.
         tuning_steps: 0 where the model was not tuned; otherwise the layers' errors are those before.
         divergences: Of the quantized model from the original before and after tuning, as in `Tuned`.
+        group: Number of consecutive weights that share a scale; 0 means a whole row.
+        usual_group: What that would have been if it divided all rows.
     """
 
     model: str
@@ -67,6 +69,8 @@ class Report:
     requantized: bool = False
     tuning_steps: int = 0
     divergences: tuple[float, float] | None = None
+    group: int = 0
+    usual_group: int = 0
 
     def worst(self, count: int) -> list[LayerReport]:
         """The layers with the greatest errors, the greatest first."""

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from npu_runtime.torch_arrays import numpy_to_tensor
 from npu_sim.llm import LanguageModel, compile_decode_loop, load_checkpoint
 from npu_sim.llm.gguf_blocks import quantized_rows
 from npu_sim.llm.gguf_reader import read_gguf
+from npu_sim.llm.graph import INV_FREQ, state_with_buffers
 
 gguf = pytest.importorskip("gguf")
 BLOCKS = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes
@@ -159,6 +161,63 @@ def test_metadata_that_contradicts_the_tensors_is_refused(
     path = save_gguf(folder, tmp_path / "m.gguf", **changes)
     with pytest.raises(InputError, match=message):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope__dimension_count": 8}, "has 8 for '.*rope.dimension_count'; only 16 is supported"),
+        ({"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}, "has 'yarn' for '.*rope.scaling.type'"),
+        ({"rope__scaling__factor": -2.0}, "-2.0, not a positive number"),
+        ({"rope__freq_base": [1.0, 2.0]}, "a list of values for '.*rope.freq_base'"),
+        ({"rope__scaling__attn_factor": 1.5}, "a value for '.*rope.scaling.attn_factor', which is not supported"),
+        ({"attention__value_length": 8}, "has 8 for '.*attention.value_length'"),
+        ({"attention__sliding_window": 16}, "a value for '.*attention.sliding_window'"),
+        ({"attention__causal": False}, "has False for '.*attention.causal'"),
+        ({"attention__scale": 0.3}, "a value for '.*attention.scale'"),
+        ({"attn_logit_softcapping": 30.0}, "a value for '.*attn_logit_softcapping'"),
+        ({"logit_scale": 2.0}, "a value for '.*logit_scale'"),
+        ({"vocab_size": 7}, "has 7 for '.*vocab_size'; only 304"),
+        ({"expert_count": 8}, "mixtures of experts"),
+        ({"pooling_type": 1}, "a value for '.*pooling_type'"),
+        ({"layer_flags": [1, 2]}, "a value for '.*layer_flags'"),
+    ],
+)
+def test_no_key_of_the_metadata_is_skipped(folder: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = save_gguf(folder, tmp_path / "m.gguf", **changes)
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({"rope__scaling__factor": 4.0}, 4),
+        ({"rope__scale_linear": 4.0}, 4),
+        ({"rope__scaling__type": "linear", "rope__scaling__factor": 4.0, "rope__scaling__finetuned": True}, 4),
+        ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, 1),
+        ({"rope__dimension_count": 16, "vocab_size": 304, "attention__causal": True}, 1),
+    ],
+)
+def test_linear_rope_scaling_is_computed_as_llama_cpp_does(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], factor: int
+) -> None:
+    """llama.cpp scales linearly where a factor has no type, and looks for an old name of it."""
+    plain, scaled = (
+        state_with_buffers(load_checkpoint(save_gguf(folder, tmp_path / name, **keys)))[INV_FREQ]
+        for name, keys in (("plain.gguf", {}), ("scaled.gguf", changes))
+    )
+    np.testing.assert_allclose(scaled, plain / factor, rtol=1e-6)
+
+
+def test_a_tensor_that_the_architecture_lacks_is_refused(folder: Path, tmp_path: Path) -> None:
+    from npu_sim.llm.gguf_file import _check_names
+
+    file = read_gguf(save_gguf(folder, tmp_path / "m.gguf"))
+    for name in ("blk.0.attn_q_norm.weight", "blk.0.ffn_up.bias", "output_norm.bias"):
+        other = replace(file, tensors={**file.tensors, name: file.tensors["output_norm.weight"]})
+        with pytest.raises(InputError, match=f"a tensor '{name}', which models of architecture"):
+            _check_names(other, str(file.metadata["general.architecture"]))
 
 
 def test_damaged_files_are_one_clear_sentence(file: Path, tmp_path: Path, rng: np.random.Generator) -> None:

@@ -329,6 +329,14 @@ def test_tuning_that_fails_is_an_error(source: Path, monkeypatch: pytest.MonkeyP
         Tuner(checkpoint, torch.randint(300, (2, 16)), 3, "cpu").tune({Q_PROJ: array}, 3)
 
 
+def test_the_usual_group_gives_way_to_one_that_fits(source: Path, tmp_path: Path) -> None:
+    """No row of this model is a multiple of 128."""
+    report = quantize(source, tmp_path / "out")
+    assert (report.group, report.usual_group) == (64, 128)
+    assert all("64" in layer.format for layer in report.layers)
+    assert quantize(source, tmp_path / "rows", weights="int8").group == 0
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"group": 48}, r"rows of 64 elements are not a whole number of groups of 48; group sizes that fit all layers: 32"),
     ({"weights": "int3"}, "unknown weights 'int3'"),

@@ -13,6 +13,7 @@ import pytest
 from fake_engine import CONTEXT, HERMES, LLAMA, Script, Served, served, text_checkpoint
 
 from npu_sim.llm import Checkpoint
+from npu_sim.serving.http.tools import CallParser, format_of
 from npu_sim.serving.request import Request
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -285,6 +286,19 @@ def test_variables_of_the_chat_template_can_be_set(hermes: Checkpoint) -> None:
             model="tiny", messages=HELLO, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
         )
         assert hermes.tokenizer.decode(running.engine.requests[0].prompt).endswith("<think></think>")
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])
+def test_a_required_call_that_a_limit_cuts_off_leaves_no_fragment(template: str) -> None:
+    form = format_of(template)
+    call = f'{form.begin}{{"name": "get_time", "{form.arguments}": {{}}}}{form.end}'
+    whole = f"{call}\n{call}" if form.end else call
+    for end in range(len(whole) + 1):
+        parser = CallParser(form, ["get_time"], only_calls=True)
+        parts = [parser.push(letter) for letter in whole[:end]] + [parser.flush()]
+        assert "".join(text for text, _ in parts) == ""
+        assert len([found for _, calls in parts for found in calls]) == parser.calls
+        assert parser.calls == (2 if form.end else 1) or end < len(whole)
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA], ids=["hermes", "llama"])

@@ -38,7 +38,7 @@ from npu_sim.llm.checkpoint import stored_fields
 from npu_sim.llm.families import attention_window
 
 PROMPT, NEW, WINDOW, CONTEXT, VOCAB = 60, 24, 16, 128, 160
-SECONDS = 150  # per model type, after which it counts as a hang
+SECONDS = 600  # per model type, after which it counts as a hang
 NEAR_TIE = 2e-3  # between the two greatest logits
 
 _WINDOWS = ("sliding_window", "window_size", "attention_window", "attention_window_size", "attention_chunk_size")

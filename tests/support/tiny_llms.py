@@ -124,7 +124,7 @@ def save_gguf(folder: Path, path: Path, encoding: str = "F32", **metadata: Any) 
 
     Args:
         encoding: The ggml type of the matrices; vectors are in float32.
-        metadata: Whole numbers that replace those of the architecture, with `_` for the dots in a key.
+        metadata: Values that are added to those of the architecture or replace them, with `__` for the dots in a key.
     """
     import gguf
 
@@ -141,7 +141,10 @@ def save_gguf(folder: Path, path: Path, encoding: str = "F32", **metadata: Any) 
         "attention.key_length": config.hidden_size // config.num_attention_heads,
     }
     for key, number in {**numbers, **{name.replace("__", "."): value for name, value in metadata.items()}}.items():
-        writer.add_uint32(f"{config.model_type}.{key}", number)
+        name = f"{config.model_type}.{key}"
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}.get(
+            type(number), writer.add_array
+        )(name, number)
     writer.add_float32(f"{config.model_type}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     _add_tokenizer(writer, folder)
     theirs = {hugging_face: ours for ours, hugging_face in {**_ROOT_NAMES, **_LAYER_NAMES}.items()}

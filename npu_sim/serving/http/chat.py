@@ -70,7 +70,8 @@ class ChatWriter:
         self._with_usage = body.with_usage
         self._fields = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.model.name}
         names = [function.name for function in body.offered]
-        self._parsers = [CallParser(self._text.tool_format, names) for _ in range(body.choices)]
+        form, forced = self._text.tool_format, body.must_call
+        self._parsers = [CallParser(form, names, only_calls=forced) for _ in range(body.choices)]
         self._contents: list[list[str]] = [[] for _ in self._parsers]
         self._calls: list[list[Call]] = [[] for _ in self._parsers]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in self._parsers]

@@ -149,11 +149,13 @@ class CallParser:
     Args:
         form: How the model writes calls.
         known: The names of the functions that it may call. Without any, all is text.
+        only_calls: Whether the reply must consist of calls; then what a limit has cut off is no text either.
     """
 
-    def __init__(self, form: ToolFormat, known: Sequence[str]) -> None:
+    def __init__(self, form: ToolFormat, known: Sequence[str], *, only_calls: bool = False) -> None:
         self._form = form
         self._known = known
+        self._only_calls = only_calls
         self._held = ""
         self._text_seen = False
         self.calls = 0
@@ -163,10 +165,15 @@ class CallParser:
         if not self._known:
             return text, []
         self._held += text
-        return self._whole_reply() if not self._form.end else self._tagged()
+        shown, calls = self._whole_reply() if not self._form.end else self._tagged()
+        return "" if self._only_calls else shown, calls
 
     def flush(self) -> tuple[str, list[Call]]:
-        """What is left at the end; a call that is not complete is text."""
+        """What is left at the end; a call that is not complete is text, unless the reply must consist of calls."""
+        shown, calls = self._rest()
+        return "" if self._only_calls else shown, calls
+
+    def _rest(self) -> tuple[str, list[Call]]:
         held, self._held = self._held, ""
         if not self._known:
             return held, []
