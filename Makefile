@@ -7,8 +7,8 @@ FUZZ_SECONDS ?= 60
 FUZZ_OPTIONS ?= -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZED))))
 TYPED := npu_compiler cuda_compiler npu_runtime cuda_runtime npu_model metal_emulator npu_sim benchmarks examples docs/hooks.py
 
-.PHONY: venv demo screenshots test test-all test-levels test-aarch64 test-operators lint sanitize mutants fuzz cuda-sources cuda-sanitize \
-    bench docs clean
+.PHONY: venv demo screenshots test test-all test-decoders test-levels test-aarch64 test-operators lint sanitize mutants \
+    fuzz cuda-sources cuda-sanitize bench docs clean
 
 venv: $(STAMP)
 
@@ -38,6 +38,10 @@ test-all: venv
 test-operators: venv
 	PYTHONPATH=. $(BIN)/python tests/support/operator_database.py --jobs 2 --summary docs/operators.json; status=$$?; \
 	$(BIN)/python -m benchmarks.operators && exit $$status
+
+# Every kind of decoder that transformers knows, tiny and random: right or refused, never wrong, never a raw error.
+test-decoders: venv
+	NPU_SIM_TUNE=0 PYTHONPATH=. $(BIN)/python -W ignore tests/support/decoders.py
 
 # The native CPU kernels at each level that this machine runs.
 test-levels: venv

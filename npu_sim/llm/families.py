@@ -220,7 +220,7 @@ def attention_window(fields: Mapping[str, Any]) -> int | None:
     sizes = [
         value
         for name, value in fields.items()
-        if ("window" in name or "attention_chunk" in name) and name != "max_window_layers"
+        if ("window" in name or "attention_chunk" in name) and not name.endswith(("layers", "pattern"))
         if type(value) is int and value > 0
     ]
     return min(sizes, default=None)

@@ -434,7 +434,9 @@ class _WithExtras(Mapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _unsupported(checkpoint: Checkpoint, error: Exception) -> InputError:
+def _unsupported(checkpoint: Checkpoint, error: BaseException) -> InputError:
+    if isinstance(error.__cause__, InputError):  # what an attention function has refused while it was traced
+        error = error.__cause__
     lines = str(error).strip().splitlines()
     kind = checkpoint.config.model_type
     known = "" if kind in SUPPORTED else f" (model type '{kind}')"

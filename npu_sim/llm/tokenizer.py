@@ -2,13 +2,11 @@
 seconds."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from npu_compiler.errors import InputError
 from npu_sim.cache import cached_facts, source_digest
@@ -142,8 +140,13 @@ class StoredTokenizer:
         Args:
             tools: Functions that the model may call, in OpenAI's form.
             values: Variables of the template's own, such as `enable_thinking`.
+
+        Raises:
+            InputError: the template takes too long, or its text is too long.
         """
         from jinja2 import TemplateError
+
+        from npu_sim.llm.chat_template import render
 
         try:
             if tokenize or not conversation or self.chat_template is None:
@@ -155,7 +158,7 @@ class StoredTokenizer:
                 "documents": None,
                 **self._special_tokens,
             }
-            return str(_template(self.chat_template).render({**values, **known}))
+            return render(self.chat_template, {**values, **known})
         except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError):
             options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
             return str(self.whole.apply_chat_template(list(conversation), **options, **values))
@@ -173,21 +176,3 @@ def tokenizer_json(tokenizer: Any) -> str:
     if backend is None:
         raise InputError(f"the tokenizer {type(tokenizer).__name__} cannot be written as a tokenizer.json")
     return str(backend.to_str())
-
-
-@lru_cache(maxsize=16)
-def _template(source: str) -> Any:
-    """A chat template as transformers compiles it, in a sandbox: templates are code by the model's author."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)

@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPT = [5, 9, 77, 31, 2, 8, 9, 9, 60, 31]
-SAMPLE = ("cohere", "exaone4", "gemma", "gpt_neo", "mistral", "nemotron", "phi", "stablelm")
+SAMPLE = ("cohere", "exaone4", "gemma", "gpt_neox", "mistral", "nemotron", "phi", "stablelm")
 ROOT = Path(__file__).parents[2]
 
 
@@ -236,6 +236,7 @@ def test_attention_refuses_what_it_does_not_compute(llama: Path) -> None:
     [
         ({"sliding_window": 16}, 16),
         ({"sliding_window": None}, None),
+        ({"sliding_window": 16, "sliding_window_pattern": 4}, 16),
         ({"sliding_window": 16, "layer_types": ["full_attention", "full_attention"]}, None),
         ({"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]}, 16),
         ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"]}, 8),

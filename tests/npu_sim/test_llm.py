@@ -34,6 +34,7 @@ from npu_sim.llm import (
     StreamDecoder,
     chat,
     chat_prompt,
+    chat_template,
     complete,
     extract_decode_loop,
     extract_graph,
@@ -43,6 +44,7 @@ from npu_sim.llm import (
     make_sampler,
     probabilities,
 )
+from npu_sim.llm.chat import chat_text
 from npu_sim.llm.graph import meta_model
 from npu_sim.llm.modules import drawn
 from npu_sim.llm.sampling import choose, draw
@@ -646,6 +648,34 @@ def test_a_stored_tokenizer_does_what_the_whole_one_does(tmp_path: Path) -> None
     assert "whole" not in vars(ours), "all that is done without transformers"
     with pytest.raises(Exception, match="no"):
         ours.apply_chat_template([{"role": "user", "content": "refuse"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes longer than"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+            "takes longer than",
+        ),
+        ("{{ 'a' * 10 ** 10 }}", "repeats something to more than 16777216 elements"),
+        ("{{ [1] * 10 ** 10 }}", "repeats something"),
+        ("{{ 2 ** 9999999999 }}", "it computes 2"),
+        (
+            "{% set a = 'a' * 9999 %}{% for i in range(99999) %}{{ a }}{% endfor %}",
+            "is longer than 16777216 characters",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)
+def test_a_chat_template_runs_within_bounds(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
+) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    save_tokenizer(tmp_path, template)
+    checkpoint = replace(llama, load_tokenizer=lambda: load_tokenizer(tmp_path))
+    with pytest.raises(InputError, match=f"the chat template of .* rejects these messages: .*{message}"):
+        chat_text(checkpoint, "hello")
 
 
 def test_a_tokenizer_with_ways_of_its_own_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
