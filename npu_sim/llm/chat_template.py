@@ -58,7 +58,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
             raise InputError(f"it takes longer than {SECONDS:g} seconds")
         return ""
 
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         self.tick()
         return super().call(context, function, *args, **kwargs)
 

@@ -62,7 +62,7 @@ _LIMITS = (
     (re.compile(r"num_labels"), 0, 2**16),
 )
 _LARGEST = 2**53  # of any other number
-HEAD = "lm_head.weight"
+HEADS = ("lm_head.weight", "embed_out.weight")
 TABLES = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 

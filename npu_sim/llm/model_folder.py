@@ -5,13 +5,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from npu_compiler.errors import InputError, WeightError
 from npu_compiler.graph.dtypes import FLOAT_DTYPES
 from npu_compiler.graph.quantization import QuantizedArray
 from npu_sim.cache import cached_facts, source_digest
 from npu_sim.checkpoints import QuantizedTensors
 from npu_sim.llm.checkpoint import Checkpoint, StoredConfig, as_input_error, stored_fields
-from npu_sim.llm.families import HEAD, TABLES, check_fields, check_tensors, read_config
+from npu_sim.llm.families import HEADS, TABLES, check_fields, check_tensors, read_config
 from npu_sim.llm.generation_config import read_generation
 from npu_sim.llm.packages import require_packages
 from npu_sim.llm.tokenizer import load_tokenizer
@@ -96,14 +98,15 @@ def _config(folder: Path, name: str) -> tuple[StoredConfig, dict[str, Any]]:
 
 def _has_another_head(state: Mapping[str, Any]) -> bool:
     """Whether the file's output embeddings differ from its input embeddings; then transformers does not tie them."""
-    table = next((name for name in state if name.endswith(TABLES)), None)
-    if table is None or HEAD not in state:
+    tables, heads = ([name for name in state if name.endswith(names)] for names in (TABLES, HEADS))
+    if not tables or not heads:
         return False
-    parts = [state[table], state[HEAD]]
-    if any(isinstance(part, QuantizedArray) for part in parts):
+    table, head = state[tables[0]], state[heads[0]]
+    if isinstance(table, QuantizedArray) or isinstance(head, QuantizedArray):
         return True
-    first, second = parts
-    return first.shape != second.shape or first.dtype != second.dtype or first.tobytes() != second.tobytes()
+    if table.shape != head.shape or table.dtype != head.dtype:
+        return True
+    return not np.array_equal(table.view(np.uint8), head.view(np.uint8))
 
 
 def _compute_dtype(stored: object) -> str:
@@ -137,7 +140,7 @@ def _read_config(folder: Path) -> Any:
 
 
 def _mapped_tensors(folder: Path) -> Mapping[str, Any]:
-    """All safetensors files of a folder, memory-mapped.
+    """The safetensors files of a folder, memory-mapped: model.safetensors alone where there is one, as in transformers.
 
     Rotary frequencies, which old checkpoints include, are left out: the model computes them.
     """
@@ -146,4 +149,6 @@ def _mapped_tensors(folder: Path) -> Mapping[str, Any]:
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"{folder} holds no *.safetensors files; convert older formats with save_pretrained()")
     with as_input_error(f"a file of {folder} is not a readable safetensors file"):
-        return MappedCheckpoint(folder).without(lambda key: key.endswith("rotary_emb.inv_freq"))
+        whole = folder / "model.safetensors"
+        tensors = MappedCheckpoint(whole if whole.is_file() else folder)
+        return tensors.without(lambda key: key.endswith("rotary_emb.inv_freq"))

@@ -159,6 +159,15 @@ def test_a_config_that_says_tied_does_not_replace_another_head(tmp_path: Path) -
     assert served(tmp_path / "other", SamplingSettings()) == [expected["other"]]
 
 
+def test_other_files_beside_the_model_do_not_replace_its_tensors(llama: Path, tmp_path: Path) -> None:
+    """transformers reads model.safetensors and nothing else."""
+    folder = changed(llama, tmp_path / "m")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: torch.zeros_like(x) for name, x in weights.items()}, folder / "training_state.safetensors")
+    state = load_checkpoint(folder, "float32").state
+    assert np.asarray(state["model.embed_tokens.weight"]).any()
+
+
 def test_a_repetition_penalty_is_applied_as_transformers_does(llama: Path, tmp_path: Path) -> None:
     folder = changed(llama, tmp_path / "m", "generation_config.json", repetition_penalty=1.7)
     expected = continued(folder)
