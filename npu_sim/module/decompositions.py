@@ -292,9 +292,7 @@ def _fixed_guards(env: Any) -> Iterator[None]:
 class _Count(TorchDispatchMode):
     """Raises `TooLong` after `LARGEST` ops."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = 0
+    ops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.ops += 1

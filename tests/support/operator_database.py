@@ -413,7 +413,11 @@ class _Decompositions(TorchDispatchMode):
     """Runs PyTorch's decompositions in place of the ops: what infinities become may differ, and both are PyTorch's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        return decomposition_table.get(func, func)(*args, **(kwargs or {}))
+        decomposed = decomposition_table.get(func)
+        if decomposed is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return decomposed(*args, **(kwargs or {}))
 
 
 def _decomposed(module: nn.Module, tensors: Sequence[torch.Tensor]) -> Any:
